@@ -158,10 +158,6 @@ def _also(theirs: Any, ours: type) -> tuple[type, ...]:
 def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     """Move a weight's bytes to a view of the buffer, and show the optimizer its initial value."""
     fmt = weight.format
-    if fmt.backward:
-        raise ValueError(
-            f"{weight!r}: a byte buffer of Megatron holds one format, and {fmt} has two: take one of them here"
-        )
     if fmt.casts_columnwise:
         raise two_directions(f"{weight!r}: {fmt}")
     if storage.numel() != weight.rowwise_data.numel():

@@ -366,7 +366,7 @@ def adapter_for(fmt: FormatSpec) -> Adapter:
     ValueError for another one.
     """
     adapter = table().get(getattr(host.module(host.TENSORS), _QUANTIZERS.get(fmt.name, ""), type(None)))
-    if adapter is None or adapter.shown is None or fmt.backward:
+    if adapter is None or adapter.shown is None:
         raise ValueError(
             f"TransformerEngine has no tensor that holds {fmt}: take {', '.join(_QUANTIZERS)} or mxfp8:block=32x32, or leave the "
             "weight out of the recipe"

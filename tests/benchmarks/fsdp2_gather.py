@@ -62,9 +62,9 @@ class Stack(nn.Module):
         """Only gathered, never computed with."""
 
 
-def prepared(fmt: str, one_direction: bool, model: Stack) -> Callable[[], object]:
+def prepared(fmt: str, model: Stack) -> Callable[[], object]:
     """Before sharding; returns the refresh."""
-    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}), one_direction=one_direction)
+    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}))
     return partial(zerocast.fsdp2.refresh, model)
 
 
@@ -83,8 +83,7 @@ def torchao(model: Stack) -> Callable[[], object]:
 def ways(device: str) -> dict[str, Callable[[Stack], Callable[[], object]]]:
     """What is done to a model before it is sharded, by the name of its row."""
     found: dict[str, Callable[[Stack], Callable[[], object]]] = {"bf16": lambda model: lambda: None}
-    found |= {fmt: partial(prepared, fmt, False) for fmt in FORMATS}
-    found["mxfp8, one direction"] = partial(prepared, "mxfp8", True)
+    found |= {fmt: partial(prepared, fmt) for fmt in FORMATS}
     if importlib.util.find_spec("torchao") and (device == "cuda" or dist.get_world_size() == 1):
         found["torchao fp8"] = torchao
     return found

@@ -153,9 +153,7 @@ def unsharded(model: nn.Module) -> Iterator[tuple[str, QuantizedWeight]]:
 def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
     """All bytes that products read, as copies: FSDP2 cannot free a storage that numpy has looked at."""
     found = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
-    if weight.format.backward:
-        found["columnwise_data"], found["columnwise_scale_inv"] = weight.columnwise_data, weight.columnwise_scale_inv
-    elif weight.format.columnwise is not Columnwise.NONE:
+    if weight.format.columnwise is not Columnwise.NONE:
         found["columnwise_data"], found["columnwise_scale_inv"] = weight.direction(columnwise=True)
     return {name: casts.raw(tensor.clone()) for name, tensor in found.items() if tensor is not None}
 

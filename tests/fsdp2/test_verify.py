@@ -91,7 +91,7 @@ def sent() -> list[tuple[str, int, str, int, int]]:
         model(models.batch(0, 64))  # leaves weights gathered
     assert verify(model).ok
     if dist.get_rank() == 1:
-        models.masters(model)["blocks.0.1.weight"][1].outputs(False)[0].view(-1)[3] ^= 1
+        models.masters(model)["blocks.0.1.weight"][1].outputs()[0].view(-1)[3] ^= 1
     assert verify(model).ok, "nobody has gathered it yet"
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -165,7 +165,7 @@ def _break_the_cast(model: Any) -> None:
 
     def broken(repeat: bool) -> None:
         refresh(repeat)
-        weight.outputs(False)[0].view(-1)[0] ^= 1
+        weight.outputs()[0].view(-1)[0] ^= 1
 
     manager.refresh = broken  # type: ignore[method-assign]
 
@@ -191,7 +191,7 @@ def sliced() -> tuple[bool, list[Any]]:
     before = verify(model, dist.group.WORLD)
     weight = models.masters(model)["blocks.1.1.weight"][1]
     if dist.get_rank() == 3:
-        weight.outputs(False)[0].view(-1)[0] ^= 1
+        weight.outputs()[0].view(-1)[0] ^= 1
     return before.ok, said(verify(model, dist.group.WORLD))
 
 
@@ -204,22 +204,3 @@ def test_tensor_parallel_slices(ranks: Ranks) -> None:
 def test_every_is_checked() -> None:
     with pytest.raises(ValueError, match="verify_every is None or at least 1, got 0"):
         zerocast.fsdp2.prepare(nn.Linear(32, 32), zerocast.Recipe({"weight": "nvfp4"}), verify_every=0)
-
-
-def one_direction() -> tuple[bool, list[tuple[str, int, str, int, int]]]:
-    """Of mxfp8 weights that gather one direction at a time: what a forward pass reads, and a wrong byte in it."""
-    model = Net(("mxfp8",), 64, 96)
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe), one_direction=True)
-    models.sharded(model, prepare=False)
-    models.train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), range(2), 64)
-    quiet = verify(model)
-    weight = models.masters(model)["blocks.0.3.weight"][1]
-    if dist.get_rank() == 0:
-        weight.outputs(False)[0].view(-1)[7] ^= 1
-    return quiet.ok, said(verify(model))
-
-
-def test_one_direction_at_a_time(ranks: Ranks) -> None:
-    for quiet, found in ranks(2)(one_direction):
-        assert quiet
-        assert found == [("blocks.0.3.weight", rank, "rowwise_data", 1, 7) for rank in (0, 1)]

@@ -35,7 +35,6 @@ class TableKey:
     nominal: torch.dtype
     master: torch.dtype = torch.float32
     external_scaling_state: bool = False
-    is_backward: bool = False  # `fmt` is that of the columnwise buffers, of a format of two
     takes_updates: bool = True  # else somebody else steps the masters, before they are measured
 
 
@@ -70,7 +69,7 @@ class DescriptorTable:
         if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
             row[Column.SHARED_AMAX] = shared
         for name, (base, offset) in BUFFER_COLUMNS.items():
-            tensor = weight.state.half(self.key.is_backward).get(name)
+            tensor = weight.state.buffers[name]
             if tensor is not None:
                 row[base], row[offset] = self.buffers[name].add(tensor)
         return row
@@ -139,8 +138,6 @@ class DescriptorTable:
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.add_to_masters(master)
         data = shard.shard_data
         tensors: tuple[Tensor, ...] = () if data is None else data if isinstance(data, tuple) else (data,)
-        if shard.weight.format.backward:
-            tensors = tensors[self.key.is_backward :][:1]
         first, _ = byte_range(self.key.fmt, shard.weight.shape, shard.span, shard.weight.dtype)
         for name, tensor in zip(("rowwise_data", "columnwise_data"), tensors, strict=False):
             base, offset = BUFFER_COLUMNS[name]

@@ -106,7 +106,7 @@ class HostTable(WeightTable):
             return
         self._fetch(packed)
         for name, known in self._state.items():
-            tensors = [shard.weight.state.half(self.key.is_backward).get(name) for shard, *_ in self._shards]
+            tensors = [shard.weight.state.buffers[name] for shard, *_ in self._shards]
             held = [tensor for tensor in tensors if tensor is not None]
             if held:
                 known.copy_(torch.cat([tensor.view(-1) for tensor in held]))
@@ -148,7 +148,7 @@ class HostTable(WeightTable):
             base, offset = table.add_to_masters(shard.master)
             row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + span.start - shard.span.start
         for name, known in self._state.items():
-            if shard.weight.state.half(self.key.is_backward).get(name) is not None:
+            if shard.weight.state.buffers[name] is not None:
                 base_at, offset_at = BUFFER_COLUMNS[name]
                 row[base_at], row[offset_at] = table.buffers[name].add(known[number : number + 1])
         return row
@@ -171,7 +171,7 @@ class HostTable(WeightTable):
                     stop -= stop % 2  # no byte in two pieces
                 if stop > start:
                     row = self._row_on_host(piece.table, number, Span(start, stop))
-                    piece.add(row, shard, self.key.fmt, self.key.is_backward, Span(start, stop))
+                    piece.add(row, shard, self.key.fmt, Span(start, stop))
                     room -= stop - start
                 if stop < shard.span.stop or room < 2:
                     yield piece
@@ -201,15 +201,14 @@ class _Piece:
     numel: int = 0
     _data: list[tuple[list[int], str, int]] = field(default_factory=list)
 
-    def add(self, row: list[int], shard: MasterShard, fmt: FormatSpec, backward: bool, span: Span) -> None:
+    def add(self, row: list[int], shard: MasterShard, fmt: FormatSpec, span: Span) -> None:
         """Append the elements `span` of a weight, of which `row` is a row of the table."""
         first, last = byte_range(fmt, shard.weight.matrix_shape, span, shard.weight.dtype)
         origin, _ = byte_range(fmt, shard.weight.matrix_shape, shard.span, shard.weight.dtype)
         stored = _stored(shard)
-        buffers = shard.weight.state.half(backward)
         for direction in range(2 if fmt.columnwise is Columnwise.OWN_GRID else 1):
             name = _DIRECTIONS[direction]
-            whole = stored[direction] if stored else buffers[name]
+            whole = stored[direction] if stored else shard.weight.state.buffers[name]
             begins = origin if stored else 0
             self.numel += -self.numel % 16 + first % 16  # as bytes lie on the device
             assert whole is not None, name

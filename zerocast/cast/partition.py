@@ -18,7 +18,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Item, Ownership, exchange_spans
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Span, byte_range, elements_per_scale, exchange_unit, round_up
+from zerocast.formats.layout import Span, byte_range, elements_per_scale, round_up
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, check_unclaimed
 
@@ -147,7 +147,7 @@ def partition(
     lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]
     validate_across_ranks(group, lines, problem, "builds a CastPlan")
     weights = [shard.weight for shard in shards]
-    items = [Item(w.numel(), exchange_unit(w.format), line) for w, line in zip(weights, lines, strict=True)]
+    items = [Item(w.numel(), w.format.elements_per_byte, line) for w, line in zip(weights, lines, strict=True)]
     return Partition(shards, exchange_spans(group, items, [shard.span for shard in shards]), device, chosen)
 
 
@@ -266,8 +266,6 @@ def _check_shard(
 def _check_shard_data(weight: QuantizedWeight, span: Span, data: ShardData | None) -> ShardData | None:
     if data is None:
         return None
-    if weight.format.backward:
-        raise ValueError(f"shard storage (fsdp_shard_model_weights) holds one format, and {weight.format} has two")
     directions = 2 if weight.format.columnwise is Columnwise.OWN_GRID else 1
     tensors = data if isinstance(data, tuple) else (data,)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):

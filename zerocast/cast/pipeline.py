@@ -65,8 +65,7 @@ def cast(
     """
     amaxes.begin()
     measured = tables if unmeasured is None else unmeasured
-    # the masters take one step, before any other format measures them
-    for table in sorted(measured, key=lambda table: table.key.is_backward):
+    for table in measured:
         table.measure(amaxes.buffer, update, skip)
     amaxes.reduce()
 

@@ -48,13 +48,11 @@ class CastTables:
             shared = packed.shared.get(index, -1)
             group = param_groups[index]
             tables = hosted if shard.on_host else owned
-            for half, table in enumerate(tables.of_halves(shard.weight, master, group is not None)):
-                flag = packed.flag_of.get(index, -1)
-                table.add_shard(shard, packed.offsets[index][half:], group or 0, shared, flag)
+            table = tables.of(shard.weight, master, group is not None)
+            table.add_shard(shard, packed.offsets[index], group or 0, shared, packed.flag_of.get(index, -1))
         for index, element, slot in packed.boundary_elements:
             shard = shards[index]
-            for half, table in enumerate(boundary.of_halves(shard.weight)):
-                if table.key.fmt.elements_per_byte > 1:
-                    row = table.add(shard.weight, packed.offsets[index][half:])
-                    table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
+            table = boundary.of(shard.weight)
+            row = table.add(shard.weight, packed.offsets[index])
+            table.set_span(row, shard, Span(element, element + 1), packed.received[slot : slot + 1])
         return CastTables([*owned.freeze(), *hosted.freeze()], boundary.freeze(), on_host)

@@ -59,21 +59,16 @@ class WeightTable(DescriptorTable):
         """Amaxes of the blocks that this rank owns elements of, after an `update` of the masters if
         there is one. `cast_rest` with the same update writes what codes it leaves.
         """
-        if update is None or not self._is_updated:
+        if update is None or not self.key.takes_updates:
             self.partial_amax(packed)
         elif self.key.fmt.casts_in_one_pass:
             self.adam_cast(update, packed, skip)
         else:
             self.adam_amax(update, packed, skip)
 
-    @property
-    def _is_updated(self) -> bool:
-        """True if an update of the masters is taken here, once for a format of two."""
-        return self.key.takes_updates and not self.key.is_backward
-
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
         """The codes that are not written yet, by reduced amaxes."""
-        if update is None or not self._is_updated or not self.key.fmt.casts_in_one_pass:
+        if update is None or not self.key.takes_updates or not self.key.fmt.casts_in_one_pass:
             self.partial_cast(packed, skip)
         else:
             self.cast_cut_rows(packed, skip)
@@ -229,22 +224,14 @@ class WeightTables(dict[TableKey, WeightTable]):
         self._device, self._backend, self._make = device, backend, make
 
     def of(
-        self, weight: QuantizedWeight, master: torch.dtype = torch.float32, half: int = 0, takes_updates: bool = True
+        self, weight: QuantizedWeight, master: torch.dtype = torch.float32, takes_updates: bool = True
     ) -> WeightTable:
-        """The table of a weight with masters of this dtype; of a format of two, that of the `half`
-        for forward passes (0) or backward passes (1).
-        """
-        external, fmt = weight.state.external_scaling_state, weight.format.halves[half]
-        key = TableKey(self._backend, fmt, weight.dtype, master, external, half > 0, takes_updates)
+        """The table of a weight with masters of this dtype."""
+        external = weight.state.external_scaling_state
+        key = TableKey(self._backend, weight.format, weight.dtype, master, external, takes_updates)
         if key not in self:
             self[key] = self._make(key, self._device)
         return self[key]
-
-    def of_halves(
-        self, weight: QuantizedWeight, master: torch.dtype = torch.float32, takes_updates: bool = True
-    ) -> list[WeightTable]:
-        """The tables of each format of a weight."""
-        return [self.of(weight, master, half, takes_updates) for half in range(len(weight.format.halves))]
 
     def freeze(self) -> list[WeightTable]:
         """All tables, ready for their stages."""

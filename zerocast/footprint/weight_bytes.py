@@ -55,7 +55,7 @@ def scale_bytes(weight: QuantizedWeight) -> int:
 @functools.lru_cache(maxsize=1024)
 def copy_bytes(weight: QuantizedWeight) -> int:
     """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
-    fmt = weight.format.halves[-1]
+    fmt = weight.format
     if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
     found = buffers(fmt, weight.matrix_shape, weight.dtype)

@@ -9,7 +9,6 @@ import difflib
 import functools
 import importlib
 import inspect
-import math
 import pkgutil
 from typing import Any
 
@@ -31,12 +30,9 @@ def format_names() -> tuple[str, ...]:
 def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
     """The format called `name`.
 
-    Options go by keyword, or inline as in
-    ``"fp8_block:power_of_2_scale=False"``, which is also what `str(fmt)` prints. Two formats with a
-    bar between them, as in ``"fp8_current|nvfp4"``, are one for the rowwise codes, which forward
-    passes read, and one for those that backward passes read. Raises ValueError for an unknown name,
-    an option that this format does not have, or a value outside its range, TypeError for an option
-    of another type.
+    Options go by keyword, or inline as in ``"fp8_block:power_of_2_scale=False"``, which is also
+    what `str(fmt)` prints. Raises ValueError for an unknown name, an option that this format does
+    not have, or a value outside its range, TypeError for an option of another type.
     """
     if isinstance(name, FormatSpec):
         if options:
@@ -51,8 +47,6 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
 
 @functools.lru_cache(maxsize=256)
 def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
-    if "|" in text:
-        return _pair(text, options)
     name, _, inline = text.partition(":")
     if name not in format_names():
         close = difflib.get_close_matches(name, format_names(), n=1)
@@ -73,34 +67,6 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
     if not 0.0 <= spec.amax_epsilon < float("inf"):
         raise ValueError(f"amax_epsilon must be finite and not negative, got {spec.amax_epsilon}")
     return dataclasses.replace(spec, key=option_key(build, name, chosen))
-
-
-def _pair(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
-    if options:
-        raise ValueError(
-            f"options of {text!r} are written behind the format that they belong to, as in fp8_block:…|nvfp4"
-        )
-    names = text.split("|")
-    if len(names) != 2:
-        raise ValueError(f"format {text!r}: one for forward passes and one for backward passes, got {len(names)}")
-    forward, backward = map(get_format, names)
-    for half in (forward, backward):
-        if half.columnwise is not Columnwise.TRANSPOSE or half.amax_policy is AmaxPolicy.DELAYED:
-            raise ValueError(
-                f"{half} cannot be one of two formats: take formats whose columnwise copies are transposed, without delayed "
-                "scaling"
-            )
-    return dataclasses.replace(
-        forward,
-        name=f"{forward.name}|{backward.name}",
-        columnwise=Columnwise.OWN_FORMAT,
-        multiple=(
-            math.lcm(forward.multiple[0], backward.multiple[0]),
-            math.lcm(forward.multiple[1], backward.multiple[1]),
-        ),
-        pair=(forward, backward),
-        key=f"{forward}|{backward}",
-    )
 
 
 def _parse(text: str, inline: str) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
-    for block in (block for half in fmt.halves for block in (half.exchange_block, half.columnwise_block)):
+    for block in (fmt.exchange_block, fmt.columnwise_block):
         if block and len(shape) > 2 and shape[-2] % block[0]:
             raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
 
@@ -123,9 +123,6 @@ def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
     """
     if fmt.amax_policy is AmaxPolicy.NONE:
         return 0, 0
-    if fmt.backward:
-        forward, backward = (amax_counts(half, rows, columns)[0] for half in fmt.halves)
-        return forward, backward
     own = fmt.columnwise is Columnwise.OWN_GRID
     return (
         math.prod(amax_grid(fmt.block, rows, columns)),
@@ -154,15 +151,12 @@ def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: torch.dtype) -
 def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
     """The columnwise data: u8 `[K, M]`, u8 `[K, M/2]` for 4-bit codes, u8 `[M, K]` for mxfp8.
 
-    Returns None where the rowwise data serves both directions. Of a format of two, the rowwise data
-    of the other one.
+    Returns None where the rowwise data serves both directions.
     """
     if fmt.columnwise in (Columnwise.NONE, Columnwise.SHARED):
         return None
     if fmt.columnwise is Columnwise.OWN_GRID:
         return Buffer((rows, columns), torch.uint8)
-    if fmt.backward:
-        return Buffer((rows, columns // fmt.backward.elements_per_byte), torch.uint8)
     return Buffer((columns, rows // fmt.elements_per_byte), torch.uint8)
 
 
@@ -192,8 +186,6 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
         return None
     if fmt.columnwise is Columnwise.TRANSPOSE:
         return rowwise_scale_inv(fmt, columns, rows)
-    if fmt.backward:
-        return rowwise_scale_inv(fmt.backward, rows, columns)
     down, across = amax_grid(fmt.columnwise_block or fmt.block, rows, columns)
     return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), torch.uint8)
 
@@ -213,8 +205,6 @@ def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
     of the weight ends at entry e / n. So the buffer can be cut where the codes are. Empty where it
     cannot: a buffer is padded or repeated, or a scale depends on the amax of the tensor.
     """
-    if fmt.backward:
-        return {}
     by_name = {"rowwise_scale_inv": (fmt.block, rowwise_scale_inv(fmt, *matrix))}
     if fmt.columnwise is Columnwise.OWN_GRID:
         by_name["columnwise_scale_inv"] = fmt.columnwise_block, columnwise_scale_inv(fmt, *matrix)
@@ -227,13 +217,6 @@ def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
             return {}
         found[name] = math.prod(block)
     return found
-
-
-def exchange_unit(fmt: FormatSpec) -> int:
-    """How many neighbouring elements of a weight two ranks cannot own parts of without the other's
-    elements: those of a byte.
-    """
-    return max(half.elements_per_byte for half in fmt.halves)
 
 
 def whole_block_rows(fmt: FormatSpec, matrix: Block, span: Span) -> Span:

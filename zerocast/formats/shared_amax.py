@@ -74,8 +74,6 @@ def check_group(group: SharedAmax, formats: Mapping[str, FormatSpec]) -> bool:
         raise ValueError(
             f"{group} are {kinds[0]} and cannot share an amax: each scales by its own past; fp8_current can"
         )
-    if kinds[0].has_tensor_amax and kinds[0].backward:
-        raise ValueError(f"{group} are {kinds[0]}, which cannot share an amax: nvfp4 and fp8_current can")
     return kinds[0].has_tensor_amax
 
 

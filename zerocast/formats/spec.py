@@ -35,7 +35,6 @@ class Columnwise(enum.IntEnum):
     TRANSPOSE = 1  # the same codes and scales, transposed after the all-gather
     OWN_GRID = 2  # its own blocks and codes, cast from the master; not transposed
     SHARED = 3  # the rowwise codes; the scales of the same blocks in a columnwise buffer
-    OWN_FORMAT = 4  # rowwise codes of another format, cast from the master
 
 
 class AmaxPolicy(enum.IntEnum):
@@ -57,9 +56,6 @@ class FormatSpec:
         scale_group: (rows, columns) of the blocks none of whose E8M0 scales is below
             2**-SCALE_SPREAD of the largest; None where scales are independent.
         scale_rounding: "up" or "floor", of the exponent of E8M0 scales.
-        pair: the formats of the forward and of the backward pass, where these are two. Columnwise
-            buffers hold the second one's rowwise codes and scales; all other attributes are then
-            those of the first.
         multiple: (rows, columns) of a weight must be divisible by it.
         key: the text that builds this format, as `str()` returns it.
     """
@@ -79,7 +75,6 @@ class FormatSpec:
     margin: int = 0
     amax_history_len: int = 0
     amax_compute_algo: str = "max"
-    pair: "tuple[FormatSpec, FormatSpec] | None" = None
     key: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -110,22 +105,12 @@ class FormatSpec:
         alone, and there is one set of codes.
         """
         local = self.amax_policy is AmaxPolicy.CURRENT and self.scale_rule in (ScaleRule.FP32, ScaleRule.E8M0)
-        return local and self.block is not None and self.columnwise is not Columnwise.OWN_GRID and self.pair is None
-
-    @property
-    def halves(self) -> "tuple[FormatSpec, ...]":
-        """The formats that are cast: the one of both directions, or that of each."""
-        return self.pair or (self,)
-
-    @property
-    def backward(self) -> "FormatSpec | None":
-        """The second format of two."""
-        return self.pair[1] if self.pair else None
+        return local and self.block is not None and self.columnwise is not Columnwise.OWN_GRID
 
     @property
     def casts_columnwise(self) -> bool:
         """True if columnwise codes are cast from the master too, and gathered."""
-        return self.columnwise in (Columnwise.OWN_GRID, Columnwise.OWN_FORMAT)
+        return self.columnwise is Columnwise.OWN_GRID
 
     @property
     def is_exact_in_fp8(self) -> bool:
@@ -154,8 +139,9 @@ class FormatSpec:
     @property
     def has_tensor_amax(self) -> bool:
         """True if `QuantizedWeight.amax` exists, which per-tensor and two-level scales need."""
-        own = self.scale_rule is ScaleRule.TWO_LEVEL or (self.amax_policy is not AmaxPolicy.NONE and self.block is None)
-        return own or (self.backward is not None and self.backward.has_tensor_amax)
+        return self.scale_rule is ScaleRule.TWO_LEVEL or (
+            self.amax_policy is not AmaxPolicy.NONE and self.block is None
+        )
 
 
 def option_key(build: Callable[..., FormatSpec], name: str, options: dict[str, Any]) -> str:

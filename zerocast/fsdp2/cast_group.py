@@ -58,11 +58,10 @@ class CastGroup:
         self._scales, scales = _side_by_side(shapes, self._device)
         for gathers, part in zip(alike, sent.split(sizes), strict=True):
             self._lay_out(gathers, part.view(len(gathers), -1), scales)
-        sides = [(weight, header) for weight in weights for header in weight.headers]
         # headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are
-        statuses = [(weight.status_after_cast, 0) for weight, _ in sides]
+        statuses = [(weight.status_after_cast, 0) for weight in weights]
         self._headers = torch.tensor(statuses, dtype=torch.int32).view(-1, 2).to(self._device)
-        places = [header.storage_offset() + half for _, header in sides for half in (0, 1)]
+        places = [weight.header.storage_offset() + half for weight in weights for half in (0, 1)]
         self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
         self._sent = sent.view(torch.int32)
         self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
@@ -85,11 +84,9 @@ class CastGroup:
         for weights, of_each in zip(zip(*gathers, strict=True), sides, strict=True):
             self._stack(weights, sent, of_each, {name: next(scales) for name, _ in _scale_buffers(weights)})
 
-    def _stack(
-        self, weights: Sequence[FSDPWeight], sent: Tensor, sides: Sequence[Tensor], scales: Mapping[str, Tensor]
-    ) -> None:
+    def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor, side: Tensor, scales: Mapping[str, Tensor]) -> None:
         """Lay out weights of one geometry, which send their parts of `sent` and have the side
-        channels `sides`, `[weights, bytes]` each, and the scale buffers `scales`.
+        channels `side`, `[weights, bytes]`, and the scale buffers `scales`.
         """
         first, geometry = weights[0], weights[0].geometry
         for index, weight in enumerate(weights):
@@ -98,7 +95,7 @@ class CastGroup:
             if geometry.takes_part:
                 self.shards[weight.name] = shard
         if geometry.takes_part:
-            self._copies += first.layout.outgoing_scales(sides, scales)
+            self._copies += first.layout.outgoing_scales(side, scales)
 
     def _gather_cast(self, weights: Sequence[FSDPWeight]) -> GatherCast:
         layouts = {weight.name: weight.layout for weight in weights}
@@ -110,13 +107,11 @@ class CastGroup:
     def _tables_of(
         self, shards: Mapping[str, MasterShard], measured: frozenset[str] = frozenset()
     ) -> list[WeightTable]:
-        """Tables of the weights in `shards`; of those that a step has measured, which measures the
-        first of two formats alone, the other one.
-        """
+        """Tables of the weights in `shards` without those that a step has measured."""
         tables = WeightTables(self._device, self._backend)
         for name, shard in shards.items():
-            for half in range(name in measured, len(shard.weight.format.halves)):
-                tables.of(shard.weight, half=half).add_shard(shard, self.amaxes.offsets[name][half:])
+            if name not in measured:
+                tables.of(shard.weight).add_shard(shard, self.amaxes.offsets[name])
         return tables.freeze()
 
     @torch.no_grad()
@@ -233,7 +228,7 @@ def _alike(gathers: Iterable[list[FSDPWeight]]) -> list[list[list[FSDPWeight]]]:
     """Gathers of weights with the same geometries together, as those of equal layers are."""
     found: dict[Hashable, list[list[FSDPWeight]]] = {}
     for gathered in gathers:
-        key = tuple((weight.geometry, weight.one_direction) for weight in gathered)
+        key = tuple(weight.geometry for weight in gathered)
         found.setdefault((key, gathered[0].joint is None), []).append(gathered)
     return list(found.values())
 

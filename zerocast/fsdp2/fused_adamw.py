@@ -37,7 +37,7 @@ GRADIENT_DTYPES = torch.float32, torch.bfloat16
 class AdamPass:
     """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for
     weights of one kind. The pass can cast them too where all of them have one set of codes
-    (`casts_in_one_pass`), which the weights of a format of two have not.
+    (`casts_in_one_pass`).
 
     FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of
     its own in the table.
@@ -302,11 +302,8 @@ class FusedAdamW(CapturableOptimizer):
                 weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span
-                # of a format of two, the amaxes of the first; the cast measures the other
-                key, place = (
-                    TableKey(backend, weight.format.halves[0], geometry.nominal),
-                    group.amaxes.offsets[weight.name],
-                )
+                key = TableKey(backend, weight.format, geometry.nominal)
+                place = group.amaxes.offsets[weight.name]
                 if span.numel:
                     names[group].append(weight.name)
                     casts = weight.format.casts_in_one_pass

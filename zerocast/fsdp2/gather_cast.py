@@ -55,8 +55,7 @@ class GatherCast:
         for name, codes in self._by_name(place).items():
             if name in shards:
                 shard = _over(shards[name], codes, delayed.cast_scale(name))
-                for half, table in enumerate(tables.of_halves(shard.weight)):
-                    table.add_shard(shard, offsets[name][half:])
+                tables.of(shard.weight).add_shard(shard, offsets[name])
         self._tables = tables.freeze()
         self._bases = [base for table in self._tables for base in _code_bases(table)]
         place.untyped_storage().resize_(0)

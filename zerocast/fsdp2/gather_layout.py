@@ -15,9 +15,6 @@ A shard group of one rank sends everything as one output: FSDP2 takes only the f
 
 Where codes are cast at each gather (`gather_cast.py`), side channels alone are kept between
 gathers, and codes lie in memory of their own.
-
-With `one_direction` a weight whose directions are different codes sends either, never both: behind
-the codes of each lies what goes with them. A format of two sends both, each as wide as its codes.
 """
 
 import itertools
@@ -44,8 +41,8 @@ MOST_KEPT = 64 * 2**20
 
 @dataclass(frozen=True)
 class ScaleRegion:
-    """The scales of one direction in side channel number `side`: `count` block rows of `across`
-    entries from byte `offset` on.
+    """The scales of one direction in a side channel: `count` block rows of `across` entries from
+    byte `offset` on.
 
     `name` is that of the weight's buffer, of which each scale fills `repeat` rows and columns.
     """
@@ -57,7 +54,6 @@ class ScaleRegion:
     repeat: Block
     offset: int
     count: int
-    side: int
 
     def of(self, side: Tensor) -> Tensor:
         """`[..., count, across]` of side channels `[..., bytes]`."""
@@ -100,42 +96,37 @@ class GatherLayout:
     between gathers: all, or the side channels alone without `keep_codes`.
     """
 
-    def __init__(self, geometry: ShardGeometry, one_direction: bool = False, keep_codes: bool = True) -> None:
-        self._geometry, self.one_direction, self.keep_codes = geometry, one_direction, keep_codes
+    def __init__(self, geometry: ShardGeometry, keep_codes: bool = True) -> None:
+        self._geometry, self.keep_codes = geometry, keep_codes
         fmt = geometry.format
-        stored = fmt.halves if fmt.backward else (fmt, fmt)[: 2 if fmt.casts_columnwise else 1]
-        rows = [rowwise_data(half, 1, geometry.columns, geometry.nominal) for half in stored]
-        self._row_bytes = [row.shape[1] * row.dtype.itemsize for row in rows]  # by direction
+        self.directions = 2 if fmt.casts_columnwise else 1
+        row = rowwise_data(fmt, 1, geometry.columns, geometry.nominal)
+        self._row_bytes = [row.shape[1] * row.dtype.itemsize] * self.directions
         self.code_bytes = [geometry.shards.chunk * row for row in self._row_bytes]
         self.code_slots = [round_up(nbytes, ALIGNMENT) for nbytes in self.code_bytes]
-        self.directions = len(stored)
         self.scales: list[ScaleRegion] = []
-        self._sides = [HEADER] * (self.directions if one_direction else 1)
+        self.side_bytes = HEADER
         # by the names of the buffers
-        self.scalar_offsets = {"amax": self._reserve(0, 4)} if fmt.has_tensor_amax else {}
-        for name, half in zip(SCALES, fmt.halves, strict=False):
-            if half.has_tensor_scale:
-                self.scalar_offsets[name] = self._reserve(0, 4)
-        self._add_scales(SCALES[0], fmt.halves[0], fmt.block, 0)
-        if fmt.backward:
-            self._add_scales(SCALES[1], fmt.backward, fmt.backward.block, 0)
-        self._add_scales(SCALES[1], fmt, fmt.columnwise_block, len(self._sides) - 1)
+        self.scalar_offsets = {"amax": self._reserve(4)} if fmt.has_tensor_amax else {}
+        if fmt.has_tensor_scale:
+            self.scalar_offsets[SCALES[0]] = self._reserve(4)
+        self._add_scales(SCALES[0], fmt, fmt.block)
+        self._add_scales(SCALES[1], fmt, fmt.columnwise_block)
         self._sent = list(self.scales)
         if fmt.columnwise is Columnwise.SHARED:  # the scales that are sent fill both buffers
             repeat = fmt.scale_repeat(columnwise=True)
             self.scales.append(replace(self.scales[0], name="columnwise_scale_inv", repeat=repeat))
-        self.side_bytes = max(self._sides)
         self.codes_nbytes = sum(self.code_slots)
-        self.nbytes = self.codes_nbytes + len(self._sides) * self.side_bytes
+        self.nbytes = self.codes_nbytes + self.side_bytes
         self.kept_bytes = self.nbytes if keep_codes else self.nbytes - self.codes_nbytes
 
-    def _reserve(self, side: int, nbytes: int) -> int:
-        """The offset of a region of a side channel."""
-        offset = self._sides[side]
-        self._sides[side] += round_up(nbytes, ALIGNMENT)
+    def _reserve(self, nbytes: int) -> int:
+        """The offset of a region of the side channel."""
+        offset = self.side_bytes
+        self.side_bytes += round_up(nbytes, ALIGNMENT)
         return offset
 
-    def _add_scales(self, name: str, fmt: FormatSpec, block: Block | None, side: int) -> None:
+    def _add_scales(self, name: str, fmt: FormatSpec, block: Block | None) -> None:
         """Reserve room for scales of `block`, one of `fmt`'s."""
         if block is None:
             return
@@ -143,19 +134,15 @@ class GatherLayout:
         dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         across = amax_grid(block, shards.rows, self._geometry.columns)[1]
         count = shards.most_owned(block[0])
-        offset = self._reserve(side, count * across * dtype.itemsize)
+        offset = self._reserve(count * across * dtype.itemsize)
         repeat = fmt.scale_repeat(columnwise=block is fmt.columnwise_block)
-        self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count, side))
+        self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count))
 
-    def parts(self, buffer: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """(codes by direction, if they are kept, side channels) of a rank's `buffer` of
+    def parts(self, buffer: Tensor) -> tuple[list[Tensor], Tensor]:
+        """(codes by direction, if they are kept, side channel) of a rank's `buffer` of
         `kept_bytes` bytes, or of buffers `[..., kept_bytes]`.
         """
-        pieces = buffer.split(self.kept_bytes // len(self._sides), -1)
-        sides = [piece[..., -self.side_bytes :] for piece in pieces]
-        if self.one_direction and self.keep_codes:
-            return [piece[..., :nbytes] for piece, nbytes in zip(pieces, self.code_bytes, strict=True)], sides
-        return self.codes_in(buffer), sides
+        return self.codes_in(buffer), buffer[..., -self.side_bytes :]
 
     def codes_in(self, buffer: Tensor) -> list[Tensor]:
         """The codes by direction at the beginning of what is kept, none if they are not."""
@@ -166,21 +153,16 @@ class GatherLayout:
     def _code_starts(self) -> list[int]:
         return [0, *itertools.accumulate(self.code_slots)][: self.directions]
 
-    def outputs(self, buffer: Tensor, columnwise: bool) -> tuple[Tensor, ...]:
-        """The tensors of `buffer` that the hook hands to FSDP2, behind codes that are not kept;
-        `columnwise` chooses where one direction is sent.
-        """
-        codes, sides = self.parts(buffer)
-        if self.one_direction:
-            codes, sides = [codes[columnwise]], [sides[columnwise]]
-            buffer = buffer.chunk(2)[columnwise]
-        return (buffer,) if self._geometry.shards.world == 1 else (*codes, *sides)
+    def outputs(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of `buffer` that the hook hands to FSDP2, behind codes that are not kept."""
+        codes, side = self.parts(buffer)
+        return (buffer,) if self._geometry.shards.world == 1 else (*codes, side)
 
-    def outgoing_scales(self, sides: Sequence[Tensor], made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def outgoing_scales(self, side: Tensor, made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(targets in the side channels, sources) of the scales of the block rows that this rank
         owns.
 
-        The side channels `sides`, `[weights, side_bytes]` each, and the scale buffers `made`
+        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `made`
         `[weights, ...]` belong to weights of this layout.
         """
         pairs = []
@@ -190,7 +172,7 @@ class GatherLayout:
             source = made[region.name][:, :: region.repeat[0], :: region.repeat[1]]
             if owned.numel:
                 source = source[:, first : first + owned.numel, : region.across]
-                pairs.append((region.of(sides[region.side])[:, : owned.numel], source))
+                pairs.append((region.of(side)[:, : owned.numel], source))
         return pairs
 
     def gathered(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -201,7 +183,7 @@ class GatherLayout:
         codes, side = flat[:-1], flat[-1]
         shards = self._geometry.shards
         if shards.world == 1:
-            codes = [side[start:] for start in self._code_starts[: 1 if self.one_direction else None]]
+            codes = [side[start:] for start in self._code_starts]
             side = side[-self.side_bytes :]
         return self.gathered_codes(codes), side.view(-1, self.side_bytes)
 
@@ -246,13 +228,13 @@ class JointLayout:
         self._sides = [layout.side_bytes for layout in layouts]
         self.kept_bytes = sum(self._codes) + sum(self._sides)
 
-    def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], Tensor]]:
         """For each weight (codes by direction, if they are kept, its side channel) of a rank's
         `buffer`, or of buffers `[..., kept_bytes]`.
         """
         pieces = buffer.split([*self._codes, *self._sides], -1)
         both = zip(self.layouts, pieces, pieces[len(self.layouts) :], strict=False)
-        return [(layout.codes_in(codes), [side]) for layout, codes, side in both]
+        return [(layout.codes_in(codes), side) for layout, codes, side in both]
 
     def outputs(self, place: int, buffer: Tensor) -> tuple[Tensor, ...]:
         """The tensors of `buffer` that the hook of the weight at `place` hands to FSDP2, behind
@@ -282,7 +264,7 @@ class ScaleFill:
     """
 
     def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
-        self.side, self.buffer, self._padding = region.side, buffer, padding
+        self.buffer, self._padding = buffer, padding
         height, width = region.repeat
         blocks = -(-shards.rows // region.height)
         self._pads = buffer.numel() > blocks * height * region.across * width
@@ -373,8 +355,6 @@ class RowFill:
     """Fills a `buffer` `[rows, bytes]` with rows of the side channels `side`, whose places
     `index` says in units.
     """
-
-    side = 0  # of one direction, as a ScaleFill's
 
     def __init__(self, side: Tensor, buffer: Tensor, index: Tensor) -> None:
         self.buffer, self.index = buffer, index

@@ -95,10 +95,10 @@ class CastManager:
             raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
         return model
 
-    def weight(self, name: str, fmt: FormatSpec, one_direction: bool) -> FSDPWeight:
+    def weight(self, name: str, fmt: FormatSpec) -> FSDPWeight:
         """A new weight of this model; `prepare` chooses which to keep in `weights`."""
         freshness = Freshness(owner=weakref.ref(self), has_masters=True, advice=ADVICE)
-        return FSDPWeight(name, fmt, self.record, freshness, one_direction)
+        return FSDPWeight(name, fmt, self.record, freshness)
 
     @property
     def casts(self) -> tuple[int, bool]:

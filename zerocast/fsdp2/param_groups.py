@@ -47,22 +47,12 @@ class ParamGroup:
         """True while its weights are gathered."""
         return bool(self._group().is_unsharded)
 
-    @property
-    def is_backward(self) -> bool:
-        """True if a gather of now is for a backward pass."""
-        return torch_fsdp.gathers_for_backward(self._group())
-
-    def problem(self, one_direction: bool) -> str | None:
+    def problem(self) -> str | None:
         """Why quantized weights cannot be gathered by it, if so."""
         if self._group()._use_post_forward_mesh:
             return (
                 "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards plain tensors alone): "
                 "give True or False"
-            )
-        if one_direction and not torch_fsdp.reshards_after_forward(self._group()):
-            return (
-                "one_direction needs a gather for each pass: give fully_shard reshard_after_forward=True for this module, "
-                "which the outermost one has not by itself"
             )
         return None
 

@@ -54,11 +54,6 @@ _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDiction
 # The prepared modules in a module, looked for once.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
-ONE_DIRECTION = (
-    "one_direction is deprecated: take the format mxfp8:block=32x32, whose one set of codes serves both directions with 1.001 "
-    "bytes an element in every gather"
-)
-
 PICKLED = (
     "this {} was pickled after zerocast.fsdp2.prepare, as torch.multiprocessing does with arguments: its parameters are plain "
     "FP32 ones, and train so. Call prepare again before fully_shard to gather quantized weights"
@@ -70,7 +65,6 @@ def prepare(
     recipe: RecipeLike,
     *,
     weight_mesh: DeviceMesh | None = None,
-    one_direction: bool = False,
     verify_every: int | None = None,
     keep_codes: bool | None = None,
     present: Present = only_quantized_weights,
@@ -96,14 +90,8 @@ def prepare(
     once, and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8.
     By default they are kept where all of a rank take at most 64 MiB. To keep more pays where few
     tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are kept anyway over
-    shard groups of one rank, under CPUOffloadPolicy, with `one_direction`, and once an optimizer
-    has stepped within a backward pass.
-
-    With `one_direction` an mxfp8 weight, whose two directions are different codes, is gathered
-    rowwise for a forward pass and columnwise for a backward pass, half the bytes each time. A pass
-    that reads the other direction raises RuntimeError: a forward pass that is recomputed
-    (activation checkpointing), torch.compile. Deprecated: `mxfp8:block=32x32` has one set of codes
-    for both directions, and takes all of these.
+    shard groups of one rank, under CPUOffloadPolicy, and once an optimizer has stepped within a
+    backward pass.
 
     `present` is for modules that compute with tensors of their own: `present(module, name,
     parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. That of
@@ -116,8 +104,6 @@ def prepare(
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
-    if one_direction:
-        warnings.warn(ONE_DIRECTION, FutureWarning, stacklevel=2)
     recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
@@ -135,7 +121,7 @@ def prepare(
             continue
         _check(model, name, parameter, sharded)
         check_weight(unfit, name, parameter, fmt, _local(parameter).shape)
-        weight = chosen.setdefault(parameter, manager.weight(name, fmt, one_direction))
+        weight = chosen.setdefault(parameter, manager.weight(name, fmt))
         if weight.format != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
         weight.shared_amax = shared.get(weight.name)

@@ -81,7 +81,7 @@ class ShardGeometry:
     @property
     def has_ghost(self) -> bool:
         """True if a block row of no elements carries the tensor amax."""
-        return any(half.scale_rule is ScaleRule.TWO_LEVEL for half in self.format.halves)
+        return self.format.scale_rule is ScaleRule.TWO_LEVEL
 
     @property
     def has_tensor_amax(self) -> bool:
@@ -132,35 +132,28 @@ class ShardGeometry:
         """(height, amaxes, first amax among this weight's) of the rows of exchange blocks of each
         grid, which a boundary can cut; the last row may have fewer amaxes.
         """
-        found = []
-        for half, first in zip(self.format.halves, (0, self.amax_counts[0]), strict=False):
-            if half.block and half.exchange_block:
-                height = half.exchange_block[0]
-                across = layout.amax_grid(half.block, self.rows, self.columns)[1]
-                found.append((height, height // half.block[0] * across, first))
+        found, fmt = [], self.format
+        if fmt.block and fmt.exchange_block:
+            height = fmt.exchange_block[0]
+            across = layout.amax_grid(fmt.block, self.rows, self.columns)[1]
+            found.append((height, height // fmt.block[0] * across, 0))
         if self.format.columnwise_block:
             found.append((self.format.columnwise_block[0], self.columns, self.amax_counts[0]))
         return found
 
     @property
     def tensor_amaxes(self) -> list[int]:
-        """The amaxes among this weight's that the reduced one of the tensor is put in: those of
-        halves with one scale a tensor, and in the ghost of halves with two levels.
+        """The amaxes among this weight's that the reduced one of the tensor is put in: with one
+        scale a tensor its own, with two levels one in the ghost.
         """
-        found, first = [], 0
-        for half, count in zip(self.format.halves, self.amax_counts, strict=False):
-            if half.scale_rule is ScaleRule.TWO_LEVEL:
-                found.append(first + count - layout.amax_grid(half.block, self.rows, self.columns)[1])
-            elif half.amax_policy is not AmaxPolicy.NONE and half.block is None and count:
-                found.append(first)
-            first += count
-        return found
+        fmt, (count, _) = self.format, self.amax_counts
+        if fmt.scale_rule is ScaleRule.TWO_LEVEL:
+            return [count - layout.amax_grid(fmt.block, self.rows, self.columns)[1]]
+        return [0] if fmt.amax_policy is not AmaxPolicy.NONE and fmt.block is None and count else []
 
     @property
     def _blocks(self) -> list[int]:
-        return [
-            block[0] for half in self.format.halves for block in (half.exchange_block, half.columnwise_block) if block
-        ]
+        return [block[0] for block in (self.format.exchange_block, self.format.columnwise_block) if block]
 
     @property
     def _height(self) -> int:

@@ -113,16 +113,6 @@ def is_reading_shard() -> bool:
     return False
 
 
-def reshards_after_forward(group: Any) -> bool:
-    """True if a parameter group gathers again for the backward pass."""
-    return group.post_forward_mesh_info is not None
-
-
-def gathers_for_backward(group: Any) -> bool:
-    """True if a gather of now is for a backward pass, prefetched or not."""
-    return bool(group._training_state.name == "PRE_BACKWARD")
-
-
 def backward_pass() -> int | None:
     """The number of the backward pass that autograd is running, as it is for hooks of gradients;
     None outside of any.

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
-from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, layout
+from zerocast.formats import AmaxPolicy, FormatSpec, layout
 from zerocast.formats.layout import check_shape, matrix_shape
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
@@ -49,26 +49,20 @@ class FSDPWeight:
            ▼
         freed        sharded again; `unsharded` stays, and the next gather fills the same
                      storage, which autograd or a compiled graph may have saved
-
-    With `one_direction` a weight with codes of its own in each direction sends only those that the
-    pass reads.
     """
 
     master: Tensor  # f32, this rank's rows, plain
     geometry: ShardGeometry
     layout: GatherLayout
     group: ParamGroup
+    header: Tensor  # int32 `[2]` in the side channel that is sent
     status_after_cast: DirtyStatus  # that a cast leaves in the header
     param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
 
-    def __init__(
-        self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness, one_direction: bool
-    ) -> None:
+    def __init__(self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness) -> None:
         self.name, self.format, self.record, self.freshness = name, fmt, record, freshness
-        self._may_send_one = one_direction
         self.shared_amax: SharedAmax | None = None
         self.presentation: Presentation = AS_QUANTIZED_WEIGHT
-        self.one_direction = self._sends_one(fmt)
         # that of the weight's cast group, if its scaling is delayed
         self.scaling: DelayedScaling | None = None
         self.is_first_of_gather = True
@@ -80,11 +74,9 @@ class FSDPWeight:
         # among them
         self.joint: JointLayout | None = None
         self.place = 0
-        self._outputs: list[tuple[Tensor, ...]] = []  # to send, by direction
-        self.headers: list[Tensor] = []  # int32 `[2]` in each side channel
+        self._outputs: tuple[Tensor, ...] = ()  # to send
         self._header = -1, DirtyStatus.CLEAN  # the cast that it is of, and its status
         self._sent = -1  # the cast whose bytes were sent last
-        self._sent_columnwise = False
         self.sent_status = DirtyStatus.CLEAN
         self.unsharded: QuantizedWeight | None = None
         self.inner: list[Tensor] = []
@@ -96,14 +88,11 @@ class FSDPWeight:
         """
         return self
 
-    def _sends_one(self, fmt: FormatSpec) -> bool:
-        return self._may_send_one and fmt.columnwise is Columnwise.OWN_GRID
-
     def convert(self, fmt: FormatSpec) -> None:
         """Be cast into another format and gathered in it from now on; delayed scaling begins
         anew.
         """
-        self.format, self.one_direction, self.scaling = fmt, self._sends_one(fmt), None
+        self.format, self.scaling = fmt, None
         self.forget_gathered()
 
     def forget_gathered(self) -> None:
@@ -190,7 +179,7 @@ class FSDPWeight:
 
     def check_format(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
         """ValueError unless this weight can be gathered in a format."""
-        problem = self.group.problem(self._sends_one(fmt))
+        problem = self.group.problem()
         if problem:
             raise ValueError(problem)
         check_shape(fmt, self.shape)
@@ -201,7 +190,7 @@ class FSDPWeight:
     def _check_slice(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
         held, whole_weight = matrix_shape(self.shape), matrix_shape(self.param().sharded_param.shape)
         ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
-        for block in (block for half in fmt.halves for block in (half.exchange_block, half.columnwise_block)):
+        for block in (fmt.exchange_block, fmt.columnwise_block):
             if block and any(end % side for end, side in zip(ends, block, strict=True)):
                 raise ValueError(
                     f"a block of {fmt} would span two tensor-parallel slices: a slice is "
@@ -217,15 +206,14 @@ class FSDPWeight:
     @property
     def must_keep_codes(self) -> bool:
         """True where codes are kept from one cast to the next, whatever was asked for: one rank
-        sends all as one output, masters on the host are cast there, and one direction is
-        deprecated.
+        sends all as one output, and masters on the host are cast there.
         """
-        return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param()) or self.one_direction
+        return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param())
 
     @property
     def may_share_side(self) -> bool:
         """True where FSDP2 takes several outputs, out of the memory that they are kept in."""
-        return self.shard_mesh.size() > 1 and not torch_fsdp.is_offloaded(self.param()) and not self.one_direction
+        return self.shard_mesh.size() > 1 and not torch_fsdp.is_offloaded(self.param())
 
     def locate(self, index: int) -> None:
         """Find the rows of this rank where they lie now; `index` is the place among the
@@ -239,7 +227,7 @@ class FSDPWeight:
         shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
         self.master = self.local.plain
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
-        self.layout, self.gather_cast = GatherLayout(self.geometry, self.one_direction), None
+        self.layout, self.gather_cast = GatherLayout(self.geometry), None
         self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
         self.status_after_cast = DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
         self.freshness.watch([self.master], sharded=False)
@@ -248,20 +236,19 @@ class FSDPWeight:
 
     def let_go_of_codes(self) -> None:
         """Keep no codes between gathers, from the coming `bind` on."""
-        self.layout = GatherLayout(self.geometry, self.one_direction, keep_codes=False)
+        self.layout = GatherLayout(self.geometry, keep_codes=False)
 
     def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
         """Make the small weight over `buffer`, the zero bytes that the layout, or the joint one,
         keeps, and buffers `scales`; what the stages are given.
         """
         if self.joint is None:
-            codes, sides = self.layout.parts(buffer)
-            self._outputs = [self.layout.outputs(buffer, columnwise) for columnwise in (False, True)]
+            codes, side = self.layout.parts(buffer)
+            self._outputs = self.layout.outputs(buffer)
         else:
-            codes, sides = self.joint.parts(buffer)[self.place]
-            self._outputs = [self.joint.outputs(self.place, buffer)] * 2
-        self.headers = [header_of(side) for side in sides]
-        side = sides[0]
+            codes, side = self.joint.parts(buffer)[self.place]
+            self._outputs = self.joint.outputs(self.place, buffer)
+        self.header = header_of(side)
         elsewhere = [side[:0]]  # no bytes, which stand for codes that are not kept
         names = "rowwise_data", "columnwise_data"
         buffers = {**scales, **self._scalars(side), **dict(zip(names, codes or elsewhere, strict=False))}
@@ -323,23 +310,22 @@ class FSDPWeight:
         if master.data_ptr() != self._addresses.start and master.device == self.master.device:  # else FSDP2's copy
             self.record.rewrapped = True  # the cast looks for it
             self.mark_written()
-        self._sent_columnwise = self.one_direction and self.group.is_backward
         outputs = self._outputs_on(master.device)
         self._mesh, self._sent = mesh, self.record.generation
         return outputs
 
     def _outputs_on(self, device: torch.device) -> tuple[Tensor, ...]:
         self._write_header()
-        outputs = self.outputs(self._sent_columnwise)
+        outputs = self.outputs()
         if device == self.master.device:
             return outputs
         return tuple(part.to(device, non_blocking=True) for part in outputs)
 
-    def outputs(self, columnwise: bool) -> tuple[Tensor, ...]:
-        """The tensors to send, on the device of the master; `columnwise` chooses where one
-        direction is sent. Codes that are not kept are cast for this gather.
+    def outputs(self) -> tuple[Tensor, ...]:
+        """The tensors to send, on the device of the master. Codes that are not kept are cast for
+        this gather.
         """
-        kept = self._outputs[columnwise]
+        kept = self._outputs
         return kept if self.gather_cast is None else (*self.gather_cast.take(self.name), *kept)
 
     def _write_header(self) -> None:
@@ -349,8 +335,7 @@ class FSDPWeight:
             before = self.status_after_cast
         self.sent_status = self.status
         if self.sent_status != before:
-            for header in self.headers:
-                header[0].fill_(self.sent_status)
+            self.header[0].fill_(self.sent_status)
         self._header = self.record.generation, self.sent_status
 
     def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, is_first: bool) -> bool:
@@ -400,8 +385,6 @@ class FSDPWeight:
             self.inner = self.group.fill.memory if self.place == 0 else []
             # those of all are filled when the last one is received
             self._fills = self.group.fill.fills if self.name == self.group.names[-1] else ()
-        if self.one_direction:
-            codes = codes * 2  # one storage, and what was gathered last is in it
         specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
         names = "rowwise_data", "columnwise_data"
         stored = [spec.dtype for name in names if (spec := specs[name]) is not None]
@@ -444,11 +427,7 @@ class FSDPWeight:
         self.freshness.finish = None
         self.group.received += 1
         self.freshness.cast += 1  # what was derived from earlier bytes is old
-        if self.one_direction:
-            self.unsharded.state.gathered_direction = "columnwise" if self._sent_columnwise else "rowwise"
-        if self.one_direction:
-            self.group.put_scales(self.name, [fill for fill in self._fills if fill.side == self._sent_columnwise])
-        elif self._fills or self.joint is None:
+        if self._fills or self.joint is None:
             self.group.put_scales(self.name, self._fills)
         if shown is None:
             return self.presentation.show(self.unsharded), self.inner

@@ -222,8 +222,6 @@ def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
 
 def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice, bool]:
     """The choice, and whether it is a fallback."""
-    if weight.format.backward is not None:
-        weight = weight.of_direction(columnwise=False)
     if weight.dim() != 2:
         return Choice(None, "products take a weight of two dimensions"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices

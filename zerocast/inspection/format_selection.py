@@ -41,8 +41,6 @@ def choose(
         known = {name: one for name, one in stored.items() if name in masters}
         return Chosen({name: (get_format(one.format), getattr(torch, one.dtype)) for name, one in known.items()})
     spec = get_format(fmt)
-    if spec.backward:
-        raise ValueError(f"a checkpoint is read in one format, and {spec} has two: take one of them")
     matrices = {name: entry for name, entry in masters.items() if len(entry.shape) >= 2}
     for glob in weights:
         if not fnmatch.filter(matrices, glob):

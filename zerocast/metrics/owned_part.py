@@ -32,7 +32,7 @@ class OwnedPart:
     @cached_property
     def element(self) -> Element:
         """The element type of the codes."""
-        element: Element | None = self.owned.weight.format.halves[0].element
+        element: Element | None = self.owned.weight.format.element
         assert element is not None, self.owned.name
         return element
 
@@ -41,7 +41,7 @@ class OwnedPart:
         rank's code.
         """
         weight = self.owned.weight
-        first, last = byte_range(weight.format.halves[0], weight.matrix_shape, self._span, weight.dtype)
+        first, last = byte_range(weight.format, weight.matrix_shape, self._span, weight.dtype)
         return weight.rowwise_data.view(-1)[first:last]
 
     def pieces(self) -> Iterator[Span]:
@@ -65,7 +65,7 @@ class OwnedPart:
         """The codes of a piece, flat uint8, one a byte; `data` is bytes as `data()` returns
         them.
         """
-        if self.owned.weight.format.halves[0].elements_per_byte == 1:
+        if self.owned.weight.format.elements_per_byte == 1:
             start = piece.start - self._span.start
             return data[start : start + piece.numel]
         first = self._span.start // 2
@@ -79,11 +79,11 @@ class OwnedPart:
         first = piece.start // columns // self._block_rows * self._block_rows
         last = min(rows, round_up(piece.stop, columns) // columns)
         scale = weight.rowwise_scale_inv
-        if scale is not None and weight.format.halves[0].block:  # FP32 scales: a row for each block row
-            scale = scale[first // (self._block_rows if weight.format.halves[0].scale_rule is ScaleRule.FP32 else 1) :]
+        if scale is not None and weight.format.block:  # FP32 scales: a row for each block row
+            scale = scale[first // (self._block_rows if weight.format.scale_rule is ScaleRule.FP32 else 1) :]
         data, backend = weight.rowwise_data[first:last], backends.choose(weight.device)
         fixed = weight.amax, last - first, columns, False, torch.float32
-        value: Tensor = ops.dequantize(backend, str(weight.format.halves[0]), data, scale, *fixed)
+        value: Tensor = ops.dequantize(backend, str(weight.format), data, scale, *fixed)
         start = piece.start - first * columns
         return value.view(-1)[start : start + piece.numel]
 
@@ -93,7 +93,7 @@ class OwnedPart:
 
     @property
     def _block_rows(self) -> int:
-        block = self.owned.weight.format.halves[0].block
+        block = self.owned.weight.format.block
         return block[0] if block else 1
 
 

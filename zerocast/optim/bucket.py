@@ -165,7 +165,7 @@ def _storage_of(
         buffer = buffers(fmt, matrix, nominal)[name]
         if buffer is not None and ALIGNMENT % elements == 0:
             scales.append(FlatBuffer(name, buffer.dtype, elements))
-    columnwise = fmt.halves[-1].elements_per_byte if fmt.casts_columnwise else 0
+    columnwise = fmt.elements_per_byte if fmt.casts_columnwise else 0
     return Storage(code, fmt.elements_per_byte, columnwise, grad_dtype, tuple(scales))
 
 

@@ -86,7 +86,6 @@ def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, i
     """(a weight over the whole blocks of these rows, the first row that it has); nothing is
     copied.
     """
-    weight = weight.of_direction(columnwise=False)
     height = weight.format.block[0] if weight.format.block else 1
     last, columns = weight.matrix_shape
     first, end = rows.start // height * height, min(round_up(rows.stop, height), last)

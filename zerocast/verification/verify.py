@@ -99,9 +99,6 @@ def _compare(view: MasterView, group: Group, shared: Tensor | None) -> tuple[lis
     held = dict(weight.state.buffers)
     if not weight.state.columnwise_is_fresh():
         held["columnwise_data"] = held["columnwise_scale_inv"] = None
-    if weight.state.gathered_direction:  # the other direction's codes were not gathered
-        other = {"rowwise": "columnwise", "columnwise": "rowwise"}[weight.state.gathered_direction]
-        held[f"{other}_data"] = held[f"{other}_scale_inv"] = None
     if weight.state.external_scaling_state:  # the host updates amax and scale between casts
         held["amax"] = held["scale"] = None
     comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}

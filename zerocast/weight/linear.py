@@ -34,33 +34,31 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, weight_gradients: str
     ) -> Tensor:
         way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
-        read = weight.of_direction(columnwise=False)
-        operands, kept = gemm.of_input(path, x, read.format, way) if x.numel() else ((), (x,))
+        operands, kept = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
         ctx.quantized, ctx.recorded = way != "nominal", weight.state.recorded()
         ctx.save_for_backward(*kept, weight)
         ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
-        ctx.backward_path = _backward_path(path, weight, x.dtype, transposed)
-        return _multiplied(path, operands, x, read, False, transposed, bias)
+        return _multiplied(path, operands, x, weight, False, transposed, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         *kept, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rows, read = grad.reshape(-1, grad.shape[-1]), weight.of_direction(columnwise=True)
+        rows = grad.reshape(-1, grad.shape[-1])
         gemm.forget()
         operands: tuple[Tensor, ...] = ()
         grad_x = grad_weight = None
         with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
             if ctx.quantized:
                 operands, left = gemm.GRADIENTS[ctx.path].quantize_both_ways(
-                    grad, weight.of_direction(columnwise=False).format, gradient=True, is_square=False
+                    grad, weight.format, gradient=True, is_square=False
                 )
-            if needs_x and grad.numel() and (read is not weight or not ctx.quantized):
-                operands = gemm.PATHS[ctx.backward_path].quantize(grad, read.format, gradient=True)
+            elif needs_x and grad.numel():
+                operands = gemm.PATHS[ctx.path].quantize(grad, weight.format, gradient=True)
             if needs_x:
                 weight.state.freshness.check_recorded(ctx.recorded)
-                grad_x = _multiplied(ctx.backward_path, operands, grad, read, True, ctx.transposed, None)
+                grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
             if ctx.quantized:
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
             elif needs_weight:
@@ -72,24 +70,14 @@ class _Product(torch.autograd.Function):
 
 def multiply(path: str, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     """`x @ W.T + bias` from the rowwise copy; no autograd."""
-    read = weight.of_direction(columnwise=False)
-    operands, _ = gemm.of_input(path, x, read.format) if x.numel() else ((), ())
-    return _multiplied(path, operands, x, read, False, False, bias)
+    operands, _ = gemm.of_input(path, x, weight.format) if x.numel() else ((), ())
+    return _multiplied(path, operands, x, weight, False, False, bias)
 
 
 def multiply_gradient(path: str, grad: Tensor, weight: Any) -> Tensor:
     """`grad @ W` from the columnwise copy; no autograd."""
-    path, read = _backward_path(path, weight, grad.dtype, False), weight.of_direction(columnwise=True)
-    operands = gemm.PATHS[path].quantize(grad, read.format, gradient=True) if grad.numel() else ()
-    return _multiplied(path, operands, grad, read, True, False, None)
-
-
-def _backward_path(path: str, weight: Any, dtype: torch.dtype, transposed: bool) -> str:
-    """The path of the input gradient, which the format of the backward pass chooses where it is
-    another one.
-    """
-    read = weight.of_direction(columnwise=True)
-    return path if read is weight else gemm.path_of(read, dtype, transposed)
+    operands = gemm.PATHS[path].quantize(grad, weight.format, gradient=True) if grad.numel() else ()
+    return _multiplied(path, operands, grad, weight, True, False, None)
 
 
 def _multiplied(

@@ -46,7 +46,7 @@ class WeightState:
     not that of all others; `was_cast` says that the bytes were valid before the weight joined its
     present plan; `is_cast` that it counts those of this weight, which has a master. With
     `columnwise_on_demand` a copy that derives from the rowwise bytes is made by each product that
-    reads it, and not kept. `gathered_direction` names the one that is there, where just one is.
+    reads it, and not kept.
     `initial` is the high-precision value of these bytes, until somebody has made masters of it.
     `choices` keeps what was decided for the storage as it lies now: by `zerocast.gemm`, and what a
     compiled function is given. `name` is the
@@ -64,7 +64,6 @@ class WeightState:
     was_cast: bool = True
     is_cast: bool = True
     columnwise_on_demand: bool = False
-    gathered_direction: str = ""
     name: str = ""
     shared_amax: SharedAmax | None = None
     host_casts_gradient: bool = False
@@ -111,22 +110,12 @@ class WeightState:
 
     def names_read_by_products(self) -> list[str]:
         """The names of the buffers that products read, each buffer once."""
-        has_two_levels = any(half.scale_rule is ScaleRule.TWO_LEVEL for half in self.format.halves)
+        has_two_levels = self.format.scale_rule is ScaleRule.TWO_LEVEL
         names = [name for name in BUFFERS[: 5 if has_two_levels else 4] if self.buffers[name] is not None]
         row_scale, column_scale = self.buffers["rowwise_scale_inv"], self.buffers["columnwise_scale_inv"]
         if column_scale is not None and column_scale is row_scale:
             names.remove("columnwise_scale_inv")
         return names
-
-    def check_direction(self, columnwise: bool) -> None:
-        """RuntimeError if just the other direction is there."""
-        wanted = "columnwise" if columnwise else "rowwise"
-        if self.gathered_direction not in ("", wanted):
-            raise RuntimeError(
-                f"the {wanted} codes of this {self.format} weight of shape {self.matrix_shape} were not gathered, only the "
-                f"{self.gathered_direction} ones: with one_direction a forward pass reads rowwise codes and a backward pass "
-                "columnwise ones, so prepare without it where a forward pass is recomputed"
-            )
 
     def recorded(self) -> tuple[Freshness, int] | None:
         """The version that a forward pass keeps for `check_recorded`; None while tracing."""
@@ -264,20 +253,6 @@ class WeightState:
         names = [name for name in BUFFERS if not name.startswith("columnwise") or self.format.casts_columnwise]
         pairs = [(self.buffers[name], other.buffers[name]) for name in names]
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
-
-    def half(self, backward: bool) -> dict[str, Tensor | None]:
-        """The buffers of one format of a format of two, as a weight of that format has them; all
-        buffers of any other weight.
-        """
-        if self.format.backward is None:
-            return self.buffers
-        way = "columnwise" if backward else "rowwise"
-        held: dict[str, Tensor | None] = {
-            f"rowwise_{what}": self.buffers[f"{way}_{what}"] for what in ("data", "scale_inv")
-        }
-        if self.format.halves[backward].has_tensor_amax:
-            held["amax"] = self.buffers["amax"]
-        return held
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is

@@ -107,32 +107,13 @@ class QuantizedWeight(WeightReader, WeightBuffers):
             return value.view(self.shape)
         return value.view(self.transposed_of.shape).transpose(-2, -1)
 
-    def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """One direction, dequantized to `dtype` `[rows, columns]`; the storage itself where that is
-        what it holds. RuntimeError for a stale or missing columnwise copy.
-        """
-        if self.format.backward:
-            return self.of_direction(columnwise).read(False, dtype)
-        return super().read(columnwise, dtype)
-
-    def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
-        """(E4M3 codes uint8, scale_inv f32 a 128x128 block) of the same values, laid out as the
-        `direction` of an fp8_block weight; for formats that are exact in FP8.
-        """
-        if self.format.backward:
-            return self.of_direction(columnwise).upcast(columnwise)
-        return super().upcast(columnwise)
-
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or
         missing columnwise copy.
 
         Also for bytes that `check_readable` refuses.
         """
-        if self.format.backward:
-            return self.of_direction(columnwise).direction(columnwise)
         self.check_readable()
-        self.state.check_direction(columnwise)
         return super().direction(columnwise)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
@@ -163,24 +144,6 @@ class QuantizedWeight(WeightReader, WeightBuffers):
             return None
         made = torch.ops.zerocast.columnwise_copy(str(self.format), data, row_scale, *self.matrix_shape, after)
         return made[0], made[1] if self.format.block else row_scale
-
-    def of_direction(self, columnwise: bool) -> "QuantizedWeight":
-        """What products of a direction read: of a format of two, a weight of that direction's
-        format over the same bytes, which transposes them where it must; else this weight.
-        """
-        if self.format.backward is None:
-            return self
-        self.check_readable()
-        self.wait()
-        key = "of_direction", columnwise
-        if key not in self.state.choices:
-            held = {name: t for name, t in self.state.half(columnwise).items() if t is not None}
-            weight = QuantizedWeight.of_buffers(self.shape, self.format.halves[columnwise], self.dtype, held)
-            weight.state.columnwise_on_demand, weight.state.name = True, self.state.name
-            self.state.choices[key] = weight
-        read: QuantizedWeight = self.state.choices[key]
-        read.state.freshness.cast = self.state.freshness.cast  # by which it keeps what it derives
-        return read
 
     def check_readable(self) -> None:
         """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are
@@ -363,8 +326,6 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         now.
         """
         state, is_transposed = self.state, self.transposed_of is not None
-        if state.gathered_direction:
-            raise RuntimeError("one_direction does not work with torch.compile: prepare without it")
         # a compiled function asks thrice at every call
         key = gemm.settings(), self.requires_grad, state.columnwise_on_demand, is_transposed
         if key not in state.choices:

@@ -47,15 +47,6 @@ def quantize(
     matrix = master.reshape(rows, columns)
     if fmt.element is None:
         return Quantized(to_nominal(matrix, nominal), None, None, None, None)
-    if fmt.backward:
-        forward, backward = (quantize(half, master, nominal, scale, tensor_amax) for half in fmt.halves)
-        return Quantized(
-            forward.rowwise_data,
-            forward.rowwise_scale_inv,
-            backward.rowwise_data,
-            backward.rowwise_scale_inv,
-            forward.amax if backward.amax is None else backward.amax,
-        )
     x = round_nominal(matrix, nominal)
 
     grid = block_amax(x, fmt.block)
