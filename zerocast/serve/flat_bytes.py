@@ -1,11 +1,11 @@
 """The bytes of tensors laid end to end: copies of them, the part of each rank, and a digest.
 
 The digest is a sum, so that a device computes it in any order, but of words that are mixed first.
-A plain weighted sum is linear: two flipped sign bits cancel in it. Here each word of 8 bytes gets a
-number of its place added and goes through two rounds of a bijection (xor with its upper half, then
-times an odd number) in which each bit decides what happens to many others. One damaged word is
-always noticed, several are missed with a probability of about 2^-64. It tells damage, and no
-forger who computes digests.
+A plain weighted sum is linear: two flipped sign bits cancel in it. Here each word of 8 bytes gets
+a number of its place added and goes through the bijection with which MurmurHash3 ends: xor with its
+upper half, times an odd number, twice, and that xor again. The last xor is needed, as a sum of
+products with one number is a product of the sum: without it pairs of flipped bits cancel. One
+damaged word is always noticed. The digest tells damage, and no forger who computes digests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerocast.formats.layout import Span, round_up
 
-# Odd numbers below 2^63 in magnitude: one for places, and one for each round of mixing.
+# Odd numbers: one for places, and one for each round of mixing.
 _PLACE = -0x61C8864680B583EB
 _ROUNDS = -0x00AE502812AA7333, -0x3B314601E57A13AD
 _LOWER_HALF = 0xFFFFFFFF
@@ -71,12 +71,17 @@ def _sum_of_mixed(words: Tensor, places: Tensor, first: int, mixed: Tensor, uppe
     torch.add(words, places, out=mixed)
     mixed += first
     for odd in _ROUNDS:
-        # A shift of int64 repeats the sign, and xor with that would lose a bit.
-        torch.bitwise_right_shift(mixed, 32, out=upper)
-        upper &= _LOWER_HALF
-        mixed ^= upper
+        _mix_halves(mixed, upper)
         mixed *= odd
+    _mix_halves(mixed, upper)
     return mixed.sum()
+
+
+def _mix_halves(words: Tensor, upper: Tensor) -> None:
+    # A shift of int64 repeats the sign, and xor with that would lose a bit.
+    torch.bitwise_right_shift(words, 32, out=upper)
+    upper &= _LOWER_HALF
+    words ^= upper
 
 
 def _words(chunk: Tensor) -> Tensor:
