@@ -194,6 +194,8 @@ class FusedAdamW(CapturableOptimizer):
         """The host's part before the device's; returns what the tables were made for, another
         object once anything lies elsewhere, empty without gradients.
         """
+        for group in self.param_groups:
+            ADAMW.check(group, wait=False)
         self._bind()
         if self._bound:
             self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])

@@ -13,6 +13,7 @@ load into the other: bf16 into f32 exactly, f32 into bf16 rounded to nearest eve
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,25 @@ from zerocast.optim.update_rule import rule_of
 
 logger = logging.getLogger(__name__)
 STEP = "step"  # of Adam alone, as in torch.optim
+
+
+class StateByName(defaultdict[Any, Any]):
+    """The `state` of an optimizer that keeps its moments in flat shards: always empty.
+
+    torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
+    stepped, and steps it. It asks `if optimizer.state` first, which raises here.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(dict)
+        self._name = name
+
+    def __bool__(self) -> bool:
+        """RuntimeError, since neither answer is true."""
+        raise RuntimeError(
+            f"a {self._name} keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict would step "
+            "it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
+        )
 
 
 class ZeroState:

@@ -38,7 +38,8 @@ from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
-from zerocast.optim.state import ZeroState
+from zerocast.optim.state import StateByName, ZeroState
+from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
     Named,
@@ -82,6 +83,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             given = listed(params)
             super().__init__(self._with_rules(trainable(given)), defaults)
+            self.state = StateByName(self.NAME)
             named = validated(self.param_groups, stage)
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
@@ -115,9 +117,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return ""
 
     def _adam_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, as the scalars of Adam are made of them; ValueError for values that
-        have become invalid.
+        """Return the parameter groups, of which the scalars of Adam are made. ValueError or
+        TypeError for values that have become invalid since the constructor checked them.
         """
+        for group in self.param_groups:
+            rule_of(group).check(group, wait=False)
         return self.param_groups
 
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
