@@ -87,3 +87,9 @@ MUON = UpdateRule(
 def rule_of(group: Mapping[str, Any]) -> UpdateRule:
     """Muon of a group that says `use_muon`, else AdamW."""
     return MUON if group.get("use_muon") else ADAMW
+
+
+def rule_of_torch(group: Mapping[str, Any]) -> UpdateRule:
+    """Return the rule of a parameter group of any torch optimizer: the numbers that it has."""
+    numbers = [name for name in (*COMMON, "momentum") if isinstance(group.get(name), (Real, Tensor))]
+    return UpdateRule("torch", tuple(numbers), {"betas": _is_betas} if len(group.get("betas") or ()) == 2 else {})

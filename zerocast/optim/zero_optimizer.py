@@ -21,6 +21,7 @@ from zerocast import backends
 from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
+from zerocast.checkpoint.checkpoint import Kept
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -402,11 +403,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._weights.gathers.check_unwritten()
         return self._state.as_dict()
 
-    def state_to_overwrite(self) -> dict[str, Any]:
+    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
         """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
-        raised half-way.
+        raised half-way. `kept` is what the reader has of the moments of each parameter.
         """
-        return self._state.as_dict()
+        return self._state.as_dict(kept)
+
+    def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
+        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        self._state.check_numbers(state_dict)
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
