@@ -127,7 +127,10 @@ class FusedAdamW(CapturableOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # The other options of torch.optim.AdamW are in the groups too, each with the one value that
+        # this update has, so that states have the same keys.
+        options = torch.optim.AdamW([torch.zeros(0)]).defaults
+        super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state = MomentsOnDemand(dict)
         self._bound: list[list[int]] = []  # what the tables were made for
         self._cast_groups: list[CastGroup] = []
@@ -264,8 +267,8 @@ class FusedAdamW(CapturableOptimizer):
         return {**found, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the state of this class, or of torch.optim.AdamW. ValueError or KeyError, with
-        nothing changed, for moments and hyper-parameters that cannot be.
+        """Take over a copy of the state of this class, or of torch.optim.AdamW. ValueError or
+        KeyError, with nothing changed, for moments and hyper-parameters that cannot be.
         """
         check_options(state_dict["param_groups"])
         for group in state_dict["param_groups"]:
@@ -277,11 +280,16 @@ class FusedAdamW(CapturableOptimizer):
             if moments is not None:
                 check_moments(f"parameter {index}", moments, ADAM_STATE)
                 check_shapes(f"parameter {index}", moments, parameter)
+        held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
         self.state = MomentsOnDemand(dict, self.state)
         for moments in self.state.values():
-            moments["step"] = torch.as_tensor(moments["step"]).to(torch.float32, copy=True)
+            for key, value in moments.items():
+                if key == "step":
+                    moments[key] = torch.as_tensor(value).to(torch.float32, copy=True)
+                elif id(value) not in held:
+                    moments[key] = value.clone()
 
     def _bind(self) -> None:
         """Tables of where everything lies, made anew when any of it was replaced or other

@@ -288,7 +288,8 @@ class TrainingState:
             return copy.deepcopy(value)
         if value is one.moments.get(key) or value in self._made:
             return value
-        return _cut_like(value.detach(), one.parameter).clone()
+        cut = _cut_like(value.detach(), one.parameter)
+        return cut if isinstance(one.optimizer, FusedAdamW) else cut.clone()  # which copies itself
 
 
 @torch.no_grad()

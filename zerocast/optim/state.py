@@ -193,6 +193,8 @@ class ZeroState:
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         bucket, slot = self._slots[name]
         span, _ = bucket.owned(slot, self._group.rank)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} in the state and {slot.parameter.dtype} here")
         if isinstance(tensor, TensorShard) and tensor.span != span:
             raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
         if tuple(tensor.shape) != tuple(slot.parameter.shape):
