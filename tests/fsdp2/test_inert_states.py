@@ -3,6 +3,7 @@ A state that does not fit changes nothing.
 """
 
 import contextlib
+import copy
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
