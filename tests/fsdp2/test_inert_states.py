@@ -444,6 +444,18 @@ def round_trips(dtype: torch.dtype) -> list[str]:
     return [c for kind, route in itertools.product(kinds, ROUTES) for c in round_trip(*kind, route, dtype)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_round_trips_with_torchs_adamw(ranks: Ranks, dtype: torch.dtype) -> None:
-    assert ranks(1)(round_trips, dtype) == [[]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.notices(
+    "FusedAdamW's state goes to torch's AdamW or back, by load, torch.save, DCP or torch's getters, under any default dtype",
+    where="FSDP2",
+    answer="an equal state, with a step count of its own for each parameter",
+)
+@pytest.mark.parametrize(
+    ("dtype", "world"),
+    [*((dtype, 1) for dtype in DTYPES), models.slow(torch.float32, 2), models.slow(torch.float32, 3)],
+    ids=str,
+)
+def test_round_trips_with_torchs_adamw(ranks: Ranks, dtype: torch.dtype, world: int) -> None:
+    assert ranks(world)(round_trips, dtype) == [[]] * world
