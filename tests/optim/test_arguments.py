@@ -20,7 +20,7 @@ from tests import casts
 from tests.dispatched import Dispatched
 from tests.optim.probe import FP32
 from tests.optim.runs import Run, Trainer, weight_bytes
-from tests.workers import error_of
+from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.fsdp2 import FusedAdamW
@@ -245,6 +245,29 @@ def test_values_that_went_out_of_range(kind: str, key: str, value: Any) -> None:
     error, same = stepped_with(kind, key, value)
     assert error.startswith(f"ValueError: {key} is out of range: ")
     assert all(same)
+
+
+def stepped_on_ranks(bad_ranks: list[int]) -> tuple[str, bool]:
+    """The error of a step whose learning rate is NaN on some ranks, and whether the bias is what it was."""
+    net = linear()
+    optimizer = ZeroAdamW(net.named_parameters(), config=ZeroConfig(bucket_size=1))
+    net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+    before = net.bias.detach().clone()
+    if dist.get_rank() in bad_ranks:
+        optimizer.param_groups[0]["lr"] = NAN
+    error = error_of(optimizer.step)
+    assert optimizer.skipped_steps == 0
+    return error, torch.equal(net.bias, before)
+
+
+def test_values_out_of_range_are_told_to_all_ranks(ranks: Ranks) -> None:
+    """Also where one rank alone has them."""
+    for error, same in ranks(2)(stepped_on_ranks, [0, 1]):
+        assert error == "ValueError: lr is out of range: nan"
+        assert same
+    for error, _ in ranks(2)(stepped_on_ranks, [1]):
+        assert error.startswith("RuntimeError: ranks make different calls")
+        assert "lr is out of range: nan" in error
 
 
 def test_a_number_after_a_tensor_on_the_device() -> None:

@@ -148,6 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
         self._clipped = ""  # to what, since the last step
+        self._invalid: Exception | None = None  # what is wrong with the hyper-parameters of this step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._plan.freshness.owner = weakref.ref(self)
@@ -175,14 +176,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare()
+        self._prepare(raises=self._group.size == 1)
         square_sum = self._reduced_square_sum()
+        if self._invalid is not None:
+            square_sum = torch.full_like(square_sum, torch.nan)  # this rank skips the step
+            self._device.skipped -= 1
         with self._plan.transaction("an optimizer step"):
             adam, found_inf = self._device.begin(square_sum)
             self._plan.cast(update=adam, skip=found_inf)
             self._weights.gathers.start()
             self._device.end()
         self._finish()
+        if self._invalid is not None:
+            self._plan.check_call()  # raises where other ranks have other values
+            raise self._invalid
         return loss
 
     @torch.no_grad()
@@ -205,11 +212,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._captured.add(step)
         return step
 
-    def _prepare(self, clipped: str = "") -> None:
+    def _prepare(self, clipped: str = "", raises: bool = True) -> None:
         """The host's part before the device's, which raises with nothing changed.
 
         It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped`
-        says to what a graph clips.
+        says to what a graph clips. Without `raises` it keeps the error of hyper-parameters that
+        cannot be, since other ranks may have other values: all ranks hear of it within the cast.
         """
         self._plan.guard.check_complete()
         self._skipped.before_step()
@@ -220,10 +228,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.averages.before_step()
         self._weights.gathers.check_unwritten()
         self._reduce_gradients()
-        self._hyperparameters.refresh(self._adam_groups())
+        self._invalid = None
+        try:
+            self._hyperparameters.refresh(self._adam_groups())
+        except (TypeError, ValueError) as error:
+            if raises:
+                raise
+            self._invalid = error
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
-        same = f"{self._hyperparameters.description}{self._described()}{self.averages.description}"
+        same = f"{self._invalid or self._hyperparameters.description}{self._described()}{self.averages.description}"
         self._weights.ready(f"{clipped or self._clipped}{changed} with {same}")
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
