@@ -49,15 +49,11 @@ class StateByName(defaultdict[Any, Any]):
     stepped, and steps it. It asks `if optimizer.state` first, which raises here.
     """
 
-    def __init__(self, name: str) -> None:
-        super().__init__(dict)
-        self._name = name
-
     def __bool__(self) -> bool:
         """RuntimeError, since neither answer is true."""
         raise RuntimeError(
-            f"a {self._name} keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict would step "
-            "it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
+            "a ZeroAdamW or ZeroMuon keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict "
+            "would step it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
         )
 
 

@@ -84,7 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             given = listed(params)
             super().__init__(self._with_rules(trainable(given)), defaults)
-            self.state = StateByName(self.NAME)
+            self.state = StateByName(dict)
             named = validated(self.param_groups, stage)
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
