@@ -201,6 +201,23 @@ def test_a_look_changes_nothing(ranks: Ranks, kind: str, is_partly_frozen: bool)
     assert ranks(1)(looked_at, kind, is_partly_frozen) == [[]]
 
 
+def read_by_torch() -> list[float]:
+    """The step counts of torch's AdamW after torch's getter has read its state before the first step."""
+    training = Training("AdamW")
+    torchs(training)
+    return [float(one["step"]) for one in training.optimizer.state.values()]
+
+
+@pytest.mark.notices(
+    "torch's get_state_dict reads a torch optimizer that was never stepped, and steps it with a learning rate of 0",
+    where="FSDP2",
+    answer="nothing: save through TrainingState, or after the first step",
+)
+def test_torchs_getter_steps_torchs_optimizers(ranks: Ranks) -> None:
+    """If this fails, torch has mended it, and `zerocast/fsdp2/README.md` need not warn of it."""
+    assert set(ranks(1)(read_by_torch)[0]) == {1.0}
+
+
 def resumed(kind: str, is_partly_frozen: bool) -> list[str]:
     """The moments at which a run was saved and that go on as another one: from a file, in a new model or one that was trained."""
     different = []
