@@ -8,10 +8,8 @@ bytes, so it does not matter who changed them (a step, a load, an average that w
 often since.
 """
 
-import hashlib
-import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +17,11 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
-from zerocast.formats.layout import Span
-from zerocast.serve.changed_bytes import ChangedBytes, digest, equal_parts
+from zerocast.serve.changed_bytes import ChangedBytes
+from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
 from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
 from zerocast.serve.piece import Names
-
-FULL, DELTA, END = "full", "delta", "end"
-Header = Mapping[str, Any]
+from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, layout_digest, with_digest
 
 
 class Message:
@@ -96,44 +92,39 @@ class Sender:
         return sum(kept.nbytes for kept in self._kept)
 
     def named_tensors(self) -> Iterator[Message]:
-        """A full refit: every tensor, by name, in checkpoint layout."""
-        self._refit, self._is_complete = self._refit + 1, False
+        """A full refit: every tensor, by name, in checkpoint layout.
+
+        Reading on after another refit has begun raises RefitError, here as in `named_deltas`.
+        """
+        number = self._begin()
         self._kept, self._layouts = [], []
-        for bucket in self._live.buckets():
-            part = self._part(bucket)
+        for index, bucket in enumerate(self._live.buckets()):
+            layout, part = _layout(bucket), self._part(bucket)
             self._kept.append(part)
-            self._layouts.append(layout_digest(_layout(bucket)))
+            self._layouts.append(layout_digest(layout))
             digests = self._gathered_numbers([digest(part)], part.device)
-            header = {
-                **self._header(FULL, len(self._kept) - 1),
-                "tensors": _layout(bucket),
-                "digests": [d for (d,) in digests],
-            }
-            yield Message(header, bucket)
+            yield self._message(FULL, index, bucket, tensors=layout, digests=[d for (d,) in digests])
+            self._check_newest(number)
         yield self._end()
 
     def named_deltas(self, since: int) -> Iterator[Message]:
         """A refit by what changed since refit `since`, which has to be the last one.
 
-        RuntimeError, with nothing sent, for any other refit, after one that was not read to its
-        end, and where weights are stored otherwise than then: send `named_tensors()`.
+        RefitError, with nothing sent, for any other refit, after one that was not read to its end,
+        and where weights are stored otherwise than then: send `named_tensors()`.
         """
-        if since != self._refit or not self._is_complete:
-            state = "" if self._is_complete else ", which was not read to its end"
-            raise RuntimeError(
-                f"changes since refit {since} were asked for, and the bytes of refit {self._refit} are kept{state}: send "
-                "named_tensors()"
-            )
-        return self._deltas()
+        self._check_since(since)
+        return self._deltas(since)
 
-    def _deltas(self) -> Iterator[Message]:
-        since_refit = self._refit
-        self._refit, self._is_complete = self._refit + 1, False
+    def _deltas(self, since: int) -> Iterator[Message]:
+        # Another refit may have begun between the call and the first message.
+        self._check_since(since)
+        number = self._begin()
         index = -1
         for index, bucket in enumerate(self._live.buckets()):
             layout = layout_digest(_layout(bucket))
             if self._layouts[index : index + 1] != [layout]:
-                raise RuntimeError(
+                raise RefitError(
                     f"the tensors of bucket {index} are not those of the last refit, as after a switch of formats: send "
                     "named_tensors()"
                 )
@@ -141,21 +132,42 @@ class Sender:
             segments, payload = self._gathered(ChangedBytes.between(self._kept[index], part))
             self._kept[index] = part
             changes = Bucket([("changes", payload)])
-            since = {"since": since_refit, "layout": layout, "segments": segments}
-            yield Message({**self._header(DELTA, index), **since}, changes)
+            yield self._message(DELTA, index, changes, since=since, layout=layout, segments=segments)
             changes.give_up()
+            self._check_newest(number)
         if index + 1 != len(self._layouts):
-            raise RuntimeError(
+            raise RefitError(
                 f"there are {index + 1} buckets, and the last refit had {len(self._layouts)}: send named_tensors()"
             )
         yield self._end()
 
-    def _header(self, kind: str, index: int) -> dict[str, Any]:
-        return {"kind": kind, "run": self._run, "refit": self._refit, "naming": self._live.naming, "index": index}
+    def _begin(self) -> int:
+        """The number of a refit that begins."""
+        self._refit, self._is_complete = self._refit + 1, False
+        return self._refit
+
+    def _check_newest(self, number: int) -> None:
+        if number != self._refit:
+            raise RefitError(
+                f"refit {number} was read on after refit {self._refit} had begun: read each refit to its end, and send "
+                "named_tensors()"
+            )
+
+    def _check_since(self, since: int) -> None:
+        if since != self._refit or not self._is_complete:
+            state = "" if self._is_complete else ", which was not read to its end"
+            raise RefitError(
+                f"changes since refit {since} were asked for, and the bytes of refit {self._refit} are kept{state}: send "
+                "named_tensors()"
+            )
+
+    def _message(self, kind: str, index: int, bucket: Bucket, **fields: Any) -> Message:
+        place = {"kind": kind, "run": self._run, "refit": self._refit, "index": index, "naming": self._live.naming}
+        return Message(with_digest({**place, **fields}), bucket)
 
     def _end(self) -> Message:
         self._is_complete = True
-        return Message(self._header(END, len(self._kept)), Bucket([]))
+        return self._message(END, len(self._kept), Bucket([]))
 
     def _part(self, bucket: Bucket) -> Tensor:
         """A copy of the bytes of a bucket that this rank reports changes of."""
@@ -187,30 +199,6 @@ class Sender:
         if most:
             self._group.all_gather_into(found, part, what="changed bytes")
         return segments, torch.cat([row[: numbers[-1]] for row, numbers in zip(found, segments, strict=True)])
-
-
-def flat_bytes(tensors: Sequence[Tensor], span: Span) -> Tensor:
-    """Copies the bytes of a span of contiguous tensors laid end to end, u8."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    copied = torch.empty(span.numel, dtype=torch.uint8, device=device)
-    start = 0
-    for tensor in tensors:
-        common = Span(start, start + tensor.nbytes).intersect(span)
-        if common.numel:
-            own = as_bytes(tensor)[common.start - start : common.stop - start]
-            copied[common.start - span.start : common.stop - span.start] = own
-        start += tensor.nbytes
-    return copied
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as u8, flat: the same memory."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def layout_digest(layout: Sequence[Sequence[Any]]) -> str:
-    """A text that tells layouts apart: names, dtypes and shapes."""
-    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
 
 
 def _layout(bucket: Bucket) -> list[list[Any]]:
