@@ -9,7 +9,7 @@ is refused at import.
 import enum
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -71,30 +71,41 @@ def check_rows(
     fmt: FormatSpec,
     nominal: torch.dtype,
     rows: Sequence[Sequence[int]],
-    masters: Sequence[Tensor],
+    masters: Mapping[str, Sequence[Tensor]],
     bases: Mapping[str, Sequence[Tensor]],
     of_whole_weights: bool = False,
+    needed: Container[str] = (),
 ) -> None:
-    """ValueError unless all that stages reach by these rows is inside of the bases, buffers by
-    name. Stages of casts reach the codes of the owned elements, others all codes
-    (`of_whole_weights`).
+    """ValueError unless all that stages reach by these rows is inside of the bases: those of
+    masters, and of buffers by name. Stages of casts reach the codes of the owned elements, others
+    all codes (`of_whole_weights`). A row may be without a buffer that is not `needed`.
 
     Stages do not look again: on a device the host would wait for it.
     """
-    sizes = {name: [base.numel() for base in held] for name, held in bases.items()}
-    of_masters = [base.numel() for base in masters]
+    sizes = {name: [base.numel() for base in held] for name, held in (*masters.items(), *bases.items())}
     for row in rows:
         matrix, start, numel = (row[Column.ROWS], row[Column.COLUMNS]), row[Column.START], row[Column.NUMEL]
-        if numel:
-            if not 0 <= start <= start + numel <= math.prod(matrix):
-                raise ValueError(f"elements {start} to {start + numel} are not inside a weight of {matrix[0]}x{matrix[1]}")
-            _check_inside("a master", of_masters, row[Column.MASTER_BASE], row[Column.MASTER_OFFSET], (0, numel))
+        if min(*matrix, start, numel) < 0 or start + numel > math.prod(matrix):
+            raise ValueError(f"elements {start} to {start + numel} are not inside a weight of {matrix[0]}x{matrix[1]}")
+        for name in masters if numel else ():
+            _check_inside(name, sizes[name], row[Column.MASTER_BASE], row[Column.MASTER_OFFSET], (0, numel))
         owned = byte_range(fmt, matrix, Span(start, start + numel), nominal) if numel else (0, 0)
-        for name, extent in _extents(fmt, matrix, nominal):
+        for name, extent, is_owned_in_part in _extents(fmt, matrix, nominal):
             base, offset = (row[column] for column in BUFFER_COLUMNS[name])
-            if base >= 0:
-                reached = owned if extent is None and not of_whole_weights else (0, extent or 0)
+            if name in bases and (base >= 0 or (name in needed and (numel or not masters))):
+                reached = owned if is_owned_in_part and not of_whole_weights else (0, extent)
                 _check_inside(name, sizes[name], base, offset, reached)
+
+
+@functools.lru_cache(maxsize=1024)
+def _extents(fmt: FormatSpec, matrix: tuple[int, int], nominal: torch.dtype) -> list[tuple[str, int, bool]]:
+    """(name, extent as its offset counts, whether a cast reaches the owned elements alone) of each
+    buffer of a weight.
+    """
+    cast = {"rowwise_data"} if fmt.columnwise is Columnwise.TRANSPOSE else {"rowwise_data", "columnwise_data"}
+    held = {name: buffer for name, buffer in buffers(fmt, matrix, nominal).items() if buffer is not None}
+    sizes = {name: buffer.dtype.itemsize if name.endswith("_data") else 1 for name, buffer in held.items()}
+    return [(name, math.prod(buffer.shape) * sizes[name], name in cast) for name, buffer in held.items()]
 
 
 def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reached: tuple[int, int]) -> None:

@@ -1,7 +1,7 @@
 """Checks that a tensor has the memory that a layout says it has.
 
-Kernels are given addresses. Over a tensor that is smaller than its weight, or over storage that was freed or shrunk,
-they would read and write what belongs to others.
+Kernels are given addresses. Over a tensor that is smaller than its weight, or over storage that was
+freed or shrunk, they would read and write what belongs to others.
 """
 
 import math
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zerocast.formats import Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.layout import BUFFERS, Block, Buffer, buffers
+from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.layout import BUFFERS, Buffer, buffers
 
 # what a product reads, so that no weight is without them
 _NEEDED = ("rowwise_data", "rowwise_scale_inv")
@@ -53,6 +53,7 @@ def check_tensor(
         raise TypeError(f"{name} is a {type(tensor).__name__}, a tensor is needed")
     if buffer is None:
         raise ValueError(f"a {fmt} weight has no {name}, got {tensor.dtype} {tuple(tensor.shape)}")
+    kind = type(tensor).__name__
     found = tuple(tensor.shape), tensor.dtype, tensor.layout
     if found != (buffer.shape, buffer.dtype, torch.strided) or not tensor.is_contiguous():
         lies = f"strides {tensor.stride()}" if tensor.layout is torch.strided else f"{tensor.layout}"
@@ -62,8 +63,9 @@ def check_tensor(
         )
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} needs contiguous {_described(buffer)} on {device}; got one on {tensor.device}")
-    if is_traceable_wrapper_subclass(tensor):
-        raise TypeError(f"{name} of a {fmt} weight is a {type(tensor).__name__}, a plain tensor is needed")
+    has_parts: bool = is_traceable_wrapper_subclass(tensor)
+    if has_parts:
+        raise TypeError(f"{name} of a {fmt} weight is a {kind}, a plain tensor is needed")
     check_storage(name, tensor)
     return tensor
 

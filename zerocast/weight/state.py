@@ -207,7 +207,8 @@ class WeightState:
 
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Their owner moved these buffers, by name, and the bytes with them: read and write them
-        there from now on. TypeError or ValueError, with nothing changed, for buffers that do not fit.
+        there from now on. TypeError or ValueError, with nothing changed, for buffers that do
+        not fit.
         """
         if not self.is_part:
             check_buffers(self.format, self.matrix_shape, self.dtype, {**self.buffers, **buffers})

@@ -433,7 +433,9 @@ def _check_nominal(dtype: object) -> None:
 
 
 def _checked_shape(shape: object) -> tuple[int, ...]:
-    """The shape as a tuple. TypeError or ValueError unless it is a sequence of numbers of elements."""
+    """The shape as a tuple. TypeError or ValueError unless it is a sequence of numbers of
+    elements.
+    """
     if not isinstance(shape, tuple | list):
         raise TypeError(f"a shape is a tuple of ints, got a {type(shape).__name__}")
     if any(isinstance(extent, bool) or not isinstance(extent, int | torch.SymInt) for extent in shape):
@@ -459,7 +461,9 @@ def _restore(
     _check_saved(requires_grad, is_parameter, cast, buffers, initial, columnwise_on_demand, shared_amax)
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
     if initial is not None and (initial.shape != weight.shape or not initial.is_floating_point()):
-        raise ValueError(f"the initial value of a weight of {tuple(weight.shape)} is {initial.dtype} {tuple(initial.shape)}")
+        raise ValueError(
+            f"the initial value of a weight of {tuple(weight.shape)} is {initial.dtype} {tuple(initial.shape)}"
+        )
     weight.state.was_cast = cast
     weight.state.columnwise_on_demand = columnwise_on_demand
     weight.state.shared_amax = None if shared_amax is None else SharedAmax(shared_amax)
@@ -477,7 +481,9 @@ def _check_saved(*given: object) -> None:
     if not isinstance(buffers, dict) or not all(isinstance(name, str) for name in buffers):
         raise TypeError(f"a saved weight has its buffers by name, this file has a {type(buffers).__name__}")
     if initial is not None and (not isinstance(initial, Tensor) or isinstance(initial, QuantizedWeight)):
-        raise TypeError(f"the initial value of a saved weight is a plain tensor, this file has a {type(initial).__name__}")
+        raise TypeError(
+            f"the initial value of a saved weight is a plain tensor, this file has a {type(initial).__name__}"
+        )
     names = () if shared_amax is None else shared_amax
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(f"a saved weight shares its amax with names, this file has {shared_amax!r:.100}")
