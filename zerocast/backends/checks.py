@@ -9,7 +9,7 @@ which the host waits.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,19 @@ _LIKE_MASTERS = "masters", "grads", "exp_avgs", "exp_avg_sqs"
 _SCALARS = 8  # a row of the scalars of Adam
 
 
-def know(table: Tensor, bases: Iterable[Tensor]) -> None:
-    """Let the ops take this table, whose rows were checked, with these bases as it is."""
-    table._zerocast_bases = {id(base): base for base in bases}  # type: ignore[attr-defined]
+def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
+    """Let the ops take this table, whose rows were checked, with these bases as it is, by the names
+    of their arguments.
+    """
+    held = {name: list(tensors) for name, tensors in bases.items()}
+    ids = {name: list(map(id, tensors)) for name, tensors in held.items()}
+    table._zerocast_bases = ids, held  # type: ignore[attr-defined]
 
 
-def knows(table: Tensor, *lists: Sequence[Tensor]) -> bool:
+def knows(table: Tensor, bases: Iterable[tuple[str, Sequence[Tensor]]]) -> bool:
     """True if the rows of a table were checked for these bases when it was built."""
     known = getattr(table, "_zerocast_bases", None)
-    return known is not None and all(id(base) in known for bases in lists for base in bases)
+    return known is not None and all(list(map(id, tensors)) == known[0].get(name) for name, tensors in bases)
 
 
 def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:

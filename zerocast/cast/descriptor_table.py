@@ -65,7 +65,8 @@ class DescriptorTable:
             row[Column.SHARED_AMAX] = shared
         for name, (base, offset) in BUFFER_COLUMNS.items():
             tensor = weight.state.half(self.key.is_backward).get(name)
-            if tensor is not None:
+            # a tensor without elements stands for codes that are not kept
+            if tensor is not None and tensor.numel():
                 row[base], row[offset] = self.buffers[name].add(tensor)
         return row
 
@@ -186,8 +187,9 @@ class DescriptorTable:
         followed = [tensor for one in storages for tensor in one.followed]
         bases = [tensor for one in storages for tensor in one.tensors]
         self._places = Places(followed, bases)
+        known = {argument: held[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
         for table in (self.table, self._segments):
-            checks.know(table, bases)
+            checks.know(table, {"masters": masters, **known})
 
     def moved(self) -> bool:
         """True if a storage was replaced since the table was made, or has another size."""
