@@ -98,7 +98,11 @@ MUTANTS = [
         "ZeroAdamW",
     ),
     _mutant(
-        "nothing steps on", ZERO, f"{CHECK}        check_gradients()\n", "        check_gradients()\n", "ZeroAdamW"
+        "nothing steps on",
+        ZERO,
+        f"{CHECK}        self._skipped.before_step()\n",
+        "        self._skipped.before_step()\n",
+        "ZeroAdamW",
     ),
     _mutant(
         "nothing is clipped for a partial state",

@@ -1,6 +1,7 @@
 """A run that is saved, loaded and continued is the run that was never interrupted."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.megatron.checkpoints import State, loaded, resume, saved, small_bucke
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import ALL, MIXED, NARROW, Case
 from tests.workers import Ranks
+from zerocast.integrations.megatron.checkpoint import _unpadded
 
 pytestmark = needs_megatron
 pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
@@ -16,6 +18,20 @@ pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
 
 KINDS = ["dp_reshardable", "fully_reshardable"]
 SLOW = pytest.mark.slow
+
+
+class Bucket(NamedTuple):
+    """The part of a bucket of Megatron's that tells where its padding is."""
+
+    offset: int
+    numel_unpadded: int
+
+
+def test_places_without_padding() -> None:
+    """Each parameter moves down by the padding of all buckets before its own, and of no other."""
+    buckets = [Bucket(0, 10), Bucket(16, 20), Bucket(48, 8)]
+    places = {"a": (0, 10, 0), "b": (16, 24, 1), "c": (24, 36, 1), "d": (48, 56, 2)}
+    assert _unpadded(buckets, places) == {"a": (0, 10, 0), "b": (10, 18, 1), "c": (18, 30, 1), "d": (30, 38, 2)}
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])

@@ -8,14 +8,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerocast
 from tests import casts
+from tests.dispatched import Dispatched
 from tests.optim.probe import FP32
 from tests.optim.runs import Run, Trainer, weight_bytes
-from tests.workers import error_of
-from zerocast import ZeroAdamW, ZeroConfig
+from tests.workers import Ranks, error_of
+from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.fsdp2 import FusedAdamW
 
 NAN = float("nan")
@@ -175,12 +182,21 @@ def merge(groups):
     groups[0]["params"] += groups.pop()["params"]
 
 
+def exchange(groups):
+    """Between groups whose lengths stay as they were."""
+    groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
+
+
+def reorder(groups):
+    groups[0]["params"].reverse()
+
+
 @pytest.mark.notices(
     "parameters are added to param_groups, taken out or moved after the optimizer was built",
     where="ZeroAdamW",
     answer="the next step raises, nothing changed",
 )
-@pytest.mark.parametrize("change", [append, take_out, move, split, merge])
+@pytest.mark.parametrize("change", [append, take_out, move, split, merge, exchange, reorder])
 def test_groups_that_change(change):
     trainer = Trainer(Run())
     trainer.step(0)
@@ -191,6 +207,109 @@ def test_groups_that_change(change):
     assert torch.equal(trainer.optimizer._masters.master, master)
     for name, found in weight_bytes(trainer.probe).items():
         casts.assert_same_bytes(found, before[name], name)
+
+
+OUT_OF_RANGE = [("lr", NAN), ("lr", -1.0), ("lr", torch.tensor(NAN)), ("betas", (1.0, 1.0)), ("betas", (0.9, NAN))]
+OUT_OF_RANGE += [("eps", -1e-8), ("weight_decay", float("inf"))]
+
+
+def stepped_with(kind: str, key: str, value: Any) -> tuple[str, list[torch.Tensor]]:
+    """The error of a step whose group has this value since the first step, and the weights before and after it."""
+    net = nn.Linear(32, 32)
+    if kind == "FusedAdamW":
+        optimizer: torch.optim.Optimizer = FusedAdamW(net.parameters())
+    else:
+        zerocast.quantize_(net.bfloat16(), {"weight": "nvfp4"})
+        groups = [{"params": list(net.named_parameters()), "use_muon": False}]
+        optimizer = ZeroMuon(groups) if kind == "ZeroMuon" else ZeroAdamW(net.named_parameters())
+    for _ in range(2):
+        net(torch.ones(2, 32, dtype=net.bias.dtype)).float().square().mean().backward()
+        before = [
+            net.weight.detach().float().clone() if kind == "FusedAdamW" else net.weight.dequantize(),
+            net.bias.clone(),
+        ]
+        error = error_of(optimizer.step)
+        optimizer.param_groups[0][key] = value
+    after = [net.weight.detach().float() if kind == "FusedAdamW" else net.weight.dequantize(), net.bias]
+    return error, [torch.equal(*pair) for pair in zip(before, after, strict=True)]
+
+
+@pytest.mark.notices(
+    "a scheduler or a program sets a learning rate, betas, eps or weight decay in param_groups that is out of range",
+    where=("ZeroAdamW", "FSDP2"),
+    answer="the next step of zerocast's optimizers raises, nothing changed; numbers on a device are not read",
+)
+@pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=str)
+@pytest.mark.parametrize("kind", ["ZeroAdamW", "ZeroMuon", "FusedAdamW"])
+def test_values_that_went_out_of_range(kind: str, key: str, value: Any) -> None:
+    error, same = stepped_with(kind, key, value)
+    assert error.startswith(f"ValueError: {key} is out of range: ")
+    assert all(same)
+
+
+def stepped_on_ranks(bad_ranks: list[int]) -> tuple[str, bool]:
+    """The error of a step whose learning rate is NaN on some ranks, and whether the bias is what it was."""
+    net = linear()
+    optimizer = ZeroAdamW(net.named_parameters(), config=ZeroConfig(bucket_size=1))
+    net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+    before = net.bias.detach().clone()
+    if dist.get_rank() in bad_ranks:
+        optimizer.param_groups[0]["lr"] = NAN
+    error = error_of(optimizer.step)
+    assert optimizer.skipped_steps == 0
+    return error, torch.equal(net.bias, before)
+
+
+def test_values_out_of_range_are_told_to_all_ranks(ranks: Ranks) -> None:
+    """Also where one rank alone has them."""
+    for error, same in ranks(2)(stepped_on_ranks, [0, 1]):
+        assert error == "ValueError: lr is out of range: nan"
+        assert same
+    for error, _ in ranks(2)(stepped_on_ranks, [1]):
+        assert error.startswith("RuntimeError: ranks make different calls")
+        assert "lr is out of range: nan" in error
+
+
+def test_a_number_after_a_tensor_on_the_device() -> None:
+    """Also the number that was there before the tensor."""
+    table, tensor = Hyperparameters(1, torch.device("meta")), torch.zeros((), device="meta")
+    group = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}
+    written = []
+    for lr in (0.5, 0.5, tensor, tensor, 0.5, 0.5):
+        with Dispatched() as operators:
+            table.refresh([{**group, "lr": lr}])
+        written.append((operators.counts["aten::fill_"], operators.counts["aten::copy_"]))
+    assert written == [(4, 0), (0, 0), (0, 1), (0, 1), (1, 0), (0, 0)]
+
+
+def of_torch(call: str) -> tuple[str, bool]:
+    """The error of one of torch's calls for states of an optimizer, and whether nothing has changed."""
+    net = nn.Linear(8, 8)
+    optimizer = ZeroAdamW(net.named_parameters())
+    net(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    before = {name: value.clone() for name, value in optimizer.state_dict()["optim"]["state"]["weight"].items()}
+    weight = net.weight.detach().clone()
+    calls = {
+        "get_optimizer_state_dict": lambda: get_optimizer_state_dict(net, optimizer),
+        "get_state_dict": lambda: get_state_dict(net, optimizer),
+        "set_optimizer_state_dict": lambda: set_optimizer_state_dict(net, optimizer, {"state": {}, "param_groups": []}),
+    }
+    error = error_of(calls[call])
+    after = optimizer.state_dict()["optim"]["state"]["weight"]
+    return error, torch.equal(net.weight, weight) and all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.notices(
+    "torch's get_optimizer_state_dict of a ZeroAdamW, which would take a step",
+    where="ZeroAdamW",
+    answer="raises with nothing changed, and names state_dict()",
+)
+@pytest.mark.parametrize("call", ["get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict"])
+def test_torchs_calls_for_states(call: str) -> None:
+    error, same = of_torch(call)
+    assert "keeps no state by parameter" in error
+    assert same
 
 
 OPTIONS = [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False}]

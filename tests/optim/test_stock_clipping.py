@@ -450,3 +450,23 @@ def test_stale_gradients(stage):
     successor.step()
     widened = ZeroAdamW(trainer.probe.named_parameters(), config=ZeroConfig(grad_dtype=FP32))
     widened.step()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_clip_that_is_read_is_applied_once(stage: int) -> None:
+    """Reading a gradient between the clip and the step changes no bit of moments or masters."""
+    states = []
+    for is_read in (False, True):
+        torch.manual_seed(0)
+        net = nn.Linear(16, 16)
+        optimizer = ZeroAdamW(net.named_parameters(), stage=stage)
+        net(torch.randn(4, 16)).square().sum().backward()
+        norm = optimizer.clip_grad_norm_(1e-2)
+        assert norm > 1
+        if is_read:
+            read = torch.stack([p.grad.full_tensor().square().sum() for p in net.parameters()])
+            assert float(read.sum().sqrt()) == pytest.approx(1e-2, rel=1e-3)
+        optimizer.step()
+        moments = optimizer.state_dict()["optim"]["state"]["weight"]
+        states.append([moments["exp_avg"].clone(), moments["exp_avg_sq"].clone(), net.weight.detach().clone()])
+    assert all(torch.equal(*pair) for pair in zip(*states, strict=True))

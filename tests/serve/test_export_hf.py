@@ -12,6 +12,7 @@ import zerocast
 from tests.serve.models import dequantized, greedy, in_bf16, logits, made, quantized, read, transformers
 from zerocast import Recipe
 from zerocast.export import export_hf
+from zerocast.serve import named_tensors
 
 ULP = 2**-8  # of bf16, relative: compressed-tensors multiplies in bf16, and holds per-tensor scales in it
 
@@ -224,6 +225,25 @@ def test_a_mapping_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="blocks are 128 rows high: a piece begins and ends with a block"):
         export_hf(model, tmp_path / "out", "deepseek", config=made("llama").config, names=names_of_a_fused_model())
     assert not list(tmp_path.iterdir())
+
+
+def test_parameters_that_are_stored_together_are_refused(tmp_path: Path) -> None:
+    """transformers stores gate_proj and up_proj of this model as one tensor, and each would take the place of the other."""
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 96}
+    config = transformers.HrmTextConfig(**small, num_hidden_layers=1, num_layers_per_stack=1)
+    source = transformers.HrmTextForCausalLM(config)
+    for export in (lambda: export_hf(source, tmp_path / "out", "bf16"), lambda: next(named_tensors(source, "bf16"))):
+        with pytest.raises(ValueError, match="is stored together with other parameters, by a mapping of transformers"):
+            export()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_config_names_no_code_to_run(tmp_path: Path) -> None:
+    """A config that was loaded with code of its own says where that is; the export is of a class of transformers."""
+    model = made("llama")
+    model.config.auto_map = {"AutoModelForCausalLM": "modeling_other.Other"}
+    export_hf(model, tmp_path / "out", "bf16")
+    assert "auto_map" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_files_of_the_tokenizer_come_along(tmp_path: Path) -> None:

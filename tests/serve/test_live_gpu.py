@@ -58,7 +58,7 @@ def random_gradients(source: nn.Module, device: torch.device) -> None:
         parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=device)
 
 
-def by_handles(fmt: str, naming: str, note_changes: bool) -> None:
+def by_handles(fmt: str, naming: str) -> None:
     """Rank 0 trains; rank 1 receives, on the same GPU or on its own."""
     device = torch.device("cuda", torch.cuda.current_device())
     if dist.get_rank() == 1:
@@ -70,7 +70,7 @@ def by_handles(fmt: str, naming: str, note_changes: bool) -> None:
     alone = dist.new_group([0], use_local_synchronization=True)
     source = model(fmt).to(device)
     optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3, group=alone)
-    sender = Sender(source, naming, group=alone, bucket_bytes=30_000, note_changes=note_changes)
+    sender = Sender(source, naming, group=alone, bucket_bytes=30_000)
     for number in range(4):
         for _ in range(number):  # more and more casts between two refits
             random_gradients(source, device)
@@ -80,25 +80,24 @@ def by_handles(fmt: str, naming: str, note_changes: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("note_changes", [False, True])
 @pytest.mark.parametrize(("fmt", "naming"), NAMINGS)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_cuda_ipc_on_one_gpu(ranks: Any, fmt: str, naming: str, note_changes: bool) -> None:
+def test_cuda_ipc_on_one_gpu(ranks: Any, fmt: str, naming: str) -> None:
     """Two processes, one GPU, a process group of gloo for the headers."""
-    ranks(2)(by_handles, fmt, naming, note_changes)
+    ranks(2)(by_handles, fmt, naming)
 
 
 @pytest.mark.parametrize(("fmt", "naming"), [pytest.param(*case, marks=gpus(2)) for case in NAMINGS])
 def test_cuda_ipc(gpu_ranks: Any, fmt: str, naming: str) -> None:
-    gpu_ranks(2)(by_handles, fmt, naming, False)
+    gpu_ranks(2)(by_handles, fmt, naming)
 
 
-def on_a_gpu(fmt: str, naming: str, note_changes: bool) -> None:
+def on_a_gpu(fmt: str, naming: str) -> None:
     """What ranks find over NCCL is what the live bytes are."""
     device = torch.device("cuda", torch.cuda.current_device())
     source = model(fmt).to(device)
     optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-4)
-    sender = Sender(source, naming, bucket_bytes=30_000, note_changes=note_changes)
+    sender = Sender(source, naming, bucket_bytes=30_000)
     receiver = Receiver(device=device)
     for number in range(3):
         for _ in range(number):
@@ -109,24 +108,23 @@ def on_a_gpu(fmt: str, naming: str, note_changes: bool) -> None:
         assert_same(dict(receiver.tensors), collected(source, naming))
 
 
-@pytest.mark.parametrize("note_changes", [False, True])
 @pytest.mark.parametrize(
     ("fmt", "naming"), [pytest.param(*case, marks=gpus(2)) for case in [*NAMINGS, ("nvfp4", "bf16")]]
 )
-def test_deltas_over_nccl(gpu_ranks: Any, fmt: str, naming: str, note_changes: bool) -> None:
-    gpu_ranks(2)(on_a_gpu, fmt, naming, note_changes)
+def test_deltas_over_nccl(gpu_ranks: Any, fmt: str, naming: str) -> None:
+    gpu_ranks(2)(on_a_gpu, fmt, naming)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4", "nvfp4", "fp8_current"])
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_changes_of_captured_steps(fmt: str) -> None:
-    """A graph that was recorded before casts were asked to note their changes is recorded again, and after that is over too."""
+    """A delta finds what captured steps have changed."""
     device, naming = torch.device("cuda"), "bf16"
     source = model(fmt).to(device)
     optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3)
     captured = optimizer.capture()
-    sender, receiver = Sender(source, naming, bucket_bytes=30_000, note_changes=True), Receiver(device=device)
+    sender, receiver = Sender(source, naming, bucket_bytes=30_000), Receiver(device=device)
     for number in range(4):
         for _ in range(number):
             random_gradients(source, device)
@@ -134,9 +132,3 @@ def test_changes_of_captured_steps(fmt: str) -> None:
         for message in sender.named_deltas(number) if number else sender.named_tensors():
             receiver.accept(message.header, message.tensors)
         assert_same(dict(receiver.tensors), collected(source, naming))
-    sender.close()
-    random_gradients(source, device)
-    captured()
-    for message in sender.named_tensors():
-        receiver.accept(message.header, message.tensors)
-    assert_same(dict(receiver.tensors), collected(source, naming))

@@ -19,7 +19,7 @@ from tests.optim.traffic import recorded
 from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
-from zerocast.serve import Message, Receiver, Sender, dequantized
+from zerocast.serve import Message, Receiver, RefitError, Sender, dequantized
 from zerocast.serve.changed_bytes import BITMAP, GAPS_8, GAPS_16, WHOLE, ChangedBytes, digest
 
 
@@ -73,10 +73,10 @@ def deliver(messages: Iterator[Message], receiver: Receiver) -> int:
 class Run:
     """A model of two formats that a ZeroAdamW trains."""
 
-    def __init__(self, fmt: str = "fp8_block", naming: str = "modelopt", **options: Any) -> None:
+    def __init__(self, fmt: str = "fp8_block", naming: str = "modelopt") -> None:
         self.model, self.naming = model(fmt), naming
         self.optimizer = zerocast.ZeroAdamW(self.model.named_parameters(), lr=1e-4)
-        self.sender, self.receiver = Sender(self.model, naming, bucket_bytes=30_000, **options), Receiver()
+        self.sender, self.receiver = Sender(self.model, naming, bucket_bytes=30_000), Receiver()
 
     def step(self) -> None:
         step(self.model, self.optimizer)
@@ -127,9 +127,9 @@ def test_ranks_share_the_work(ranks: Any) -> None:
     assert first == second
 
 
-def objects_of_a_delta(note_changes: bool) -> int:
+def objects_of_a_delta() -> int:
     """How often ranks exchange pickled objects for a delta of several buckets."""
-    run = Run(note_changes=note_changes)
+    run = Run()
     run.full()
     run.step()
     with recorded() as log:
@@ -138,9 +138,8 @@ def objects_of_a_delta(note_changes: bool) -> int:
     return Counter(kind for kind, _ in log)["objects"]
 
 
-def test_only_noted_bytes_are_divided_by_objects(ranks: Any) -> None:
-    assert ranks(2)(objects_of_a_delta, False) == [0, 0]
-    assert min(ranks(2)(objects_of_a_delta, True)) > 1
+def test_a_delta_exchanges_no_objects(ranks: Any) -> None:
+    assert ranks(2)(objects_of_a_delta) == [0, 0]
 
 
 def under_fsdp2() -> None:
@@ -242,26 +241,26 @@ def not_contiguous(run: Run) -> None:
 
 REFUSED: dict[Callable[[Run], None], tuple[type[Exception], str, bool]] = {
     missed: (
-        RuntimeError,
+        RefitError,
         "changes since refit 2 came to a receiver of refit 1: one was missed, ask .* named_tensors",
         True,
     ),
-    of_another_run: (RuntimeError, "changes since another run's refit 1 came to a receiver of refit 1", True),
+    of_another_run: (RefitError, "changes since another run's refit 1 came to a receiver of refit 1", True),
     since_another: (
-        RuntimeError,
+        RefitError,
         "changes since refit 0 were asked for, and the bytes of refit 1 are kept: send",
         True,
     ),
-    not_read_to_the_end: (RuntimeError, "the bytes of refit 2 are kept, which was not read to its end: send", True),
-    switched: (RuntimeError, "of bucket . are not those of the last refit, as after a switch of formats: send", False),
-    broke_off: (RuntimeError, "not to be read, a refit is under way or broke off: ask the sender", False),
-    out_of_order: (RuntimeError, "message 1 of refit 2 came, and message 0 of none was expected", True),
-    written_by_another: (RuntimeError, "are not those of the sender: something else wrote to these tensors", False),
-    damaged: (RuntimeError, "are not those of the sender: .* or a message was damaged", False),
-    empty: (RuntimeError, "changes came to a receiver without a complete refit", True),
-    unread: (RuntimeError, "not to be read, there was no refit yet", True),
-    of_another_format: (ValueError, "they store weights in different formats", True),
-    with_less: (ValueError, "the sender has no more: it stores other weights than this receiver", True),
+    not_read_to_the_end: (RefitError, "the bytes of refit 2 are kept, which was not read to its end: send", True),
+    switched: (RefitError, "of bucket . are not those of the last refit, as after a switch of formats: send", False),
+    broke_off: (RefitError, "not to be read, a refit is under way or broke off: ask the sender", False),
+    out_of_order: (RefitError, "message 1 of refit 2 came, and message 0 of none was expected", True),
+    written_by_another: (RefitError, "are not those of the sender: something else wrote to these tensors", False),
+    damaged: (RefitError, "are not those of the sender: .* or a message was damaged", False),
+    empty: (RefitError, "changes came to a receiver without a complete refit", True),
+    unread: (RefitError, "not to be read, there was no refit yet", True),
+    of_another_format: (RefitError, "they store weights in different formats", True),
+    with_less: (RefitError, "the sender has no more: it stores other weights than this receiver", True),
     not_contiguous: (ValueError, r"weight is not contiguous, strides \(1, 4\)", True),
 }
 

@@ -42,7 +42,7 @@ def trainer(device: torch.device, fmt: str, naming: str) -> list[tuple[Tensor, T
     alone = dist.new_group([0], use_local_synchronization=True)
     source: nn.Module = in_bf16(quantized("llama", fmt, "llama").to(device))
     optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=1e-3, group=alone)
-    sender = Sender(source, naming, group=alone, bucket_bytes=10**6, note_changes=True)
+    sender = Sender(source, naming, group=alone, bucket_bytes=10**6)
     ids, found = torch.arange(24, device=device).view(2, 12), []
     for number in range(3):
         for turn in range(2 * number):

@@ -35,7 +35,7 @@ class FiniteMasters:
     def check(self) -> None:
         """RuntimeError, on every rank, if masters of the last cast were not finite; once a cast."""
         flags = self._late.take()
-        if flags is None or not flags.any():
+        if flags is None or not flags.any().tolist():
             return
         wrong = [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
         shown = ", ".join(wrong[:SHOWN]) + ", ..." * (len(wrong) > SHOWN)

@@ -36,6 +36,9 @@ from zerocast.formats.shared_amax import SharedAmax
 
 logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
+# The moments of each parameter, by name, that a checkpoint holds: their entries in its metadata.
+Kept = Mapping[str, Mapping[str, TensorStorageMetadata]]
+MOMENTS = "optim.state."  # before the name of a parameter
 UNNUMBERED: Any = object()  # the step of a checkpoint that is no step of a run
 SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
 
@@ -70,8 +73,13 @@ class Checkpointed(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name, under the keys of `zerocast.optim.state`."""
 
-    def state_to_overwrite(self) -> dict[str, Any]:
-        """The same tensors, to be overwritten in place by a reader."""
+    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
+        """The same tensors, to be overwritten in place by a reader. Moments that the optimizer has
+        not made yet have the keys and shapes of those that are `kept`.
+        """
+
+    def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
+        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
 
     def overwriting(self) -> AbstractContextManager[None]:
         """Mark the state as partly written while the body reads into it and calls
@@ -125,7 +133,8 @@ def read(
     """Load a checkpoint whose files were compared with its manifest."""
     reader, group = SafeReader(path), group_of(optimizer)
     saved = reader.read_metadata().state_dict_metadata
-    state = optimizer.state_to_overwrite()
+    kept = _kept(saved)
+    state = optimizer.state_to_overwrite(kept)
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
         del state["zerocast"][name]
     if not any(name.startswith("optim.") for name in saved):
@@ -140,8 +149,14 @@ def read(
     found = _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside) + found
     known = {*state["model"], *rest.plain, *rest.quantized}
     found += _unknown(saved, known | {*manifest.frozen})
-    problem = ValueError(f"{path} does not fit this optimizer: {'; '.join(found[:4])}") if found else None
-    validate_across_ranks(group, [], problem, LOADS)
+    found += _unknown_moments(kept, state["optim"]["state"])
+    _raise_unfit(path, found, group)
+    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group)
+    try:
+        optimizer.check_numbers(state)
+    except ValueError as error:
+        found.append(str(error))
+    _raise_unfit(path, found, group)
     _tell_unread(path, saved, manifest, known, rest, group)
     with optimizer.overwriting(), torch.no_grad():
         torch_checkpoint.load_masters(_merged(state, beside, of_caller), reader, group, str(path))
@@ -300,7 +315,41 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
             problems.append(f"{name} is no tensor there" if found else f"{name} is missing")
         elif found.size != tensor.shape:
             problems.append(f"{name} has shape {tuple(found.size)} there and {tuple(tensor.shape)} here")
+        elif tensor.is_floating_point() and not found.properties.dtype.is_floating_point:
+            problems.append(f"{name} is {found.properties.dtype} there and {tensor.dtype} here")
     return problems
+
+
+def _kept(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The entries of the moments of each parameter, by its name."""
+    kept: dict[str, dict[str, Any]] = {}
+    for path, entry in saved.items():
+        if path.startswith(MOMENTS):
+            name, _, key = path.removeprefix(MOMENTS).rpartition(".")
+            kept.setdefault(name, {})[key] = entry
+    return kept
+
+
+def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of one element in a nested state: step counts, hyper-parameters and marks."""
+    nested = {key: _numbers(value) for key, value in state.items() if isinstance(value, Mapping)}
+    return nested | {key: one for key, one in state.items() if isinstance(one, Tensor) and one.dim() == 0}
+
+
+def _unknown_moments(kept: Kept, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """A problem for each moment of the checkpoint that the optimizer here does not keep."""
+    return [
+        f"{MOMENTS}{name}.{key} is there and not kept here"
+        for name, moments in state.items()
+        for key in kept.get(name, {})
+        if key not in moments
+    ]
+
+
+def _raise_unfit(path: Path, found: list[str], group: Group) -> None:
+    """ValueError on every rank if any has found a problem."""
+    problem = ValueError(f"{path} does not fit this optimizer: {'; '.join(found[:4])}") if found else None
+    validate_across_ranks(group, [], problem, LOADS)
 
 
 def _unknown(saved: Mapping[str, Any], known: set[str]) -> list[str]:

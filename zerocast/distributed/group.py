@@ -155,7 +155,8 @@ class Group:
             caller = f" {self.caller}" if self.caller else ""
             text = (
                 f"the {kind} of {what}{caller} failed on rank {self.rank} of {self.size}: {error}. Another rank has died, has "
-                "stopped or makes other calls: every rank makes the same calls in the same order, which set_debug(True) checks"
+                "stopped or makes other calls: every rank makes the same calls in the same order, and set_debug(True), which "
+                "checks that, is called on all ranks or on none"
             )
             raise _like(error, text) from error
 

@@ -71,7 +71,9 @@ def choice_bytes(weights: Sequence[QuantizedWeight]) -> int:
 def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
     weights = quantized(tensors)
-    amaxes = sum(sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights)
+    counts = [sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights]
+    # behind its amaxes each weight has a flag, whether its masters are finite
+    amaxes = sum(counts) + sum(count > 0 for count in counts)
     return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0)) + (choice_bytes(weights) if ranks > 1 else 0)
 
 

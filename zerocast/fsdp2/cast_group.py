@@ -277,7 +277,8 @@ def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dic
     """
     delayed = [weight for weight in weights if weight.format.amax_policy is AmaxPolicy.DELAYED]
     lengths = [weight.format.amax_history_len for weight in delayed]
-    scales, histories = torch.ones(len(delayed), device=device), torch.zeros(sum(lengths), device=device)
+    scales = torch.ones(len(delayed), dtype=torch.float32, device=device)
+    histories = torch.zeros(sum(lengths), dtype=torch.float32, device=device)
     parts = zip(scales.split(1), histories.split(lengths), strict=True) if delayed else ()
     return {
         weight.name: {"scale": scale, "amax_history": history}

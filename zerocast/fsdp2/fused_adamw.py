@@ -6,6 +6,7 @@ the bits of ZeroAdamW's step, and keeps its state under the keys of torch.optim.
 checkpoints go from one to the other.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.device_step import check_capturable
+from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes
 from zerocast.optim.update_rule import ADAMW
 from zerocast.weight.write_guard import WriteGuard, transaction
 
@@ -92,6 +94,18 @@ class AdamPass:
         each(grads, self._exp_avgs, self._exp_avg_sqs, scalars=scalars, clip=clip, packed=packed)
 
 
+class MomentsOnDemand(defaultdict[Any, Any]):
+    """The `state` of a FusedAdamW, which is never without a state.
+
+    torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
+    stepped, and steps it. `FusedAdamW.state_dict` has moments for all parameters without that.
+    """
+
+    def __bool__(self) -> bool:
+        """True, also without entries."""
+        return True
+
+
 class FusedAdamW(CapturableOptimizer):
     """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a
     weight format.
@@ -113,7 +127,11 @@ class FusedAdamW(CapturableOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # The other options of torch.optim.AdamW are in the groups too, each with the one value that
+        # this update has, so that states have the same keys.
+        options = torch.optim.AdamW([torch.zeros(0)]).defaults
+        super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.state = MomentsOnDemand(dict)
         self._bound: list[list[int]] = []  # what the tables were made for
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
@@ -194,6 +212,8 @@ class FusedAdamW(CapturableOptimizer):
         """The host's part before the device's; returns what the tables were made for, another
         object once anything lies elsewhere, empty without gradients.
         """
+        for group in self.param_groups:
+            ADAMW.check(group, wait=False)
         self._bind()
         if self._bound:
             self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
@@ -215,8 +235,8 @@ class FusedAdamW(CapturableOptimizer):
 
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
         """The device's part of a step, with other `gradients` for some of its passes."""
-        self._clocks += 1
-        scalars = self._hyperparameters.scalars(self._clocks)
+        torch._foreach_add_(self._steps, 1)
+        scalars = self._hyperparameters.scalars(torch.stack(self._clocks))
 
         def run(one: AdamPass, packed: Tensor, casts: bool = False) -> None:
             grads = gradients.get(one)
@@ -232,14 +252,44 @@ class FusedAdamW(CapturableOptimizer):
             run(one, self._unread)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's. RuntimeError after a step or a load that raised half-way."""
+        """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
+        have moments of zero. RuntimeError after a step or a load that raised half-way.
+        """
         guard_of(self).check_complete()
-        return super().state_dict()
+        found = super().state_dict()
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        state = {}
+        for index, parameter in enumerate(parameters):
+            if moments := found["state"].get(index):
+                state[index] = {**moments, "step": moments["step"].clone()}
+            elif parameter.requires_grad:
+                state[index] = _new_moments(parameter)
+        return {**found, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the state of this class, or of torch.optim.AdamW."""
+        """Take over a copy of the state of this class, or of torch.optim.AdamW. ValueError or
+        KeyError, with nothing changed, for moments and hyper-parameters that cannot be.
+        """
+        check_options(state_dict["param_groups"])
+        for group in state_dict["param_groups"]:
+            ADAMW.check(group)
+        ours = [parameter for group in self.param_groups for parameter in group["params"]]
+        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
+        for index, parameter in zip(theirs, ours, strict=False):
+            moments = state_dict["state"].get(index)
+            if moments is not None:
+                check_moments(f"parameter {index}", moments, ADAM_STATE)
+                check_shapes(f"parameter {index}", moments, parameter)
+        held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
+        self.state = MomentsOnDemand(dict, self.state)
+        for moments in self.state.values():
+            for key, value in moments.items():
+                if key == "step":
+                    moments[key] = torch.as_tensor(value).to(torch.float32, copy=True)
+                elif id(value) not in held:
+                    moments[key] = value.clone()
 
     def _bind(self) -> None:
         """Tables of where everything lies, made anew when any of it was replaced or other
@@ -267,25 +317,27 @@ class FusedAdamW(CapturableOptimizer):
         return [[id(p), _plain(t).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
-        """A row of scalars for each parameter group and number of steps taken, with a clock that
-        its parameters share.
+        """Make a row of scalars for each parameter group and number of steps taken. All parameters
+        of a row have the same step count, each in a tensor of its own, and the first one is read.
         """
+        for _, parameter in indexed:
+            if not self.state[parameter]:
+                self.state[parameter] = _new_moments(parameter)
         states = [self.state[parameter] for _, parameter in indexed]
-        for state, (_, parameter) in zip(states, indexed, strict=True):
-            for moment in ("exp_avg", "exp_avg_sq"):
-                if moment not in state:
-                    state[moment] = torch.zeros_like(parameter)
+        device = indexed[0][1].device if indexed else torch.device("cpu")
         rows: dict[tuple[int, float], int] = {}
         self._row = {}
+        self._clocks: list[Tensor] = []  # the step count of each row
+        self._steps: list[Tensor] = []  # those of all parameters
         for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
+            step = self.state[parameter]["step"] = torch.full((), taken, dtype=torch.float32, device=device)
             self._row[parameter] = rows.setdefault((index, taken), len(rows))
-        device = indexed[0][1].device if indexed else torch.device("cpu")
-        self._clocks = torch.tensor([taken for _, taken in rows], device=device)
-        for parameter, row in self._row.items():
-            self.state[parameter]["step"] = self._clocks[row]
+            if len(rows) > len(self._clocks):
+                self._clocks.append(step)
+            self._steps.append(step)
         self._groups_of_rows = [index for index, _ in rows]
         self._hyperparameters = Hyperparameters(len(rows), device)
-        self._clip = torch.ones(1, device=device)
+        self._clip = torch.ones(1, dtype=torch.float32, device=device)
 
     def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
         device = self._clip.device
@@ -323,7 +375,13 @@ class FusedAdamW(CapturableOptimizer):
             for group, passes in measured.items()
         ]
         self._plain = [one.freeze() for one in plain.values() if len(one)]
-        self._unread = torch.zeros(max(map(len, plain.values())), device=device)
+        self._unread = torch.zeros(max(map(len, plain.values())), dtype=torch.float32, device=device)
+
+
+def _new_moments(parameter: Tensor) -> dict[str, Tensor]:
+    """Return the moments of a parameter before its first step."""
+    exp_avg, exp_avg_sq = (torch.zeros_like(parameter.detach()) for _ in range(2))
+    return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
 def _check(parameters: Sequence[Tensor]) -> None:

@@ -1,7 +1,8 @@
 """Checkpoints of an FSDP2 model under the keys of `zerocast.optim.state`.
 
     model.<name>                              f32 master, logical shape
-    optim.state.<name>.{exp_avg,...,step}     whatever the optimizers keep
+    optim.state.<name>.{exp_avg,...,step}     what the optimizers keep
+    optim.state.<name>.never_stepped          bool[], in place of moments that no step has made
     optim.param_groups.<name>.{lr,...}        f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}
 
@@ -11,27 +12,62 @@ atomic, hashed checkpoints, and a ZeroAdamW loads what FSDP2 saved, and the othe
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import copy
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
+from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
-from zerocast.distributed.group import Group
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
+from zerocast.fsdp2.fused_adamw import FusedAdamW
 from zerocast.fsdp2.manager import CastManager, guard_of
 from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
+from zerocast.optim.saved_state import (
+    ADAM_STATE,
+    MOMENTS,
+    NEVER_STEPPED,
+    STEP,
+    check_moments,
+    check_step,
+    hyperparameters,
+    loaded_hyperparameters,
+    never_stepped,
+)
+from zerocast.optim.update_rule import rule_of_torch
 from zerocast.weight.write_guard import WriteGuard, transaction
 
-HYPERPARAMETERS = ("lr", "eps", "weight_decay", "momentum")
-BETAS = ("beta1", "beta2")
+
+@dataclass(frozen=True)
+class Stepped:
+    """A parameter that an optimizer steps, by the name that the model has for it."""
+
+    name: str
+    parameter: Tensor
+    group: dict[str, Any]
+    optimizer: Optimizer
+
+    @property
+    def moments(self) -> Mapping[str, Any]:
+        """The state that the optimizer keeps of it; empty before its first step."""
+        found: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return found
 
 
 class TrainingState:
@@ -43,6 +79,8 @@ class TrainingState:
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+        # The moments that were made for a reader, which a load takes over without a copy.
+        self._made: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -86,23 +124,51 @@ class TrainingState:
         """
         for guard in self._guards():
             guard.check_complete()
-        optim: Any
-        model, optim = get_state_dict(self._model, self._optimizers)
+        return self._as_dict(None)
+
+    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
+        """The tensors of `state_dict` for a reader that fills them, also after a write that
+        raised half-way. Moments that no step has made yet are made as those that are `kept`.
+        """
+        with _overlooked(self._guards(), self._managers()):
+            return self._as_dict(kept)
+
+    def _as_dict(self, kept: Kept | None) -> dict[str, Any]:
+        model: dict[str, Any] = get_model_state_dict(self._model)  # shards what is gathered
         names = [name for name, _ in self._model.named_parameters()]
-        state = {name: {key: _apart(value) for key, value in optim["state"][name].items()} for name in optim["state"]}
-        groups = {name: _hyperparameters(group) for group in optim["param_groups"] for name in group["params"]}
+        state, groups = {}, {}
+        for one in self._stepped():
+            state[one.name] = self._moments(one, (kept or {}).get(one.name, {}))
+            groups[one.name] = hyperparameters(one.group, rule_of_torch(one.group))
         return {
             "model": {name: model[name] for name in names},
             "optim": {"state": state, "param_groups": groups},
             "zerocast": state_dict(self._model) if is_prepared(self._model) else {},
         }
 
-    def state_to_overwrite(self) -> dict[str, Any]:
-        """The tensors of `state_dict` for a reader that fills them, also after a write that
-        raised half-way.
-        """
-        with _overlooked(self._guards(), self._managers()):
-            return self.state_dict()
+    def _stepped(self) -> list[Stepped]:
+        """The parameters of all optimizers, once the model is sharded."""
+        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        found = [
+            (p, group, optimizer)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+        if unknown := [tuple(p.shape) for p, _, _ in found if id(p) not in names]:
+            raise ValueError(f"an optimizer steps parameters that the model does not have, of shapes {unknown[:4]}")
+        return [Stepped(names[id(p)], p, group, optimizer) for p, group, optimizer in found]
+
+    def _moments(self, one: Stepped, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Any]:
+        """The moments of a parameter, or those that a reader needs for what is `kept`."""
+        held = {key: _apart(value) for key, value in one.moments.items()}
+        if NEVER_STEPPED in kept or not (held or kept):
+            return never_stepped()
+        if not held:
+            held = {key: _zeros(one.parameter, entry) for key, entry in kept.items()}
+            for tensor in held.values():
+                self._made[tensor] = None
+        return held
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
@@ -117,13 +183,30 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters; the next gather casts its masters.
 
-        ValueError, with nothing changed, for missing names and other shapes. After a step or a load
-        that raised half-way this makes model and optimizers whole again, and forgets the gradients
-        of that step.
+        ValueError on every rank, with nothing changed, for names, shapes, dtypes and values that do
+        not fit. After a step or a load that raised half-way this makes model and optimizers whole
+        again, and forgets the gradients of that step.
         """
-        self._check(state)
+        problem = None
+        try:
+            with _overlooked(self._guards(), self._managers()):
+                self._model.state_dict()  # shards what is gathered
+            self._check(state)
+        except KeyError as error:
+            problem = ValueError(f"the state does not fit this model: it lacks {error}")
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            problem = ValueError(str(error))
+        group = ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
+        validate_across_ranks(group, [], problem, what="loads a state")
         with self.overwriting():
             self._load(state)
+
+    def check_numbers(self, state: Mapping[str, Any]) -> None:
+        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        for name, moments in state["optim"]["state"].items():
+            if STEP in moments:
+                check_step(name, moments[STEP])
+        self._loaded_groups(state)
 
     def _guards(self) -> list[WriteGuard]:
         """The guards of all that is written together."""
@@ -134,34 +217,79 @@ class TrainingState:
         return managers_of(self._model) if is_prepared(self._model) else []
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """On this rank; ranks differ in nothing that is looked at."""
-        saved = state["model"]
-        shapes: dict[str, Any] = {name: tuple(parameter.shape) for name, parameter in self._model.named_parameters()}
-        missing = [name for name in shapes if name not in saved]
-        if missing:
-            raise ValueError(f"the state does not fit this model: it lacks {missing[:4]}")
-        for name, shape in shapes.items():
-            if tuple(saved[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(saved[name].shape)} in the state and {shape} here")
+        """ValueError or KeyError, on this rank alone, for a state that does not fit."""
+        saved, moments = state["model"], state["optim"]["state"]
+        stepped = {one.name: one for one in self._stepped()}
+        parameters = dict(self._model.named_parameters())
+        second_names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
+        _check_names(saved, {*parameters}, second_names)
+        _check_names(moments, {*stepped}, {*stepped})
+        for name, parameter in parameters.items():
+            _check_fits(name, saved[name], parameter)
+        for name, one in stepped.items():
+            check_moments(name, moments[name], self._wanted(one, stepped, moments))
+            for key, value in moments[name].items():
+                like = one.moments.get(key, one.parameter if key in MOMENTS else None)
+                if isinstance(like, Tensor) and NEVER_STEPPED not in moments[name] and key != STEP:
+                    _check_fits(name, value, like)
+        self.check_numbers(state)
+
+    def _wanted(self, one: Stepped, stepped: Mapping[str, Stepped], saved: Mapping[str, Any]) -> Collection[str] | None:
+        """The keys of the moments that the update of a parameter keeps: those it has here, those of
+        Adam, or those of a parameter beside it.
+        """
+        if one.moments:
+            return one.moments.keys()
+        if isinstance(one.optimizer, (torch.optim.Adam, FusedAdamW)):
+            return ADAM_STATE | ({"max_exp_avg_sq"} if one.group.get("amsgrad") else set())
+        alike = (
+            other
+            for other in stepped.values()
+            if other.group is one.group and other.parameter.dim() == one.parameter.dim()
+        )
+        return next((saved[other.name].keys() for other in alike if NEVER_STEPPED not in saved[other.name]), None)
+
+    def _loaded_groups(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The saved hyper-parameters of each group of all optimizers; none without any."""
+        saved = state["optim"].get("param_groups", {})
+        names: dict[int, list[str]] = {}
+        for one in self._stepped():
+            names.setdefault(id(one.group), []).append(one.name)
+        if saved:
+            _check_names(saved, {name for own in names.values() for name in own}, {*saved})
+        groups = self.param_groups
+        return [loaded_hyperparameters(names.get(id(one), []), one, rule_of_torch(one), saved) for one in groups]
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        optim: Any
-        _, optim = get_state_dict(self._model, self._optimizers)
-        for group in optim["param_groups"]:
-            saved = state["optim"].get("param_groups", {})
-            for name in [name for name in group["params"] if name in saved][:1]:
-                _take_hyperparameters(group, saved[name])
-        loaded = {"state": state["optim"]["state"], "param_groups": optim["param_groups"]}
+        stepped = {id(one.parameter): one for one in self._stepped()}
+        parameters = dict(self._model.named_parameters())
+        loaded = iter(self._loaded_groups(state))
+        for optimizer in self._optimizers:
+            groups, moments, count = [], {}, itertools.count()
+            for group in optimizer.param_groups:
+                numbers = {next(count): stepped[id(parameter)] for parameter in group["params"]}
+                groups.append({**group, **_as_before(group, next(loaded)), "params": [*numbers]})
+                for at, one in numbers.items():
+                    saved = state["optim"]["state"][one.name]
+                    if NEVER_STEPPED not in saved:
+                        moments[at] = {key: self._own(one, key, value) for key, value in saved.items()}
+            optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        model: dict[str, Any] = {
+            name: _cut_like(state["model"][name], parameter) for name, parameter in parameters.items()
+        }
         options = StateDictOptions(strict=False)  # a shared weight is there once
-        set_state_dict(
-            self._model,
-            self._optimizers,
-            model_state_dict=dict(state["model"]),
-            optim_state_dict=loaded,
-            options=options,
-        )
+        set_model_state_dict(self._model, model, options=options)
         if is_prepared(self._model):
             load_state_dict(self._model, state.get("zerocast", {}))
+
+    def _own(self, one: Stepped, key: str, value: Any) -> Any:
+        """A loaded moment as the optimizer's own: a copy, unless it is that already."""
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if value is one.moments.get(key) or value in self._made:
+            return value
+        cut = _cut_like(value.detach(), one.parameter)
+        return cut if isinstance(one.optimizer, FusedAdamW) else cut.clone()  # which copies itself
 
 
 @torch.no_grad()
@@ -212,20 +340,55 @@ def _overlooked(guards: Iterable[WriteGuard], managers: Iterable[CastManager]) -
 
 
 def _apart(value: Any) -> Any:
-    """A step count of its own: an optimizer may keep one for many parameters."""
+    """Return a copy of a step count, and any other tensor itself."""
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:
-    values = {name: float(group[name]) for name in HYPERPARAMETERS if name in group}
-    values |= dict(zip(BETAS, map(float, group.get("betas", ())), strict=False))
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+def _zeros(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
+    """Return a moment of a parameter as an optimizer makes it, for one that a checkpoint holds."""
+    if not isinstance(entry, TensorStorageMetadata):
+        raise ValueError("the moments of a parameter are tensors, the checkpoint holds something else")
+    if not entry.size:
+        return torch.zeros((), dtype=entry.properties.dtype)
+    detached = parameter.detach()
+    return torch.zeros_like(detached) if entry.size == parameter.shape else detached.new_zeros(entry.size)
 
 
-def _take_hyperparameters(group: dict[str, Any], saved: Mapping[str, Tensor]) -> None:
-    for name in HYPERPARAMETERS:
-        if name in saved and name in group:
-            value = float(saved[name])
-            group[name] = torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
-    if "betas" in group and all(name in saved for name in BETAS):
-        group["betas"] = tuple(float(saved[name]) for name in BETAS)
+def _check_names(saved: Mapping[str, Any], needed: Collection[str], known: Collection[str]) -> None:
+    missing, extra = sorted({*needed} - {*saved}), sorted({*saved} - {*known})
+    if missing or extra:
+        raise ValueError(f"the state does not fit this model: it lacks {missing[:4]} and has beyond it {extra[:4]}")
+
+
+def _check_fits(name: str, value: Any, like: Tensor) -> None:
+    """ValueError for a tensor that cannot take the place of another."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} is a {type(value).__name__} in the state, where a tensor belongs")
+    if tuple(value.shape) != tuple(like.shape):
+        raise ValueError(f"{name} has shape {tuple(value.shape)} in the state and {tuple(like.shape)} here")
+    if value.is_floating_point() != like.is_floating_point():
+        raise ValueError(f"{name} is {value.dtype} in the state and {like.dtype} here")
+    if isinstance(value, TensorShard) or (
+        isinstance(value, DTensor)
+        and (
+            not isinstance(like, DTensor)
+            or (value.device_mesh, value.placements) != (like.device_mesh, like.placements)
+        )
+    ):
+        raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
+
+
+def _cut_like(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, where the parameter is cut."""
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
+        return value
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+
+
+def _as_before(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return loaded hyper-parameters, as tensors where the group has tensors."""
+    return {
+        name: torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
+        for name, value in loaded.items()
+    }

@@ -268,10 +268,11 @@ class MasterMemory:
         if name not in self._waiting or not numel or device.type == "meta" or numel < self._padded.get(name, 0):
             return None  # a short shard comes again, once FSDP2 pads it
         # no view of a piece: a write to it is no write to the others
-        place = torch.empty(0, device=device)
+        place = torch.empty(0, dtype=torch.float32, device=device)
         room = round_up(numel, ALIGNMENT)
         if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
-            self._rest = torch.empty(self._next_piece(numel / self._waiting[name], room), device=device)
+            piece = self._next_piece(numel / self._waiting[name], room)
+            self._rest = torch.empty(piece, dtype=torch.float32, device=device)
         del self._waiting[name]
         offset, storage = self._rest.storage_offset(), self._rest.untyped_storage()
         self._rest = self._rest[room:] if self._waiting else None

@@ -44,9 +44,11 @@ def log_fp32_products() -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` as the dtype of `x`."""
+    """`x @ weight.T + bias` as the dtype of `x`. A quantized weight and a DTensor have products of
+    their own.
+    """
     dtype = product_dtype(x.dtype, x.device.type)
-    if dtype is x.dtype:
+    if dtype is x.dtype or type(weight) not in (Tensor, torch.nn.Parameter):
         return torch.nn.functional.linear(x, weight, bias)
     wide_bias = None if bias is None else bias.to(dtype)
     return torch.nn.functional.linear(x.to(dtype), weight.to(dtype), wide_bias).to(x.dtype)

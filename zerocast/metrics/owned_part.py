@@ -100,7 +100,7 @@ class OwnedPart:
 @functools.cache
 def largest_code(element: Element) -> int:
     """The code of the largest finite value of an element."""
-    return int(encode(element, torch.tensor([element.max])))
+    return int(encode(element, torch.tensor([element.max], dtype=torch.float32)))
 
 
 @functools.cache

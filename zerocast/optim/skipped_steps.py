@@ -25,11 +25,12 @@ class SkippedSteps:
 
     def before_step(self) -> None:
         """Read how the last step ended; on a GPU it is the host's first look."""
-        taken = self._late.take()
-        if taken is None:
+        copy = self._late.take()
+        if copy is None:
             return
-        skipped = int(taken) == self._taken
-        self._taken, self.in_a_row = int(taken), self.in_a_row + 1 if skipped else 0
+        (taken,) = copy.tolist()
+        skipped = taken == self._taken
+        self._taken, self.in_a_row = taken, self.in_a_row + 1 if skipped else 0
         if skipped and self.in_a_row in WARNED_AT and self._group.rank == 0:
             logger.warning(
                 "the last %d steps were all skipped, since gradients are not finite: nothing is trained. zerocast.verify tells "

@@ -4,6 +4,7 @@ every rank.
     model.<name>                                   f32 master, logical shape
     optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments as they are kept; step is f32[]
     optim.state.<name>.momentum_buffer             f32, of a parameter that Muon updates
+    optim.state.<name>.never_stepped               bool[], in their place; FSDP2 saves it
     optim.param_groups.<name>.{lr,...}             f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
 
@@ -13,23 +14,47 @@ load into the other: bf16 into f32 exactly, f32 into bf16 rounded to nearest eve
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from zerocast.checkpoint.checkpoint import Kept
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.flat_masters import FlatMasters, fields_of
+from zerocast.optim.saved_state import (
+    NEVER_STEPPED,
+    STEP,
+    check_moments,
+    check_step,
+    hyperparameters,
+    loaded_hyperparameters,
+    never_stepped,
+)
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.update_rule import rule_of
 
 logger = logging.getLogger(__name__)
-STEP = "step"  # of Adam alone, as in torch.optim
+
+
+class StateByName(defaultdict[Any, Any]):
+    """The `state` of an optimizer that keeps its moments in flat shards: always empty.
+
+    torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
+    stepped, and steps it. It asks `if optimizer.state` first, which raises here.
+    """
+
+    def __bool__(self) -> bool:
+        """RuntimeError, since neither answer is true."""
+        raise RuntimeError(
+            "a ZeroAdamW or ZeroMuon keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict "
+            "would step it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
+        )
 
 
 class ZeroState:
@@ -48,8 +73,10 @@ class ZeroState:
         self._masters, self._weights, self._step = masters, weights, step
         self._param_groups, self._group = param_groups, group
 
-    def as_dict(self) -> dict[str, Any]:
-        """The state as it is now; tensors are views of it, scalars copies."""
+    def as_dict(self, kept: Kept | None = None) -> dict[str, Any]:
+        """The state as it is now; tensors are views of it, scalars copies. A parameter that was
+        never stepped in what is `kept` has its mark.
+        """
         model, state, groups = {}, {}, {}
         for name, (bucket, slot) in self._slots.items():
             span, owned = self._masters.owned(bucket, slot)
@@ -57,8 +84,9 @@ class ZeroState:
             views = {field: self._leaf(flat, span, shape) for field, flat in owned.items()}
             model[name] = views.pop("master")
             count = {} if bucket.storage.whole else {STEP: self._step.float().view(())}
-            state[name] = {**views, **count}
-            groups[name] = _hyperparameters(self._param_groups[slot.param_group])
+            state[name] = never_stepped() if NEVER_STEPPED in (kept or {}).get(name, {}) else {**views, **count}
+            group = self._param_groups[slot.param_group]
+            groups[name] = hyperparameters(group, rule_of(group))
         delayed = self._weights.plan.delayed.state_dict()
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
@@ -87,15 +115,24 @@ class ZeroState:
             _copy(flat[start : start + span.numel], saved[name], span)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError on every rank for missing names or other shapes on any."""
+        """ValueError on every rank for a state that does not fit on any."""
         problem = None
         try:
             self._check(state)
         except KeyError as error:
             problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
-        except ValueError as error:
-            problem = error
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            problem = ValueError(str(error))
         validate_across_ranks(self._group, [], problem, what="loads a state")
+
+    def check_numbers(self, state: Mapping[str, Any]) -> None:
+        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        steps = self._steps(state)
+        for name, step in steps.items():
+            check_step(name, step)
+        if len(counts := set(steps.values())) > 1:
+            raise ValueError(f"one step count is needed for all parameters, the state has {sorted(counts)[:4]}")
+        self._loaded_groups(state)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters that was checked."""
@@ -103,8 +140,13 @@ class ZeroState:
             span, owned = self._masters.owned(bucket, slot)
             moments = state["optim"]["state"][name]
             for field, flat in owned.items():
-                _copy(flat, state["model"][name] if field == "master" else moments[field], span)
-        for step in self._steps(state):
+                if field == "master":
+                    _copy(flat, state["model"][name], span)
+                elif NEVER_STEPPED in moments:
+                    flat.zero_()
+                else:
+                    _copy(flat, moments[field], span)
+        for step in set(self._steps(state).values()):
             self._step.fill_(int(step))
         for index, values in self._loaded_groups(state).items():
             group = self._param_groups[index]
@@ -120,22 +162,22 @@ class ZeroState:
         return flat.view(shape) if self._group.size == 1 else TensorShard.of(flat, span, shape)
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        saved = state["model"]
+        saved, moments = state["model"], state["optim"]["state"]
         self._check_names(saved)
+        self._check_names(moments)
         for name, (bucket, _) in self._slots.items():
-            moments = state["optim"]["state"][name]
-            _check_fields(name, bucket, moments)
-            for tensor in (saved[name], *(moments[field] for field in fields_of(bucket))):
-                self._check_tensor(name, tensor)
-        steps = self._steps(state)
-        if len(steps) > 1:
-            raise ValueError(f"one step count is needed for all parameters, the state has {sorted(steps)[:4]}")
-        self._loaded_groups(state)
+            fields = fields_of(bucket)
+            self._check_tensor(name, saved[name])
+            check_moments(name, moments[name], {*fields, *(() if bucket.storage.whole else (STEP,))})
+            for field in () if NEVER_STEPPED in moments[name] else fields:
+                self._check_tensor(name, moments[name][field])
+        self.check_numbers(state)
 
-    def _steps(self, state: Mapping[str, Any]) -> set[float]:
+    def _steps(self, state: Mapping[str, Any]) -> dict[str, float]:
         """The step counts of Adam's parameters; none without any."""
         saved = state["optim"]["state"]
-        return {float(saved[name][STEP]) for name, (bucket, _) in self._slots.items() if not bucket.storage.whole}
+        of_adam = (name for name, (bucket, _) in self._slots.items() if not bucket.storage.whole)
+        return {name: 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP]) for name in of_adam}
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
         if set(saved) != set(self._slots):
@@ -147,6 +189,8 @@ class ZeroState:
     def _check_tensor(self, name: str, tensor: Tensor) -> None:
         bucket, slot = self._slots[name]
         span, _ = bucket.owned(slot, self._group.rank)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} in the state and {slot.parameter.dtype} here")
         if isinstance(tensor, TensorShard) and tensor.span != span:
             raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
         if tuple(tensor.shape) != tuple(slot.parameter.shape):
@@ -155,30 +199,16 @@ class ZeroState:
             )
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        loaded: dict[int, dict[str, Any]] = {}
-        for name, values in state["optim"].get("param_groups", {}).items():
-            group = self._slots[name][1].param_group
-            numbers: dict[str, Any] = {key: float(value) for key, value in values.items()}
-            if "betas" in self._param_groups[group]:
-                numbers["betas"] = numbers.pop("beta1"), numbers.pop("beta2")
-            if loaded.setdefault(group, numbers) != numbers:
-                raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
-        return loaded
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Tensor]:
-    values = {name: float(group[name]) for name in rule_of(group).numbers}
-    values |= dict(zip(("beta1", "beta2"), map(float, group.get("betas", ())), strict=False))
-    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-
-
-def _check_fields(name: str, bucket: Bucket, moments: Mapping[str, Any]) -> None:
-    """ValueError for a state of another update: AdamW's is none of Muon's."""
-    wanted = fields_of(bucket)
-    if not {*wanted} <= moments.keys():
-        raise ValueError(
-            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps {sorted(wanted)}"
-        )
+        """The saved hyper-parameters of each parameter group; none if the state has none."""
+        saved = state["optim"].get("param_groups", {})
+        names: dict[int, list[str]] = {}
+        for name, (_, slot) in self._slots.items():
+            names.setdefault(slot.param_group, []).append(name)
+        if saved:
+            self._check_names(saved)
+        groups = self._param_groups
+        loaded = {at: loaded_hyperparameters(own, groups[at], rule_of(groups[at]), saved) for at, own in names.items()}
+        return {at: values for at, values in loaded.items() if values}
 
 
 def _copy(flat: Tensor, value: Tensor, span: Span) -> None:

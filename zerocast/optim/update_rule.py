@@ -29,8 +29,12 @@ class UpdateRule:
     numbers: tuple[str, ...]
     others: Mapping[str, Callable[[Any], bool]]
 
-    def check(self, group: Mapping[str, Any]) -> None:
-        """ValueError or TypeError for hyper-parameters that are out of range."""
+    def check(self, group: Mapping[str, Any], wait: bool = True) -> None:
+        """ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
+        tensors on a device pass unread, since a step does not wait for the device.
+        """
+        if not wait:
+            group = {name: _on_host(value) for name, value in group.items()}
         for name in self.numbers:
             if not isinstance(group[name], (Real, Tensor)):
                 raise TypeError(f"{name} is a number, got {group[name]!r}")
@@ -43,6 +47,13 @@ class UpdateRule:
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The values that ranks compare."""
         return {"lr": float(group["lr"]), **{name: group[name] for name in (*self.others, *self.numbers[1:])}}
+
+
+def _on_host(value: Any) -> Any:
+    """The value itself, with 0.0, which is in every range, in place of tensors on a device."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_on_host, value))
+    return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
 
 
 def _is_betas(betas: Any) -> bool:
@@ -76,3 +87,9 @@ MUON = UpdateRule(
 def rule_of(group: Mapping[str, Any]) -> UpdateRule:
     """Muon of a group that says `use_muon`, else AdamW."""
     return MUON if group.get("use_muon") else ADAMW
+
+
+def rule_of_torch(group: Mapping[str, Any]) -> UpdateRule:
+    """Return the rule of a parameter group of any torch optimizer: the numbers that it has."""
+    numbers = [name for name in (*COMMON, "momentum") if isinstance(group.get(name), (Real, Tensor))]
+    return UpdateRule("torch", tuple(numbers), {"betas": _is_betas} if len(group.get("betas") or ()) == 2 else {})

@@ -54,9 +54,9 @@ def check_owns(claim: Claim) -> None:
         raise RuntimeError(TAKEN_OVER)
 
 
-def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
-    """How many parameters each group has, and what updates them."""
-    return [(len(group["params"]), rule_of(group).name) for group in param_groups]
+def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[tuple[list[int], str]]:
+    """Return which parameters each group has, and what updates them."""
+    return [(list(map(id, group["params"])), rule_of(group).name) for group in param_groups]
 
 
 def take_over(named: Sequence[Named], who: str) -> Claim:

@@ -126,9 +126,7 @@ class ZeroMuon(ZeroOptimizer):
         }
 
     def _adam_groups(self) -> list[dict[str, Any]]:
-        for group in self.param_groups:
-            rule_of(group).check(group)  # a step that is refused half-way would be partial
-        return [{"betas": (0.0, 0.0), **group} for group in self.param_groups]
+        return [{"betas": (0.0, 0.0), **group} for group in super()._adam_groups()]
 
     def _described(self) -> str:
         groups = [group for group in self.param_groups if rule_of(group) is MUON]

@@ -21,6 +21,7 @@ from zerocast import backends
 from zerocast.cast.change_notes import ChangeNotes
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
+from zerocast.checkpoint.checkpoint import Kept
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -38,7 +39,8 @@ from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
-from zerocast.optim.state import ZeroState
+from zerocast.optim.state import StateByName, ZeroState
+from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
     Named,
@@ -82,6 +84,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             given = listed(params)
             super().__init__(self._with_rules(trainable(given)), defaults)
+            self.state = StateByName(dict)
             named = validated(self.param_groups, stage)
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
@@ -115,9 +118,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return ""
 
     def _adam_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, as the scalars of Adam are made of them; ValueError for values that
-        have become invalid.
+        """Return the parameter groups, of which the scalars of Adam are made. ValueError or
+        TypeError for values that have become invalid since the constructor checked them.
         """
+        for group in self.param_groups:
+            rule_of(group).check(group, wait=False)
         return self.param_groups
 
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
@@ -143,6 +148,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
         self._clipped = ""  # to what, since the last step
+        self._invalid: Exception | None = None  # what is wrong with the hyper-parameters of this step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
         self._plan.freshness.owner = weakref.ref(self)
@@ -170,14 +176,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare()
+        self._prepare(raises=self._group.size == 1)
         square_sum = self._reduced_square_sum()
+        if self._invalid is not None:
+            square_sum = torch.full_like(square_sum, torch.nan)  # this rank skips the step
+            self._device.skipped -= 1
         with self._plan.transaction("an optimizer step"):
             adam, found_inf = self._device.begin(square_sum)
             self._plan.cast(update=adam, skip=found_inf)
             self._weights.gathers.start()
             self._device.end()
         self._finish()
+        if self._invalid is not None:
+            self._plan.check_call()  # raises where other ranks have other values
+            raise self._invalid
         return loss
 
     @torch.no_grad()
@@ -200,11 +212,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._captured.add(step)
         return step
 
-    def _prepare(self, clipped: str = "") -> None:
+    def _prepare(self, clipped: str = "", raises: bool = True) -> None:
         """The host's part before the device's, which raises with nothing changed.
 
         It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped`
-        says to what a graph clips.
+        says to what a graph clips. Without `raises` it keeps the error of hyper-parameters that
+        cannot be, since other ranks may have other values: all ranks hear of it within the cast.
         """
         self._plan.guard.check_complete()
         self._skipped.before_step()
@@ -215,10 +228,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.averages.before_step()
         self._weights.gathers.check_unwritten()
         self._reduce_gradients()
-        self._hyperparameters.refresh(self._adam_groups())
+        self._invalid = None
+        try:
+            self._hyperparameters.refresh(self._adam_groups())
+        except (TypeError, ValueError) as error:
+            if raises:
+                raise
+            self._invalid = error
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
-        same = f"{self._hyperparameters.description}{self._described()}{self.averages.description}"
+        same = f"{self._invalid or self._hyperparameters.description}{self._described()}{self.averages.description}"
         self._weights.ready(f"{clipped or self._clipped}{changed} with {same}")
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
@@ -398,11 +417,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._weights.gathers.check_unwritten()
         return self._state.as_dict()
 
-    def state_to_overwrite(self) -> dict[str, Any]:
+    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
         """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
-        raised half-way.
+        raised half-way. `kept` is what the reader has of the moments of each parameter.
         """
-        return self._state.as_dict()
+        return self._state.as_dict(kept)
+
+    def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
+        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        self._state.check_numbers(state_dict)
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from zerocast.serve import export
 from zerocast.serve.decode import dequantized
 from zerocast.serve.live import Bucket, named_tensors
 from zerocast.serve.receiver import Receiver
+from zerocast.serve.refit_header import RefitError
 from zerocast.serve.sender import Message, Sender
 from zerocast.serve.stored_weights import stored_weights
 
@@ -13,6 +14,7 @@ __all__ = [
     "Bucket",
     "Message",
     "Receiver",
+    "RefitError",
     "Sender",
     "dequantized",
     "export",

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerocast.serve.flat_bytes import digest
+from zerocast.serve.refit_header import RefitError
+
 BITMAP, GAPS_8, GAPS_16, WHOLE = range(4)
 ENCODINGS = {BITMAP: "bitmap", GAPS_8: "gaps of a byte", GAPS_16: "gaps of two bytes", WHOLE: "whole"}
-WORDS = 2**20  # of a buffer that is digested at once
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -40,21 +42,16 @@ class ChangedBytes:
         """The changes from one buffer to the other, both u8 and flat; the host waits for the
         device.
         """
-        return ChangedBytes.of(old != new, new)
-
-    @staticmethod
-    def of(changed: Tensor, new: Tensor) -> "ChangedBytes":
-        """The bytes of a flat u8 buffer that have `changed`, bool, or may have; the host waits for
-        the device.
-        """
+        changed = old != new
         where = changed.nonzero().view(-1)
+        after = digest(new)
         sizes = {BITMAP: -(-new.numel() // 8) + where.numel(), WHOLE: new.numel()}
         bridged = {GAPS_8: _bridges(where, 255), GAPS_16: _bridges(where, 65535)}
         counts = {encoding: where.numel() + int(more.sum()) for encoding, more in bridged.items()}
         sizes |= {GAPS_8: 2 * counts[GAPS_8], GAPS_16: 3 * counts[GAPS_16]}
         encoding = min(sizes, key=lambda one: (sizes[one], one))
         if encoding == WHOLE:
-            return ChangedBytes(new.numel(), WHOLE, new.numel(), digest(new), new.clone())
+            return ChangedBytes(new.numel(), WHOLE, new.numel(), after, new.clone())
         if encoding == BITMAP:
             places, written = where, _bitmap(changed)
         else:
@@ -62,10 +59,10 @@ class ChangedBytes:
             places = _bridge(where, bridged[encoding], largest)
             written = _gaps(places).to(dtype).view(torch.uint8)
         payload = torch.cat([written, new[places]])
-        return ChangedBytes(new.numel(), encoding, places.numel(), digest(new), payload)
+        return ChangedBytes(new.numel(), encoding, places.numel(), after, payload)
 
     def places(self) -> Tensor:
-        """Positions of the changed bytes, int64 in their order. ValueError for a payload that is
+        """Positions of the changed bytes, int64 in their order. RefitError for a payload that is
         not that of its header.
         """
         written = self.payload[: self.payload.numel() - self.count]
@@ -78,33 +75,15 @@ class ChangedBytes:
             gaps = written if self.encoding == GAPS_8 else written.clone().view(torch.uint16)
             places = gaps.to(torch.int64).cumsum(0) + torch.arange(gaps.numel(), device=gaps.device)
         if places.numel() != self.count or (self.count and int(places[-1]) >= self.numel):
-            raise ValueError(f"changes of {self.count} bytes of {self.numel} came with positions of {places.numel()}")
+            raise RefitError(
+                f"changes of {self.count} bytes of {self.numel} came with positions of {places.numel()}: ask the sender for "
+                "named_tensors()"
+            )
         return places
 
     def values(self) -> Tensor:
         """The bytes at these positions, u8."""
         return self.payload[self.payload.numel() - self.count :]
-
-
-def digest(buffer: Tensor) -> int:
-    """A number of 64 bits that depends on every byte of a flat u8 buffer and on its place: the sum
-    of its words of 8 bytes, each times an odd number of its own, modulo 2^64.
-    """
-    total = torch.zeros((), dtype=torch.int64, device=buffer.device)
-    for first in range(0, buffer.numel(), 8 * WORDS):
-        part = buffer[first : first + 8 * WORDS]
-        whole = part.numel() // 8 * 8
-        total += _weighted(part[:whole].clone().view(torch.int64), first // 8)
-        if whole < part.numel():
-            rest = torch.zeros(8, dtype=torch.uint8, device=buffer.device)
-            rest[: part.numel() - whole] = part[whole:]
-            total += _weighted(rest.view(torch.int64), (first + whole) // 8)
-    return int(total)
-
-
-def _weighted(words: Tensor, first: int) -> Tensor:
-    odd = 2 * torch.arange(first, first + words.numel(), device=words.device) + 1
-    return (words * (odd * 0x2545F4914F6CDD1D)).sum()
 
 
 def _gaps(places: Tensor) -> Tensor:

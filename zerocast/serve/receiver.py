@@ -1,19 +1,22 @@
 """Receiver: the bytes of a run, kept up to date by the messages of a Sender.
 
 It holds tensors in checkpoint layout, and knows which refit of which run they are. A message that
-does not follow is refused before it changes anything. While a refit is under way, and after one
-that broke off, the tensors are partly of two steps and are not given out.
+is damaged or does not follow is refused before it changes anything, and refits only go forward. The
+bytes themselves are compared with the sender's by a digest after they are written. While a refit is
+under way, and after one that broke off, the tensors are partly of two steps and are not given out.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from zerocast.formats.layout import Span
-from zerocast.serve.changed_bytes import ChangedBytes, digest
-from zerocast.serve.sender import DELTA, FULL, Header, as_bytes, flat_bytes, layout_digest
+from zerocast.serve.changed_bytes import ChangedBytes
+from zerocast.serve.flat_bytes import as_bytes, digest_of_span, equal_parts
+from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 
 ASK = "ask the sender for named_tensors()"
 
@@ -26,29 +29,31 @@ class Receiver:
             allocate what the first refit brings.
         device: where to allocate.
 
-    Raises ValueError for tensors that are not contiguous.
+    Raises ValueError for tensors that are not contiguous or share memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu") -> None:
-        for name, tensor in (tensors or {}).items():
-            if not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} is not contiguous, strides {tensor.stride()}: changes are written byte by byte"
-                )
         self._tensors, self._is_given = dict(tensors or {}), tensors is not None
+        _check_given(self._tensors)
         self._device = torch.device(device)
-        self._run, self._refit, self._naming, self._is_complete = "", 0, "", False
-        self._arriving: tuple[str, str, int] | None = None  # kind, run and refit
-        self._buckets: list[list[str]] = []  # names by bucket
+        # The newest refit that has begun here, by run; the last run is the present one.
+        self._begun: dict[str, int] = {}
+        # Run and refit that all tensors are of; None while they are partly of two.
+        self._complete: tuple[str, int] | None = None
+        # Kind, run and refit of the messages that come now, and the index of the next of them.
+        self._arriving: tuple[str, str, int] | None = None
+        self._next = 0
+        # Of the last full refit: its naming, and by bucket the names and the layout of its tensors.
+        self._naming = ""
+        self._buckets: list[list[str]] = []
         self._layouts: list[str] = []
-        self._next = 0  # the bucket to come
 
     @property
     def refit(self) -> int:
         """The number of the refit that the tensors are of, for `Sender.named_deltas`; 0 before the
         first, and while the tensors are partly of two refits.
         """
-        return self._refit if self._is_complete else 0
+        return self._complete[1] if self._complete else 0
 
     @property
     def naming(self) -> str:
@@ -57,10 +62,10 @@ class Receiver:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by name; RuntimeError before the first refit and while they are partial."""
-        if not self._is_complete:
-            state = "a refit is under way or broke off" if self._arriving else "there was no refit yet"
-            raise RuntimeError(f"these weights are not to be read, {state}: {ASK}")
+        """The tensors by name; RefitError before the first refit and while they are partial."""
+        if not self._complete:
+            state = "a refit is under way or broke off" if self._begun else "there was no refit yet"
+            raise RefitError(f"these weights are not to be read, {state}: {ASK}")
         return self._tensors
 
     def buffers(self, header: Header) -> list[Tensor]:
@@ -68,108 +73,148 @@ class Receiver:
 
         Raises what `accept` raises for a message that does not follow.
         """
+        self._admit(header)
         if header["kind"] == FULL:
-            self._begin_full(header)
+            self._complete = None
             return [self._tensors[name] for name, _, _ in header["tensors"]]
-        if header["kind"] == DELTA:
-            self._check_delta(header)
-            nbytes = sum(numbers[-1] for numbers in header["segments"])
-            return [torch.empty(nbytes, dtype=torch.uint8, device=self._place(header))]
-        return []
+        device = self._bucket()[0].device if header["kind"] == DELTA else self._device
+        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _sizes(header)]
 
     @torch.no_grad()
     def accept(self, header: Header, tensors: Sequence[Tensor]) -> list[str]:
         """Apply a message: a header, and its tensors or what `buffers` gave with the bytes in it.
         Returns the names of the tensors that have changed.
 
-        Raises ValueError for another format, RuntimeError for a delta of another run or since
-        another refit, with nothing changed, and for bytes that are not those of the sender
-        afterwards: somebody else wrote some, or a message was damaged. A full refit follows then.
+        Raises RefitError: with nothing changed for a message that is damaged, is not the one that
+        has to come, or is of tensors in another format; afterwards for bytes that are not those of
+        the sender, and for tensors that the sender does not have. A full refit follows then.
         """
-        if header["kind"] == FULL:
-            return self._accept_full(header, tensors)
-        if header["kind"] == DELTA:
-            return self._accept_delta(header, tensors)
-        self._end(header)
-        return []
+        check_header(header)
+        sizes, expected = [tensor.nbytes for tensor in tensors], _sizes(header)
+        if sizes != expected:
+            raise RefitError(
+                f"message {header['index']} of refit {header['refit']} came with tensors of {sizes} bytes, and its header says "
+                f"{expected}: {ASK}"
+            )
+        self._admit(header)
+        if header["kind"] == END:
+            self._end(header)
+            return []
+        changes = self._changes(header, tensors[0]) if header["kind"] == DELTA else None
+        # An error from here on leaves tensors that are partly of two refits.
+        arriving, self._arriving, self._complete = self._arriving, None, None
+        if changes is None:
+            names, digests = self._copy(tensors), header["digests"]
+        else:
+            names, digests = self._write(*changes), [after for *_, after, _ in header["segments"]]
+        self._check_digests(digests)
+        self._arriving, self._next = arriving, self._next + 1
+        return names
 
-    def _begin_full(self, header: Header) -> None:
-        arriving = FULL, header["run"], header["refit"]
-        if header["index"] == 0:
-            self._arriving, self._is_complete, self._naming = arriving, False, header["naming"]
-            self._buckets, self._layouts, self._next = [], [], 0
-        self._check_order(header, arriving, self._next)
-        if len(self._buckets) > self._next:
-            return  # by `buffers`
-        wanted = {name: (getattr(torch, dtype), tuple(shape)) for name, dtype, shape in header["tensors"]}
-        for name, (dtype, shape) in wanted.items():
-            held = self._tensors.get(name)
-            if held is not None and (held.dtype, tuple(held.shape)) == (dtype, shape):
+    def _admit(self, header: Header) -> None:
+        """Make ready for a message; RefitError, with nothing changed, unless it has to come now."""
+        check_header(header)
+        index, arriving = header["index"], self._arriving
+        kind = arriving[0] if arriving and header["kind"] == END else header["kind"]
+        place = kind, header["run"], header["refit"]
+        begins = place != arriving and index == 0 and kind != END
+        if begins:
+            self._check_begins(header)
+        elif place != arriving or index != self._next:
+            expected = f"{self._next} of refit {arriving[2]}" if arriving else "0 of none"
+            raise RefitError(
+                f"message {index} of refit {header['refit']} came, and message {expected} was expected: {ASK}"
+            )
+        if header["kind"] == DELTA and self._layouts[index : index + 1] != [header["layout"]]:
+            raise RefitError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
+        if header["kind"] == FULL:
+            self._check_full(header, [] if begins else self._buckets[:index])
+        if begins:
+            self._begin(header)
+        if header["kind"] == FULL and len(self._buckets) == index:
+            self._allocate(header)
+
+    def _check_begins(self, header: Header) -> None:
+        """RefitError unless a refit begins that is newer than all before it."""
+        run, refit, newest = header["run"], header["refit"], self._begun.get(header["run"])
+        if newest is not None and run != next(reversed(self._begun)):
+            raise RefitError(f"refit {refit} of a run came that has ended here, as another run's came after it: {ASK}")
+        if newest is not None and refit <= newest:
+            raise RefitError(f"refit {refit} came late or again, as refit {newest} of its run has begun here: {ASK}")
+        if header["kind"] == FULL:
+            return
+        if self._complete is None:
+            raise RefitError(f"changes came to a receiver without a complete refit: {ASK}")
+        if (run, header["since"]) != self._complete:
+            of_run = "" if run == self._complete[0] else "another run's "
+            raise RefitError(
+                f"changes since {of_run}refit {header['since']} came to a receiver of refit {self.refit}: one was missed, {ASK}"
+            )
+
+    def _check_full(self, header: Header, brought: Sequence[Sequence[str]]) -> None:
+        """RefitError for tensors that have come already, or that do not fit those given."""
+        seen = {name for names in brought for name in names}
+        for name, dtype, shape in _layout(header):
+            if name in seen:
+                raise RefitError(f"{name} came twice in refit {header['refit']}: {ASK}")
+            seen.add(name)
+            if not self._is_given or self._fits(name, dtype, shape):
                 continue
-            if self._is_given:
-                found = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
-                raise ValueError(
-                    f"the sender has {name} as {dtype} {shape}, and this receiver {found}: they store weights in different "
-                    "formats"
-                )
-            self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
-        self._buckets.append(list(wanted))
+            held = self._tensors.get(name)
+            state = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
+            raise RefitError(
+                f"the sender has {name} as {dtype} {shape}, and this receiver {state}: they store weights in different formats"
+            )
+
+    def _begin(self, header: Header) -> None:
+        run, refit = header["run"], header["refit"]
+        self._begun[run] = refit
+        self._arriving, self._next = (header["kind"], run, refit), 0
+        if header["kind"] == FULL:
+            self._complete, self._naming = None, header["naming"]
+            self._buckets, self._layouts = [], []
+
+    def _allocate(self, header: Header) -> None:
+        """Makes the tensors of the next bucket of a full refit, as far as they are not there."""
+        for name, dtype, shape in _layout(header):
+            if not self._fits(name, dtype, shape):
+                self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
+        self._buckets.append([name for name, _, _ in header["tensors"]])
         self._layouts.append(layout_digest(header["tensors"]))
 
-    def _accept_full(self, header: Header, tensors: Sequence[Tensor]) -> list[str]:
-        self._begin_full(header)
+    def _fits(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        held = self._tensors.get(name)
+        return held is not None and (held.dtype, tuple(held.shape)) == (dtype, shape)
+
+    def _copy(self, tensors: Sequence[Tensor]) -> list[str]:
+        """Takes over the tensors of a bucket; their names."""
         names = self._buckets[self._next]
         for name, tensor in zip(names, tensors, strict=True):
             own = self._tensors[name]
             if own.data_ptr() != tensor.data_ptr():
                 as_bytes(own).copy_(as_bytes(tensor.contiguous()))
-        self._check_digests(header["digests"], self._parts(header, len(header["digests"])))
-        self._next += 1
         return names
 
-    def _check_delta(self, header: Header) -> None:
-        if header["index"] == 0:
-            if not self._is_complete:
-                raise RuntimeError(f"changes came to a receiver without a complete refit: {ASK}")
-            if header["run"] != self._run or header["since"] != self._refit:
-                run = "" if header["run"] == self._run else "another run's "
-                raise RuntimeError(
-                    f"changes since {run}refit {header['since']} came to a receiver of refit {self._refit}: one was missed, {ASK}"
-                )
-            if header["naming"] != self._naming or header["layout"] != self._layouts[0]:
-                raise ValueError(
-                    f"the changes are of {header['naming']}, in another layout than these {self._naming} tensors: {ASK}"
-                )
-            self._arriving, self._next = (DELTA, header["run"], header["refit"]), 0
-        self._check_order(header, (DELTA, header["run"], header["refit"]), self._next)
-
-    def _accept_delta(self, header: Header, tensors: Sequence[Tensor]) -> list[str]:
-        self._check_delta(header)
-        index, (payload,) = header["index"], tensors
-        payload = payload.to(self._place(header))
-        segments, found = header["segments"], []
-        if header["layout"] != self._layouts[index]:
-            raise ValueError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
-        parts = self._parts(header, len(segments))
-        for spans, part, (numel, encoding, count, after, _) in zip(
-            parts, payload.split([numbers[-1] for numbers in segments]), segments, strict=True
+    def _changes(self, header: Header, payload: Tensor) -> tuple[Tensor, Tensor]:
+        """Places in the bucket, in their order, and what is there now."""
+        segments, changes = header["segments"], []
+        payloads = payload.to(self._bucket()[0].device).split([nbytes for *_, nbytes in segments])
+        for span, part, (numel, encoding, count, after, _) in zip(
+            self._parts(len(segments)), payloads, segments, strict=True
         ):
+            if numel != span.numel:
+                raise RefitError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
             changed = ChangedBytes(numel, encoding, count, after, part)
-            found.append((_in_bucket(changed.places(), spans, numel), changed.values()))
-        self._is_complete = False
-        places, order = torch.cat([at for at, _ in found]).sort()
-        names = self._write(index, places, torch.cat([values for _, values in found])[order])
-        self._check_digests([after for _, _, _, after, _ in segments], parts)
-        self._next += 1
-        return names
+            changes.append((changed.places() + span.start, changed.values()))
+        return torch.cat([places for places, _ in changes]), torch.cat([values for _, values in changes])
 
-    def _write(self, index: int, places: Tensor, values: Tensor) -> list[str]:
+    def _write(self, places: Tensor, values: Tensor) -> list[str]:
         """Write bytes at places of a bucket; the names of the tensors that they are in."""
-        names = self._buckets[index]
-        ends = torch.tensor([self._tensors[name].nbytes for name in names]).cumsum(0)
-        cuts = torch.searchsorted(places, ends.to(places.device)).tolist()
+        names = self._buckets[self._next]
+        ends = list(itertools.accumulate(tensor.nbytes for tensor in self._bucket()))
+        cuts = torch.searchsorted(places, torch.tensor(ends, device=places.device)).tolist()
         written, start, first = [], 0, 0
-        for name, end, cut in zip(names, ends.tolist(), cuts, strict=True):
+        for name, end, cut in zip(names, ends, cuts, strict=True):
             if cut > first:
                 as_bytes(self._tensors[name])[places[first:cut] - start] = values[first:cut]
                 written.append(name)
@@ -177,60 +222,57 @@ class Receiver:
         return written
 
     def _end(self, header: Header) -> None:
-        kind = self._arriving[0] if self._arriving else FULL
-        self._check_order(header, (kind, header["run"], header["refit"]), self._next)
         if self._next != len(self._buckets):
-            raise RuntimeError(f"a refit ended after {self._next} of {len(self._buckets)} buckets: {ASK}")
+            raise RefitError(f"a refit ended after {self._next} of {len(self._buckets)} buckets: {ASK}")
+        self._arriving, self._next = None, 0
         brought = {name for names in self._buckets for name in names}
         missing = sorted(set(self._tensors) - brought)
         if missing and self._is_given:
-            raise ValueError(f"the sender has no {', '.join(missing[:4])}: it stores other weights than this receiver")
+            raise RefitError(f"the sender has no {', '.join(missing[:4])}: it stores other weights than this receiver")
         for name in missing:
             del self._tensors[name]
-        self._run, self._refit, self._is_complete = header["run"], header["refit"], True
-        self._arriving, self._next = None, 0
+        self._complete = header["run"], header["refit"]
 
-    def _check_order(self, header: Header, arriving: tuple[str, str, int], index: int) -> None:
-        if arriving != self._arriving or header["index"] != index:
-            raise RuntimeError(
-                f"message {header['index']} of refit {header['refit']} came, and message {index} of "
-                f"{'none' if self._arriving is None else f'refit {self._arriving[2]}'} was expected: {ASK}"
-            )
+    def _bucket(self) -> list[Tensor]:
+        """The tensors of the bucket that comes now."""
+        return [self._tensors[name] for name in self._buckets[self._next]]
 
-    def _parts(self, header: Header, ranks: int) -> list[list[Span]]:
-        """By rank of the sender, the bytes of a bucket that it has reported. ValueError unless
-        these are the bucket, each byte once.
-        """
-        parts = [[Span(start, stop) for start, stop in part] for part in header["spans"]]
-        ends = sorted((span.start, span.stop) for part in parts for span in part)
-        nbytes = sum(self._tensors[name].nbytes for name in self._buckets[header["index"]])
-        whole = [(start, stop) for (_, start), (stop, _) in itertools.pairwise([(0, 0), *ends, (nbytes, nbytes)])]
-        if len(parts) != ranks or any(start != stop for start, stop in whole):
-            raise ValueError(f"bucket {header['index']} of the changes is not laid out as the tensors here: {ASK}")
-        return parts
+    def _parts(self, ranks: int) -> list[Span]:
+        """By rank of the sender, the bytes of this bucket that it reports."""
+        return equal_parts(sum(tensor.nbytes for tensor in self._bucket()), ranks)
 
-    def _check_digests(self, digests: Sequence[int], parts: Sequence[Sequence[Span]]) -> None:
-        """RuntimeError unless the bytes of the bucket that has come are the sender's."""
-        own = [self._tensors[name] for name in self._buckets[self._next]]
-        if [digest(flat_bytes(own, spans)) for spans in parts] != list(digests):
-            raise RuntimeError(
+    def _check_digests(self, digests: Sequence[int]) -> None:
+        """RefitError unless the bytes of the bucket that has come are the sender's."""
+        own = self._bucket()
+        if [digest_of_span(own, span) for span in self._parts(len(digests))] != list(digests):
+            raise RefitError(
                 f"the bytes of {self._buckets[self._next][0]} and what came with it are not those of the sender: something else "
                 f"wrote to these tensors, or a message was damaged; {ASK}"
             )
 
-    def _place(self, header: Header) -> torch.device:
-        return self._tensors[self._buckets[header["index"]][0]].device
+
+def _layout(header: Header) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """Name, dtype and shape of each tensor of a full refit's message."""
+    return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in header["tensors"]]
 
 
-def _in_bucket(places: Tensor, spans: Sequence[Span], numel: int) -> Tensor:
-    """Places in the `numel` bytes of spans laid end to end, as places in the bucket. ValueError
-    where the spans are of another size.
-    """
-    ends = list(itertools.accumulate(span.numel for span in spans))
-    if (ends[-1] if ends else 0) != numel:
-        raise ValueError(f"changes of {numel} bytes came for {ends[-1] if ends else 0}: {ASK}")
-    if not spans:
-        return places
-    shifts = torch.tensor([span.stop - end for span, end in zip(spans, ends, strict=True)], device=places.device)
-    of_span = torch.searchsorted(torch.tensor(ends, device=places.device), places, right=True)
-    return places + shifts[of_span]
+def _sizes(header: Header) -> list[int]:
+    """The bytes of each tensor of a message."""
+    if header["kind"] == FULL:
+        return [dtype.itemsize * math.prod(shape) for _, dtype, shape in _layout(header)]
+    return [sum(nbytes for *_, nbytes in header["segments"])] if header["kind"] == DELTA else []
+
+
+def _check_given(tensors: Mapping[str, Tensor]) -> None:
+    """ValueError for tensors that cannot be written byte by byte, each on its own."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} is not contiguous, strides {tensor.stride()}: changes are written byte by byte")
+    places = sorted(
+        (str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.nbytes
+    )
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(places):
+        if device == other_device and start < end:
+            raise ValueError(
+                f"{name} and {other} share memory, so each would be written over by the other: give every name a tensor of its own"
+            )

@@ -3,18 +3,13 @@
 A refit is a sequence of messages: one for each bucket of live weights, and one that ends it. Each
 has a header, plain values that any serializer takes, and tensors. The first refit holds everything.
 A later one may hold the bytes that changed since the one before, each rank's part of them
-gathered. There are two ways to know them. Each rank keeps its share of the bytes that were sent
-last and compares it with the live bytes: then it does not matter who changed them (a step, a load,
-an average that was swapped) or how often since. Or casts note what they change (`noted_bytes.py`),
-and of codes nothing is kept.
+gathered. Each rank keeps its share of the bytes that were sent last and compares it with the live
+bytes, so it does not matter who changed them (a step, a load, an average that was swapped) or how
+often since.
 """
 
-import bisect
-import hashlib
-import itertools
-import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +17,11 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
-from zerocast.formats.layout import Span
-from zerocast.serve.changed_bytes import ChangedBytes, digest
+from zerocast.serve.changed_bytes import ChangedBytes
+from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
 from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
-from zerocast.serve.noted_bytes import Division, NotedBytes
 from zerocast.serve.piece import Names
-
-FULL, DELTA, END = "full", "delta", "end"
-Header = Mapping[str, Any]
+from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, layout_digest, with_digest
 
 
 class Message:
@@ -60,14 +52,10 @@ class Sender:
             `named_tensors`.
         group: the ranks that share the work of finding changes; by default those that share the
             masters. Each of them gets all messages.
-        note_changes: casts note which codes they change, under ZeroAdamW, ZeroMuon and a CastPlan:
-            a cast then reads the old codes, 1 or half a byte an element of the shard, and sets a
-            bit a byte. `close` ends it, as does a newer Sender that asks for the same.
 
-    Without it a rank keeps its share of the bytes that were sent last, 1 byte an element for FP8
-    and half of one for 4-bit codes, divided by the ranks; with it only that of scales, and of what
-    layouts do not allow to view. Raises what `named_tensors` raises, and ValueError where ranks
-    pass different arguments and where casts cannot note changes.
+    A rank keeps its share of the bytes that were sent last: 1 byte an element for FP8 and half of
+    one for 4-bit codes, divided by the ranks. Raises what `named_tensors` raises, and ValueError
+    where ranks pass different arguments.
     """
 
     def __init__(
@@ -81,27 +69,16 @@ class Sender:
         names: Names | None = None,
         dtype: torch.dtype | None = None,
         allow_unequal_scales: bool = False,
-        note_changes: bool = False,
     ) -> None:
         options = config, names, dtype, allow_unequal_scales
         self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, *options)
         self._group = self._live.source.masters_group if group is None else Group.of(group)
-        settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype), "note_changes": note_changes}
-        self._noted: NotedBytes | None = None
-        problem: ValueError | None = None
-        try:
-            self._noted = NotedBytes(self._live.source.owners()) if note_changes else None
-        except ValueError as error:  # such as masters on the host; the other ranks must hear of it
-            problem = error
-        try:
-            validate_across_ranks(self._group, self._live.stored_names, problem, "serves live weights", settings)
-        except BaseException:
-            self.close()
-            raise
+        settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
+        validate_across_ranks(self._group, self._live.stored_names, None, "serves live weights", settings)
         self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
         self._refit, self._is_complete = 0, False
-        self._kept: list[Tensor] = []  # of each bucket, what this rank compares
-        self._compared: list[list[Span]] = []  # where that lies
+        # This rank's part of each bucket as it was sent last.
+        self._kept: list[Tensor] = []
         self._layouts: list[str] = []
 
     @property
@@ -114,102 +91,88 @@ class Sender:
         """The bytes that this rank keeps of the last refit, to compare the next one with."""
         return sum(kept.nbytes for kept in self._kept)
 
-    def close(self) -> None:
-        """Let casts note nothing any more. All ranks call it; only full refits follow."""
-        if self._noted:
-            self._noted.close()
-
     def named_tensors(self) -> Iterator[Message]:
-        """A full refit: every tensor, by name, in checkpoint layout."""
-        self._refit, self._is_complete = self._refit + 1, False
-        self._kept, self._compared, self._layouts = [], [], []
-        for bucket in self._live.buckets():
-            division = self._divide(bucket)
-            part = self._part(bucket, division)
-            self._keep(part, division)
-            self._layouts.append(layout_digest(_layout(bucket)))
+        """A full refit: every tensor, by name, in checkpoint layout.
+
+        Reading on after another refit has begun raises RefitError, here as in `named_deltas`.
+        """
+        number = self._begin()
+        self._kept, self._layouts = [], []
+        for index, bucket in enumerate(self._live.buckets()):
+            layout, part = _layout(bucket), self._part(bucket)
+            self._kept.append(part)
+            self._layouts.append(layout_digest(layout))
             digests = self._gathered_numbers([digest(part)], part.device)
-            header = {
-                **self._header(FULL, len(self._kept) - 1),
-                "tensors": _layout(bucket),
-                "spans": _spans(division),
-                "digests": [d for (d,) in digests],
-            }
-            yield Message(header, bucket)
+            yield self._message(FULL, index, bucket, tensors=layout, digests=[d for (d,) in digests])
+            self._check_newest(number)
         yield self._end()
 
     def named_deltas(self, since: int) -> Iterator[Message]:
         """A refit by what changed since refit `since`, which has to be the last one.
 
-        RuntimeError, with nothing sent, for any other refit, after one that was not read to its
-        end, and where weights are stored otherwise than then: send `named_tensors()`. The same once
-        casts note changes for another Sender, or after `close`.
+        RefitError, with nothing sent, for any other refit, after one that was not read to its end,
+        and where weights are stored otherwise than then: send `named_tensors()`.
         """
-        if self._noted and self._noted.ended:
-            raise RuntimeError(
-                "casts do not note what they change for this Sender any more, since it was closed or a newer one asked for it: "
-                "send named_tensors(), or make another Sender"
-            )
-        if since != self._refit or not self._is_complete:
-            state = "" if self._is_complete else ", which was not read to its end"
-            raise RuntimeError(
-                f"changes since refit {since} were asked for, and the bytes of refit {self._refit} are kept{state}: send "
-                "named_tensors()"
-            )
-        return self._deltas()
+        self._check_since(since)
+        return self._deltas(since)
 
-    def _deltas(self) -> Iterator[Message]:
-        since_refit = self._refit
-        self._refit, self._is_complete = self._refit + 1, False
+    def _deltas(self, since: int) -> Iterator[Message]:
+        # Another refit may have begun between the call and the first message.
+        self._check_since(since)
+        number = self._begin()
         index = -1
         for index, bucket in enumerate(self._live.buckets()):
-            layout, division = layout_digest(_layout(bucket)), self._divide(bucket)
-            kept = (self._layouts[index], self._compared[index]) if index < len(self._layouts) else None
-            if kept != (layout, division.compared):
-                raise RuntimeError(
+            layout = layout_digest(_layout(bucket))
+            if self._layouts[index : index + 1] != [layout]:
+                raise RefitError(
                     f"the tensors of bucket {index} are not those of the last refit, as after a switch of formats: send "
                     "named_tensors()"
                 )
-            part = self._part(bucket, division)
-            noted, compared = division.changed(part.device), part[part.numel() - self._kept[index].numel() :]
-            found = ChangedBytes.of(torch.cat([noted, compared != self._kept[index]]), part)
-            self._keep(part, division, index)
-            segments, payload = self._gathered(found)
+            part = self._part(bucket)
+            segments, payload = self._gathered(ChangedBytes.between(self._kept[index], part))
+            self._kept[index] = part
             changes = Bucket([("changes", payload)])
-            since = {"since": since_refit, "layout": layout, "spans": _spans(division), "segments": segments}
-            yield Message({**self._header(DELTA, index), **since}, changes)
+            yield self._message(DELTA, index, changes, since=since, layout=layout, segments=segments)
             changes.give_up()
+            self._check_newest(number)
         if index + 1 != len(self._layouts):
-            raise RuntimeError(
+            raise RefitError(
                 f"there are {index + 1} buckets, and the last refit had {len(self._layouts)}: send named_tensors()"
             )
         yield self._end()
 
-    def _header(self, kind: str, index: int) -> dict[str, Any]:
-        return {"kind": kind, "run": self._run, "refit": self._refit, "naming": self._live.naming, "index": index}
+    def _begin(self) -> int:
+        """The number of a refit that begins."""
+        self._refit, self._is_complete = self._refit + 1, False
+        return self._refit
+
+    def _check_newest(self, number: int) -> None:
+        if number != self._refit:
+            raise RefitError(
+                f"refit {number} was read on after refit {self._refit} had begun: read each refit to its end, and send "
+                "named_tensors()"
+            )
+
+    def _check_since(self, since: int) -> None:
+        if since != self._refit or not self._is_complete:
+            state = "" if self._is_complete else ", which was not read to its end"
+            raise RefitError(
+                f"changes since refit {since} were asked for, and the bytes of refit {self._refit} are kept{state}: send "
+                "named_tensors()"
+            )
+
+    def _message(self, kind: str, index: int, bucket: Bucket, **fields: Any) -> Message:
+        place = {"kind": kind, "run": self._run, "refit": self._refit, "index": index, "naming": self._live.naming}
+        return Message(with_digest({**place, **fields}), bucket)
 
     def _end(self) -> Message:
         self._is_complete = True
-        if self._noted:
-            self._noted.forget()
-        return Message(self._header(END, len(self._kept)), Bucket([]))
+        return self._message(END, len(self._kept), Bucket([]))
 
-    def _divide(self, bucket: Bucket) -> Division:
-        views = self._noted.views([tensor for _, tensor in bucket]) if self._noted else []
-        return Division(views, bucket.nbytes, self._group, self._noted is not None)
-
-    def _part(self, bucket: Bucket, division: Division) -> Tensor:
+    def _part(self, bucket: Bucket) -> Tensor:
         """A copy of the bytes of a bucket that this rank reports changes of."""
-        return flat_bytes([tensor for _, tensor in bucket], division.parts[self._group.rank])
-
-    def _keep(self, part: Tensor, division: Division, index: int | None = None) -> None:
-        compared = part[part.numel() - sum(span.numel for span in division.compared) :]
-        kept = compared if compared.numel() == part.numel() else compared.clone()
-        if index is None:
-            self._kept.append(kept)
-            self._compared.append(division.compared)
-        else:
-            self._kept[index] = kept
+        own = equal_parts(bucket.nbytes, self._group.size)[self._group.rank]
+        return flat_bytes([tensor for _, tensor in bucket], own)
 
     def _gathered_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
         """The numbers of each rank, by rank."""
@@ -238,37 +201,5 @@ class Sender:
         return segments, torch.cat([row[: numbers[-1]] for row, numbers in zip(found, segments, strict=True)])
 
 
-def flat_bytes(tensors: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
-    """A copy of some bytes of contiguous tensors laid end to end, u8."""
-    device = tensors[0].device if tensors else torch.device("cpu")
-    found = torch.empty(sum(span.numel for span in spans), dtype=torch.uint8, device=device)
-    starts = [0, *itertools.accumulate(tensor.nbytes for tensor in tensors)]
-    written = 0
-    for span in spans:
-        first = bisect.bisect_right(starts, span.start) - 1
-        for start, tensor in zip(starts[first:], tensors[first:], strict=False):
-            if start >= span.stop:
-                break
-            common = Span(start, start + tensor.nbytes).intersect(span)
-            own = as_bytes(tensor)[common.start - start : common.stop - start]
-            found[written : written + common.numel] = own
-            written += common.numel
-    return found
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as u8, flat: the same memory."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def layout_digest(layout: Sequence[Sequence[Any]]) -> str:
-    """A text that tells layouts apart: names, dtypes and shapes."""
-    return hashlib.sha256(json.dumps(layout).encode()).hexdigest()[:16]
-
-
 def _layout(bucket: Bucket) -> list[list[Any]]:
     return [[name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for name, tensor in bucket]
-
-
-def _spans(division: Division) -> list[list[list[int]]]:
-    return [[[span.start, span.stop] for span in part] for part in division.parts]

@@ -8,6 +8,7 @@ which name.
 
 import functools
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -115,7 +116,10 @@ class StoredModel:
     def _stored(self) -> tuple[dict[str, list[Piece]], set[str]]:
         found = {name: self._pieces(name, shape) for name, shape in self.shapes.items()}
         pieces = {name: [whole(name, self.shapes[name])] if parts is None else parts for name, parts in found.items()}
-        return pieces, {name for name, parts in found.items() if parts is None}
+        # A mapping that joins parameters gives each of them, reverted alone, the name of the whole.
+        parameters_of = Counter(piece.name for parts in pieces.values() for piece in parts)
+        joined = {name for name, parts in pieces.items() if any(parameters_of[piece.name] > 1 for piece in parts)}
+        return pieces, joined | {name for name, parts in found.items() if parts is None}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
         """The pieces that store a parameter; None unless these are rows of it alone."""

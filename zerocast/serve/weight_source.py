@@ -79,10 +79,6 @@ class LiveSource(WeightSource, Protocol):
         """The ranks that share the masters; ValueError if there are several groups of them."""
         ...
 
-    def owners(self) -> Sequence[OwnsMasters]:
-        """The owners of the masters."""
-        ...
-
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """The dtype that a tensor which is not quantized computes in."""
         ...
@@ -280,10 +276,6 @@ class ShardedModel:
     def masters_group(self) -> Group:
         """The ranks that gather together."""
         return self.group
-
-    def owners(self) -> Sequence[OwnsMasters]:
-        """The managers of the groups."""
-        return self._owners
 
     def batches(self) -> Iterator[Batch]:
         """The weights of each group, which one gather brings, then plain tensors one by one."""

@@ -11,7 +11,7 @@ from zerocast.formats.layout import GradientMessage
 def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
     """Stage quantize_gradient: write the message of each of `parts` equal parts of a gradient."""
     layout = GradientMessage(grad.numel() // parts)
-    groups = torch.zeros(parts, layout.groups * layout.GROUP, device=grad.device)
+    groups = torch.zeros(parts, layout.groups * layout.GROUP, dtype=torch.float32, device=grad.device)
     groups[:, : layout.numel] = grad.view(parts, -1)
     groups = groups.view(parts, layout.groups, layout.GROUP)
     amax = groups.abs().amax(2)  # NaN if any element is

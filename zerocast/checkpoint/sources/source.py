@@ -71,7 +71,7 @@ def read_span(source: TensorSource, name: str, span: Span) -> Tensor:
     """The elements `span` of a row-major tensor, flat, as f32."""
     shape = source.entries[name].shape
     parts = [source.read(name, *box).reshape(-1).float() for box in span.boxes(shape)]
-    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0), *parts])
+    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.float32), *parts])
 
 
 def pieces(rows: int, columns: int, multiple: int) -> Iterator[Span]:

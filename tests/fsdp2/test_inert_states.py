@@ -1,0 +1,480 @@
+"""Looking at a state changes no bit of a run, at any moment of it, and what was saved then goes on as the run that was never saved.
+A state that does not fit changes nothing.
+"""
+
+import contextlib
+import copy
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.workers import Ranks, error_of
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.optim import Checkpoints
+
+WIDTH = 32
+RECIPE = {"0.weight": "nvfp4", "2.weight": "fp8_delayed:amax_history_len=4"}
+OURS, TORCHS = ("ZeroAdamW", "ZeroMuon"), ("AdamW", "SGD")
+OPTIMIZERS = (*OURS, "FusedAdamW", *TORCHS)
+FROZEN = "2.bias"
+CASES = [
+    *((kind, kind == "FusedAdamW") for kind in OPTIMIZERS),
+    *(models.slow(k, k != "FusedAdamW") for k in OPTIMIZERS),
+]
+
+
+class Training:
+    """A tiny model and its optimizer, with one way to save and load whatever optimizer it is."""
+
+    def __init__(self, kind: str, is_partly_frozen: bool = False) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        self.net.get_parameter(FROZEN).requires_grad_(not is_partly_frozen)
+        self.kind = kind
+        if kind in OURS:
+            zerocast.quantize_(self.net.bfloat16(), RECIPE)
+            named = list(self.net.named_parameters())
+            matrices, rest = (
+                [pair for pair in named if (pair[1].dim() == 2) == is_matrix] for is_matrix in (True, False)
+            )
+            groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+            self.optimizer: Any = (
+                zerocast.ZeroMuon(groups) if kind == "ZeroMuon" else zerocast.ZeroAdamW(named, lr=1e-2)
+            )
+            self.state: Any = self.optimizer
+            return
+        zerocast.fsdp2.prepare(self.net, zerocast.Recipe(RECIPE))
+        fully_shard(self.net, mesh=models.mesh(), mp_policy=models.BF16)
+        parameters = self.net.parameters()
+        makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
+            "FusedAdamW": lambda: FusedAdamW(parameters, lr=1e-2),
+            "AdamW": lambda: torch.optim.AdamW(parameters, lr=1e-2),
+            "SGD": lambda: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.5),
+        }
+        self.optimizer = makers[kind]()
+        self.state = TrainingState(self.net, self.optimizer)
+
+    @contextlib.contextmanager
+    def without_sync(self) -> Iterator[None]:
+        """Backward passes within accumulate on this rank alone."""
+        with self.optimizer.no_sync() if self.kind in OURS else contextlib.nullcontext():
+            if self.kind not in OURS:
+                self.net.set_requires_gradient_sync(False)
+            yield
+            if self.kind not in OURS:
+                self.net.set_requires_gradient_sync(True)
+
+    def backward(self, step: int) -> None:
+        """A backward pass with the inputs of a step."""
+        rank = dist.get_rank()
+        inputs = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank)).bfloat16()
+        self.net(inputs).float().square().mean().backward()
+
+    def step(self, number: int, look: Callable[["Training", str], None] | None = None) -> None:
+        """A step of two backward passes, within which a test may look."""
+        with self.without_sync():
+            self.backward(2 * number)
+        if look is not None:
+            look(self, "accumulating")
+        self.backward(2 * number + 1)
+        if look is not None:
+            look(self, "before the step")
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def skip(self) -> None:
+        """A step that is skipped, by a ZeroAdamW for its gradient and by the loop otherwise."""
+        self.backward(77)
+        if self.kind in OURS:
+            self.optimizer.clip_grad_norm_(float("inf"))
+            self.net[1].bias.grad.mul_(float("nan"))
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def contents(self) -> dict[str, str]:
+        """Digests of masters, moments, hyper-parameters, delayed scaling and an output."""
+        inputs = torch.ones(4, WIDTH).bfloat16()
+        with torch.no_grad():
+            output = {"output": casts.sha(self.net(inputs).float())}
+        return digests(self.state.state_dict()) | output
+
+
+def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Digests of every whole tensor."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found |= digests(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            whole = value.full_tensor() if isinstance(value, DTensor) else getattr(value, "flat", value)
+            found[prefix + key] = casts.sha(whole.detach())
+    return found
+
+
+MOMENTS = ("fresh", "accumulating", "before the step", "after a step", "after a skipped step")
+
+
+def run(training: Training, steps: range, moment: str = "", look: Callable[[Training], None] | None = None) -> None:
+    """Steps, with a look at each such moment of them."""
+
+    def at(one: Training, now: str) -> None:
+        if look is not None and now == moment:
+            look(one)
+
+    at(training, "fresh")
+    for number in steps:
+        training.step(number, at)
+        at(training, "after a step")
+        training.skip()
+        at(training, "after a skipped step")
+
+
+def save(training: Training) -> None:
+    folder = broadcast(tempfile.mkdtemp())
+    Checkpoints(folder).save(training.state, 1)
+
+
+def save_asynchronously(training: Training) -> None:
+    folder = broadcast(tempfile.mkdtemp())
+    with Checkpoints(folder, asynchronous=True) as checkpoints:
+        checkpoints.save(training.state, 1)
+
+
+def read(training: Training) -> None:
+    training.state.state_dict()
+    training.state.state_to_overwrite()
+    training.optimizer.state_dict()
+
+
+def torchs(training: Training) -> None:
+    get_optimizer_state_dict(training.net, training.optimizer)
+
+
+def broadcast(text: str) -> str:
+    texts = [text]
+    dist.broadcast_object_list(texts)
+    return texts[0]
+
+
+LOOKS: dict[str, Callable[[Training], None]] = {
+    "read": read,
+    "save": save,
+    "save_async": save_asynchronously,
+    "torch's getter": torchs,
+}
+
+
+def looked_at(kind: str, is_partly_frozen: bool) -> list[str]:
+    """The moments and looks after which a run is another one than without a look."""
+    plain = Training(kind, is_partly_frozen)
+    run(plain, range(2))
+    wanted, different = plain.contents(), []
+    for moment, (name, look) in itertools.product(MOMENTS, LOOKS.items()):
+        if name == "torch's getter" and kind != "FusedAdamW":
+            continue  # it raises over ours, and steps torch's
+        training = Training(kind, is_partly_frozen)
+        run(training, range(2), moment, look)
+        found = training.contents()
+        if found != wanted:
+            different.append(f"{name} {moment}: {[key for key in wanted if found.get(key) != wanted[key]][:3]}")
+    return different
+
+
+@pytest.mark.notices(
+    "a state is read, or saved, before the first step, in mid-accumulation, or between a backward pass and a step",
+    where=("ZeroAdamW", "FSDP2", "Checkpoints"),
+    answer="the run is that which was never saved, to the bit",
+)
+@pytest.mark.parametrize(("kind", "is_partly_frozen"), CASES)
+def test_a_look_changes_nothing(ranks: Ranks, kind: str, is_partly_frozen: bool) -> None:
+    assert ranks(1)(looked_at, kind, is_partly_frozen) == [[]]
+
+
+def read_by_torch() -> list[float]:
+    """The step counts of torch's AdamW after torch's getter has read its state before the first step."""
+    training = Training("AdamW")
+    torchs(training)
+    return [float(one["step"]) for one in training.optimizer.state.values()]
+
+
+@pytest.mark.notices(
+    "torch's get_state_dict reads a torch optimizer that was never stepped, and steps it with a learning rate of 0",
+    where="FSDP2",
+    answer="nothing: save through TrainingState, or after the first step",
+)
+def test_torchs_getter_steps_torchs_optimizers(ranks: Ranks) -> None:
+    """If this fails, torch has mended it, and `zerocast/fsdp2/README.md` need not warn of it."""
+    assert set(ranks(1)(read_by_torch)[0]) == {1.0}
+
+
+def resumed(kind: str, is_partly_frozen: bool) -> list[str]:
+    """The moments at which a run was saved and that go on as another one: from a file, in a new model or one that was trained."""
+    different = []
+    for moment, is_new in itertools.product(MOMENTS, (True, False)):
+        folder = broadcast(tempfile.mkdtemp())
+        first = Training(kind, is_partly_frozen)
+        if moment != "fresh":
+            run(first, range(1))
+        run(first, range(1, 2), moment, lambda training, folder=folder: Checkpoints(folder).save(training.state, 1))
+        second = Training(kind, is_partly_frozen)
+        if not is_new:
+            run(second, range(5, 6))
+        Checkpoints(folder).load(second.state)
+        if moment in ("fresh", "accumulating", "before the step"):
+            run(second, range(1, 2))
+        found, wanted = second.contents(), first.contents()
+        if found != wanted:
+            different.append(f"{moment}, new {is_new}: {[key for key in wanted if found.get(key) != wanted[key]][:3]}")
+    return different
+
+
+@pytest.mark.parametrize(("kind", "is_partly_frozen"), CASES)
+def test_saved_at_any_moment(ranks: Ranks, kind: str, is_partly_frozen: bool) -> None:
+    assert ranks(1)(resumed, kind, is_partly_frozen) == [[]]
+
+
+def across() -> list[str]:
+    """A state of FSDP2 that was never stepped loads into a ZeroAdamW, whose moments it clears, and the other way about."""
+    complaints = []
+    for first, second in (("FusedAdamW", "ZeroAdamW"), ("ZeroAdamW", "FusedAdamW"), ("ZeroAdamW", "AdamW")):
+        folder = tempfile.mkdtemp()
+        saved, loaded = Training(first), Training(second)
+        run(loaded, range(2))
+        Checkpoints(folder).save(saved.state, 0)
+        Checkpoints(folder).load(loaded.state)
+        for name, moments in loaded.state.state_dict()["optim"]["state"].items():
+            whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in moments.values()]
+            if any(bool(one.count_nonzero()) for one in whole if one.dtype != torch.bool):
+                complaints.append(f"{first} to {second}: {name} keeps moments")
+    return complaints
+
+
+def test_never_stepped_between_optimizers(ranks: Ranks) -> None:
+    assert ranks(1)(across) == [[]]
+
+
+Change = Callable[[Any], object]
+NAN = float("nan")
+
+
+def moments_of(state: Any) -> dict[str, Any]:
+    found: dict[str, Any] = state["optim"]["state"]
+    return found
+
+
+def every_group(state: Any, key: str, value: float) -> None:
+    for numbers in state["optim"]["param_groups"].values():
+        numbers[key] = torch.tensor(value)
+
+
+def changed(name: str, key: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Another tensor in the place of a moment."""
+    return lambda state: moments_of(state)[name].update({key: change(moments_of(state)[name][key])})
+
+
+BREAK: dict[str, Change] = {
+    "no model": lambda state: state.pop("model"),
+    "no optimizer": lambda state: state.pop("optim"),
+    "a master less": lambda state: state["model"].pop("1.weight"),
+    "a master more": lambda state: state["model"].update(other=torch.zeros(3)),
+    "a master of integers": lambda state: state["model"].update({"1.bias": torch.zeros(WIDTH, dtype=torch.int64)}),
+    "a master of another shape": lambda state: state["model"].update({"1.bias": torch.zeros(3)}),
+    "no moments": lambda state: moments_of(state).clear(),
+    "no moments of one": lambda state: moments_of(state).pop("1.bias"),
+    "empty moments of one": lambda state: moments_of(state).update({"1.bias": {}}),
+    "moments of a stranger": lambda state: moments_of(state).update(other={"step": torch.tensor(1.0)}),
+    "a mark beside moments": lambda state: moments_of(state)["1.bias"].update(never_stepped=torch.tensor(True)),
+    "a moment less": lambda state: moments_of(state)["1.bias"].pop("exp_avg_sq"),
+    "a moment more": lambda state: moments_of(state)["1.bias"].update(exp_avg_cubed=torch.zeros(WIDTH)),
+    "another shape": changed("1.bias", "exp_avg", lambda one: torch.zeros(3)),
+    "integers": changed("1.bias", "exp_avg_sq", lambda one: torch.zeros(WIDTH, dtype=torch.int64)),
+    "negative": changed("1.bias", "exp_avg_sq", lambda one: one - 1),
+    "NaN": changed("1.bias", "exp_avg", lambda one: one * NAN),
+    "step -5": changed("1.bias", "step", lambda one: torch.tensor(-5.0)),
+    "step NaN": changed("1.bias", "step", lambda one: torch.tensor(NAN)),
+    "step 1.5": changed("1.bias", "step", lambda one: torch.tensor(1.5)),
+    "no step": lambda state: moments_of(state)["1.bias"].pop("step"),
+    "lr NaN": lambda state: every_group(state, "lr", NAN),
+    "lr -1": lambda state: every_group(state, "lr", -1.0),
+    "beta of 1": lambda state: every_group(state, "beta2", 1.0),
+    "negative eps": lambda state: every_group(state, "eps", -1.0),
+    "infinite decay": lambda state: every_group(state, "weight_decay", float("inf")),
+    "lr of one alone": lambda state: state["optim"]["param_groups"]["1.bias"].update(lr=torch.tensor(0.5)),
+    "no beta": lambda state: state["optim"]["param_groups"]["1.bias"].pop("beta1"),
+}
+
+
+def refused(kind: str, culprit: int) -> list[str]:
+    """The broken states that are not refused on all ranks with nothing changed."""
+    training, complaints = Training(kind), []
+    training.step(0)
+    before = training.contents()
+    for name, change in BREAK.items():
+        state = training.state.state_dict()
+        state["model"] = dict(state["model"])
+        if dist.get_rank() == culprit:
+            change(state)
+        error = error_of(lambda state=state: training.state.load_state_dict(state))
+        if not error.startswith("ValueError: "):
+            complaints.append(f"{name}: {error or 'taken'}")
+        if name.startswith("lr ") and "alone" not in name and "lr is out of range" not in error:
+            complaints.append(f"{name}: says {error}")
+        after = training.contents()
+        if after != before:
+            complaints.append(f"{name} changed {[key for key in before if after.get(key) != before[key]][:3]}")
+    training.step(1)
+    return complaints
+
+
+@pytest.mark.notices(
+    "a state without moments of some parameters, or with values that cannot be (step -5, lr NaN, negative second moments)",
+    where=("ZeroAdamW", "FSDP2"),
+    answer="raises on all ranks, names it, nothing changed",
+)
+@pytest.mark.parametrize(("kind", "world"), [("ZeroAdamW", 1), ("FusedAdamW", 1), ("AdamW", 1), ("AdamW", 2)])
+def test_states_that_do_not_fit(ranks: Ranks, kind: str, world: int) -> None:
+    assert ranks(world)(refused, kind, world - 1) == [[]] * world
+
+
+def from_a_file(kind: str) -> list[str]:
+    """The broken files that are not refused with nothing changed."""
+    complaints = []
+    for name in ("step -5", "step 1.5", "lr NaN", "beta of 1", "integers", "no moments of one", "a moment more"):
+        broken, training = Training(kind), Training(kind)
+        broken.step(0)
+        state, folder = broken.state.state_dict(), tempfile.mkdtemp()
+        BREAK[name](state)
+        dcp.save(state, checkpoint_id=folder)
+        training.step(3)
+        before = training.contents()
+        error = error_of(lambda folder=folder, training=training: zerocast.optim.load(training.state, folder))
+        if not error.startswith("ValueError: "):
+            complaints.append(f"{name}: {error or 'taken'}")
+        if training.contents() != before:
+            complaints.append(f"{name} changed something")
+        training.step(4)
+    return complaints
+
+
+@pytest.mark.parametrize("kind", ["ZeroAdamW", "FusedAdamW", "AdamW"])
+def test_files_that_do_not_fit(ranks: Ranks, kind: str) -> None:
+    assert ranks(1)(from_a_file, kind) == [[]]
+
+
+def given(state: Any, target: Training) -> Any:
+    """A state for an optimizer: torch's goes on with the moments that it is given, and not with copies."""
+    return copy.deepcopy(state) if target.kind == "AdamW" else state
+
+
+def by_state(source: Training, target: Training) -> None:
+    target.optimizer.load_state_dict(given(source.optimizer.state_dict(), target))
+
+
+def by_torch_save(source: Training, target: Training) -> None:
+    with tempfile.TemporaryFile() as file:
+        torch.save(source.optimizer.state_dict(), file)
+        file.seek(0)
+        target.optimizer.load_state_dict(torch.load(file, weights_only=False))
+
+
+def by_torchs_getter(source: Training, target: Training) -> None:
+    state = get_optimizer_state_dict(source.net, source.optimizer)
+    set_optimizer_state_dict(target.net, target.optimizer, given(state, target))
+
+
+def by_dcp(source: Training, target: Training) -> None:
+    folder = broadcast(tempfile.mkdtemp())
+    dcp.save({"optim": get_optimizer_state_dict(source.net, source.optimizer)}, checkpoint_id=folder)
+    state = {"optim": get_optimizer_state_dict(target.net, target.optimizer)}
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(target.net, target.optimizer, state["optim"])
+
+
+def by_training_state(source: Training, target: Training) -> None:
+    target.state.load_state_dict(source.state.state_dict())
+
+
+ROUTES = (by_state, by_torch_save, by_torchs_getter, by_dcp, by_training_state)
+
+
+def numbers(training: Training) -> dict[str, str]:
+    """Digests of the moments, with step counts as numbers: torch keeps them in float64 under that default dtype."""
+    state = training.state.state_dict()["optim"]["state"]
+    steps = {name: str(float(moments.pop("step"))) for name, moments in state.items()}
+    return digests(state) | steps
+
+
+def equal_gradients(training: Training) -> None:
+    """A step with gradients that follow from no weight, whatever its delayed scale is."""
+    training.net.reshard()
+    for parameter in training.net.parameters():
+        parameter.grad = torch.full_like(parameter.detach(), 0.25)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+
+
+def round_trip(first: str, second: str, route: Callable[[Training, Training], None], dtype: torch.dtype) -> list[str]:
+    """What is wrong with a state that goes from one optimizer to another under a default dtype."""
+    source, target = Training(first), Training(second)
+    torch.set_default_dtype(dtype)
+    try:
+        for step in range(3):
+            source.step(step)
+        target.net.load_state_dict(source.net.state_dict())
+        wanted = numbers(source)
+        route(source, target)
+        complaints = [] if numbers(target) == wanted else ["another state"]
+        equal_gradients(target)
+        kept = target.optimizer.state.values()
+        if {float(one["step"]) for one in source.optimizer.state.values()} != {3.0}:
+            complaints.append("the step counts of both are shared")
+        if len({one["step"].untyped_storage().data_ptr() for one in kept}) < len(kept):
+            complaints.append("parameters share their step counts")
+        if {float(one["step"]) for one in kept} != {4.0}:
+            complaints.append(f"counts {[float(one['step']) for one in kept]}")
+        equal_gradients(source)
+        ours, theirs = ([p.full_tensor() for p in models.held(one.net)] for one in (target, source))
+        if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(ours, theirs, strict=True)):
+            complaints.append("the next step is another one")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if (target.optimizer.param_groups[0]["lr"], target.optimizer.param_groups[0]["betas"]) != (1e-2, (0.9, 0.999)):
+        complaints.append("other hyper-parameters")
+    return [f"{first} to {second}, {route.__name__}: {complaint}" for complaint in complaints]
+
+
+def round_trips(dtype: torch.dtype) -> list[str]:
+    """The complaints of all routes in both directions. A state of torch's shares its step counts with what loads it."""
+    kinds = ("FusedAdamW", "FusedAdamW"), ("FusedAdamW", "AdamW"), ("AdamW", "FusedAdamW")
+    return [c for kind, route in itertools.product(kinds, ROUTES) for c in round_trip(*kind, route, dtype)]
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@pytest.mark.notices(
+    "FusedAdamW's state goes to torch's AdamW or back, by load, torch.save, DCP or torch's getters, under any default dtype",
+    where="FSDP2",
+    answer="an equal state, with a step count of its own for each parameter",
+)
+@pytest.mark.parametrize(
+    ("dtype", "world"),
+    [*((dtype, 1) for dtype in DTYPES), models.slow(torch.float32, 2), models.slow(torch.float32, 3)],
+    ids=str,
+)
+def test_round_trips_with_torchs_adamw(ranks: Ranks, dtype: torch.dtype, world: int) -> None:
+    assert ranks(world)(round_trips, dtype) == [[]] * world

@@ -1,0 +1,121 @@
+"""Rules for the state of an optimizer that is saved or loaded, the same for ZeroAdamW, ZeroMuon,
+FusedAdamW and torch's optimizers over FSDP2 masters.
+
+A parameter that no step has changed may have no moments. Its entry is then a mark:
+
+    optim.state.<name>.never_stepped   bool[]
+
+Loading the mark clears moments. A parameter with neither moments nor a mark is an error.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.checkpoint.sharded_tensor import TensorShard
+from zerocast.optim.update_rule import UpdateRule
+
+NEVER_STEPPED = "never_stepped"
+STEP = "step"  # of Adam alone, as in torch.optim
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
+ADAM_STATE = frozenset({"exp_avg", "exp_avg_sq", STEP})
+BETAS = ("beta1", "beta2")
+
+
+def never_stepped() -> dict[str, Tensor]:
+    """Return the entry of a parameter that no step has changed."""
+    return {NEVER_STEPPED: torch.tensor(True)}
+
+
+def hyperparameters(group: Mapping[str, Any], rule: UpdateRule) -> dict[str, Tensor]:
+    """Return the numbers of a parameter group as f64[]."""
+    values = {name: float(group[name]) for name in rule.numbers}
+    if "betas" in rule.others:
+        values |= dict(zip(BETAS, map(float, group["betas"]), strict=True))
+    return {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+
+
+def loaded_hyperparameters(
+    names: Sequence[str], group: Mapping[str, Any], rule: UpdateRule, saved: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the saved numbers of a parameter group, whose parameters are `names`.
+
+    ValueError for numbers that are missing, unknown or out of range, and for parameters of the
+    group that have different ones. A state without any leaves the group as it is.
+    """
+    taken: dict[str, Any] = {}
+    wanted = hyperparameters(group, rule).keys()
+    for name in names if saved else ():
+        if name not in saved or saved[name].keys() != wanted:
+            raise ValueError(
+                f"the state does not fit this optimizer: {name} has the hyper-parameters {sorted(saved.get(name, ()))} there, and "
+                f"{sorted(wanted)} here"
+            )
+        numbers: dict[str, Any] = {key: float(value) for key, value in saved[name].items()}
+        if "betas" in rule.others:
+            numbers["betas"] = tuple(numbers.pop(key) for key in BETAS)
+        try:
+            rule.check({**group, **numbers})
+        except ValueError as error:
+            raise ValueError(f"in the state of {name}, {error}") from error
+        taken = taken or numbers
+        if taken != numbers:
+            raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
+    return taken
+
+
+def check_moments(name: str, moments: Mapping[str, Any], wanted: Collection[str] | None) -> None:
+    """ValueError, on this rank alone, for the saved moments of a parameter whose update keeps
+    `wanted`; None where that is not known.
+    """
+    if NEVER_STEPPED in moments:
+        if len(moments) > 1 or not bool(moments[NEVER_STEPPED]):
+            raise ValueError(
+                f"{name} has {sorted(moments)} in the state: {NEVER_STEPPED} is true, and without moments beside it"
+            )
+        return
+    if not moments and wanted != set():
+        raise ValueError(f"the state lacks the moments of {name}, and no {NEVER_STEPPED} there says that it has none")
+    if wanted is not None and set(moments) != set(wanted):
+        raise ValueError(
+            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps {sorted(wanted)}"
+        )
+    for key, value in moments.items():
+        if key == STEP:
+            check_step(name, value)
+        elif key in MOMENTS:
+            _check_values(name, key, value)
+
+
+def check_shapes(name: str, moments: Mapping[str, Any], parameter: Tensor) -> None:
+    """ValueError for saved moments whose shape is not that of their parameter."""
+    for key, value in moments.items():
+        if key in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(
+                f"{key} of {name} has shape {tuple(value.shape)} in the state and {tuple(parameter.shape)} here"
+            )
+
+
+def check_step(name: str, value: Any) -> None:
+    """ValueError for a step count that is no whole number from 0 on."""
+    count = float(value)
+    if not (0 <= count < math.inf and count == int(count)):
+        raise ValueError(f"{name} has step {count} in the state: a step count is a whole number from 0 on")
+
+
+def _check_values(name: str, key: str, value: Any) -> None:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{key} of {name} is {kind} in the state: moments are floating-point tensors")
+    own = value.flat if isinstance(value, TensorShard) else getattr(value, "_local_tensor", value).detach()
+    if type(own) is not Tensor or own.is_meta or not own.numel():
+        return  # moments that another library keeps in a tensor of its own
+    lowest, highest = torch.stack(torch.aminmax(own)).tolist()
+    if not (math.isfinite(lowest) and math.isfinite(highest)):
+        raise ValueError(f"{key} of {name} holds NaN or Inf in the state")
+    if lowest < 0 and key in SECOND_MOMENTS:
+        raise ValueError(f"{key} of {name} holds {lowest} in the state, and second moments are squares")
