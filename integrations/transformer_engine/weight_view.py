@@ -43,7 +43,7 @@ class WeightView:
         self.shares = fmt.columnwise is Columnwise.SHARED
         self._scales: Tensor | None = None  # of tiles by columns
         held = self._held(tensor)
-        self._addresses: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}
         self._scratch: Tensor | None = None
         buffers: dict[str, Tensor] = {}
         self._written = [name for name in held if name not in _COLUMNWISE or not self.derives]
@@ -56,7 +56,8 @@ class WeightView:
         self.owns_amax = "amax" not in held and self._expected["amax"] is not None
         if self.owns_amax:
             buffers["amax"] = torch.zeros(1, dtype=torch.float32, device=buffers[_DATA].device)
-        self.weight = QuantizedWeight.of_buffers(self._shape, fmt, nominal, buffers)
+        make = QuantizedWeight.of_part if self.codes_in_transpose else QuantizedWeight.of_buffers
+        self.weight = make(self._shape, fmt, nominal, buffers)
 
     def is_of(self, tensor: Any, nominal: torch.dtype) -> bool:
         """True if the tensor still has the format, shape and dtype that this was made for."""
@@ -202,7 +203,7 @@ class WeightView:
         held = self.derives and self.weight.state.buffers["columnwise_data"] is not None
         if held:
             for name in _COLUMNWISE:
-                self._addresses.pop(name, None)
+                self._places.pop(name, None)
             self.weight.state.drop_columnwise()
         return held
 
@@ -210,11 +211,11 @@ class WeightView:
         """Give the tensor the columnwise copy that was made, where it had none."""
         for name in _COLUMNWISE:
             attribute, made = self.adapter.of_tensor.get(name), self.weight.state.buffers[name]
-            if attribute is None or made is None or self._addresses.get(name) == made.data_ptr():
+            if attribute is None or made is None or self._places.get(name) == _place(made):
                 continue
             whole = self.weight.format.elements_per_byte == 1 and name == "columnwise_data"
             setattr(tensor, attribute, made.view(self._shape[-1], *self._shape[:-1]) if whole else made)
-            self._addresses[name] = made.data_ptr()
+            self._places[name] = _place(made)
 
     def transpose_of(self, tensor: Any) -> Tensor:
         """The codes in the transpose, seen `[M, K]`."""
@@ -232,7 +233,7 @@ class WeightView:
         moved = {}
         for name in names:
             buffer = held[name]
-            if buffer is None or buffer.data_ptr() != self._addresses.get(name):
+            if buffer is None or _place(buffer) != self._places.get(name):
                 moved[name] = self._noted(name, buffer)
         if moved:
             self.weight.state.set_storage(moved)
@@ -240,7 +241,7 @@ class WeightView:
     def _noted(self, name: str, tensor: Tensor | None) -> Tensor:
         """A buffer that is `_checked`, and found there again by its address."""
         found = self._checked(name, tensor)
-        self._addresses[name] = found.data_ptr()
+        self._places[name] = _place(found)
         return found
 
     def _checked(self, name: str, tensor: Tensor | None) -> Tensor:
@@ -261,6 +262,11 @@ class WeightView:
                 f"{buffer.dtype} {buffer.shape} is needed"
             )
         return found.view(buffer.shape)
+
+
+def _place(buffer: Tensor) -> tuple[int, int]:
+    """The address of a buffer and the bytes of its storage, which a host may free or shrink."""
+    return buffer.data_ptr(), buffer.untyped_storage().nbytes()
 
 
 _views: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -24,7 +24,7 @@ __all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
 # modules of this folder that the backends share
-NO_BACKENDS = ("_C", "descriptor", "extension", "ops")
+NO_BACKENDS = ("_C", "checks", "descriptor", "extension", "ops")
 
 
 @functools.cache

@@ -7,11 +7,15 @@ is refused at import.
 """
 
 import enum
+import functools
+import math
+from collections.abc import Container, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from zerocast.formats import FormatSpec
-from zerocast.formats.layout import Span, whole_block_rows
+from zerocast.formats import Columnwise, FormatSpec
+from zerocast.formats.layout import Span, buffers, byte_range, whole_block_rows
 
 
 class Column(enum.IntEnum):
@@ -48,6 +52,70 @@ class Column(enum.IntEnum):
 
 
 WIDTH = len(Column)
+
+BUFFER_COLUMNS = {
+    "rowwise_data": (Column.ROW_DATA_BASE, Column.ROW_DATA_OFFSET),
+    "rowwise_scale_inv": (Column.ROW_SCALE_BASE, Column.ROW_SCALE_OFFSET),
+    "columnwise_data": (Column.COLUMN_DATA_BASE, Column.COLUMN_DATA_OFFSET),
+    "columnwise_scale_inv": (Column.COLUMN_SCALE_BASE, Column.COLUMN_SCALE_OFFSET),
+    "amax": (Column.AMAX_BASE, Column.AMAX_OFFSET),
+    "scale": (Column.SCALE_BASE, Column.SCALE_OFFSET),
+    "amax_history": (Column.HISTORY_BASE, Column.HISTORY_OFFSET),
+}
+
+
+def check_rows(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    rows: Sequence[Sequence[int]],
+    masters: Mapping[str, Sequence[Tensor]],
+    bases: Mapping[str, Sequence[Tensor]],
+    of_whole_weights: bool = False,
+    needed: Container[str] = (),
+) -> None:
+    """ValueError unless all that stages reach by these rows is inside of the bases: those of
+    masters, and of buffers by name. Stages of casts reach the codes of the owned elements, others
+    all codes (`of_whole_weights`). A row may be without a buffer that is not `needed`.
+
+    Stages do not look again: on a device the host would wait for it.
+    """
+    sizes = {name: [base.numel() for base in held] for name, held in (*masters.items(), *bases.items())}
+    for row in rows:
+        matrix, start, numel = (row[Column.ROWS], row[Column.COLUMNS]), row[Column.START], row[Column.NUMEL]
+        if min(*matrix, start, numel) < 0 or start + numel > math.prod(matrix):
+            raise ValueError(f"elements {start} to {start + numel} are not inside a weight of {matrix[0]}x{matrix[1]}")
+        for name in masters if numel else ():
+            _check_inside(name, sizes[name], row[Column.MASTER_BASE], row[Column.MASTER_OFFSET], (0, numel))
+        owned = byte_range(fmt, matrix, Span(start, start + numel), nominal) if numel else (0, 0)
+        for name, extent, is_owned_in_part in _extents(fmt, matrix, nominal):
+            base, offset = (row[column] for column in BUFFER_COLUMNS[name])
+            if name in bases and (base >= 0 or (name in needed and (numel or not masters))):
+                reached = owned if is_owned_in_part and not of_whole_weights else (0, extent)
+                _check_inside(name, sizes[name], base, offset, reached)
+
+
+@functools.lru_cache(maxsize=1024)
+def _extents(fmt: FormatSpec, matrix: tuple[int, int], nominal: torch.dtype) -> list[tuple[str, int, bool]]:
+    """(name, extent as its offset counts, whether a cast reaches the owned elements alone) of each
+    buffer of a weight.
+    """
+    cast = {"rowwise_data"} if fmt.columnwise is Columnwise.TRANSPOSE else {"rowwise_data", "columnwise_data"}
+    held = {name: buffer for name, buffer in buffers(fmt, matrix, nominal).items() if buffer is not None}
+    sizes = {name: buffer.dtype.itemsize if name.endswith("_data") else 1 for name, buffer in held.items()}
+    return [(name, math.prod(buffer.shape) * sizes[name], name in cast) for name, buffer in held.items()]
+
+
+def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reached: tuple[int, int]) -> None:
+    first, last = reached
+    if first == last:
+        return
+    if not 0 <= base < len(sizes):
+        raise ValueError(f"{name} is in storage {base}, and the table has {len(sizes)}")
+    if offset + first < 0 or offset + last > sizes[base]:
+        raise ValueError(
+            f"{name} needs elements {offset + first:,} to {offset + last:,} of its storage, which has {sizes[base]:,}: it was "
+            "freed or made smaller (untyped_storage().resize_), so give it memory, or build the weight again"
+        )
 
 
 def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:

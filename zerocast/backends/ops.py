@@ -8,7 +8,7 @@ plan is built and passed by name.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.backends import checks
 from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.formats import get_format, layout
 
@@ -101,10 +102,57 @@ def _implementation(stage: str, backend: str, format: str | None = None) -> Call
 
 
 def _run(stage: str) -> Callable[..., None]:
-    """The kernel of a stage's op, which hands the arguments to the backend in the table's order."""
-    if arguments_of(stage)[0].kind == "format":
-        return lambda backend, fmt, *arguments: _implementation(stage, backend, fmt)(*arguments)
-    return lambda backend, *arguments: _implementation(stage, backend)(*arguments)
+    """The kernel of a stage's op, which hands the arguments to the backend in the table's order.
+
+    A table of ours and its bases are taken as they are; any other is checked, row by row.
+    """
+    names = [argument.name for argument in arguments_of(stage)[1:]]
+    if stage in _CHECKS:
+        return lambda backend, *arguments: _run_checked(stage, backend, arguments)
+    table = names.index("table")
+    bound = [(name, names.index(name)) for name in ("masters", *checks.BUFFER_ARGUMENTS) if name in names]
+
+    def run(backend: str, fmt: str, *arguments: Any) -> None:
+        if not checks.knows(arguments[table], [(name, arguments[i]) for name, i in bound]):
+            checks.check_stage(stage, backend, get_format(fmt), dict(zip(names, arguments, strict=True)))
+        _implementation(stage, backend, fmt)(*arguments)
+
+    return run
+
+
+def _run_checked(stage: str, backend: str, arguments: Sequence[Any]) -> None:
+    """Run a stage without a descriptor table."""
+    _CHECKS[stage](backend, *arguments)
+    _implementation(stage, backend)(*arguments)
+
+
+def _check_adam_step(
+    backend: str, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Any
+) -> None:
+    segments, scalars, clip, _ = rest
+    if not checks.knows(segments, [("masters", [master])]):
+        flats = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        checks.check_segments(backend, flats, segments, scalars, clip)
+
+
+def _check_quantize(backend: str, grad: Tensor, parts: int, messages: Tensor) -> None:
+    if parts < 1 or grad.numel() % parts:
+        raise ValueError(f"a gradient of {grad.numel():,} elements has no {parts} equal parts")
+    checks.check_messages(backend, messages, grad, parts, grad.numel() // parts)
+
+
+def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
+    if parts < 1 or divisor < 1:
+        raise ValueError(f"a mean is of messages over a divisor, got {parts} parts over {divisor}")
+    checks.check_messages(backend, messages, out, parts, out.numel())
+
+
+# the checks of the ops on plain tensors, at every call
+_CHECKS: dict[str, Callable[..., None]] = {
+    "adam_step": _check_adam_step,
+    "quantize_gradient": _check_quantize,
+    "add_gradients": _check_add,
+}
 
 
 class Stage:
@@ -147,6 +195,7 @@ def transposed_copy(
 
     A per-tensor scale serves both directions, so then the scales are empty.
     """
+    checks.check_direction(backend, format, row_data, row_scale, rows, columns)
     data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
     _implementation("transpose", backend, format)(
         _whole_weight(rows, columns, row_data.device),
@@ -197,6 +246,10 @@ def dequantized(
     """One direction of one weight as a new tensor `[rows, columns]` of `dtype`; the kernel of the
     op `dequantize`.
     """
+    checks.check_direction(backend, format, data, scale_inv, rows, columns, columnwise)
+    checks.check_amax(format, amax, data.device)
+    if dtype not in checks.FLOATS:
+        raise TypeError(f"values are {', '.join(map(str, checks.FLOATS))}, got {dtype}")
     out = torch.empty(rows, columns, dtype=dtype, device=data.device)
     _implementation("dequantize", backend, format)(data, scale_inv, amax, rows, columns, columnwise, out)
     return out
@@ -222,6 +275,9 @@ def upcast_codes(
     """New E4M3 codes and f32 scales of one weight, or of its transpose; the kernel of the op
     `upcast`.
     """
+    if not get_format(format).is_exact_in_fp8:
+        raise ValueError(f"{format} is not exact in FP8, so it has no upcast")
+    checks.check_direction(backend, format, data, scale_inv, rows, columns)
     codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, rows, columns, transposed)
     _implementation("upcast", backend, format)(data, scale_inv, rows, columns, transposed, codes, group_scale_inv)
     return codes, group_scale_inv

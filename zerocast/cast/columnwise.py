@@ -4,6 +4,7 @@ bytes, one launch a format.
 Weights whose products make their own copies are left out.
 """
 
+import functools
 from collections.abc import Sequence
 
 from zerocast.cast.flat_buffer import into_flat_buffer
@@ -46,7 +47,8 @@ class ColumnwiseCopies:
             into_flat_buffer([w for w in self._weights if w.state.buffers[name] is None], name)
         self._tables = []
         if self._weights:
-            tables = WeightTables(self._weights[0].device, self._backend)
+            make = functools.partial(WeightTable, of_whole_weights=True)
+            tables = WeightTables(self._weights[0].device, self._backend, make)
             for w in self._weights:
                 tables.of(w).add(w)
             self._tables = tables.freeze()

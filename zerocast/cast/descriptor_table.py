@@ -8,22 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zerocast.backends.descriptor import WIDTH, Column
+from zerocast.backends import checks
+from zerocast.backends.descriptor import BUFFER_COLUMNS, WIDTH, Column, check_rows
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.storage import StorageTable
+from zerocast.cast.storage import Places, StorageTable
 from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, byte_range, whole_block_rows
 from zerocast.weight import QuantizedWeight
-
-BUFFER_COLUMNS = {
-    "rowwise_data": (Column.ROW_DATA_BASE, Column.ROW_DATA_OFFSET),
-    "rowwise_scale_inv": (Column.ROW_SCALE_BASE, Column.ROW_SCALE_OFFSET),
-    "columnwise_data": (Column.COLUMN_DATA_BASE, Column.COLUMN_DATA_OFFSET),
-    "columnwise_scale_inv": (Column.COLUMN_SCALE_BASE, Column.COLUMN_SCALE_OFFSET),
-    "amax": (Column.AMAX_BASE, Column.AMAX_OFFSET),
-    "scale": (Column.SCALE_BASE, Column.SCALE_OFFSET),
-    "amax_history": (Column.HISTORY_BASE, Column.HISTORY_OFFSET),
-}
 
 
 @dataclass(frozen=True)
@@ -49,6 +40,8 @@ class DescriptorTable:
     table: Tensor = field(init=False)
     masters: StorageTable = field(init=False)
     buffers: dict[str, StorageTable] = field(init=False)
+    # stages read all codes of a weight, and not those of its owned elements alone
+    of_whole_weights: bool = False
     _rows: list[list[int]] = field(default_factory=list)
     _groups: list[int] = field(default_factory=list)  # parameter group by row
 
@@ -70,7 +63,8 @@ class DescriptorTable:
             row[Column.SHARED_AMAX] = shared
         for name, (base, offset) in BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
-            if tensor is not None:
+            # a tensor without elements stands for codes that are not kept
+            if tensor is not None and tensor.numel():
                 row[base], row[offset] = self.buffers[name].add(tensor)
         return row
 
@@ -167,7 +161,12 @@ class DescriptorTable:
                     self._groups.append(group)
 
     def put_on_device(self) -> None:
-        """Make tensors of the rows, for stages to read."""
+        """Make tensors of the rows, for stages to read. ValueError for a row that reaches outside
+        of the memory that there is.
+        """
+        masters, held = self.masters.tensors, {name: storages.tensors for name, storages in self.buffers.items()}
+        fmt, nominal = self.key.fmt, self.key.nominal
+        check_rows(fmt, nominal, self._rows, {"the master": masters}, held, self.of_whole_weights)
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
         owned = [
@@ -177,12 +176,17 @@ class DescriptorTable:
         ]
         self._end = max((offset + numel for offset, numel, _ in owned), default=0)
         self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
-        self._first = [tensor for storages in (self.masters, *self.buffers.values()) for tensor in storages.followed]
-        self._addresses = [tensor.data_ptr() for tensor in self._first]
+        storages = [self.masters, *self.buffers.values()]
+        followed = [tensor for one in storages for tensor in one.followed]
+        bases = [tensor for one in storages for tensor in one.tensors]
+        self._places = Places(followed, bases)
+        known = {argument: held[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
+        for table in (self.table, self._segments):
+            checks.know(table, {"masters": masters, **known})
 
     def moved(self) -> bool:
-        """True if a storage was replaced since the table was made."""
-        return [tensor.data_ptr() for tensor in self._first] != self._addresses
+        """True if a storage was replaced since the table was made, or has another size."""
+        return self._places.moved()
 
     def lies_like(self, other: "DescriptorTable") -> bool:
         """True if both tables describe the same weights in the same memory."""

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.backends.descriptor import Column
+from zerocast.backends.descriptor import BUFFER_COLUMNS, Column
 from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.descriptor_table import BUFFER_COLUMNS, TableKey
+from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.partition import MasterShard
+from zerocast.cast.storage import Places
 from zerocast.cast.weight_table import WeightTable
 from zerocast.formats import Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import Span, amax_counts, byte_range
@@ -83,14 +84,12 @@ class HostTable(WeightTable):
         for number, piece in enumerate(self._pieces):
             piece.put_in(self._staging[number % 2])
         self._copied: list[Any] = [None, None]
-        self._stored = [tensor for shard, *_ in self._shards for tensor in _stored(shard)]
-        self._addresses = [tensor.data_ptr() for tensor in self._stored]
+        self._stored = Places(tensor for shard, *_ in self._shards for tensor in _stored(shard))
         return self
 
     def moved(self) -> bool:
         """True if a weight, a master or the caller's storage was replaced since then."""
-        stored = [tensor.data_ptr() for tensor in self._stored]
-        return super().moved() or self._measured.moved() or stored != self._addresses
+        return super().moved() or self._measured.moved() or self._stored.moved()
 
     def measure(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
         """Amaxes of the masters, brought to the device."""

@@ -6,7 +6,7 @@ it, and raise together or not at all: a mistake on one rank is an error on every
 hang. Last they find out who owns what (`zerocast.distributed.ownership`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Item, Ownership, exchange_spans
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import Span, byte_range, elements_per_scale, round_up
+from zerocast.formats.memory import check_storage
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, check_unclaimed
 
@@ -239,6 +240,7 @@ def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:
 def _check_shard(
     weight: QuantizedWeight, master: Tensor | None, start: int | None, data: ShardData | None
 ) -> MasterShard:
+    _check_memory(weight.state.buffers)
     if master is None:
         return MasterShard(weight, None, Span(0, 0))
     if not isinstance(master, Tensor):
@@ -255,12 +257,19 @@ def _check_shard(
         raise ValueError(f"the master is on {master.device} and the weight on {weight.device}")
     if master.numel() == 0:
         return MasterShard(weight, None, Span(0, 0))
+    _check_memory({"the master": master})
     if type(start) is not int:
         raise ValueError(f"a master of {master.numel()} elements needs its start offset as an int, got {start!r}")
     span = Span(start, start + master.numel())
     if start < 0 or span.stop > weight.numel():
         raise ValueError(f"elements [{span.start}, {span.stop}) are not inside the weight's {weight.numel()}")
     return MasterShard(weight, master, span, _check_shard_data(weight, span, data))
+
+
+def _check_memory(tensors: Mapping[str, Tensor | None]) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            check_storage(name, tensor)
 
 
 def _check_shard_data(weight: QuantizedWeight, span: Span, data: ShardData | None) -> ShardData | None:
@@ -283,4 +292,5 @@ def _check_shard_data(weight: QuantizedWeight, span: Span, data: ShardData | Non
             raise ValueError(
                 f"the shard needs {last - first} bytes, its storage has {tensor.numel() * tensor.element_size()}"
             )
+        check_storage("shard storage", tensor)
     return data

@@ -5,7 +5,33 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from zerocast.formats.memory import check_storage
 from zerocast.weight import QuantizedWeight
+
+
+class Places:
+    """Where tensors are, to find out later whether one was given other memory (`.data =`), or its
+    storage made another size (`untyped_storage().resize_`).
+
+    Each tensor is compared by address and size, each storage behind one once.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], storages: Iterable[Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        by_address = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in (*self._tensors, *storages)
+        }
+        self._storages = list(by_address.values())
+        self._noted = self._look()
+
+    def moved(self) -> bool:
+        """True if any of them has other memory than when this was made."""
+        return self._look() != self._noted
+
+    def _look(self) -> list[object]:
+        places: list[object] = [(tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in self._tensors]
+        places += [storage.nbytes() for storage in self._storages]
+        return places
 
 
 class StorageTable:
@@ -20,12 +46,13 @@ class StorageTable:
         self.dtype = dtype
         self.tensors: list[Tensor] = []
         self.followed: list[Tensor] = []
-        self._index: dict[int, int] = {}
+        self._index: dict[tuple[int, int], int] = {}
 
     def add(self, tensor: Tensor, follow: bool = False) -> tuple[int, int]:
         """(base index, offset in elements of `dtype`) of a contiguous tensor."""
         storage = tensor.untyped_storage()
-        key = storage.data_ptr()
+        # storages of one address may differ in size: a host made them over memory of its own
+        key = storage.data_ptr(), storage.nbytes()
         is_new = key not in self._index
         if is_new:
             self._index[key] = len(self.tensors)
@@ -37,8 +64,9 @@ class StorageTable:
 
     def add_whole(self, tensor: Tensor) -> tuple[int, int]:
         """(base index, 0) of a flat tensor that is a base by itself, so that others of its size
-        can lie beside it.
+        can be beside it.
         """
+        check_storage("a master", tensor)
         self.tensors.append(tensor)
         self.followed.append(tensor)
         return len(self.tensors) - 1, 0

@@ -7,23 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.backends import ops
+from zerocast.backends import checks, ops
+from zerocast.backends.checks import BUFFER_ARGUMENTS
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.descriptor_table import DescriptorTable, TableKey
 from zerocast.formats import AmaxPolicy, ScaleRule
 from zerocast.formats.layout import Span
 from zerocast.weight import QuantizedWeight
-
-# the buffers that stages take, by the names of their arguments
-_BUFFER_ARGUMENTS = {
-    "row_data": "rowwise_data",
-    "row_scales": "rowwise_scale_inv",
-    "column_data": "columnwise_data",
-    "column_scales": "columnwise_scale_inv",
-    "amaxes": "amax",
-    "scales": "scale",
-    "histories": "amax_history",
-}
 
 
 class WeightTable(DescriptorTable):
@@ -51,7 +41,7 @@ class WeightTable(DescriptorTable):
             "table": self.table,
             "groups": self._group_rows,
         }
-        known |= {argument: self.buffers[name].tensors for argument, name in _BUFFER_ARGUMENTS.items()}
+        known |= {argument: self.buffers[name].tensors for argument, name in BUFFER_ARGUMENTS.items()}
         taken = {name: known[name] for name in stage.arguments if name in known}
         return stage.bind(self.key.backend, str(self.key.fmt), **taken)
 
@@ -122,10 +112,11 @@ class WeightTable(DescriptorTable):
         """The one tensor that all masters are views of; those of the update lie alike as far as
         masters take it.
         """
-        assert len(self.masters.tensors) == 1 and self.key.master is torch.float32, self.key
+        if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
+            raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
         (master,) = self.masters.tensors
-        taken = update.grad, update.exp_avg, update.exp_avg_sq
-        assert all(t.numel() >= self._end for t in taken), [t.shape for t in taken]
+        for name, tensor in (("grad", update.grad), ("exp_avg", update.exp_avg), ("exp_avg_sq", update.exp_avg_sq)):
+            checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.FLOATS, self._end, master.device)
         return master
 
     @cached_property

@@ -17,7 +17,7 @@ from zerocast.formats.spec import AmaxPolicy, Block, Columnwise, FormatSpec, Sca
 
 __all__ = ["AmaxPolicy", "Block", "Columnwise", "Element", "FormatSpec", "ScaleRule", "format_names", "get_format"]
 
-_NOT_FORMATS = {"element", "layout", "recipe", "shared_amax", "spec"}
+_NOT_FORMATS = {"element", "layout", "memory", "recipe", "shared_amax", "spec"}
 _LITERALS: dict[str, Any] = {"True": True, "False": False}
 
 

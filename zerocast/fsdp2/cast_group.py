@@ -71,8 +71,8 @@ class CastGroup:
         self._in_graphs = self._without.copy(), self._cut_rows.copy()
         for weight in weights:
             weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
-        self._free_scales()
         self.gather_casts = [] if keep_codes else list(map(self._gather_cast, _by_gather(weights)))
+        self._free_scales()
 
     def _lay_out(self, gathers: Sequence[list[FSDPWeight]], sent: Tensor, scales: Iterator[Tensor]) -> None:
         """Lay out gathers that are alike side by side, over zero bytes `sent`
@@ -119,11 +119,11 @@ class CastGroup:
         """Cast the masters as they are now into the bytes to send, of codes only those that are
         kept; with `repeat` by the delayed scales of the last cast.
         """
+        self._allocate_scales()  # which tables that are built now are checked against
         coded = self.amaxes.coded if self.keep_codes else frozenset[str]()
         unmeasured = self._tables_without(self.amaxes.measured)
         codes = [*self._tables_without(coded), *self._cut_rows_of(coded)] if self.keep_codes else ()
         try:
-            self._allocate_scales()
             cast(
                 self._tables,
                 self.amaxes,
@@ -152,6 +152,7 @@ class CastGroup:
         """Keep those of the coming cast as long as this group: a graph is going to hold their
         addresses.
         """
+        self._allocate_scales()
         without, cut_rows = self._in_graphs
         measured, coded = self.amaxes.measured, self.amaxes.coded
         without |= {names: self._tables_without(names) for names in (measured, coded)}

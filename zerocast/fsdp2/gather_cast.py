@@ -105,7 +105,7 @@ def _over(shard: MasterShard, codes: Sequence[Tensor], scale: Tensor | None) -> 
     buffers = {name: buffer for name, buffer in shard.weight.state.buffers.items() if buffer is not None}
     buffers |= {} if scale is None else {"scale": scale}
     buffers |= dict(zip(("rowwise_data", "columnwise_data"), codes, strict=False))
-    weight = QuantizedWeight.of_buffers(shard.weight.shape, shard.weight.format, shard.weight.dtype, buffers)
+    weight = QuantizedWeight.of_part(shard.weight.shape, shard.weight.format, shard.weight.dtype, buffers)
     return replace(shard, weight=weight, shard_data=(codes[0], codes[1]) if len(codes) > 1 else codes[0])
 
 

@@ -254,7 +254,7 @@ class FSDPWeight:
         buffers = {**scales, **self._scalars(side), **dict(zip(names, codes or elsewhere, strict=False))}
         geometry = self.geometry
         shape = geometry.cast_rows, geometry.columns
-        weight = QuantizedWeight.of_buffers(shape, self.format, geometry.nominal, buffers)
+        weight = QuantizedWeight.of_part(shape, self.format, geometry.nominal, buffers)
         data = (codes[0], codes[1]) if len(codes) > 1 else codes[0] if codes else None
         return MasterShard(weight, self.master.view(-1) if geometry.span.numel else None, geometry.span, data)
 

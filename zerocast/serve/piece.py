@@ -96,7 +96,7 @@ def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, i
         held["rowwise_scale_inv"] = scales[first // step : -(-end // step)] if weight.format.block else scales
     if amax is not None:
         held["amax"] = amax
-    return QuantizedWeight.of_buffers((end - first, columns), weight.format, weight.dtype, held), first
+    return QuantizedWeight.of_part((end - first, columns), weight.format, weight.dtype, held), first
 
 
 def _rows(matrix: Tensor, rows: Sequence[range]) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, layout
 from zerocast.formats.layout import BUFFERS
+from zerocast.formats.memory import check_buffers, check_tensor
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight.freshness import Freshness
 
@@ -53,6 +54,11 @@ class WeightState:
     parameter's, where it is known. `shared_amax` are the weights that have one tensor amax, this
     one among them. `host_casts_gradient` says that a host adds gradients up, in the `grad_dtype`
     that it sets: products make them in the nominal dtype.
+
+    Every way in which bytes become a weight comes through here, so here the buffers are checked:
+    TypeError or ValueError unless they are those of the layout (`zerocast.formats.memory`). With
+    `is_part` they are what a cast or a reader has of a larger weight, of any size: a descriptor
+    table or an op then checks what it reaches.
     """
 
     format: FormatSpec
@@ -68,10 +74,13 @@ class WeightState:
     shared_amax: SharedAmax | None = None
     host_casts_gradient: bool = False
     initial: Tensor | None = None
+    is_part: bool = False
     choices: dict[Hashable, Any] = field(default_factory=dict)
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.is_part:
+            check_buffers(self.format, self.matrix_shape, self.dtype, self.buffers)
         self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
         self._share_scalar()
 
@@ -173,18 +182,9 @@ class WeightState:
         ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype
         and device of what it replaces.
         """
-        device = self.rowwise_data.device
         expected = layout.buffers(self.format, self.matrix_shape, self.dtype)
         for name, target in targets.items():
-            buffer = expected[name]
-            if buffer is None:
-                raise ValueError(f"a {self.format} weight has no {name}")
-            found = (tuple(target.shape), target.dtype, target.device, target.is_contiguous())
-            if found != (buffer.shape, buffer.dtype, device, True):
-                raise ValueError(
-                    f"{name} needs contiguous {buffer.dtype} {buffer.shape} on {device}, got {target.dtype} "
-                    f"{tuple(target.shape)} on {target.device}, strides {target.stride()}"
-                )
+            check_tensor(name, target, expected[name], self.format, self.rowwise_data.device)
         for name, target in targets.items():
             source = self.buffers[name]
             if source is not None:
@@ -196,8 +196,11 @@ class WeightState:
 
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Their owner moved these buffers, by name, and the bytes with them: read and write them
-        there from now on.
+        there from now on. TypeError or ValueError, with nothing changed, for buffers that do
+        not fit.
         """
+        if not self.is_part:
+            check_buffers(self.format, self.matrix_shape, self.dtype, {**self.buffers, **buffers})
         self.buffers.update(buffers)
         self._forget()
         self._share_scalar()

@@ -69,8 +69,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         shape that the format cannot take, TypeError for another nominal dtype.
         """
         fmt = get_format(fmt)
-        if dtype not in NOMINAL_DTYPES:
-            raise TypeError(f"the nominal dtype is one of {', '.join(map(str, NOMINAL_DTYPES))}, got {dtype}")
+        _check_nominal(dtype)
         layout.check_shape(fmt, shape)
         return QuantizedWeight(shape, WeightState.empty(fmt, layout.matrix_shape(shape), dtype, torch.device(device)))
 
@@ -82,8 +81,25 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         buffers: Mapping[str, Tensor],
         requires_grad: bool = False,
     ) -> "QuantizedWeight":
-        """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied."""
+        """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied.
+
+        TypeError or ValueError, which names the buffer, for one that is missing or has another
+        shape, dtype or device than the format stores, or less memory.
+        """
+        fmt, shape = get_format(fmt), _checked_shape(shape)
+        _check_nominal(dtype)
+        layout.check_shape(fmt, shape)
         return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
+
+    @staticmethod
+    def of_part(
+        shape: Sequence[int], fmt: FormatSpec, dtype: torch.dtype, buffers: Mapping[str, Tensor]
+    ) -> "QuantizedWeight":
+        """What a cast or a reader has of a weight: buffers of any size, which are checked where a
+        descriptor table or an op reaches into them. For internal use.
+        """
+        state = WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}, is_part=True)
+        return QuantizedWeight(shape, state)
 
     def as_arguments(self) -> tuple[Any, ...]:
         """The arguments of an op from which it makes a `StoredWeight` over the same buffers."""
@@ -372,6 +388,24 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return handler(*args, **(kwargs or {}))
 
 
+def _check_nominal(dtype: object) -> None:
+    if dtype not in NOMINAL_DTYPES:
+        raise TypeError(f"the nominal dtype is one of {', '.join(map(str, NOMINAL_DTYPES))}, got {dtype!r}")
+
+
+def _checked_shape(shape: object) -> tuple[int, ...]:
+    """The shape as a tuple. TypeError or ValueError unless it is a sequence of numbers of
+    elements.
+    """
+    if not isinstance(shape, tuple | list):
+        raise TypeError(f"a shape is a tuple of ints, got a {type(shape).__name__}")
+    if any(isinstance(extent, bool) or not isinstance(extent, int | torch.SymInt) for extent in shape):
+        raise TypeError(f"a shape is a tuple of ints, got {shape!r:.100}")
+    if any(extent < 0 for extent in shape):
+        raise ValueError(f"a shape has no negative extent, got {shape!r:.100}")
+    return tuple(shape)
+
+
 def _restore(
     shape: tuple[int, ...],
     key: str,
@@ -384,7 +418,13 @@ def _restore(
     columnwise_on_demand: bool = False,  # files of older versions have none
     shared_amax: tuple[str, ...] | None = None,
 ) -> QuantizedWeight:
+    """The weight that `_payload` took apart, out of a file that may hold anything."""
+    _check_saved(requires_grad, is_parameter, cast, buffers, initial, columnwise_on_demand, shared_amax)
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
+    if initial is not None and (initial.shape != weight.shape or not initial.is_floating_point()):
+        raise ValueError(
+            f"the initial value of a weight of {tuple(weight.shape)} is {initial.dtype} {tuple(initial.shape)}"
+        )
     weight.state.was_cast = cast
     weight.state.columnwise_on_demand = columnwise_on_demand
     weight.state.shared_amax = None if shared_amax is None else SharedAmax(shared_amax)
@@ -392,6 +432,22 @@ def _restore(
     if is_parameter:
         weight._is_param = True  # what torch.nn.Parameter sets on a subclass
     return weight
+
+
+def _check_saved(*given: object) -> None:
+    """TypeError for arguments of `_restore` that no weight is saved with."""
+    *marks, buffers, initial, on_demand, shared_amax = given
+    if not all(isinstance(mark, bool) for mark in (*marks, on_demand)):
+        raise TypeError("a saved weight says True or False where this file says something else")
+    if not isinstance(buffers, dict) or not all(isinstance(name, str) for name in buffers):
+        raise TypeError(f"a saved weight has its buffers by name, this file has a {type(buffers).__name__}")
+    if initial is not None and (not isinstance(initial, Tensor) or isinstance(initial, QuantizedWeight)):
+        raise TypeError(
+            f"the initial value of a saved weight is a plain tensor, this file has a {type(initial).__name__}"
+        )
+    names = () if shared_amax is None else shared_amax
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"a saved weight shares its amax with names, this file has {shared_amax!r:.100}")
 
 
 torch.serialization.add_safe_globals([_restore])

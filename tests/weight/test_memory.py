@@ -1,0 +1,22 @@
+"""No byte outside of a buffer is read or written, whatever a file, a freed storage or a call by hand says."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.weight import memory_cases
+
+
+@pytest.mark.parametrize("flag", [[], ["-O"]], ids=["asserts", "without asserts"])
+def test_every_case_is_refused(flag: list[str]) -> None:
+    """In a process of its own, which a case may end."""
+    command = [sys.executable, *flag, "-m", "tests.weight.memory_cases"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert ended.returncode == 0, ended.stdout[-500:] + ended.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", ["file argument 0 0", "plan nvfp4 rowwise_data 2", "adam_step"])
+def test_an_error_names_both_sizes(name: str) -> None:
+    with pytest.raises(ValueError, match=r"262,144 bytes.*4,096 bytes|2,048 .* 1,024|268,435,456.* 16"):
+        memory_cases.cases()[name]()
