@@ -18,7 +18,7 @@ from zerocast.cast import partition
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import ONE_PROCESS
 
-GAPS = ((1, 20), (21, 150), (157, 16 * 32 - 3))
+GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -37,7 +37,7 @@ def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: b
 def test_what_nobody_owns_stays(ranks: Ranks, piece: int) -> None:
     """Halves of bytes too, beside which no rank writes."""
     cases = tuple(
-        Weight(fmt, (16, 32), GAPS, content="lcg", seed=seed)
+        Weight(fmt, (32, 32), GAPS, content="lcg", seed=seed)
         for seed, fmt in enumerate(("nvfp4", "mxfp4", "fp8_current"))
     )
     for outcome, shared, _ in ranks(3)(host_masters.cast_and_gather, cases, piece, 2):
