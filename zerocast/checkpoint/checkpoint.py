@@ -146,7 +146,9 @@ def read(
     found = extras.problems(extra or {}, saved, manifest, group)
     if not found:
         found = other_dtypes(list(_leaves("", of_caller)), saved) + _unfit(saved, "", of_caller)
-    found = _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside) + found
+    found = (
+        _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside, manifest.formats) + found
+    )
     known = {*state["model"], *rest.plain, *rest.quantized}
     found += _unknown(saved, known | {*manifest.frozen})
     found += _unknown_moments(kept, state["optim"]["state"])
