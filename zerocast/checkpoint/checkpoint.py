@@ -153,7 +153,7 @@ def read(
     found += _unknown(saved, known | {*manifest.frozen})
     found += _unknown_moments(kept, state["optim"]["state"])
     _raise_unfit(path, found, group)
-    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group)
+    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
     try:
         optimizer.check_numbers(state)
     except ValueError as error:
