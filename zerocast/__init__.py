@@ -31,7 +31,7 @@ from zerocast.serve import export
 from zerocast.verification.report import VerificationError, VerifyReport
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.freshness import set_debug
+from zerocast.weight.validity import set_debug
 
 # Saved files and users' code know these modules by names from before they moved into packages.
 sys.modules[f"{__name__}.recipe"] = recipe

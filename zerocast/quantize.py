@@ -153,10 +153,10 @@ def cast_together(
 
     With `seed`, the amaxes of these values also give delayed scales.
     """
-    has_masters = weights[0].state.freshness.has_masters
+    has_masters = weights[0].state.validity.has_masters
     masters = [value.reshape(-1).float() for value in values]
     plan = CastPlan(weights, masters, [0] * len(masters), ONE_PROCESS, claim=claim)
-    plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
+    plan.validity.has_masters = has_masters  # the value is no master: nobody trains it
     if seed:
         plan.delayed.forget()
     plan.cast()

@@ -29,6 +29,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState
+from zerocast.weight.validity import Use
 
 logger = logging.getLogger(__name__)
 BUFFERS = "buffers"
@@ -94,7 +95,7 @@ class Untrained:
     def check(self) -> None:
         """RuntimeError for a weight that was never cast, or whose last write broke off."""
         for weight in self.quantized.values():
-            weight.check_filled()
+            weight.check(Use.COPY)
 
     def formats(self) -> dict[str, Stored]:
         """The formats of quantized weights, as a manifest records them."""
@@ -139,7 +140,7 @@ class Untrained:
             if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
                 buffers |= _columnwise(state, loaded[name])
             state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
-            state.freshness.change()
+            state.validity.changed()
 
     def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
         """Tensors of another dtype, which a load would round."""

@@ -22,13 +22,13 @@ from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.device_step import check_capturable
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes
 from zerocast.optim.update_rule import ADAMW
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.weight.validity import Use, Validity, transaction
 
 # a plain parameter takes the same pass; nobody reads its amax
 PLAIN = get_format("fp8_current"), torch.float32
@@ -164,7 +164,7 @@ class FusedAdamW(CapturableOptimizer):
         return self._outside_of_graphs(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.STEP)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -174,7 +174,7 @@ class FusedAdamW(CapturableOptimizer):
         for manager in self.managers:
             # also by a step that raises half-way: all ranks cast before a gather tells them
             manager.make_due(self)
-        with transaction(self.guards, "an optimizer step"):
+        with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
                 manager.forget_old_amaxes()
             self.launch({})
@@ -194,7 +194,7 @@ class FusedAdamW(CapturableOptimizer):
         and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
         device, and for other backends than cuda.
         """
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.STEP)
         device = self.param_groups[0]["params"][0].device
         backend = backends.choose(device)
         check_capturable(device, backend)
@@ -225,9 +225,9 @@ class FusedAdamW(CapturableOptimizer):
         return self._managers
 
     @property
-    def guards(self) -> list[WriteGuard]:
-        """The guards of masters and moments."""
-        return [guard_of(self), *(manager.guard for manager in self._managers)]
+    def validities(self) -> list[Validity]:
+        """The validities of masters and moments."""
+        return [validity_of(self), *(manager.validity for manager in self._managers)]
 
     def passes(self) -> list[AdamPass]:
         """The launches of a step."""
@@ -255,7 +255,7 @@ class FusedAdamW(CapturableOptimizer):
         """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
         have moments of zero. RuntimeError after a step or a load that raised half-way.
         """
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.SAVE)
         found = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {}

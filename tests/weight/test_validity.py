@@ -1,29 +1,29 @@
-"""WriteGuard: what broke off is partial until a complete write, whoever shares the guard."""
+"""Validity: what broke off is partial until a complete write, for all that is written together."""
 
 import contextlib
 from collections.abc import Callable
 
 import pytest
 
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.weight.validity import Use, Validity, transaction
 
 
-def guard() -> WriteGuard:
-    return WriteGuard("load a state", recast_remedy="cast again")
+def validity() -> Validity:
+    return Validity("load a state", recast_remedy="cast again")
 
 
-def breaks_off(guards: list[WriteGuard], what: str = "a step", *, masters: bool = True) -> None:
-    with pytest.raises(KeyError), transaction(guards, what, masters=masters):
+def breaks_off(validities: list[Validity], what: str = "a step", *, masters: bool = True) -> None:
+    with pytest.raises(KeyError), transaction(validities, what, masters=masters):
         raise KeyError
 
 
 def test_a_complete_write_leaves_nothing() -> None:
-    one = guard()
+    one = validity()
     with one.transaction("a step"):
-        assert one.is_open
-        assert not one.is_partial
-        one.check_complete()  # its own parts read what it writes
-    assert (one.is_open, one.is_partial, one.partial) == (False, False, None)
+        assert one.is_writing
+        assert one.partial is None
+        one.check(Use.SAVE)  # its own parts read what it writes
+    assert (one.is_writing, one.partial) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -39,59 +39,59 @@ def test_what_broke_off_is_partial_until_a_complete_write(
 ) -> None:
     """A cast completes weights, and never masters."""
     for written, complete in completes.items():
-        one = guard()
+        one = validity()
         breaks_off([one], masters=masters)
-        assert (one.is_partial, one.has_partial_masters) == (True, masters)
+        assert (one.partial is not None, one.has_partial_masters) == (True, masters)
         with pytest.raises(RuntimeError, match=said):
-            one.check_complete()
+            one.check(Use.SAVE)
         with one.transaction("another", masters=written):
             pass
-        assert one.is_partial is not complete
+        assert (one.partial is None) is complete
 
 
 def test_a_cast_that_breaks_off_leaves_partial_masters_to_a_load() -> None:
-    one = guard()
+    one = validity()
     breaks_off([one])
     breaks_off([one], "a cast", masters=False)
     with pytest.raises(RuntimeError, match="a step raised half-way: load a state"):
-        one.check_complete()
+        one.check(Use.SAVE)
 
 
 def test_a_nested_write_is_a_part() -> None:
-    one = guard()
+    one = validity()
     with contextlib.suppress(KeyError), one.transaction("a step"):
         with one.transaction("a cast", masters=False):
             pass
         raise KeyError
-    assert one.partial == "a step raised half-way: load a state"
+    assert str(one.partial) == "a step raised half-way: load a state"
     with one.transaction("a load"), pytest.raises(KeyError), one.transaction("a cast"):
         raise KeyError  # which the load survives
-    assert not one.is_partial
+    assert one.partial is None
 
 
 @pytest.mark.parametrize("leaves", [lambda: None, lambda: breaks_off([], "nothing")], ids=["reads", "raises"])
 def test_a_reader_that_overwrites_looks_at_what_is_partial(leaves: Callable[[], None]) -> None:
-    one = guard()
+    one = validity()
     breaks_off([one])
-    with one.overlooked():
-        one.check_complete()
+    with one.reading_partial():
+        one.check(Use.SAVE)
         leaves()
-    assert one.is_partial
+    assert one.partial
 
 
 def test_one_write_of_several_owners() -> None:
-    model, optimizer = guard(), WriteGuard("load both")
+    model, optimizer = validity(), Validity("load both")
     breaks_off([model, optimizer])
-    assert (model.is_partial, optimizer.partial) == (True, "a step raised half-way: load both")
+    assert (bool(model.partial), str(optimizer.partial)) == (True, "a step raised half-way: load both")
     with transaction([model, optimizer], "a load"):
-        assert model.is_open
-        assert optimizer.is_open
-    assert not model.is_partial
-    assert not optimizer.is_partial
+        assert model.is_writing
+        assert optimizer.is_writing
+    assert model.partial is None
+    assert optimizer.partial is None
 
 
 def test_what_another_call_broke_is_declared() -> None:
-    one = guard()
-    one.mark_partial("a cast", masters=False)
-    assert one.partial == "a cast raised half-way: cast again"
+    one = validity()
+    one.broke_off("a cast", masters=False)
+    assert str(one.partial) == "a cast raised half-way: cast again"
     assert not one.has_partial_masters
