@@ -137,7 +137,7 @@ class CastPlan:
         self.ready(self._detail)
         with self.validity.transaction("a cast", masters=update is not None), self.delayed.rollback():
             self.launch(skip=skip, update=update, repeat=repeat)
-        self.done()
+            self.done()
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights, casts among it: what raises in here leaves weights that are

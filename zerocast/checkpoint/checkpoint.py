@@ -146,12 +146,14 @@ def read(
     found = extras.problems(extra or {}, saved, manifest, group)
     if not found:
         found = other_dtypes(list(_leaves("", of_caller)), saved) + _unfit(saved, "", of_caller)
-    found = _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside) + found
+    found = (
+        _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside, manifest.formats) + found
+    )
     known = {*state["model"], *rest.plain, *rest.quantized}
     found += _unknown(saved, known | {*manifest.frozen})
     found += _unknown_moments(kept, state["optim"]["state"])
     _raise_unfit(path, found, group)
-    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group)
+    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
     try:
         optimizer.check_numbers(state)
     except ValueError as error:

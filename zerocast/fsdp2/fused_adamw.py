@@ -6,7 +6,6 @@ the bits of ZeroAdamW's step, and keeps its state under the keys of torch.optim.
 checkpoints go from one to the other.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -94,7 +93,7 @@ class AdamPass:
         each(grads, self._exp_avgs, self._exp_avg_sqs, scalars=scalars, clip=clip, packed=packed)
 
 
-class MomentsOnDemand(defaultdict[Any, Any]):
+class MomentsOnDemand(dict[Any, Any]):
     """The `state` of a FusedAdamW, which is never without a state.
 
     torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
@@ -104,6 +103,13 @@ class MomentsOnDemand(defaultdict[Any, Any]):
     def __bool__(self) -> bool:
         """True, also without entries."""
         return True
+
+    def __missing__(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Make the moments of a parameter when they are first asked for: by its first step, or by
+        torch's `set_optimizer_state_dict`, which looks here for their names.
+        """
+        self[parameter] = _new_moments(parameter)
+        return self[parameter]
 
 
 class FusedAdamW(CapturableOptimizer):
@@ -131,7 +137,7 @@ class FusedAdamW(CapturableOptimizer):
         # this update has, so that states have the same keys.
         options = torch.optim.AdamW([torch.zeros(0)]).defaults
         super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.state = MomentsOnDemand(dict)
+        self.state = MomentsOnDemand()
         self._bound: list[list[int]] = []  # what the tables were made for
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
@@ -283,7 +289,7 @@ class FusedAdamW(CapturableOptimizer):
         held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
-        self.state = MomentsOnDemand(dict, self.state)
+        self.state = MomentsOnDemand(self.state)
         for moments in self.state.values():
             for key, value in moments.items():
                 if key == "step":
@@ -320,9 +326,6 @@ class FusedAdamW(CapturableOptimizer):
         """Make a row of scalars for each parameter group and number of steps taken. All parameters
         of a row have the same step count, each in a tensor of its own, and the first one is read.
         """
-        for _, parameter in indexed:
-            if not self.state[parameter]:
-                self.state[parameter] = _new_moments(parameter)
         states = [self.state[parameter] for _, parameter in indexed]
         device = indexed[0][1].device if indexed else torch.device("cpu")
         rows: dict[tuple[int, float], int] = {}

@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerocast.checkpoint.checkpoint import Kept
@@ -116,11 +117,13 @@ class ZeroState:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError on every rank for a state that does not fit on any."""
-        problem = None
+        problem: Exception | None = None
         try:
             self._check(state)
         except KeyError as error:
             problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
+        except torch.OutOfMemoryError as error:
+            problem = error
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             problem = ValueError(str(error))
         validate_across_ranks(self._group, [], problem, what="loads a state")
