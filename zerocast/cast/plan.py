@@ -300,7 +300,7 @@ class CastPlan:
     @property
     def held(self) -> list[Any]:
         """The objects that a switch of formats changes."""
-        return [self, self.validity, self._step_hooks, *(w.state for w in self.weights)]
+        return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
 
     def check_switch(self) -> None:
         """RuntimeError where formats cannot change now: while a write is partial or under way."""

@@ -6,6 +6,7 @@ the bits of ZeroAdamW's step, and keeps its state under the keys of torch.optim.
 checkpoints go from one to the other.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,7 @@ class AdamPass:
         each(grads, self._exp_avgs, self._exp_avg_sqs, scalars=scalars, clip=clip, packed=packed)
 
 
-class MomentsOnDemand(dict[Any, Any]):
+class MomentsOnDemand(defaultdict[Any, Any]):
     """The `state` of a FusedAdamW, which is never without a state.
 
     torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
@@ -108,8 +109,8 @@ class MomentsOnDemand(dict[Any, Any]):
         """Make the moments of a parameter when they are first asked for: by its first step, or by
         torch's `set_optimizer_state_dict`, which looks here for their names.
         """
-        self[parameter] = _new_moments(parameter)
-        return self[parameter]
+        moments = self[parameter] = _new_moments(parameter)
+        return moments
 
 
 class FusedAdamW(CapturableOptimizer):
@@ -137,7 +138,7 @@ class FusedAdamW(CapturableOptimizer):
         # this update has, so that states have the same keys.
         options = torch.optim.AdamW([torch.zeros(0)]).defaults
         super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.state = MomentsOnDemand()
+        self.state = MomentsOnDemand(dict)
         self._bound: list[list[int]] = []  # what the tables were made for
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
@@ -289,7 +290,7 @@ class FusedAdamW(CapturableOptimizer):
         held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
-        self.state = MomentsOnDemand(self.state)
+        self.state = MomentsOnDemand(dict, self.state)
         for moments in self.state.values():
             for key, value in moments.items():
                 if key == "step":

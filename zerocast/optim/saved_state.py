@@ -9,7 +9,7 @@ Loading the mark clears moments. A parameter with neither moments nor a mark is 
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,6 +66,21 @@ def loaded_hyperparameters(
         if taken != numbers:
             raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
     return taken
+
+
+def problem_of(check: Callable[[], None], what: str) -> Exception | None:
+    """Return the error of a `check` of a state on this rank, for all ranks to raise: ValueError for
+    a state that does not fit `what` would take it, and memory that ran out as itself.
+    """
+    try:
+        check()
+    except KeyError as error:
+        return ValueError(f"the state does not fit this {what}: it lacks {error}")
+    except torch.OutOfMemoryError as error:
+        return error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return ValueError(str(error))
+    return None
 
 
 def check_moments(name: str, moments: Mapping[str, Any], wanted: Collection[str] | None) -> None:

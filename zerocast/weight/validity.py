@@ -313,6 +313,11 @@ class Validity:
         self._writing.broke_off_masters = masters
 
     @property
+    def held(self) -> list[object]:
+        """The objects whose attributes are all that is known here."""
+        return [self, self._writing]
+
+    @property
     def is_writing(self) -> bool:
         """True if this thread is within a transaction, of which another would be a part."""
         return self._writing.is_here()
