@@ -23,7 +23,7 @@ class Recorder(FSDPWeight):
     """A weight that keeps what it is told of."""
 
     def __init__(self, manager: CastManager) -> None:
-        super().__init__("weight", zerocast.get_format("nvfp4"), manager.record, Freshness(), False)
+        super().__init__("weight", zerocast.get_format("nvfp4"), manager.record, Freshness())
         self.is_cast, self.found = True, list[Tensor]()
 
     def note_write(self, data: Tensor) -> None:
