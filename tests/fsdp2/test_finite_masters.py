@@ -70,10 +70,13 @@ def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
         value = VALUES[number % len(VALUES)]
         run.step(what, value, culprit)
         said = run.told(then)
+        again = "" if then == "another step" else error_of(run.forward)  # of the same cast
         run.repair()
-        again = error_of(run.forward)
+        again += error_of(run.forward)
         if not said.startswith(TOLD) or again:
-            complaints.append(f"{what} {value}, then {then}: {said or 'nothing'}; after it was repaired: {again}")
+            complaints.append(
+                f"{what} {value}, then {then}: {said or 'nothing'}; then, and after it was repaired: {again}"
+            )
     return complaints
 
 

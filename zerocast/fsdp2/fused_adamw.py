@@ -120,8 +120,9 @@ class FusedAdamW(CapturableOptimizer):
 
     Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
     update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
-    finite is not looked for. Raises TypeError for parameters that are not FP32 and ValueError for
-    parameters on several devices.
+    finite is not looked for, and the masters that it makes NaN are told of after the next cast.
+    Raises TypeError for parameters that are not FP32 and ValueError for parameters on several
+    devices.
     """
 
     def __init__(
