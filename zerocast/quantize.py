@@ -14,6 +14,7 @@ from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.models import remember
 from zerocast.weight.owners import Claim
 
 NO_PRODUCT = {  # modules that read their weight otherwise than as the second operand of a product
@@ -66,6 +67,7 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
             if parameter in new:
                 setattr(module, name, new[parameter])
                 show_formats(module)
+    remember(model)
     return model
 
 

@@ -137,9 +137,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, names = getattr(func, "_opname", ""), [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False))
-        if name == "adam_step":
-            self._add(name, [given["master"]], [[0, *segment] for segment in given["segments"].tolist()])
-        elif name in ("adam_amax", "adam_cast", "partial_amax"):
+        if name in ("adam_amax", "adam_cast", "partial_amax"):
             columns = [Column.MASTER_BASE, Column.MASTER_OFFSET, Column.NUMEL]
             self._add(name, given["masters"], [line for line in given["table"][:, columns].tolist() if line[2]])
         return func(*args, **(kwargs or {}))
@@ -164,8 +162,8 @@ def test_each_master_is_read_by_one_op() -> None:
             ends = [offset, offset + whole.start - start, offset + whole.stop - start, offset + numel]
             expected |= {("adam_amax", *ends[:2]), ("adam_cast", *ends[1:3]), ("adam_amax", *ends[2:])}
         else:
-            expected.add(("adam_amax" if fmt.element else "adam_step", offset, offset + numel))
-    assert {name for name, _, _ in expected} == {"adam_amax", "adam_cast", "adam_step"}
+            expected.add(("adam_amax", offset, offset + numel))
+    assert {name for name, _, _ in expected} == {"adam_amax", "adam_cast"}
     assert sorted(reads.found) == sorted(expected)
 
 

@@ -103,6 +103,7 @@ class CastPlan:
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
+        self._is_stepped = param_groups is not None  # by updates within casts
         self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
         self.validity = validity or Validity()
         self.validity.owner, self.validity.has_masters = weakref.ref(self), True
@@ -396,7 +397,7 @@ class CastPlan:
         # the text that ranks compare; the caller fills in its step
         self._call = _numbered(self.group) + self._step_of_caller
         device = self._partition.device
-        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
+        self.packed = PackedAmax(self._partition, self._cast, device, self.group, self._is_stepped)
         self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)

@@ -42,7 +42,9 @@ class CapturableOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def prepare(self) -> object:
-        """The host's part; returns another object once anything lies elsewhere."""
+        """The host's part; returns another object once anything lies elsewhere, None if this rank
+        takes no step.
+        """
 
     @property
     @abstractmethod
@@ -99,9 +101,12 @@ class CapturedStep:
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
         bound = self._optimizer.prepare()
+        managers = self._optimizer.managers
+        if bound is None:
+            self._cast_alone()
+            return
         if self._bound is not None and bound is not self._bound:
             raise RuntimeError(MOVED)
-        managers = self._optimizer.managers
         if self._bound is None or any(manager.must_seed for manager in managers):
             for manager in managers:
                 manager.before_first_step()
@@ -121,6 +126,12 @@ class CapturedStep:
                 manager.after_cast(repeat=False)
         # torch's schedulers look for it; only a call of `step` itself sets it
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010
+
+    def _cast_alone(self) -> None:
+        """Take no step, and cast as the other ranks do within this call."""
+        for manager in self._optimizer.managers:
+            manager.make_due(self._optimizer)
+            manager.before_gather()
 
     def _fill_stand_ins(self) -> None:
         if self._make_stand_ins is None:

@@ -23,6 +23,7 @@ from zerocast.formats.layout import Buffer, round_up
 from zerocast.fsdp2.amax_reduction import BoundaryAmaxes, ReductionGroup
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import JointLayout
+from zerocast.fsdp2.gather_status import DirtyStatus
 from zerocast.fsdp2.weight import FSDPWeight
 
 # kept for sets of weights that steps have not measured; which experts learn may change with every
@@ -59,8 +60,9 @@ class CastGroup:
         for gathers, part in zip(alike, sent.split(sizes), strict=True):
             self._lay_out(gathers, part.view(len(gathers), -1), scales)
         # headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are
-        statuses = [(weight.status_after_cast, 0) for weight in weights]
-        self._headers = torch.tensor(statuses, dtype=torch.int32).view(-1, 2).to(self._device)
+        statuses = [weight.status_after_cast for weight in weights]
+        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)  # of finite masters
+        self._headers = torch.stack([self._statuses, torch.zeros_like(self._statuses)], 1)
         places = [weight.header.storage_offset() + half for weight in weights for half in (0, 1)]
         self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
         self._sent = sent.view(torch.int32)
@@ -111,7 +113,7 @@ class CastGroup:
         tables = WeightTables(self._device, self._backend)
         for name, shard in shards.items():
             if name not in measured:
-                tables.of(shard.weight).add_shard(shard, self.amaxes.offsets[name])
+                tables.of(shard.weight).add_shard(shard, self.amaxes.offsets[name], flag=self.amaxes.flag_of[name])
         return tables.freeze()
 
     @torch.no_grad()
@@ -185,11 +187,16 @@ class CastGroup:
         """Write the headers of a cast, by default of the one after the last; as arguments of
         kernels the numbers travel to a GPU without a wait.
         """
+        self._headers[:, 0] = self._statuses + DirtyStatus.NOT_FINITE * self.amaxes.flags
         if generation is None:
             self._headers[:, 1] += 1
         else:
             self._headers[:, 1].fill_(generation)
         self._sent.index_copy_(0, self._header_places, self._headers.view(-1))
+
+    def statuses(self) -> list[DirtyStatus]:
+        """The status of each weight that the last cast has left. Waits for the device."""
+        return [DirtyStatus(status) for status in self._headers[:, 0].tolist()]
 
     def _tables_without(self, names: frozenset[str]) -> list[WeightTable]:
         """Tables of what no step has measured of these weights, or written the codes of."""

@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerocast import backends
 from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.weight_table import WeightTable
+from zerocast.distributed.agreement import raise_together
+from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
@@ -61,18 +64,20 @@ class AdamPass:
         shape: tuple[int, int],
         span: Span,
         place: tuple[int, int],
+        flag: int,
         codes: Tensor | None = None,
     ) -> None:
         """Append a parameter with its flat local part `master`, the elements `span` of a matrix
         `shape`.
 
         `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go,
-        rowwise and of an own columnwise grid. `codes` are its kept codes, for a pass that `casts`.
+        rowwise and of an own columnwise grid, and `flag` where a 1 goes if it becomes NaN or Inf.
+        `codes` are its kept codes, for a pass that `casts`.
         """
         self._parameters.append(parameter)
         self._exp_avgs.append(_flat(state["exp_avg"]))
         self._exp_avg_sqs.append(_flat(state["exp_avg_sq"]))
-        self._table.add_master(master, shape, span, place, row, codes)
+        self._table.add_master(master, shape, span, place, row, flag, codes)
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -122,8 +127,9 @@ class FusedAdamW(CapturableOptimizer):
 
     Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
     update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
-    finite is not looked for. Raises TypeError for parameters that are not FP32 and ValueError for
-    parameters on several devices.
+    finite is not looked for, and the masters that it makes NaN are told of after the next cast.
+    Raises TypeError for parameters that are not FP32 and ValueError for parameters on several
+    devices.
     """
 
     def __init__(
@@ -166,7 +172,8 @@ class FusedAdamW(CapturableOptimizer):
 
         What raises before masters are written changes nothing. What raises later leaves an
         optimizer and a model that say so at every call, and cannot be saved, until a state is
-        loaded through `zerocast.fsdp2.TrainingState`.
+        loaded through `zerocast.fsdp2.TrainingState`. So do hyper-parameters that are out of range
+        where masters are sharded: other ranks may have stepped, so all raise at the next gather.
         """
         return self._outside_of_graphs(self, closure)
 
@@ -217,13 +224,21 @@ class FusedAdamW(CapturableOptimizer):
 
     def prepare(self) -> object:
         """The host's part before the device's; returns what the tables were made for, another
-        object once anything lies elsewhere, empty without gradients.
+        object once anything lies elsewhere, empty without gradients. None if this rank takes no
+        step, of which all ranks hear at the next gather.
         """
-        for group in self.param_groups:
-            ADAMW.check(group, wait=False)
         self._bind()
-        if self._bound:
-            self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+        try:
+            for group in self.param_groups:
+                ADAMW.check(group, wait=False)
+            if self._bound:
+                self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+        except (TypeError, ValueError) as error:
+            if not any(manager.has_company for manager in self._managers):
+                raise
+            for guard in self.validities:
+                guard.mark_partial(f"an optimizer step ({error})")
+            return None
         return self._bound
 
     @property
@@ -274,19 +289,18 @@ class FusedAdamW(CapturableOptimizer):
         return {**found, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a copy of the state of this class, or of torch.optim.AdamW. ValueError or
-        KeyError, with nothing changed, for moments and hyper-parameters that cannot be.
+        """Take over a copy of the state of this class, or of torch.optim.AdamW. All ranks that
+        shard the parameters call it. ValueError on all of them, with nothing changed, for moments
+        and hyper-parameters that cannot be, and for other parameters.
         """
-        check_options(state_dict["param_groups"])
-        for group in state_dict["param_groups"]:
-            ADAMW.check(group)
-        ours = [parameter for group in self.param_groups for parameter in group["params"]]
-        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, parameter in zip(theirs, ours, strict=False):
-            moments = state_dict["state"].get(index)
-            if moments is not None:
-                check_moments(f"parameter {index}", moments, ADAM_STATE)
-                check_shapes(f"parameter {index}", moments, parameter)
+        problem = None
+        try:
+            self._check_state(state_dict)
+        except KeyError as error:
+            problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
+        except (AttributeError, TypeError, ValueError) as error:
+            problem = ValueError(str(error))
+        raise_together(self._meshes(), problem, "loads the state of a FusedAdamW")
         held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
@@ -297,6 +311,29 @@ class FusedAdamW(CapturableOptimizer):
                     moments[key] = torch.as_tensor(value).to(torch.float32, copy=True)
                 elif id(value) not in held:
                     moments[key] = value.clone()
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """ValueError, TypeError or KeyError, on this rank alone, for a state that does not fit."""
+        check_options(state_dict["param_groups"])
+        for group in state_dict["param_groups"]:
+            ADAMW.check(group)
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        here, there = ([len(group["params"]) for group in one] for one in (groups, saved))
+        if here != there:
+            raise ValueError(f"the state has parameter groups of {there} parameters, and this optimizer of {here}")
+        indices = (index for group in saved for index in group["params"])
+        parameters = (parameter for group in groups for parameter in group["params"])
+        for index, parameter in zip(indices, parameters, strict=True):
+            moments = state_dict["state"].get(index)
+            if moments is not None:
+                check_moments(f"parameter {index}", moments, ADAM_STATE)
+                check_shapes(f"parameter {index}", moments, parameter)
+
+    def _meshes(self) -> list[Group]:
+        """The groups of each dimension of the mesh that parameters are sharded over."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+        return [Group.of(group) for group in meshes[0].get_all_groups()] if meshes else []
 
     def _bind(self) -> None:
         """Tables of where everything lies, made anew when any of it was replaced or other
@@ -353,13 +390,13 @@ class FusedAdamW(CapturableOptimizer):
         plain = {dtype: AdamPass(TableKey(backend, *PLAIN), device) for dtype in GRADIENT_DTYPES}
         for parameter, shard in locals_:
             adam, shape, span = plain[parameter.grad.dtype], (1, shard.numel()), Span(0, shard.numel())
-            place, codes = (len(adam), -1), None
+            place, flag, codes = (len(adam), -1), -1, None
             if isinstance(shard, MasterParameter) and shard.weight.format.amax_policy is not AmaxPolicy.NONE:
                 weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span
                 key = TableKey(backend, weight.format, geometry.nominal)
-                place = group.amaxes.offsets[weight.name]
+                place, flag = group.amaxes.offsets[weight.name], group.amaxes.flag_of[weight.name]
                 if span.numel:
                     names[group].append(weight.name)
                     casts = weight.format.casts_in_one_pass
@@ -370,7 +407,8 @@ class FusedAdamW(CapturableOptimizer):
                         codes = group.kept_codes(weight.name)
             if span.numel:
                 master = _plain(shard).detach().view(-1)
-                adam.add(parameter, master, self.state[parameter], self._row[parameter], shape, span, place, codes)
+                state, row = self.state[parameter], self._row[parameter]
+                adam.add(parameter, master, state, row, shape, span, place, flag, codes)
         self._measured = [
             (group, frozenset(names[group]), frozenset(local[group]), [one.freeze() for one in passes.values()])
             for group, passes in measured.items()

@@ -9,6 +9,9 @@ without gradients, a state dict and `zerocast.verify` read what is unread, and w
 
 No gather comes for weights that a forward pass left gathered. Before the next forward pass the
 ranks exchange their statuses by themselves then (`StatusExchange`).
+
+A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or
+until somebody asks for the state: gathers go on, since one of them may be for `zerocast.verify`.
 """
 
 import atexit
@@ -23,6 +26,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zerocast.cast.finite_masters import not_finite
 from zerocast.distributed.group import Group
 from zerocast.weight.validity import Use, Validity
 
@@ -43,6 +47,10 @@ class DirtyStatus(enum.IntEnum):
     WRITTEN = 1
     EMPTY = 2
     PARTIAL = 3  # a step or a load raised half-way
+    NOT_FINITE = 4  # CLEAN, and masters of the last cast are NaN or Inf
+
+
+CAST = DirtyStatus.CLEAN, DirtyStatus.NOT_FINITE
 
 
 class SentHeaders:
@@ -85,6 +93,9 @@ class GatherStatus:
         self._validity = validity
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
         self._sent: deque[SentHeaders] = deque()
+        # weights whose masters were not finite, with the number of their cast; until it is told
+        self._not_finite: dict[str, int] = {}
+        self._told_cast, self._is_overlooked = 0, False
 
     def all_written(self, name: str, headers: Tensor) -> bool:
         """True if every rank with rows of a weight was written to since it last cast, by int32
@@ -106,7 +117,11 @@ class GatherStatus:
                 "rank: optimizer steps and zerocast.fsdp2.refresh must happen on all of them"
             )
         written = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.WRITTEN]
-        clean = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.CLEAN]
+        clean = [rank for rank, (status, _) in enumerate(by_rank) if status in CAST]
+        cast = by_rank[0][1]
+        if cast > self._told_cast and any(status == DirtyStatus.NOT_FINITE for status, _ in by_rank):
+            self._not_finite[name] = cast
+            _unread.add(self)
         if written and clean:
             raise RuntimeError(
                 f"{name}: the master was changed on ranks {written} of its shard group and not on ranks {clean} since "
@@ -135,11 +150,22 @@ class GatherStatus:
 
     def next_step(self) -> None:
         """RuntimeError, on every rank, where ranks disagree in any headers that were sent in the
-        step that ends; what it has gathered since is sent.
+        step that ends, and where its masters were not finite; what it has gathered since is sent.
         """
         while self._sent:
             self._read_oldest()
         self._send()
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """RuntimeError, on every rank and once a cast, for masters that were NaN or Inf by the
+        headers that were read.
+        """
+        if self._not_finite and not self._is_overlooked:
+            names = list(self._not_finite)
+            self._told_cast = max(self._not_finite.values())
+            self._not_finite.clear()
+            raise not_finite(names, f"{len(names)} weights")
 
     def check(self) -> None:
         """RuntimeError where ranks disagree in any headers. Waits for the device."""
@@ -151,6 +177,7 @@ class GatherStatus:
         """Drop what is unread: masters are about to be overwritten on all ranks."""
         self._unsent.clear()
         self._sent.clear()
+        self._not_finite.clear()
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
@@ -158,20 +185,24 @@ class GatherStatus:
         on all ranks, and calls `forget` when it does. Afterwards it is unread again.
         """
         sent, unsent = list(self._sent), self._unsent
-        self._sent, self._unsent = deque(), []
+        self._sent, self._unsent, self._is_overlooked = deque(), [], True
         try:
             yield
         finally:
+            self._is_overlooked = False
             self._sent.extendleft(reversed(sent))
             self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
-        """Log a disagreement that nobody has read; headers that do not arrive are left."""
+        """Log a disagreement, or masters that were not finite, if nobody has heard of it yet;
+        headers that do not arrive are left.
+        """
         self._send()
         until = time.monotonic() + EXIT_SECONDS
         while self._sent and (self._sent[0].has_arrived or time.monotonic() < until):
             if self._sent[0].has_arrived:
                 self._read_oldest()
+        self.check_finite()
 
     def _send(self) -> None:
         if self._unsent:

@@ -105,6 +105,11 @@ class CastManager:
         """(number of casts so far, True if the next gather makes another)."""
         return self.record.generation, self._is_due
 
+    @property
+    def has_company(self) -> bool:
+        """True if other ranks have parts of the same masters, or the same parts."""
+        return any(reduction.group.size > 1 for reduction, _ in self._reductions)
+
     def make_due(self, by: Optimizer | None = None) -> None:
         """Cast before the next gather, and let there be one. `by` is who stepped."""
         self._is_due = self._stepped = True
@@ -268,6 +273,7 @@ class CastManager:
         due.
         """
         self.before_gather()
+        self._exchange_finite()
         self.check(Use.SAVE)
         return {name: state for group in self.cast_groups for name, state in group.delayed.state_dict().items()}
 
@@ -399,10 +405,19 @@ class CastManager:
 
     def check(self, use: Use) -> None:
         """RuntimeError while masters may not be used so, and on all ranks where they disagreed in
-        any gather so far. Waits for the device.
+        any gather so far, or were NaN or Inf in a cast that was gathered. Waits for the device.
         """
         self.validity.check(use)
         self.record.status.check()
+        self.record.status.check_finite()
+
+    def _exchange_finite(self) -> None:
+        """Let all ranks know of masters that are not finite in a cast that no gather has sent."""
+        for group, (reduction, weights) in zip(self.cast_groups, self._reductions, strict=True):
+            if not all(weight.is_sent for weight in weights):
+                names, cast = [weight.name for weight in weights], self.record.generation
+                exchange = StatusExchange(names, group.statuses(), cast, reduction.group, reduction.device)
+                exchange.check(self.record.status)
 
     def exchange_status(self) -> None:
         """Before a forward pass of the prepared model: gather anew what was left gathered, if

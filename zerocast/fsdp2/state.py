@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.moments import MOMENTS
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
@@ -41,7 +42,6 @@ from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
 from zerocast.optim.saved_state import (
     ADAM_STATE,
-    MOMENTS,
     NEVER_STEPPED,
     STEP,
     check_moments,

@@ -313,6 +313,11 @@ class FSDPWeight:
         self._mesh, self._sent = mesh, self.record.generation
         return outputs
 
+    @property
+    def is_sent(self) -> bool:
+        """True once the bytes of the last cast were sent."""
+        return self._sent == self.record.generation
+
     def _outputs_on(self, device: torch.device) -> tuple[Tensor, ...]:
         self._write_header()
         outputs = self.outputs()
@@ -352,7 +357,7 @@ class FSDPWeight:
             everywhere = self._all_written([self], [self._gathered_header])
         else:  # the first one looks at all headers
             everywhere = self.place == 0 and self._all_written(self.group.weights, self.group.headers)
-        return everywhere and self._sent == self.record.generation
+        return everywhere and self.is_sent
 
     def _all_written(self, received: Sequence["FSDPWeight"], headers: Sequence[Tensor]) -> bool:
         """True if there is a weight that all ranks have written to."""
@@ -421,7 +426,7 @@ class FSDPWeight:
         time.
         """
         assert self.unsharded is not None
-        if self._sent != self.record.generation:
+        if not self.is_sent:
             self._gather_again(outputs)
         self.validity.finish = None
         self.group.received += 1

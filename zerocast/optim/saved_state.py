@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.checkpoint.moments import MOMENTS, check_values
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.optim.update_rule import UpdateRule
 
 NEVER_STEPPED = "never_stepped"
 STEP = "step"  # of Adam alone, as in torch.optim
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
-MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
 ADAM_STATE = frozenset({"exp_avg", "exp_avg_sq", STEP})
 BETAS = ("beta1", "beta2")
 
@@ -129,8 +128,4 @@ def _check_values(name: str, key: str, value: Any) -> None:
     own = value.flat if isinstance(value, TensorShard) else getattr(value, "_local_tensor", value).detach()
     if type(own) is not Tensor or own.is_meta or not own.numel():
         return  # moments that another library keeps in a tensor of its own
-    lowest, highest = torch.stack(torch.aminmax(own)).tolist()
-    if not (math.isfinite(lowest) and math.isfinite(highest)):
-        raise ValueError(f"{key} of {name} holds NaN or Inf in the state")
-    if lowest < 0 and key in SECOND_MOMENTS:
-        raise ValueError(f"{key} of {name} holds {lowest} in the state, and second moments are squares")
+    check_values(name, key, own)

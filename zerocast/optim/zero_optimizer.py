@@ -30,8 +30,9 @@ from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.frozen import FrozenParameters, frozen, listed, warn_where_ranks_differ
+from zerocast.optim.frozen import FrozenParameters, frozen, listed
 from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.left_out import LeftOut
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
@@ -95,7 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, f"builds a {self.NAME}", settings)
         self._frozen = FrozenParameters(frozen(given), self.NAME)
-        warn_where_ranks_differ(self._group, self._frozen.parameters)
+        self._left_out = LeftOut(self._group, self._frozen.parameters, [parameter for _, parameter, _ in named])
         free = groups_free_on_all(self._group, company)
         self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
@@ -229,6 +230,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._validity.check(Use.STEP)
         self._skipped.before_step()
+        self._left_out.after_steps(self._steps)
         self.averages.before_step()
         self._reducer.finish()
         self._invalid = None
