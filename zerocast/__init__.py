@@ -17,25 +17,18 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
     backends, gemm                              who casts here; how products are computed
 """
 
-import sys
-
-from zerocast import backends, fsdp2, gemm, metrics
+from zerocast import backends, export, fsdp2, gemm, metrics
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import switch
-from zerocast.formats import FormatSpec, get_format, recipe
+from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.recipe import Recipe
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
 from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.quantize import quantize_
-from zerocast.serve import export
 from zerocast.verification.report import VerificationError, VerifyReport
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.freshness import set_debug
-
-# Saved files and users' code know these modules by names from before they moved into packages.
-sys.modules[f"{__name__}.recipe"] = recipe
-sys.modules[f"{__name__}.export"] = export
 
 __version__ = "0.1.0"
 
@@ -50,6 +43,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroMuon",
     "backends",
+    "export",
     "fsdp2",
     "gemm",
     "get_format",
@@ -65,4 +59,4 @@ __all__ = [
 
 def __dir__() -> list[str]:
     """The public names, for `help` and completion; the rooms of the package are found by import."""
-    return [*__all__, "export", "serve", *(name for name in globals() if name.startswith("__"))]
+    return [*__all__, "serve", *(name for name in globals() if name.startswith("__"))]

@@ -14,7 +14,7 @@ from zerocast.cli.progress import Progress
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.convert import to_checkpoint, to_safetensors
 from zerocast.inspection.format_selection import DTYPES, Dtype
-from zerocast.serve.export import SHARD_BYTES
+from zerocast.serve.safetensors_writer import SHARD_BYTES
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from zerocast.cli.progress import Progress
 from zerocast.inspection import Contents, choose
 from zerocast.inspection.convert import tensors
 from zerocast.inspection.format_selection import DTYPES, Dtype
-from zerocast.serve.export import SHARD_BYTES
 from zerocast.serve.hugging_face import write_hf
+from zerocast.serve.safetensors_writer import SHARD_BYTES
 
 
 @dataclass(frozen=True)

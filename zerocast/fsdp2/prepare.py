@@ -306,10 +306,8 @@ class PickledHook:
     they train as such.
     """
 
-    _warns = False  # of files of earlier versions, which give no argument or others
-
-    def __init__(self, *args: Any) -> None:
-        self._warns = args == (True,)
+    def __init__(self, warns: bool = False) -> None:
+        self._warns = warns
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Warn before a forward pass with gradients, unless the module was prepared again."""
@@ -317,8 +315,6 @@ class PickledHook:
             self._warns = False
             if not is_prepared(module):
                 warnings.warn(PICKLED.format(type(module).__name__), stacklevel=2)
-
-    before = after = __call__  # as files of earlier versions name it
 
 
 class _OutsideOfGraphs:

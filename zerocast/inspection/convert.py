@@ -22,8 +22,9 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.inspection.contents import Contents
 from zerocast.inspection.format_selection import Chosen
 from zerocast.quantize import cast_together
-from zerocast.serve.export import SHARD_BYTES, write_safetensors
+from zerocast.serve.safetensors_writer import SHARD_BYTES
 from zerocast.serve.weight_source import LazyTensors
+from zerocast.serve.write import write_safetensors
 from zerocast.weight import QuantizedWeight
 
 Reading = Callable[[str], object]  # is told the name of a weight before it is read

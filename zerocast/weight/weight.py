@@ -415,7 +415,7 @@ def _restore(
     cast: bool,
     buffers: dict[str, Tensor],
     initial: Tensor | None,
-    columnwise_on_demand: bool = False,  # files of older versions have none
+    columnwise_on_demand: bool,
     shared_amax: tuple[str, ...] | None = None,
 ) -> QuantizedWeight:
     """The weight that `_payload` took apart, out of a file that may hold anything."""

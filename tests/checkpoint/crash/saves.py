@@ -22,8 +22,8 @@ from tests.optim.folders import names
 from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source
+from zerocast.export import export_safetensors
 from zerocast.optim import Checkpoints
-from zerocast.serve.export import export_safetensors
 
 SAVED = "saved"  # the mark after the call that has returned
 
