@@ -170,10 +170,10 @@ def _read_one(path: Path) -> None:
     assert value(_reader(trained)) == _expected(trained, 1)
 
 
-def _converted(root: Path, path: Path) -> None:
-    from zerocast.cli.convert import ConvertConfig, convert
+def _exported(root: Path, path: Path) -> None:
+    from zerocast.cli.export import ExportConfig, export
 
-    assert convert(ConvertConfig(root / "source.safetensors", path, to="checkpoint")) == 0
+    assert export(ExportConfig(root / "source.safetensors", path, to="checkpoint")) == 0
 
 
 def _read_weights(path: Path) -> None:
@@ -196,7 +196,7 @@ SAVES: dict[str, Folder | Once] = {
     "zerocast.optim.save": Once(lambda _, path: optim.save(trained(1), path), _read_one),
     "zerocast.optim.save, deeper": Once(lambda _, path: optim.save(trained(1), path), _read_one, "not/yet/there"),
     "export_safetensors": Once(lambda _, path: export_safetensors(_model(), path), _read_weights),
-    "zerocast convert": Once(_converted, _read_weights),
+    "zerocast export": Once(_exported, _read_weights),
 }
 
 
