@@ -32,7 +32,6 @@ COMMANDS = {
     "bench --seed -1": "seed must be between 0 and",
     "bench --only nvfp5": "no row is called 'nvfp5': did you mean nvfp4?",
     "bench --compare nowhere.json": "zerocast bench: nowhere.json is not there",
-    "bench --trace no/trace.json": "there is no folder no",
     "bench step --layers 0": "layers must be at least 1, got 0",
     "bench step --lr -1": "lr must be between 0 and",
     "bench step --compare nowhere.json": "zerocast bench step: nowhere.json is not there",
