@@ -1,13 +1,41 @@
-"""What `import zerocast` brings along: no compiler, which takes seconds, no triton, which fixes whether kernels are interpreted."""
+"""What `import zerocast` brings along: no compiler, which takes seconds, no triton, which fixes whether kernels are
+interpreted, and nothing that changes torch for the process.
+"""
 
 import subprocess
 import sys
 
 HEAVY = ("torch._dynamo", "torch._inductor", "triton", "safetensors", "matplotlib", "tyro")
+EVERYTHING = "import zerocast, zerocast.optim, zerocast.fsdp2, zerocast.export"
+
+
+def printed(script: str) -> str:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
 
 def test_nothing_heavy_is_imported() -> None:
-    imports = "import zerocast, zerocast.optim, zerocast.fsdp2, zerocast.export"
-    script = f"import sys; {imports}; print([name for name in {HEAVY} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    assert printed(f"import sys; {EVERYTHING}; print([name for name in {HEAVY} if name in sys.modules])") == "[]\n"
+
+
+CHANGES = """
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optim
+
+def state():
+    return list(optim._global_optimizer_pre_hooks), list(optim._global_optimizer_post_hooks), dict(vars(DTensor))
+
+before = state()
+{0}
+print(state() == before)
+{1}
+print([now != then for now, then in zip(state(), before)])
+"""
+
+
+def test_the_process_is_changed_by_the_first_weight_and_the_first_prepare_alone() -> None:
+    """Hooks before steps, hooks after steps, and what DTensor is."""
+    weight = "zerocast.QuantizedWeight.empty((16, 16), 'nvfp4')"
+    assert printed(CHANGES.format(EVERYTHING, weight)).splitlines() == ["True", "[True, False, False]"]
+    prepare = "zerocast.fsdp2.prepare(torch.nn.Linear(16, 16), {'weight': 'nvfp4'})"
+    assert printed(CHANGES.format(EVERYTHING, prepare)).splitlines() == ["True", "[True, True, True]"]
