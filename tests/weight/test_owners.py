@@ -16,10 +16,9 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.workers import Ranks, error_of
-from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, quantize_
+from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, export, quantize_
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.optim import reduction
-from zerocast.serve import export
 from zerocast.weight import owners
 
 ORPHANS = "quantized weights got gradients and no optimizer trains them"

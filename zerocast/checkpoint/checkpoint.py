@@ -265,7 +265,7 @@ def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
-    """The formats of quantized weights, which `zerocast inspect` and `convert` read."""
+    """The formats of quantized weights, which `zerocast inspect` and `export` read."""
     shares = {name: shared.names for name, shared in optimizer.shared_amaxes.items()}
     return {
         name: Stored(str(fmt), dtype_name(dtype), shares.get(name, ()))

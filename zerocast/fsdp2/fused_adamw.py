@@ -236,8 +236,8 @@ class FusedAdamW(CapturableOptimizer):
         except (TypeError, ValueError) as error:
             if not any(manager.has_company for manager in self._managers):
                 raise
-            for guard in self.validities:
-                guard.mark_partial(f"an optimizer step ({error})")
+            for validity in self.validities:
+                validity.broke_off(f"an optimizer step ({error})")
             return None
         return self._bound
 

@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from zerocast.formats import FormatSpec
 from zerocast.formats.recipe import Recipe, RecipeLike
@@ -52,6 +53,7 @@ from zerocast.weight.validity import Use
 # Weak, since parameters keep managers alive and managers know modules.
 _Ref = weakref.ReferenceType[CastManager]
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
+_optimizer_hooks: list[RemovableHandle] = []
 # The prepared modules in a module, looked for once.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
@@ -110,6 +112,7 @@ def prepare(
     recipe.check_used(weights)
     names = {parameter: name for name, parameter in reversed(weights.items())}
     shared = recipe.shared_amaxes(list(names.values())[::-1])
+    watch_optimizers()
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
     manager = CastManager(model, weight_mesh, keep_codes)
@@ -307,10 +310,8 @@ class PickledHook:
     they train as such.
     """
 
-    _warns = False  # of files of earlier versions, which give no argument or others
-
-    def __init__(self, *args: Any) -> None:
-        self._warns = args == (True,)
+    def __init__(self, warns: bool = False) -> None:
+        self._warns = warns
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Warn before a forward pass with gradients, unless the module was prepared again."""
@@ -318,8 +319,6 @@ class PickledHook:
             self._warns = False
             if not is_prepared(module):
                 warnings.warn(PICKLED.format(type(module).__name__), stacklevel=2)
-
-    before = after = __call__  # as files of earlier versions name it
 
 
 class _OutsideOfGraphs:
@@ -385,6 +384,16 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
             state[name] = value.plain
 
 
+def watch_optimizers() -> None:
+    """Let every step of a torch optimizer tell the managers of its masters, and raise after a load
+    that broke off. The hooks are the process's, which has them from its first prepared model or
+    TrainingState on.
+    """
+    if not _optimizer_hooks:
+        _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _optimizer_hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """RuntimeError for an optimizer of any class whose state a load has left half written. The
     other ranks step and cast, and so does this one cast if it goes on: then all raise.
@@ -421,7 +430,3 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _managers_of(optimizer: Optimizer) -> list[CastManager]:
     return managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

@@ -39,7 +39,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2.fused_adamw import FusedAdamW
 from zerocast.fsdp2.manager import CastManager, validity_of
-from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
+from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict, watch_optimizers
 from zerocast.optim.saved_state import (
     ADAM_STATE,
     NEVER_STEPPED,
@@ -78,6 +78,7 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        watch_optimizers()  # without a prepared model too: no optimizer steps what a load left half written
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         # The moments that were made for a reader, which a load takes over without a copy.

@@ -191,11 +191,15 @@ def key_graphs_by_local_tensors() -> None:
     A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and
     quantized weights, and the other way about: kernels that read memory which is not there. Torch
     2.13 has that cache on disk by default.
+
+    This replaces a method of torch for the whole process, since the cache asks the class. A test
+    fails once torch needs it no longer (`tests/fsdp2/test_optimizers.py`).
     """
     hashed = getattr(DTensor, _KEY, None)
     if hashed is None or hasattr(hashed, "looks_into"):
         return
 
+    @functools.wraps(hashed)
     def of_both(tensor: DTensor) -> str:
         own = getattr(tensor._local_tensor, _KEY, None)
         key: str = hashed(tensor)
@@ -211,6 +215,10 @@ def replicate_as_plain(kind: type[Tensor]) -> None:
 
     Over one rank nothing is gathered: torch hands out the shard itself, which is a copy from now
     on, as it is over several.
+
+    This replaces a method of torch for the whole process: `full_tensor` and torch's own getters of
+    full states call it, and a shard cannot tell their call from one that wants the master. A test
+    fails once torch needs it no longer (`tests/fsdp2/test_full_state.py`).
     """
     redistribute = DTensor.redistribute
     if hasattr(redistribute, "makes_plain"):

@@ -18,7 +18,7 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import linear, owners, unsupported
+from zerocast.weight import linear, owners, refused_optimizers, unsupported
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.state import WeightState
 from zerocast.weight.stored import WeightReader
@@ -49,6 +49,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
         )
+        refused_optimizers.refuse_steps(QuantizedWeight)
         # it has no memory: what asks below the dispatcher raises
         torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.state = state
@@ -378,7 +379,7 @@ def _restore(
     cast: bool,
     buffers: dict[str, Tensor],
     initial: Tensor | None,
-    columnwise_on_demand: bool = False,  # files of older versions have none
+    columnwise_on_demand: bool,
     shared_amax: tuple[str, ...] | None = None,
 ) -> QuantizedWeight:
     """The weight that `_payload` took apart, out of a file that may hold anything."""
