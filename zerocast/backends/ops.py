@@ -195,6 +195,7 @@ def transposed_copy(
 
     A per-tensor scale serves both directions, so then the scales are empty.
     """
+    checks.check_serves("transpose", get_format(format))
     checks.check_direction(backend, format, row_data, row_scale, rows, columns)
     data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
     _implementation("transpose", backend, format)(

@@ -175,6 +175,7 @@ class DescriptorTable:
             if row[Column.NUMEL]
         ]
         self._end = max((offset + numel for offset, numel, _ in owned), default=0)
+        self._group_count = max((group + 1 for *_, group in owned), default=0)
         self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
         storages = [self.masters, *self.buffers.values()]
         followed = [tensor for one in storages for tensor in one.followed]
