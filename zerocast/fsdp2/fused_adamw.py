@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerocast import backends
+from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
+from zerocast.cast.storage import Places
 from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.agreement import raise_together
 from zerocast.distributed.group import Group
@@ -75,8 +77,9 @@ class AdamPass:
         `codes` are its kept codes, for a pass that `casts`.
         """
         self._parameters.append(parameter)
-        self._exp_avgs.append(_flat(state["exp_avg"]))
-        self._exp_avg_sqs.append(_flat(state["exp_avg_sq"]))
+        for name, moments in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
+            moments.append(_flat(state[name]))
+            check_plain(name, moments[-1], FLOATS, master.numel(), master.device)
         self._table.add_master(master, shape, span, place, row, flag, codes)
 
     def __len__(self) -> int:
@@ -86,6 +89,10 @@ class AdamPass:
         """Put the table on the device."""
         self._table.freeze()
         return self
+
+    def written(self) -> list[Tensor]:
+        """Masters and moments."""
+        return [*self._table.masters.tensors, *self._exp_avgs, *self._exp_avg_sqs]
 
     def gradients(self) -> list[Tensor]:
         """The gradients as they are now, flat."""
@@ -146,6 +153,7 @@ class FusedAdamW(CapturableOptimizer):
         super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state = MomentsOnDemand(dict)
         self._bound: list[list[int]] = []  # what the tables were made for
+        self._memory = Places(())  # of masters and moments then
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
         # here, since it imports the compiler
@@ -347,12 +355,13 @@ class FusedAdamW(CapturableOptimizer):
             manager.bind()
             manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.cast_groups]
-        if self._places(locals_) != self._bound or groups != self._cast_groups:
+        if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             self._bound = []  # whatever raises from here on is begun anew
             _check_gradients(locals_)
             self._rows(indexed)
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
+            self._memory = Places(tensor for one in self.passes() for tensor in one.written())
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
         """List all that the tables depend on: parameters, where they lie, and the tensors of

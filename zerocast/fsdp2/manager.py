@@ -165,6 +165,7 @@ class CastManager:
             self.keep_codes, self._holds_codes, self.cast_groups = True, False, []
         self.bind()
         record = self.record
+        record.addresses.check_memory()
         self._caller.number = record.generation + 1
         self.forget_old_amaxes()
         with contextlib.ExitStack() as stack:

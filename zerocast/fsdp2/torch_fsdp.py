@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from zerocast.formats.layout import round_up
+from zerocast.formats.memory import check_storage
 
 # so many that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
 # taken beforehand
@@ -305,6 +306,7 @@ class MasterAddresses:
         plains = [local.plain for local in locals_]
         self._locals = list(map(weakref.ref, locals_))
         self._addresses = list(map(Tensor.data_ptr, plains))
+        self._sizes = [plain.untyped_storage().nbytes() for plain in plains]
         self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
         self.note()
 
@@ -313,6 +315,13 @@ class MasterAddresses:
         found = list(map(_local_tensor, [param() for param in self._params]))
         same = all(map(operator.is_, found, [local() for local in self._locals]))
         return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
+
+    def check_memory(self) -> None:
+        """ValueError for a master whose storage was freed or made smaller since."""
+        for index, (local, size) in enumerate(zip(self._locals, self._sizes, strict=True)):
+            found = local()
+            if found is not None and found.plain.untyped_storage().nbytes() < size:
+                check_storage(self._params[index]()._param_fqn or "a master", found.plain)
 
     def note(self) -> None:
         """Writes that autograd has counted so far were cast. Dispatch sees all but those of
