@@ -52,7 +52,7 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
         weight = weight_of(param)
         entry.data = _unread(weight) if is_loading else weight.dequantize()
         vars(entry).pop(_ASKED_FIRST, None)
-        if isinstance(param, QuantizedWeight) and not (param.requires_grad or weight.state.freshness.has_masters):
+        if isinstance(param, QuantizedWeight) and not (param.requires_grad or weight.state.validity.has_masters):
             holder.update({f"{key}.{name}": own for name, own in _own_bytes(entry, weight, is_loading).items()})
     return sharded_state_dict
 

@@ -29,6 +29,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState
+from zerocast.weight.validity import Use
 
 logger = logging.getLogger(__name__)
 BUFFERS = "buffers"
@@ -94,7 +95,7 @@ class Untrained:
     def check(self) -> None:
         """RuntimeError for a weight that was never cast, or whose last write broke off."""
         for weight in self.quantized.values():
-            weight.check_filled()
+            weight.check(Use.COPY)
 
     def formats(self) -> dict[str, Stored]:
         """The formats of quantized weights, as a manifest records them."""
@@ -194,7 +195,7 @@ def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
     if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
         buffers |= _columnwise(state, loaded)
     state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
-    state.freshness.change()
+    state.validity.changed()
 
 
 def _columnwise(state: WeightState, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
