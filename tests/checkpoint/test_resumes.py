@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.workers import Ranks
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, fsdp2, quantize_
+from zerocast.checkpoint.untrained import own_buffers
 from zerocast.fsdp2 import TrainingState
 from zerocast.optim import Checkpoints
 
@@ -73,10 +74,12 @@ def trained(model: nn.Module, optimizer: Any, steps: range) -> None:
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
-    """All that a forward pass reads."""
-    read = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    plain_values = {name: one.dequantize() if isinstance(one, QuantizedWeight) else one for name, one in read.items()}
-    return {name: one.detach().clone() for name, one in plain_values.items()}
+    """All that a forward pass reads: bytes of weights, plain parameters and buffers."""
+    read: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        own = own_buffers(tensor) if isinstance(tensor, QuantizedWeight) else {"": tensor}
+        read |= {f"{name}.{buffer}": value.detach().clone() for buffer, value in own.items()}
+    return read
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
