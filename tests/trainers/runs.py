@@ -38,6 +38,7 @@ class Seen(nn.Module):
         self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
         self.last.weight = self.first.weight
         self.frozen = nn.Linear(64, 64).bfloat16().requires_grad_(False)
+        nn.init.normal_(self.frozen.weight, std=0.1)
         self.register_buffer("count", torch.zeros(()))
         self.inputs: list[Tensor] = []
         recipe = {
