@@ -164,7 +164,7 @@ class Group:
                 del names[stand_in]
 
     def called_by(self, caller: Caller) -> "Group":
-        """The same group with errors that name the caller, unless they already name one."""
+        """A copy of this group whose errors name the caller, or the group itself if they name one."""
         return self if self.caller else replace(self, caller=caller)
 
     @contextlib.contextmanager

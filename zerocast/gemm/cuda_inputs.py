@@ -27,7 +27,7 @@ def serves(device: torch.device) -> bool:
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """The same bytes as `inputs.per_tensor`, in two launches."""
+    """Quantize `x` to the same bytes as `inputs.per_tensor`, in two launches."""
     x = _aligned(x)
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
@@ -37,7 +37,9 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """The same bytes as `inputs.per_tensor_both_ways`. `amax` is f32[1], or None if not known.
+    """Quantize `x` to the same bytes as `inputs.per_tensor_both_ways`.
+
+    `amax` is f32[1], or None if it is not known.
 
     An f32 input, or one whose columns are no multiple of 16, takes one more launch.
     """
@@ -65,8 +67,8 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """The same bytes as `inputs.groups`, for a `width` of `GROUP`. The scales are stored column by
-    column.
+    """Quantize `x` to the same bytes as `inputs.groups`, for a `width` of `GROUP`. The scales are
+    stored column by column.
     """
     assert width == GROUP, width
     x = _aligned(x)
@@ -79,8 +81,8 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> scaling.BothWays:
-    """The same bytes as `inputs.groups_both_ways`, for a `width` of `GROUP`. An f32 input takes one
-    launch per direction.
+    """Quantize `x` to the same bytes as `inputs.groups_both_ways`, for a `width` of `GROUP`. An f32
+    input takes one launch per direction.
     """
     assert width == GROUP, width
     if x.dtype is torch.float32:

@@ -126,7 +126,7 @@ def _loadable(x: Tensor) -> Tensor:
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """The same bytes as `inputs.per_tensor`, in two launches."""
+    """Quantize `x` to the same bytes as `inputs.per_tensor`, in two launches."""
     amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(1, device=x.device, dtype=torch.float32)
@@ -137,7 +137,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """The same bytes as `inputs.groups`. The scales are stored column by column."""
+    """Quantize `x` to the same bytes as `inputs.groups`. Scales are stored column by column."""
     rows, columns = x.shape
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(columns // width, rows, device=x.device, dtype=torch.float32)
@@ -148,11 +148,11 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> scaling.BothWays:
-    """The same bytes as `inputs.groups_both_ways`, with one launch per direction."""
+    """Quantize `x` to the same bytes as `inputs.groups_both_ways`, one launch per direction."""
     return scaling.both_ways_by(groups, x, width, element, power_of_2, is_square)
 
 
 def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """The same bytes as `inputs.per_tensor_both_ways`. A given `amax` is computed again."""
+    """Quantize `x` to the same bytes as `inputs.per_tensor_both_ways`. `amax` is not used."""
     codes, scale_inv = per_tensor(x, element)
     return codes, scale_inv, scaling.turned(codes)
