@@ -164,7 +164,7 @@ class Group:
                 del names[stand_in]
 
     def called_by(self, caller: Caller) -> "Group":
-        """A copy of this group whose errors name the caller, or the group itself if they name one."""
+        """A group of these ranks whose errors name the caller, unless they name one already."""
         return self if self.caller else replace(self, caller=caller)
 
     @contextlib.contextmanager
