@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerocast.formats.layout import round_up
+from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.formats.memory import check_storage
 
 # so many that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
 # taken beforehand
 PIECES = 8
-ALIGNMENT = 64  # elements
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -268,7 +267,7 @@ class MasterMemory:
             return None  # a short shard comes again, once FSDP2 pads it
         # no view of a piece: a write to it is no write to the others
         place = torch.empty(0, dtype=torch.float32, device=device)
-        room = round_up(numel, ALIGNMENT)
+        room = round_up(numel, BUFFER_ALIGNMENT_ELEMENTS)
         if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
             piece = self._next_piece(numel / self._waiting[name], room)
             self._rest = torch.empty(piece, dtype=torch.float32, device=device)
@@ -287,7 +286,7 @@ class MasterMemory:
             if whole >= self._piece:
                 break
             whole += size
-            elements += round_up(math.ceil(size * part), ALIGNMENT)
+            elements += round_up(math.ceil(size * part), BUFFER_ALIGNMENT_ELEMENTS)
         return max(elements, least)
 
 

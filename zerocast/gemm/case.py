@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from zerocast.formats import Block, FormatSpec
+from zerocast.formats.layout import OPERAND_ALIGNMENT_BYTES
 
-# cuBLASLt wants FP8 and FP4 operands and their scales to begin at multiples of this, in bytes.
-ALIGNMENT = 16
 OPERANDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -26,7 +25,7 @@ class Case:
         capability: the CUDA compute capability; None without an NVIDIA GPU.
         cuda: the version of the CUDA toolkit that torch was built with; None without NVIDIA GPU.
         transposed: True for `x @ W`.
-        aligned: True if all buffers of the weight begin at multiples of `ALIGNMENT` bytes.
+        aligned: True if all buffers begin at multiples of `OPERAND_ALIGNMENT_BYTES`.
     """
 
     format: FormatSpec
@@ -74,11 +73,11 @@ class Case:
         if self.transposed:
             yield "x @ W needs the operand in the other layout: only x @ W.T (linear) runs on tensor cores"
         if not self.aligned:
-            yield f"its storage does not begin at a multiple of {ALIGNMENT} bytes"
+            yield f"its storage does not begin at a multiple of {OPERAND_ALIGNMENT_BYTES} bytes"
 
 
 def _aligned(tensor: torch.Tensor | None) -> bool:
-    """True if there is no buffer, or if it begins at a multiple of `ALIGNMENT` bytes."""
-    # The offset decides, since every allocator aligns a storage to more than `ALIGNMENT`. The
-    # address would not do: fake tensors of a compiler have none.
-    return tensor is None or tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
+    """True if there is no buffer, or if it begins at an aligned offset of its storage."""
+    # Every allocator aligns a storage to more than OPERAND_ALIGNMENT_BYTES. The address itself
+    # would not do: fake tensors of a compiler have none.
+    return tensor is None or tensor.storage_offset() * tensor.element_size() % OPERAND_ALIGNMENT_BYTES == 0
