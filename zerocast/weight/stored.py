@@ -86,7 +86,7 @@ class WeightReader:
 
 class StoredWeight(WeightReader):
     """A weight made from the arguments of an op (`QuantizedWeight.as_arguments`), which lives while
-    the op runs. It checks nothing: the graph that calls the op has checked the weight.
+    the op runs. It checks nothing: the graph has read `readable_rowwise_data`, which checks.
     """
 
     __slots__ = ("_buffers", "amax", "dtype", "format", "makes_columnwise", "matrix_shape", "shape")
