@@ -73,6 +73,7 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
 
 
 def _parse(text: str, inline: str) -> dict[str, Any]:
+    """The options in `inline`, the part of `text` after the colon."""
     options: dict[str, Any] = {}
     for item in inline.split(",") if inline else ():
         key, equals, value = item.partition("=")
@@ -83,6 +84,7 @@ def _parse(text: str, inline: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
+    """The value of an option that is given as text: a bool, an int, a float or the text itself."""
     if text in _LITERALS:
         return _LITERALS[text]
     for number in (int, float):

@@ -47,6 +47,8 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
+    # Leading dimensions are folded into the rows, so a block could reach from one matrix into the
+    # next.
     for block in (fmt.exchange_block, fmt.columnwise_block):
         if block and len(shape) > 2 and shape[-2] % block[0]:
             raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
@@ -182,6 +184,7 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
     if fmt.block is None:
         return Buffer((1,), torch.float32, 1.0)
     down, across = amax_grid(fmt.block, rows, columns)
+    # The paddings are those of cuBLAS: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
     if fmt.scale_rule is ScaleRule.FP32:
         return Buffer((down, round_up(across, 4)), torch.float32, 1.0)
     return Buffer((round_up(rows, 128), round_up(across, 4)), torch.uint8)
@@ -223,6 +226,8 @@ def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
     for name, (block, buffer) in by_name.items():
         if block is None or buffer is None or fmt.has_tensor_amax:
             return {}
+        # A block at an edge may have fewer elements, and a padded buffer has more entries than
+        # blocks. The ratio would then differ between parts of the buffer.
         whole_blocks = all(extent % size == 0 for extent, size in zip(matrix, block, strict=True))
         if not whole_blocks or buffer.shape != amax_grid(block, *matrix):
             return {}

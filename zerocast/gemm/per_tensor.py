@@ -101,6 +101,7 @@ def multiply_codes(
     """`multiply` with (codes, scale_inv) of the direction as `weight`."""
     (codes, scale_inv), (data, weight_scale_inv) = operands, weight
     assert fmt.element and weight_scale_inv is not None, fmt
+    # `data` is `[n, k]` row-major, in either copy. Its transpose is B, column-major as required.
     return torch._scaled_mm(
         codes,
         data.view(fmt.element.dtype).t(),

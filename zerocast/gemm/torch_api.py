@@ -95,6 +95,7 @@ def _by_function(
     dtype: torch.dtype,
     swizzle: Sequence[str],
 ) -> Tensor:
+    """`scaled_mm` by torch's public function, for a torch without the operator as known here."""
     functional: Any = torch.nn.functional
     swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
     y: Tensor = functional.scaled_mm(

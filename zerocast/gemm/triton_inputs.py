@@ -92,6 +92,7 @@ def _groups(
     """One group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv
     `[columns / WIDTH, rows]`.
     """
+    # Offsets are int64, since a tensor may have more than 2**31 elements.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     here = row < rows

@@ -170,6 +170,8 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
         raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
     bias = None if bias is None else bias.to(dtype)
     if autocast:
+        # The operands have the dtype of autocast already. Left on, autocast would also cast the
+        # operands of the products inside a path, which may be FP32 on purpose (`gemm.plain`).
         with torch.autocast(x.device.type, enabled=False):
             return _recorded(x.to(dtype), weight, bias, transposed)
     return _recorded(x, weight, bias, transposed)
@@ -199,6 +201,7 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
         raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
     path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
+        # Without gradients, `use(weight_gradients=...)` has nothing to warn of.
         if torch.is_grad_enabled():
             gemm.warn_nominal(weight, path)
         return multiply(path, x, weight, bias)

@@ -309,6 +309,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return _restore, self._payload(Tensor.clone)
 
     def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        """The arguments with which `_restore` makes this weight from `copy` of its tensors."""
         if self.transposed_of is not None:
             raise RuntimeError("a transposed reading is not copied or saved: copy the weight itself")
         self.wait()
