@@ -152,12 +152,17 @@ def read(
     found += _unknown(saved, known | {*manifest.frozen})
     found += _unknown_moments(kept, state["optim"]["state"])
     _raise_unfit(path, found, group)
-    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group)
+    torch_checkpoint.load_numbers({"optim": _numbers(state["optim"])}, reader, group, str(path))
     try:
         optimizer.check_numbers(state)
     except ValueError as error:
         found.append(str(error))
-    found += problems_of_values(reader, metadata, state["optim"]["state"], group)
+    unread = None
+    try:
+        found += problems_of_values(reader, metadata, state["optim"]["state"], group)
+    except Exception as error:  # a damaged file raises whatever its bytes happen to mean
+        unread = RuntimeError(f"{path} cannot be read, and nothing has changed: {error!r}")
+    validate_across_ranks(group, [], unread, LOADS)
     _raise_unfit(path, found, group)
     _tell_unread(path, saved, manifest, known, rest, group)
     with optimizer.overwriting(), torch.no_grad():

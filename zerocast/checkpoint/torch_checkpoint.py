@@ -41,13 +41,23 @@ def load(state: dict[str, Any], reader: StorageReader, group: Group) -> None:
         state_dict_loader.load(state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None)
 
 
+def load_numbers(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
+    """Like `load` of copies, with an error that says that nothing has changed: RuntimeError on
+    every rank.
+    """
+    try:
+        load(state, reader, group)
+    except CheckpointException as error:  # no Exception, and the same on every rank
+        raise RuntimeError(f"{place} cannot be read, and nothing has changed: {reasons(error)}") from error
+
+
 def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
     """Like `load`, with an error that says what has become of the masters: RuntimeError on every
     rank.
     """
     try:
         load(state, reader, group)
-    except CheckpointException as error:  # no Exception, and the same on every rank
+    except CheckpointException as error:
         raise RuntimeError(
             f"{place} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
         ) from error

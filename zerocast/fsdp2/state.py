@@ -49,6 +49,7 @@ from zerocast.optim.saved_state import (
     hyperparameters,
     loaded_hyperparameters,
     never_stepped,
+    problem_of,
 )
 from zerocast.optim.update_rule import rule_of_torch
 from zerocast.weight.write_guard import WriteGuard, transaction
@@ -187,15 +188,7 @@ class TrainingState:
         not fit. After a step or a load that raised half-way this makes model and optimizers whole
         again, and forgets the gradients of that step.
         """
-        problem = None
-        try:
-            with _overlooked(self._guards(), self._managers()):
-                self._model.state_dict()  # shards what is gathered
-            self._check(state)
-        except KeyError as error:
-            problem = ValueError(f"the state does not fit this model: it lacks {error}")
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            problem = ValueError(str(error))
+        problem = problem_of(lambda: self._check(state), "model")
         group = ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
         validate_across_ranks(group, [], problem, what="loads a state")
         with self.overwriting():
@@ -218,6 +211,8 @@ class TrainingState:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """ValueError or KeyError, on this rank alone, for a state that does not fit."""
+        with _overlooked(self._guards(), self._managers()):
+            self._model.state_dict()  # shards what is gathered
         saved, moments = state["model"], state["optim"]["state"]
         stepped = {one.name: one for one in self._stepped()}
         parameters = dict(self._model.named_parameters())

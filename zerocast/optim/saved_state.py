@@ -9,7 +9,7 @@ Loading the mark clears moments. A parameter with neither moments nor a mark is 
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,21 @@ NEVER_STEPPED = "never_stepped"
 STEP = "step"  # of Adam alone, as in torch.optim
 ADAM_STATE = frozenset({"exp_avg", "exp_avg_sq", STEP})
 BETAS = ("beta1", "beta2")
+
+
+def problem_of(check: Callable[[], object], target: str) -> Exception | None:
+    """Return the error of a `check` of a state, as all ranks are to raise it; None if it fits the
+    `target`.
+    """
+    try:
+        check()
+    except KeyError as error:
+        return ValueError(f"the state does not fit this {target}: it lacks {error}")
+    except torch.OutOfMemoryError as error:
+        return error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return ValueError(str(error))
+    return None
 
 
 def never_stepped() -> dict[str, Tensor]:
