@@ -25,6 +25,7 @@ from zerocast.backends import ops
 from zerocast.backends.descriptor import Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.formats.layout import Span, whole_block_rows
+from zerocast.weight.validity import Use
 
 BF16, FP32 = torch.bfloat16, torch.float32
 GROUPS = 3
@@ -73,7 +74,7 @@ class Trainee:
             state = {"master": self.master, "grad": self.grad_shard, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             ops.adam_step(self.plan.backend, **state, segments=segments, scalars=rows, clip=clip, skip=skip)
             self.plan.launch(skip=skip)
-        self.plan.freshness.cast += 1
+        self.plan.validity.casts += 1
 
     def held(self) -> list[casts.Bytes]:
         """Masters, moments and the bytes of all weights."""
@@ -188,6 +189,6 @@ def test_a_step_that_ends_between_its_codes_and_its_scales_is_partial() -> None:
         trainee.plan.cast(update=update)
     assert not np.array_equal(casts.raw(weight.state.rowwise_data), before["rowwise_data"])
     with pytest.raises(RuntimeError, match="raised half-way"):
-        trainee.plan.guard.check_complete()
+        trainee.plan.validity.check(Use.STEP)
     with pytest.raises(RuntimeError, match="raised half-way"):
         weight.dequantize()

@@ -328,3 +328,44 @@ def test_a_state_that_one_rank_refuses_is_loaded_on_none(ranks: Ranks) -> None:
         "ValueError: another rank that loads the state of a FusedAdamW has been given one that does not fit, and its error says why"
     }
     assert all(error.startswith("ValueError: ") and "another rank" not in error for error in refused), refused
+
+
+def freed(divisor: int) -> dict[str, str]:
+    """What a step, or the cast after it, says of masters and moments whose storages were freed or made smaller."""
+    model = models.sharded(Net(("fp8_block",), 64, 96))
+    optimizer, found = FusedAdamW(model.parameters(), lr=1e-3), {}
+    models.train(model, optimizer, range(1), 64)
+
+    def forward() -> torch.Tensor:
+        return model(models.batch(1, 64))
+
+    for name in ("blocks.0.1.bias", "blocks.0.1.weight"):
+        parameter = dict(model.named_parameters())[name]
+        held = {**{key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}, "master": parameter}
+        for key, tensor in held.items():
+            for use in (optimizer.step, forward) if key == "master" and "weight" in name else (optimizer.step,):
+                put_gradients(model, 0)
+                if use is forward:
+                    optimizer.step()
+                local = tensor._local_tensor
+                storage = getattr(local, "plain", local).untyped_storage()
+                kept = storage.clone()
+                storage.resize_(storage.nbytes() // divisor if divisor else 0)
+                found[f"{name} {key} {use.__name__}"] = error_of(
+                    use
+                )  # a forward pass that raises leaves FSDP2 as it is then
+                storage.resize_(kept.nbytes())
+                storage.copy_(kept)
+    return found
+
+
+@pytest.mark.notices(
+    "storage of a master or a moment is freed or made smaller (`untyped_storage().resize_`)",
+    where="FSDP2",
+    answer="raises at the next `FusedAdamW.step` or cast",
+)
+@pytest.mark.parametrize("divisor", [0, 2])
+def test_memory_that_was_taken_away(ranks: Ranks, divisor: int) -> None:
+    for found in ranks(2)(freed, divisor):
+        assert len(found) == 7
+        assert all("was freed or made smaller" in text for text in found.values()), found

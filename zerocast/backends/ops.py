@@ -195,6 +195,7 @@ def transposed_copy(
 
     A per-tensor scale serves both directions, so then the scales are empty.
     """
+    checks.check_serves("transpose", get_format(format))
     if get_format(format).block is None:
         checks.check_codes(backend, format, row_data, rows, columns)
     else:

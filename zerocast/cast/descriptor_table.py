@@ -177,7 +177,9 @@ class DescriptorTable:
         check_rows(fmt, nominal, self._rows, {"the master": masters}, held, self.of_whole_weights)
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
-        self._end = max((row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row in self._rows), default=0)
+        owned = [row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row in self._rows if row[Column.NUMEL]]
+        groups = [group for row, group in zip(self._rows, self._groups, strict=True) if row[Column.NUMEL]]
+        self._end, self._group_count = max(owned, default=0), max(groups, default=-1) + 1
         storages = [self.masters, *self.buffers.values()]
         followed = [tensor for one in storages for tensor in one.followed]
         bases = [tensor for one in storages for tensor in one.tensors]

@@ -117,6 +117,8 @@ class WeightTable(DescriptorTable):
         (master,) = self.masters.tensors
         for name, tensor in (("grad", update.grad), ("exp_avg", update.exp_avg), ("exp_avg_sq", update.exp_avg_sq)):
             checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.FLOATS, self._end, master.device)
+        checks.check_moments(update.exp_avg, update.exp_avg_sq)
+        checks.check_scalars(update.scalars, update.clip, self._group_count, master.device)
 
     @cached_property
     def _whole_rows(self) -> "WeightTable | None":

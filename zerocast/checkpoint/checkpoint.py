@@ -147,12 +147,14 @@ def read(
     found = extras.problems(extra or {}, saved, manifest, group)
     if not found:
         found = other_dtypes(list(_leaves("", of_caller)), saved) + _unfit(saved, "", of_caller)
-    found = _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside) + found
+    found = (
+        _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside, manifest.formats) + found
+    )
     known = {*state["model"], *rest.plain, *rest.quantized}
     found += _unknown(saved, known | {*manifest.frozen})
     found += _unknown_moments(kept, state["optim"]["state"])
     _raise_unfit(path, found, group)
-    torch_checkpoint.load_numbers({"optim": _numbers(state["optim"])}, reader, group, str(path))
+    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
     try:
         optimizer.check_numbers(state)
     except ValueError as error:
@@ -161,7 +163,7 @@ def read(
     try:
         found += problems_of_values(reader, metadata, state["optim"]["state"], group)
     except Exception as error:  # a damaged file raises whatever its bytes happen to mean
-        unread = RuntimeError(f"{path} cannot be read, and nothing has changed: {error!r}")
+        unread = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
     validate_across_ranks(group, [], unread, LOADS)
     _raise_unfit(path, found, group)
     _tell_unread(path, saved, manifest, known, rest, group)
@@ -268,7 +270,7 @@ def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
-    """The formats of quantized weights, which `zerocast inspect` and `convert` read."""
+    """The formats of quantized weights, which `zerocast inspect` and `export` read."""
     shares = {name: shared.names for name, shared in optimizer.shared_amaxes.items()}
     return {
         name: Stored(str(fmt), dtype_name(dtype), shares.get(name, ()))

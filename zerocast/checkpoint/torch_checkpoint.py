@@ -33,34 +33,22 @@ def save(state: Mapping[str, Any], folder: Path, group: Group, planner: SavePlan
         )
 
 
-def load(state: dict[str, Any], reader: StorageReader, group: Group) -> None:
-    """Fill the tensors of a state dictionary in place; CheckpointException on every rank if any
-    cannot read.
-    """
-    with _without_process_group_warning():
-        state_dict_loader.load(state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None)
-
-
-def load_numbers(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
-    """Like `load` of copies, with an error that says that nothing has changed: RuntimeError on
-    every rank.
+def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str, left: str = "") -> None:
+    """Fill the tensors of a state dictionary in place. RuntimeError on every rank if any cannot
+    read, which says what is `left` of these tensors.
     """
     try:
-        load(state, reader, group)
+        with _without_process_group_warning():
+            state_dict_loader.load(
+                state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
+            )
     except CheckpointException as error:  # no Exception, and the same on every rank
-        raise RuntimeError(f"{place} cannot be read, and nothing has changed: {reasons(error)}") from error
+        raise RuntimeError(f"{place} cannot be read to its end{left}: {reasons(error)}") from error
 
 
 def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
-    """Like `load`, with an error that says what has become of the masters: RuntimeError on every
-    rank.
-    """
-    try:
-        load(state, reader, group)
-    except CheckpointException as error:
-        raise RuntimeError(
-            f"{place} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
-        ) from error
+    """Like `load`, into the masters themselves."""
+    load(state, reader, group, place, "; masters are now partly what it holds")
 
 
 def reasons(error: CheckpointException) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerocast.distributed.group import Group
 from zerocast.distributed.late_copy import LateCopy
-from zerocast.weight.freshness import debugging
+from zerocast.weight.validity import debugging
 
 DIGESTS = 128  # bf16 has every integer up to 256
 

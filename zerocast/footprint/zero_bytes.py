@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.packed_amax import cut_rows
-from zerocast.footprint.network import Collective
+from zerocast.footprint.collective import Collective
 from zerocast.footprint.weight_bytes import (
     FP32,
     FP64,

@@ -16,13 +16,9 @@ from torch import Tensor
 
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager
-from zerocast.optim.device_step import Work, cuda_graph
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.optim.device_step import MOVED, Work, cuda_graph
+from zerocast.weight.validity import Validity, transaction
 
-MOVED = (
-    "parameters, their gradients, states, formats or shards are not those that the step was captured with, and the graph would "
-    "write where those were: capture the step again"
-)
 WITHIN_BACKWARD = (
     "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
 )
@@ -53,8 +49,8 @@ class CapturableOptimizer(torch.optim.Optimizer):
 
     @property
     @abstractmethod
-    def guards(self) -> list[WriteGuard]:
-        """The guards of masters and moments."""
+    def validities(self) -> list[Validity]:
+        """The validities of masters and moments."""
 
     @abstractmethod
     def passes(self) -> Sequence[Any]:
@@ -117,7 +113,7 @@ class CapturedStep:
             return
         for manager in managers:
             manager.before_captured_cast(self._optimizer)
-        with transaction(self._optimizer.guards, "a captured step"):
+        with transaction(self._optimizer.validities, "a captured step"):
             self._fill_stand_ins()
             if self._replay is None:
                 self._replay = self._record(self._work)

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zerocast import backends
+from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
+from zerocast.cast.storage import Places
 from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.agreement import raise_together
 from zerocast.distributed.group import Group
@@ -25,13 +27,13 @@ from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.device_step import check_capturable
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.update_rule import ADAMW
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.weight.validity import Use, Validity, transaction
 
 # a plain parameter takes the same pass; nobody reads its amax
 PLAIN = get_format("fp8_current"), torch.float32
@@ -75,8 +77,9 @@ class AdamPass:
         `codes` are its kept codes, for a pass that `casts`.
         """
         self._parameters.append(parameter)
-        self._exp_avgs.append(_flat(state["exp_avg"]))
-        self._exp_avg_sqs.append(_flat(state["exp_avg_sq"]))
+        for name, moments in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
+            moments.append(_flat(state[name]))
+            check_plain(name, moments[-1], FLOATS, master.numel(), master.device)
         self._table.add_master(master, shape, span, place, row, flag, codes)
 
     def __len__(self) -> int:
@@ -86,6 +89,10 @@ class AdamPass:
         """Put the table on the device."""
         self._table.freeze()
         return self
+
+    def written(self) -> list[Tensor]:
+        """Masters and moments."""
+        return [*self._table.masters.tensors, *self._exp_avgs, *self._exp_avg_sqs]
 
     def gradients(self) -> list[Tensor]:
         """The gradients as they are now, flat."""
@@ -109,6 +116,13 @@ class MomentsOnDemand(defaultdict[Any, Any]):
     def __bool__(self) -> bool:
         """True, also without entries."""
         return True
+
+    def __missing__(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Make the moments of a parameter when they are first asked for: by its first step, or by
+        torch's `set_optimizer_state_dict`, which looks here for their names.
+        """
+        moments = self[parameter] = _new_moments(parameter)
+        return moments
 
 
 class FusedAdamW(CapturableOptimizer):
@@ -139,6 +153,7 @@ class FusedAdamW(CapturableOptimizer):
         super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state = MomentsOnDemand(dict)
         self._bound: list[list[int]] = []  # what the tables were made for
+        self._memory = Places(())  # of masters and moments then
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
         # here, since it imports the compiler
@@ -171,7 +186,7 @@ class FusedAdamW(CapturableOptimizer):
         return self._outside_of_graphs(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.STEP)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,7 +196,7 @@ class FusedAdamW(CapturableOptimizer):
         for manager in self.managers:
             # also by a step that raises half-way: all ranks cast before a gather tells them
             manager.make_due(self)
-        with transaction(self.guards, "an optimizer step"):
+        with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
                 manager.forget_old_amaxes()
             self.launch({})
@@ -201,7 +216,7 @@ class FusedAdamW(CapturableOptimizer):
         and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
         device, and for other backends than cuda.
         """
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.STEP)
         device = self.param_groups[0]["params"][0].device
         backend = backends.choose(device)
         check_capturable(device, backend)
@@ -229,8 +244,8 @@ class FusedAdamW(CapturableOptimizer):
         except (TypeError, ValueError) as error:
             if not any(manager.has_company for manager in self._managers):
                 raise
-            for guard in self.guards:
-                guard.mark_partial(f"an optimizer step ({error})")
+            for validity in self.validities:
+                validity.broke_off(f"an optimizer step ({error})")
             return None
         return self._bound
 
@@ -240,9 +255,9 @@ class FusedAdamW(CapturableOptimizer):
         return self._managers
 
     @property
-    def guards(self) -> list[WriteGuard]:
-        """The guards of masters and moments."""
-        return [guard_of(self), *(manager.guard for manager in self._managers)]
+    def validities(self) -> list[Validity]:
+        """The validities of masters and moments."""
+        return [validity_of(self), *(manager.validity for manager in self._managers)]
 
     def passes(self) -> list[AdamPass]:
         """The launches of a step."""
@@ -270,7 +285,7 @@ class FusedAdamW(CapturableOptimizer):
         """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
         have moments of zero. RuntimeError after a step or a load that raised half-way.
         """
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.SAVE)
         found = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {}
@@ -334,12 +349,13 @@ class FusedAdamW(CapturableOptimizer):
             manager.bind()
             manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.cast_groups]
-        if self._places(locals_) != self._bound or groups != self._cast_groups:
+        if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             self._bound = []  # whatever raises from here on is begun anew
             _check_gradients(locals_)
             self._rows(indexed)
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
+            self._memory = Places(tensor for one in self.passes() for tensor in one.written())
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
         """List all that the tables depend on: parameters, where they lie, and the tensors of
@@ -351,9 +367,6 @@ class FusedAdamW(CapturableOptimizer):
         """Make a row of scalars for each parameter group and number of steps taken. All parameters
         of a row have the same step count, each in a tensor of its own, and the first one is read.
         """
-        for _, parameter in indexed:
-            if not self.state[parameter]:
-                self.state[parameter] = _new_moments(parameter)
         states = [self.state[parameter] for _, parameter in indexed]
         device = indexed[0][1].device if indexed else torch.device("cpu")
         rows: dict[tuple[int, float], int] = {}

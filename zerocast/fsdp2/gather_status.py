@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zerocast.cast.finite_masters import not_finite
 from zerocast.distributed.group import Group
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Use, Validity
 
 logger = logging.getLogger(__name__)
 
@@ -86,11 +86,11 @@ class GatherStatus:
     """Status headers of a model's gathers: those of a CPU are compared at once, those of a GPU
     later, in the order in which they were issued.
 
-    `guard` is that of the model's masters: this rank raises its own words where they are partial.
+    `validity` is that of the model: this rank raises its own words where masters are partial.
     """
 
-    def __init__(self, guard: WriteGuard) -> None:
-        self._guard = guard
+    def __init__(self, validity: Validity) -> None:
+        self._validity = validity
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
         self._sent: deque[SentHeaders] = deque()
         # weights whose masters were not finite, with the number of their cast; until it is told
@@ -106,7 +106,7 @@ class GatherStatus:
         by_rank = headers.tolist()
         partial = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.PARTIAL]
         if partial:
-            self._guard.check_complete()
+            self._validity.check(Use.READ)
             raise RuntimeError(
                 f"{name}: an optimizer step or a load raised half-way on ranks {partial} of its shard group, which have masters "
                 "of different steps: load a checkpoint on all ranks"

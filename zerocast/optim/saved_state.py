@@ -25,21 +25,6 @@ ADAM_STATE = frozenset({"exp_avg", "exp_avg_sq", STEP})
 BETAS = ("beta1", "beta2")
 
 
-def problem_of(check: Callable[[], object], target: str) -> Exception | None:
-    """Return the error of a `check` of a state, as all ranks are to raise it; None if it fits the
-    `target`.
-    """
-    try:
-        check()
-    except KeyError as error:
-        return ValueError(f"the state does not fit this {target}: it lacks {error}")
-    except torch.OutOfMemoryError as error:
-        return error
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        return ValueError(str(error))
-    return None
-
-
 def never_stepped() -> dict[str, Tensor]:
     """Return the entry of a parameter that no step has changed."""
     return {NEVER_STEPPED: torch.tensor(True)}
@@ -80,6 +65,21 @@ def loaded_hyperparameters(
         if taken != numbers:
             raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
     return taken
+
+
+def problem_of(check: Callable[[], None], what: str) -> Exception | None:
+    """Return the error of a `check` of a state on this rank, for all ranks to raise: ValueError for
+    a state that does not fit `what` would take it, and memory that ran out as itself.
+    """
+    try:
+        check()
+    except KeyError as error:
+        return ValueError(f"the state does not fit this {what}: it lacks {error}")
+    except torch.OutOfMemoryError as error:
+        return error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return ValueError(str(error))
+    return None
 
 
 def check_moments(name: str, moments: Mapping[str, Any], wanted: Collection[str] | None) -> None:
