@@ -25,6 +25,7 @@ coverage: $(VENV)/.dev hosts readers
 
 test-slow: $(VENV)/.docs hosts readers
 	$(BIN)/python -m pytest -m slow --timeout 3600
+	$(MAKE) sanitize-cpu
 
 # With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
 bench: $(VENV)/.dev
@@ -84,7 +85,8 @@ sanitize-cpu: $(VENV)/.dev
 	ldd $(COPY)/zerocast/backends/_C*.so | grep libasan # or nothing would be checked
 	cd $(COPY) && ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONPATH=$(abspath $(COPY)) \
 	  LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
-	  $(abspath $(BIN))/python -m pytest -q -m "not slow" -k "cpu or test_casts or test_memory" $(SANITIZED) tests/fuzz/test_casts.py tests/weight/test_memory.py
+	  $(abspath $(BIN))/python -m pytest -q -m "not slow" -k "cpu or test_casts or test_memory" $(SANITIZED) tests/fuzz/test_casts.py \
+	    tests/backends/test_memory.py tests/weight/test_memory.py
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

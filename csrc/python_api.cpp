@@ -5,7 +5,6 @@
 PYBIND11_MODULE(_C, m) {
   m.doc() = "zerocast's compiled stages; use them through zerocast.backends";
   zerocast::api::register_descriptor(m);
-  zerocast::api::register_codec(m);
   zerocast::api::register_simd(m);
   zerocast::api::register_cpu(m);
 #if defined(ZC_WITH_CUDA)

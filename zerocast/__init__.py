@@ -34,7 +34,7 @@ from zerocast.quantize import quantize_
 from zerocast.verification.report import VerificationError, VerifyReport
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.freshness import set_debug
+from zerocast.weight.validity import set_debug
 
 if TYPE_CHECKING:
     from zerocast import export, fsdp2, metrics

@@ -1,10 +1,11 @@
-// The stages on the CPU. Arguments have the names and the order of zerocast/backends/ops.py; tensors
-// are passed as addresses, None as 0.
+// The stages on the CPU. Arguments have the names and the order of zerocast/backends/ops.py. What a
+// stage will touch is compared with its tensors at each call, its table too.
 #include <pybind11/stl.h>
 
 #include <stdexcept>
 
 #include "api/enums.h"
+#include "api/memory.h"
 #include "api/stage.h"
 #include "api/topics.h"
 #include "cpu/stages.h"
@@ -14,103 +15,151 @@ namespace py = pybind11;
 namespace zerocast::api {
 namespace {
 
-using TypedBase = std::pair<uintptr_t, std::string>;
-using TypedBases = std::vector<TypedBase>;
-using FlatArgument = std::tuple<uintptr_t, std::string, int64_t>;  // address, dtype, elements
-using TableArgument = std::pair<uintptr_t, int64_t>;
-
-Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
-
-std::vector<Array> arrays_of(const TypedBases& bases) {
-  std::vector<Array> arrays;
-  for (const TypedBase& base : bases) arrays.push_back(array_of(base));
-  return arrays;
+Bases bases_of(const Memories& memories) {
+  Bases bases;
+  for (const Memory& memory : memories) bases.push_back(memory.address);
+  return bases;
 }
 
-Table table_of(const TableArgument& table) { return {reinterpret_cast<const int64_t*>(table.first), table.second}; }
-
-void partial_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TableArgument& table,
-                  const TypedBase& packed, int threads) {
-  cpu::partial_amax(format, dtype_of(nominal), arrays_of(masters), table_of(table), array_of(packed), threads);
+void partial_amax(const Format& format, const std::string& nominal, const Memories& masters, const Memory& table,
+                  const Memory& packed, int threads) {
+  const Rows rows(format, table, Spans::kRead);
+  rows.check_masters("masters", masters, "floats");
+  rows.check_packed(packed, false);
+  cpu::partial_amax(format, dtype_of(nominal), arrays_of("masters", masters), rows.table(), array_of("packed", packed),
+                    threads);
 }
 
-void compute_scales(const Format& format, const TypedBase& packed, const TableArgument& table, const Bases& row_scales,
-                    const Bases& column_scales, const Bases& amaxes, const Bases& scales, int threads) {
-  cpu::compute_scales(format, array_of(packed), table_of(table), row_scales, column_scales, amaxes, scales, threads);
+void compute_scales(const Format& format, const Memory& packed, const Memory& table, const Memories& row_scales,
+                    const Memories& column_scales, const Memories& amaxes, const Memories& scales, int threads) {
+  const Rows rows(format, table, Spans::kUnread);
+  const bool both = format.columnwise == Columnwise::kOwnGrid || format.columnwise == Columnwise::kShared;
+  rows.check_packed(packed, true);
+  rows.check_scales(row_scales, column_scales, both);
+  if (format.has_tensor_amax()) rows.check_floats("amaxes", amaxes, column::AMAX_BASE, column::AMAX_OFFSET, 1, true);
+  if (format.amax_policy == AmaxPolicy::kDelayed) {
+    rows.check_floats("scales", scales, column::SCALE_BASE, column::SCALE_OFFSET, 1, true);
+  }
+  cpu::compute_scales(format, array_of("packed", packed), rows.table(), bases_of(row_scales), bases_of(column_scales),
+                      bases_of(amaxes), bases_of(scales), threads);
 }
 
-void partial_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBase& packed,
-                  const Bases& amaxes, const Bases& scales, const TableArgument& table, const Bases& row_data,
-                  const Bases& column_data, int threads) {
-  cpu::partial_cast(format, dtype_of(nominal), arrays_of(masters), array_of(packed), amaxes, scales, table_of(table),
-                    row_data, column_data, threads);
+void partial_cast(const Format& format, const std::string& nominal, const Memories& masters, const Memory& packed,
+                  const Memories& amaxes, const Memories& scales, const Memory& table, const Memories& row_data,
+                  const Memories& column_data, int threads) {
+  const Rows rows(format, table, Spans::kRead);
+  rows.check_masters("masters", masters, "floats");
+  rows.check_codes(dtype_of(nominal), row_data, &column_data);
+  if (format.amax_policy == AmaxPolicy::kDelayed) {
+    rows.check_floats("scales", scales, column::SCALE_BASE, column::SCALE_OFFSET, 1, false);
+  } else {
+    rows.check_packed(packed, false);
+  }
+  if (format.scale_rule == ScaleRule::kTwoLevel) {
+    rows.check_floats("amaxes", amaxes, column::AMAX_BASE, column::AMAX_OFFSET, 1, false);
+  }
+  cpu::partial_cast(format, dtype_of(nominal), arrays_of("masters", masters), array_of("packed", packed), bases_of(amaxes),
+                    bases_of(scales), rows.table(), bases_of(row_data), bases_of(column_data), threads);
 }
 
-void roll_history(const Format& format, const TableArgument& table, const Bases& amaxes, const Bases& scales,
-                  const Bases& histories, int /*threads: a row is a few elements*/) {
-  cpu::roll_history(format, table_of(table), amaxes, scales, histories);
+void roll_history(const Format& format, const Memory& table, const Memories& amaxes, const Memories& scales,
+                  const Memories& histories, int /*threads: a row is a few elements*/) {
+  const Rows rows(format, table, Spans::kUnread);
+  if (format.amax_history_len < 1) throw std::invalid_argument("only formats of delayed scaling have a history");
+  rows.check_floats("amaxes", amaxes, column::AMAX_BASE, column::AMAX_OFFSET, 1, true);
+  rows.check_floats("scales", scales, column::SCALE_BASE, column::SCALE_OFFSET, 1, true);
+  rows.check_floats("histories", histories, column::HISTORY_BASE, column::HISTORY_OFFSET, format.amax_history_len, true);
+  cpu::roll_history(format, rows.table(), bases_of(amaxes), bases_of(scales), bases_of(histories));
 }
 
-void transpose(const Format& format, const TableArgument& table, const Bases& row_data, const Bases& row_scales,
-               const Bases& column_data, const Bases& column_scales, int threads) {
-  cpu::transpose(format, table_of(table), row_data, row_scales, column_data, column_scales, threads);
+void transpose(const Format& format, const Memory& table, const Memories& row_data, const Memories& row_scales,
+               const Memories& column_data, const Memories& column_scales, int threads) {
+  const Rows rows(format, table, Spans::kUnread);
+  rows.check_whole_codes(row_data, column_data);
+  if (format.block) rows.check_scales(row_scales, column_scales, true);
+  cpu::transpose(format, rows.table(), bases_of(row_data), bases_of(row_scales), bases_of(column_data),
+                 bases_of(column_scales), threads);
 }
 
-void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv, uintptr_t amax, int64_t rows,
-                int64_t columns, bool columnwise, const TypedBase& out, int threads) {
-  const Array source = array_of(data);
-  const cpu::Quantized weight{source.address, scale_inv, amax, source.dtype, rows, columns, columnwise};
-  cpu::dequantize(format, weight, array_of(out), threads);
+void dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+                int64_t columns, bool columnwise, const Memory& out, int threads) {
+  check_dequantize(format, data, scale_inv, amax, rows, columns, columnwise, out);
+  const Dtype dtype = format.element == Element::kNominal ? dtype_of(data.dtype) : Dtype::kFloat32;
+  const cpu::Quantized weight{data.address, scale_inv.address, amax.address, dtype, rows, columns, columnwise};
+  cpu::dequantize(format, weight, array_of("out", out), threads);
 }
 
-void upcast(const Format& format, const TypedBase& data, const TypedBase& scale_inv, int64_t rows, int64_t columns,
-            bool transposed, const TypedBase& codes, const TypedBase& group_scale_inv, int threads) {
-  cpu::upcast(format, {data.first, scale_inv.first, rows, columns, transposed, codes.first, group_scale_inv.first}, threads);
+void upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
+            bool transposed, const Memory& codes, const Memory& group_scale_inv, int threads) {
+  check_upcast(format, data, scale_inv, rows, columns, transposed, codes, group_scale_inv);
+  cpu::upcast(format, {data.address, scale_inv.address, rows, columns, transposed, codes.address, group_scale_inv.address},
+              threads);
 }
 
-void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
-               const TableArgument& segments, uintptr_t scalars, float clip, int threads) {
-  const AdamState state{master.first, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
-  cpu::adam_step(state, table_of(segments).rows, segments.second, reinterpret_cast<const float*>(scalars), clip, threads);
+AdamState state_of(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq) {
+  if (exp_avg.dtype != exp_avg_sq.dtype) {
+    throw std::invalid_argument("both moments are of one dtype, got " + exp_avg.dtype + " and " + exp_avg_sq.dtype);
+  }
+  return {master.address, array_of("grad", grad), array_of("exp_avg", exp_avg), array_of("exp_avg_sq", exp_avg_sq)};
 }
 
-std::vector<AdamState> states_of(const TypedBases& masters, const TypedBases& grads, const TypedBases& exp_avgs,
-                                 const TypedBases& exp_avg_sqs) {
+void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
+               const Memory& segments, const Memory& scalars, float clip, int threads) {
+  const AdamState state = state_of(master, grad, exp_avg, exp_avg_sq);
+  const int64_t count = check_segments(segments, scalars, {&master, &grad, &exp_avg, &exp_avg_sq});
+  cpu::adam_step(state, reinterpret_cast<const int64_t*>(segments.address), count,
+                 reinterpret_cast<const float*>(scalars.address), clip, threads);
+}
+
+// The loops are chosen once, for the first of them.
+std::vector<AdamState> states_of(const Rows& rows, const Memories& masters, const Memories& grads, const Memories& exp_avgs,
+                                 const Memories& exp_avg_sqs) {
   const size_t n = masters.size();
   if (grads.size() != n || exp_avgs.size() != n || exp_avg_sqs.size() != n) {
     throw std::invalid_argument("as many gradients and moments as masters are needed");
   }
+  if (n == 0) return {};
+  rows.check_masters("masters", masters, "float32");
+  rows.check_masters("grads", grads, grads[0].dtype.c_str());
+  rows.check_masters("exp_avgs", exp_avgs, exp_avgs[0].dtype.c_str());
+  rows.check_masters("exp_avg_sqs", exp_avg_sqs, exp_avgs[0].dtype.c_str());
   std::vector<AdamState> states;
-  for (size_t i = 0; i < n; ++i) {
-    states.push_back({masters[i].first, array_of(grads[i]), array_of(exp_avgs[i]), array_of(exp_avg_sqs[i])});
-  }
+  for (size_t i = 0; i < n; ++i) states.push_back(state_of(masters[i], grads[i], exp_avgs[i], exp_avg_sqs[i]));
   return states;
 }
 
-void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
-               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
-               uintptr_t scalars, float clip, const TypedBase& packed, int threads) {
-  cpu::adam_amax(format, dtype_of(nominal), states_of(masters, grads, exp_avgs, exp_avg_sqs), table_of(table),
-                 reinterpret_cast<const int64_t*>(groups), reinterpret_cast<const float*>(scalars), clip, array_of(packed),
+void adam_amax(const Format& format, const std::string& nominal, const Memories& masters, const Memories& grads,
+               const Memories& exp_avgs, const Memories& exp_avg_sqs, const Memory& table, const Memory& groups,
+               const Memory& scalars, float clip, const Memory& packed, int threads) {
+  const Rows rows(format, table, Spans::kRead);
+  const std::vector<AdamState> states = states_of(rows, masters, grads, exp_avgs, exp_avg_sqs);
+  rows.check_groups(groups, scalars);
+  rows.check_packed(packed, false);
+  cpu::adam_amax(format, dtype_of(nominal), states, rows.table(), reinterpret_cast<const int64_t*>(groups.address),
+                 reinterpret_cast<const float*>(scalars.address), clip, array_of("packed", packed), threads);
+}
+
+void adam_cast(const Format& format, const std::string& nominal, const Memories& masters, const Memories& grads,
+               const Memories& exp_avgs, const Memories& exp_avg_sqs, const Memory& table, const Memory& groups,
+               const Memory& scalars, float clip, const Memory& packed, const Memories& row_data, int threads) {
+  const Rows rows(format, table, Spans::kRead);
+  const std::vector<AdamState> states = states_of(rows, masters, grads, exp_avgs, exp_avg_sqs);
+  rows.check_groups(groups, scalars);
+  rows.check_packed(packed, false);
+  rows.check_codes(dtype_of(nominal), row_data, nullptr);
+  cpu::adam_cast(format, dtype_of(nominal), states, rows.table(), reinterpret_cast<const int64_t*>(groups.address),
+                 reinterpret_cast<const float*>(scalars.address), clip, array_of("packed", packed), bases_of(row_data),
                  threads);
 }
 
-void adam_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
-               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TableArgument& table, uintptr_t groups,
-               uintptr_t scalars, float clip, const TypedBase& packed, const Bases& row_data, int threads) {
-  cpu::adam_cast(format, dtype_of(nominal), states_of(masters, grads, exp_avgs, exp_avg_sqs), table_of(table),
-                 reinterpret_cast<const int64_t*>(groups), reinterpret_cast<const float*>(scalars), clip, array_of(packed),
-                 row_data, threads);
+void quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages, int threads) {
+  const int64_t numel = check_quantize_gradient(grad, parts, messages);
+  cpu::quantize_gradient(array_of("grad", grad), numel, parts, messages.address, threads);
 }
 
-void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, int threads) {
-  const auto& [address, dtype, numel] = grad;
-  cpu::quantize_gradient({address, dtype_of(dtype)}, numel, parts, messages, threads);
-}
-
-void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, const FlatArgument& out, int threads) {
-  const auto& [address, dtype, numel] = out;
-  cpu::add_gradients(messages, parts, divisor, adds, {address, dtype_of(dtype)}, numel, threads);
+void add_gradients(const Memory& messages, int64_t parts, int64_t divisor, bool adds, const Memory& out, int threads) {
+  const int64_t numel = check_add_gradients(messages, parts, out);
+  cpu::add_gradients(messages.address, parts, divisor, adds, array_of("out", out), numel, threads);
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
 // The stages on the GPU. Arguments have the names and the order of zerocast/backends/ops.py, without
 // the table; work lists made from it and the stream stand last. Bases are passed as the address of
-// an array of addresses in device memory, None as 0.
+// an array of addresses in device memory, None as 0. Tensors without a table are compared at each
+// call with what a stage will touch.
 #include <pybind11/stl.h>
 
 #include <stdexcept>
 
 #include "api/enums.h"
+#include "api/memory.h"
 #include "api/stage.h"
 #include "api/topics.h"
 #include "cuda/geometry.h"
@@ -16,21 +18,19 @@ namespace py = pybind11;
 namespace zerocast::api {
 namespace {
 
-using TypedBase = std::pair<uintptr_t, std::string>;
-using FlatArgument = std::tuple<uintptr_t, std::string, int64_t>;  // address, dtype, elements
-using TableArgument = std::pair<uintptr_t, int64_t>;
+using TypedBases = std::pair<uintptr_t, std::string>;  // of an array of addresses, and of what they point to
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
 using StreamArgument = std::pair<uintptr_t, int>;                         // handle, device
 
-Array array_of(const TypedBase& base) { return {base.first, dtype_of(base.second)}; }
+Array array_of(const TypedBases& bases) { return {bases.first, dtype_of(bases.second)}; }
 
 cuda::Work work_of(const WorkArgument& work) {
   const auto& [table, weights, items, blocks] = work;
   return {table, weights, items, blocks};
 }
 
-cuda::AdamState state_of(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg,
-                         const TypedBase& exp_avg_sq) {
+cuda::AdamState state_of(const TypedBases& master, const TypedBases& grad, const TypedBases& exp_avg,
+                         const TypedBases& exp_avg_sq) {
   if (dtype_of(master.second) != Dtype::kFloat32) throw std::invalid_argument("Adam takes FP32 masters");
   return {master.first, array_of(grad), array_of(exp_avg), array_of(exp_avg_sq)};
 }
@@ -48,9 +48,9 @@ cuda::Stage stage_of(const std::string& name) {
 }
 
 // Returns (first ordinal, count) of the thread blocks of each weight of a table in host memory.
-std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format,
-                                                  const TableArgument& table) {
-  const Table rows{reinterpret_cast<const int64_t*>(table.first), table.second};
+std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format, const Memory& table) {
+  const bool is_owned = stage == "amax" || stage == "cast" || stage == "adam_cast";
+  const Table rows = Rows(format, table, is_owned ? Spans::kRead : Spans::kUnread).table();
   if (stage_of(stage) == cuda::Stage::kOnePass) check_whole_blocks(format, rows);
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t i = 0; i < rows.size; ++i) {
@@ -64,24 +64,24 @@ std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, cons
   return found;
 }
 
-void partial_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
+void partial_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const Memory& packed,
                   const WorkArgument& work, const StreamArgument& stream) {
-  cuda::partial_amax(format, dtype_of(nominal), dtype_of(masters.second), masters.first, work_of(work), array_of(packed),
-                     stream_of(stream));
+  cuda::partial_amax(format, dtype_of(nominal), dtype_of(masters.second), masters.first, work_of(work),
+                     array_of("packed", packed), stream_of(stream));
 }
 
-void compute_scales(const Format& format, const TypedBase& packed, cuda::DeviceBases row_scales,
+void compute_scales(const Format& format, const Memory& packed, cuda::DeviceBases row_scales,
                     cuda::DeviceBases column_scales, cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::Flag skip,
                     const WorkArgument& work, uintptr_t partial, const StreamArgument& stream) {
-  cuda::compute_scales(format, array_of(packed), work_of(work), row_scales, column_scales, amaxes, scales, partial, skip,
-                       stream_of(stream));
+  cuda::compute_scales(format, array_of("packed", packed), work_of(work), row_scales, column_scales, amaxes, scales, partial,
+                       skip, stream_of(stream));
 }
 
-void partial_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& packed,
+void partial_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const Memory& packed,
                   cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::DeviceBases row_data,
                   cuda::DeviceBases column_data, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
-  cuda::partial_cast(format, dtype_of(nominal), dtype_of(masters.second), masters.first, array_of(packed), amaxes, scales,
-                     work_of(work), row_data, column_data, skip, stream_of(stream));
+  cuda::partial_cast(format, dtype_of(nominal), dtype_of(masters.second), masters.first, array_of("packed", packed), amaxes,
+                     scales, work_of(work), row_data, column_data, skip, stream_of(stream));
 }
 
 void roll_history(const Format& format, cuda::DeviceBases amaxes, cuda::DeviceBases scales, cuda::DeviceBases histories,
@@ -96,56 +96,71 @@ void transpose(const Format& format, cuda::DeviceBases row_data, cuda::DeviceBas
                   stream_of(stream));
 }
 
-void dequantize(const Format& format, const TypedBase& data, uintptr_t scale_inv, uintptr_t amax, int64_t rows,
-                int64_t columns, bool columnwise, const TypedBase& out, const StreamArgument& stream) {
-  const Array source = array_of(data);
-  const cuda::Quantized weight{source.address, scale_inv, amax, source.dtype, rows, columns, columnwise};
-  cuda::dequantize(format, weight, array_of(out), stream_of(stream));
+void dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+                int64_t columns, bool columnwise, const Memory& out, const StreamArgument& stream) {
+  check_dequantize(format, data, scale_inv, amax, rows, columns, columnwise, out);
+  const Dtype dtype = format.element == Element::kNominal ? dtype_of(data.dtype) : Dtype::kFloat32;
+  const cuda::Quantized weight{data.address, scale_inv.address, amax.address, dtype, rows, columns, columnwise};
+  cuda::dequantize(format, weight, array_of("out", out), stream_of(stream));
 }
 
-void upcast(const Format& format, const TypedBase& data, const TypedBase& scale_inv, int64_t rows, int64_t columns,
-            bool transposed, const TypedBase& codes, const TypedBase& group_scale_inv, const StreamArgument& stream) {
-  cuda::upcast(format, {data.first, scale_inv.first, rows, columns, transposed, codes.first, group_scale_inv.first},
+void upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
+            bool transposed, const Memory& codes, const Memory& group_scale_inv, const StreamArgument& stream) {
+  check_upcast(format, data, scale_inv, rows, columns, transposed, codes, group_scale_inv);
+  cuda::upcast(format, {data.address, scale_inv.address, rows, columns, transposed, codes.address, group_scale_inv.address},
                stream_of(stream));
 }
 
-void adam_step(const TypedBase& master, const TypedBase& grad, const TypedBase& exp_avg, const TypedBase& exp_avg_sq,
+void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
                const WorkArgument& segments, uintptr_t scalars, uintptr_t clip, cuda::Flag skip,
                const StreamArgument& stream) {
+  const auto typed = [](const Memory& memory) { return TypedBases{memory.address, memory.dtype}; };
   const cuda::Work work = work_of(segments);
-  cuda::adam_step(state_of(master, grad, exp_avg, exp_avg_sq), work.table, work.items, work.blocks, {scalars, clip, skip},
-                  stream_of(stream));
+  cuda::adam_step(state_of(typed(master), typed(grad), typed(exp_avg), typed(exp_avg_sq)), work.table, work.items,
+                  work.blocks, {scalars, clip, skip}, stream_of(stream));
 }
 
-void adam_amax(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& grads,
-               const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, uintptr_t groups, uintptr_t scalars, uintptr_t clip,
-               const TypedBase& packed, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
+void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
+               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, uintptr_t groups, uintptr_t scalars,
+               uintptr_t clip, const Memory& packed, cuda::Flag skip, const WorkArgument& work,
+               const StreamArgument& stream) {
   cuda::adam_amax(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
-                  {scalars, clip, skip}, array_of(packed), stream_of(stream));
+                  {scalars, clip, skip}, array_of("packed", packed), stream_of(stream));
 }
 
-void adam_cast(const Format& format, const std::string& nominal, const TypedBase& masters, const TypedBase& grads,
-               const TypedBase& exp_avgs, const TypedBase& exp_avg_sqs, uintptr_t groups, uintptr_t scalars, uintptr_t clip,
-               const TypedBase& packed, cuda::DeviceBases row_data, cuda::Flag skip, const WorkArgument& work,
+void adam_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
+               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, uintptr_t groups, uintptr_t scalars,
+               uintptr_t clip, const Memory& packed, cuda::DeviceBases row_data, cuda::Flag skip, const WorkArgument& work,
                const StreamArgument& stream) {
   cuda::adam_cast(format, dtype_of(nominal), state_of(masters, grads, exp_avgs, exp_avg_sqs), work_of(work), groups,
-                  {scalars, clip, skip}, array_of(packed), row_data, stream_of(stream));
+                  {scalars, clip, skip}, array_of("packed", packed), row_data, stream_of(stream));
 }
 
-void quantize_gradient(const FlatArgument& grad, int64_t parts, uintptr_t messages, const StreamArgument& stream) {
-  const auto& [address, dtype, numel] = grad;
-  cuda::quantize_gradient({address, dtype_of(dtype)}, numel, parts, messages, stream_of(stream));
+void quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages, const StreamArgument& stream) {
+  const int64_t numel = check_quantize_gradient(grad, parts, messages);
+  cuda::quantize_gradient(array_of("grad", grad), numel, parts, messages.address, stream_of(stream));
 }
 
-void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, const FlatArgument& out,
+void add_gradients(const Memory& messages, int64_t parts, int64_t divisor, bool adds, const Memory& out,
                    const StreamArgument& stream) {
-  const auto& [address, dtype, numel] = out;
-  cuda::add_gradients(messages, parts, divisor, adds, {address, dtype_of(dtype)}, numel, stream_of(stream));
+  const int64_t numel = check_add_gradients(messages, parts, out);
+  cuda::add_gradients(messages.address, parts, divisor, adds, array_of("out", out), numel, stream_of(stream));
 }
 
-void quantize_groups(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
+// The input of a product, of so many elements.
+Array input_of(const Memory& x, int64_t rows, int64_t columns) {
+  const Array array = array_of("x", x);
+  if (rows < 0 || columns < 0 || (columns && rows > x.bytes / columns / size_of(array.dtype))) {
+    throw std::invalid_argument("x has " + std::to_string(x.bytes) + " bytes, not " + std::to_string(rows) + "x" +
+                                std::to_string(columns) + " elements of " + x.dtype);
+  }
+  return array;
+}
+
+void quantize_groups(const Memory& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
                      uintptr_t codes, uintptr_t scale_inv, const StreamArgument& stream) {
-  cuda::quantize_groups(array_of(x), rows, columns, element_of(element), power_of_2, codes, scale_inv, stream_of(stream));
+  cuda::quantize_groups(input_of(x, rows, columns), rows, columns, element_of(element), power_of_2, codes, scale_inv,
+                        stream_of(stream));
 }
 
 using DirectionArgument = std::tuple<int64_t, uintptr_t, uintptr_t>;  // rows or tokens, codes, scale_inv
@@ -156,27 +171,27 @@ cuda::BothWays both_ways_of(const DirectionArgument& rowwise, const DirectionArg
   return {rows, codes, scale_inv, tokens, turned_codes, turned_scale_inv, is_square};
 }
 
-void quantize_groups_both_ways(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element,
-                               bool power_of_2, bool is_square, const DirectionArgument& rowwise,
-                               const DirectionArgument& turned, const StreamArgument& stream) {
-  cuda::quantize_groups_both_ways(array_of(x), rows, columns, element_of(element), power_of_2,
+void quantize_groups_both_ways(const Memory& x, int64_t rows, int64_t columns, const std::string& element, bool power_of_2,
+                               bool is_square, const DirectionArgument& rowwise, const DirectionArgument& turned,
+                               const StreamArgument& stream) {
+  cuda::quantize_groups_both_ways(input_of(x, rows, columns), rows, columns, element_of(element), power_of_2,
                                   both_ways_of(rowwise, turned, is_square), stream_of(stream));
 }
 
-void quantize_tensor_both_ways(const TypedBase& x, int64_t rows, int64_t columns, const std::string& element,
+void quantize_tensor_both_ways(const Memory& x, int64_t rows, int64_t columns, const std::string& element,
                                const DirectionArgument& rowwise, const DirectionArgument& turned, uintptr_t amax_bits,
                                const StreamArgument& stream) {
-  cuda::quantize_tensor_both_ways(array_of(x), rows, columns, element_of(element), both_ways_of(rowwise, turned, false),
-                                  amax_bits, stream_of(stream));
+  cuda::quantize_tensor_both_ways(input_of(x, rows, columns), rows, columns, element_of(element),
+                                  both_ways_of(rowwise, turned, false), amax_bits, stream_of(stream));
 }
 
-void tensor_amax(const TypedBase& x, int64_t numel, uintptr_t amax_bits, const StreamArgument& stream) {
-  cuda::tensor_amax(array_of(x), numel, amax_bits, stream_of(stream));
+void tensor_amax(const Memory& x, int64_t numel, uintptr_t amax_bits, const StreamArgument& stream) {
+  cuda::tensor_amax(input_of(x, 1, numel), numel, amax_bits, stream_of(stream));
 }
 
-void quantize_tensor(const TypedBase& x, int64_t numel, const std::string& element, uintptr_t codes, uintptr_t scale_inv,
+void quantize_tensor(const Memory& x, int64_t numel, const std::string& element, uintptr_t codes, uintptr_t scale_inv,
                      uintptr_t amax_bits, const StreamArgument& stream) {
-  cuda::quantize_tensor(array_of(x), numel, element_of(element), codes, scale_inv, amax_bits, stream_of(stream));
+  cuda::quantize_tensor(input_of(x, 1, numel), numel, element_of(element), codes, scale_inv, amax_bits, stream_of(stream));
 }
 
 }  // namespace

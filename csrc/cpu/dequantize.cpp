@@ -157,10 +157,4 @@ void dequantize(const Format& format, const Quantized& weight, Array out, int th
   });
 }
 
-void decode(Element element, const uint8_t* codes, float* values, int64_t numel) {
-  const DecodeLoops loops = ZC_AT_LEVEL(decode_loops)(Dtype::kFloat32, element, Dtype::kFloat32);
-  const std::array<float, 1> one{1.0f};
-  for (int64_t i = 0; i < numel; ++i) loops.decode(codes + i, one.data(), values + i, 1);
-}
-
 }  // namespace zerocast::cpu

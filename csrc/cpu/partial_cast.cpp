@@ -69,16 +69,4 @@ void partial_cast(const Format& format, Dtype nominal, const std::vector<Array>&
   });
 }
 
-void encode(Element element, const float* source, uint8_t* codes, int64_t numel) {
-  const std::vector<float> ones(kPieceColumns, 1.0f);
-  const auto cast = ZC_AT_LEVEL(cast_loops)(Dtype::kFloat32, Dtype::kFloat32, element).cast;
-  for (int64_t i = 0; i < numel; i += kPieceColumns) {
-    cast(source + i, ones.data(), codes + i, std::min(kPieceColumns, numel - i));
-  }
-}
-
-void round_nominal(Dtype nominal, const float* source, void* words, int64_t numel) {
-  ZC_AT_LEVEL(cast_loops)(Dtype::kFloat32, nominal, Element::kNominal).cast(source, nullptr, words, numel);
-}
-
 }  // namespace zerocast::cpu

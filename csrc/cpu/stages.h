@@ -58,10 +58,4 @@ void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, int threads);
 void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads);
 
-// For tests over every input: f32 to codes and back, one code a byte.
-void encode(Element element, const float* source, uint8_t* codes, int64_t numel);
-void decode(Element element, const uint8_t* codes, float* values, int64_t numel);
-// Rounds f32 to the words of a nominal dtype.
-void round_nominal(Dtype nominal, const float* source, void* words, int64_t numel);
-
 }  // namespace zerocast::cpu

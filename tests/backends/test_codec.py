@@ -1,15 +1,19 @@
 """Encoders, decoders and scale rules of every backend, through its own stages, against the numpy model."""
 
+from collections.abc import Callable, Iterator
+
 import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import stages
+from tests import devices, stages
 from tests.formats import model
 from tests.matrices import F32, bit_patterns
 from tests.strategies import is_interpreted
+from zerocast import get_format
+from zerocast.backends import extension
 
 ELEMENTS = ("e4m3", "e5m2", "e2m1")
 ALL_BF16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
@@ -121,12 +125,83 @@ def test_two_level_scales(any_backend: str, seed: int) -> None:
         assert_same(stored, model.nvfp4_scales(blocks, g)[0], blocks)
 
 
-def test_subnormals_survive_a_caller_that_flushes_them(variant: str) -> None:
-    x = np.concatenate([np.arange(5000, dtype=np.uint32).view(np.float32), np.float32([2.0**-126, 2.0**-127])])
-    expected = stages.scales("reference", "mxfp8", torch.from_numpy(x))[0]
-    torch.set_flush_denormal(True)
+TINY = np.float32(2.0**-130)  # subnormal, as are its products with codes of 8 bits
+
+
+def adam_step() -> Callable[[], Tensor]:
+    state = [torch.full((64,), value) for value in (1e-20, 1e-20, 1e-20, 0.0)]
+    segments, scalars = torch.tensor([[0, 64, 0]]), torch.tensor([[1.0, 0.5, 0.5, 0.5, 0.5, 1e-20, 1.0, 1e-8]])
+
+    def run() -> Tensor:
+        devices.stage("cpu", "adam_step")(*state, segments, scalars, torch.ones(1), None)
+        return torch.stack(state)
+
+    return run
+
+
+def roll_history() -> Callable[[], Tensor]:
+    amax, scale, history = torch.full((1,), float(TINY)), torch.ones(1), torch.zeros(4)
+    columns = ("amax_base", "amax_offset", "scale_base", "scale_offset", "history_base", "history_offset")
+    rows = stages.table(stages.row(rows=1, columns=1, **dict.fromkeys(columns, 0)))
+    fmt = get_format("fp8_delayed", amax_history_len=4)
+
+    def run() -> Tensor:
+        devices.stage("cpu", "roll_history")(fmt, rows, [amax], [scale], [history], None)
+        return torch.cat((scale, history))
+
+    return run
+
+
+def dequantize() -> Callable[[], Tensor]:
+    codes, values = torch.arange(64, dtype=torch.uint8).view(8, 8), torch.empty(8, 8)
+    inputs = codes, torch.full((1,), float(TINY)), torch.ones(1), 8, 8, False, values
+
+    def run() -> Tensor:
+        devices.stage("cpu", "dequantize")(get_format("fp8_delayed"), *inputs)
+        return values
+
+    return run
+
+
+def partial_cast() -> Callable[[], Tensor]:
+    """To words of bf16, which have subnormals of their own."""
+    x = torch.from_numpy(around(np.arange(64, dtype=np.uint32).view(np.float32) * 2**16))
+    return lambda: stages.to_nominal("cpu", torch.bfloat16, x)
+
+
+def compute_scales() -> Callable[[], Tensor]:
+    amaxes = torch.full((8,), float(TINY))
+    return lambda: stages.scales("cpu", "nvfp4", amaxes)[1]
+
+
+# each with inputs that are made before anything is flushed
+FLUSHED = {one.__name__: one for one in (adam_step, roll_history, dequantize, partial_cast, compute_scales)}
+
+
+@pytest.fixture
+def flush() -> Iterator[Callable[[bool], None]]:
+    """Sets what the processor does with subnormals, as a caller may."""
+    if not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush subnormals")
+    yield torch.set_flush_denormal
+    torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("stage", FLUSHED)
+@pytest.mark.parametrize("level", extension.load().simd_levels())
+def test_subnormals_survive_a_caller_that_flushes_them(flush: Callable[[bool], None], level: str, stage: str) -> None:
+    """The bits are those without flushing, and the caller goes on to flush."""
+    _C = extension.load()
+    before = _C.simd_level()
+    _C.set_simd_level(level)
+    plain, flushing, tiny = FLUSHED[stage](), FLUSHED[stage](), torch.full((1,), 2.0**-126)
+    expected = plain()
     try:
-        found = stages.scales(variant, "mxfp8", torch.from_numpy(x))[0]
+        flush(True)
+        assert tiny.mul(0.5).item() == 0
+        found = flushing()
+        assert tiny.mul(0.5).item() == 0, "the caller's setting is gone"
     finally:
-        torch.set_flush_denormal(False)
-    assert_same(found, expected.numpy(), x)
+        flush(False)
+        _C.set_simd_level(before)
+    assert torch.equal(found, expected)

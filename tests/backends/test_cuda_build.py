@@ -13,7 +13,7 @@ import torch
 from tests.stages import row, table
 from zerocast import get_format
 from zerocast.backends import _C
-from zerocast.backends.extension import format_of, why_no_kernels
+from zerocast.backends.extension import format_of, memory, why_no_kernels
 
 pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda"), reason="zerocast.backends._C was built without CUDA kernels")
 
@@ -109,7 +109,7 @@ def test_nothing_is_called_but_arithmetic(target: str) -> None:
 
 def ordinals(kind: str, fmt: str, **columns: int) -> list[tuple[int, int]]:
     rows = table(row(**columns))
-    found: list[tuple[int, int]] = _C.cuda.ordinals(kind, format_of(get_format(fmt)), (rows.data_ptr(), len(rows)))
+    found: list[tuple[int, int]] = _C.cuda.ordinals(kind, format_of(get_format(fmt)), memory(rows))
     return found
 
 

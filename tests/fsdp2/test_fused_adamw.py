@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests import casts
@@ -15,7 +17,7 @@ from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
 from tests.optim.runs import ADAM
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 
@@ -260,3 +262,110 @@ def numbers_read(layers: int) -> int:
 
 def test_step_numbers_are_read_at_once() -> None:
     assert numbers_read(1) == numbers_read(8)
+
+
+def lone_numbers(bad_ranks: list[int]) -> tuple[str, str, list[str]]:
+    """Where some ranks have a learning rate of NaN: the errors of the step and of the gather after it, and complaints once a state
+    is loaded.
+    """
+    model = models.sharded(Net(models.FEW, 64, 96))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    state = TrainingState(model, optimizer)
+    models.train(model, optimizer, range(1), 64)
+    saved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state.state_dict())
+    saved["model"] = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    if dist.get_rank() in bad_ranks:
+        optimizer.param_groups[0]["lr"] = float("nan")
+    model(models.batch(1, 64)).float().square().mean().backward()
+    stepped = error_of(optimizer.step)
+    with torch.no_grad():
+        gathered = error_of(lambda: model(models.batch(2, 64)))
+    state.load_state_dict(saved)
+    models.train(model, optimizer, range(1, 2), 64)
+    return stepped, gathered, models.complaints(model, "after a load")
+
+
+@pytest.mark.notices(
+    "hyper-parameters of `FusedAdamW` are out of range, on one rank of several or on all",
+    where="FSDP2",
+    answer="all ranks raise at the next gather, until a state is loaded",
+)
+@pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
+def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[int]) -> None:
+    for rank, (stepped, gathered, complaints) in enumerate(ranks(2)(lone_numbers, bad_ranks)):
+        assert stepped == "" and complaints == []
+        assert (
+            "an optimizer step (lr is out of range: nan) raised half-way" if rank in bad_ranks else "on ranks [1]"
+        ) in gathered
+
+
+def refused_states() -> list[str]:
+    """The errors of loading states of which one rank's do not fit."""
+    model = models.sharded(Net(("nvfp4",), 64, 96))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    models.train(model, optimizer, range(1), 64)
+    changes = {
+        "a negative square": lambda state: state["state"][0].update(exp_avg_sq=state["state"][0]["exp_avg_sq"] - 1),
+        "no step": lambda state: state["state"][1].pop("step"),
+        "a learning rate": lambda state: state["param_groups"][0].update(lr=-1.0),
+        "fewer parameters": lambda state: state["param_groups"][0]["params"].pop(),
+        "no groups": lambda state: state.pop("param_groups"),
+    }
+    found = []
+    for change in changes.values():
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            change(state)
+        found.append(error_of(lambda state=state: optimizer.load_state_dict(state)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    models.train(model, optimizer, range(1, 2), 64)
+    return found
+
+
+def test_a_state_that_one_rank_refuses_is_loaded_on_none(ranks: Ranks) -> None:
+    told, refused = ranks(2)(refused_states)
+    assert {*told} == {
+        "ValueError: another rank that loads the state of a FusedAdamW has been given one that does not fit, and its error says why"
+    }
+    assert all(error.startswith("ValueError: ") and "another rank" not in error for error in refused), refused
+
+
+def freed(divisor: int) -> dict[str, str]:
+    """What a step, or the cast after it, says of masters and moments whose storages were freed or made smaller."""
+    model = models.sharded(Net(("fp8_block",), 64, 96))
+    optimizer, found = FusedAdamW(model.parameters(), lr=1e-3), {}
+    models.train(model, optimizer, range(1), 64)
+
+    def forward() -> torch.Tensor:
+        return model(models.batch(1, 64))
+
+    for name in ("blocks.0.1.bias", "blocks.0.1.weight"):
+        parameter = dict(model.named_parameters())[name]
+        held = {**{key: optimizer.state[parameter][key] for key in ("exp_avg", "exp_avg_sq")}, "master": parameter}
+        for key, tensor in held.items():
+            for use in (optimizer.step, forward) if key == "master" and "weight" in name else (optimizer.step,):
+                put_gradients(model, 0)
+                if use is forward:
+                    optimizer.step()
+                local = tensor._local_tensor
+                storage = getattr(local, "plain", local).untyped_storage()
+                kept = storage.clone()
+                storage.resize_(storage.nbytes() // divisor if divisor else 0)
+                found[f"{name} {key} {use.__name__}"] = error_of(
+                    use
+                )  # a forward pass that raises leaves FSDP2 as it is then
+                storage.resize_(kept.nbytes())
+                storage.copy_(kept)
+    return found
+
+
+@pytest.mark.notices(
+    "storage of a master or a moment is freed or made smaller (`untyped_storage().resize_`)",
+    where="FSDP2",
+    answer="raises at the next `FusedAdamW.step` or cast",
+)
+@pytest.mark.parametrize("divisor", [0, 2])
+def test_memory_that_was_taken_away(ranks: Ranks, divisor: int) -> None:
+    for found in ranks(2)(freed, divisor):
+        assert len(found) == 7
+        assert all("was freed or made smaller" in text for text in found.values()), found

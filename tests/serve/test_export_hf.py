@@ -1,6 +1,7 @@
 """Folders that transformers loads as they are: its weights are ours, and so are its tokens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -227,13 +228,31 @@ def test_a_mapping_that_cuts_blocks_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_parameters_that_are_stored_together_are_refused(tmp_path: Path) -> None:
-    """transformers stores gate_proj and up_proj of this model as one tensor, and each would take the place of the other."""
-    small = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 96}
-    config = transformers.HrmTextConfig(**small, num_hidden_layers=1, num_layers_per_stack=1)
-    source = transformers.HrmTextForCausalLM(config)
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32, "vocab_size": 96}
+
+
+def _joined() -> nn.Module:
+    """gate_proj and up_proj are stored as one tensor, and each would take the place of the other."""
+    config = transformers.HrmTextConfig(**SMALL, num_hidden_layers=1, num_layers_per_stack=1)
+    return transformers.HrmTextForCausalLM(config)
+
+
+def _transposed_experts() -> nn.Module:
+    """Experts are stored with rows and columns exchanged."""
+    text = {**SMALL, "num_hidden_layers": 1, "num_key_value_heads": 2, "num_experts": 2, "moe_intermediate_size": 32}
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
+    return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize("make", [_joined, _transposed_experts])
+def test_parameters_that_are_stored_otherwise_are_refused(tmp_path: Path, make: Callable[[], nn.Module]) -> None:
+    source = make()
     for export in (lambda: export_hf(source, tmp_path / "out", "bf16"), lambda: next(named_tensors(source, "bf16"))):
-        with pytest.raises(ValueError, match="is stored together with other parameters, by a mapping of transformers"):
+        with pytest.raises(
+            ValueError, match="is stored together with other parameters, or transposed, by a mapping of transformers"
+        ):
             export()
     assert not list(tmp_path.iterdir())
 

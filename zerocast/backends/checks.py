@@ -66,15 +66,21 @@ def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel:
     check_storage(name, tensor)
 
 
+def check_codes(backend: str, format: str, data: Tensor, rows: int, columns: int, columnwise: bool = False) -> None:
+    """TypeError or ValueError unless these are the codes of one direction of a weight."""
+    check_backend(backend, data.device)
+    dtypes, numel, *_ = _direction(format, rows, columns, columnwise)
+    check_plain("data", data, dtypes, numel, data.device)
+
+
 def check_direction(
     backend: str, format: str, data: Tensor, scale_inv: Tensor | None, rows: int, columns: int, columnwise: bool = False
 ) -> None:
     """TypeError or ValueError unless these are the codes and scales of one direction of a weight,
-    or of some of its rows.
+    or rowwise ones of some of its rows.
     """
-    check_backend(backend, data.device)
-    dtypes, numel, scale_dtype, width, height = _direction(format, rows, columns, columnwise)
-    check_plain("data", data, dtypes, numel, data.device)
+    check_codes(backend, format, data, rows, columns, columnwise)
+    _, _, scale_dtype, width, height = _direction(format, rows, columns, columnwise)
     if scale_dtype is not None:
         if scale_inv is None:
             raise ValueError(f"a {format} weight of {rows}x{columns} needs scale_inv")
@@ -104,8 +110,9 @@ def _direction(
     fmt = get_format(format)
     if min(rows, columns) < 0:
         raise ValueError(f"a weight has no negative extents, got {rows}x{columns}")
-    layout.check_shape(fmt, (rows, columns))
     has_own = columnwise and fmt.columnwise is not Columnwise.NONE
+    # a block of columnwise codes spans rows, so only those of a whole weight can be read
+    layout.check_shape(fmt, (rows if has_own else layout.round_up(rows, fmt.multiple[0]), columns))
     data = layout.columnwise_data(fmt, rows, columns) if has_own else None
     data = data or layout.rowwise_data(fmt, rows, columns, torch.float32)
     scales = (layout.columnwise_scale_inv if has_own else layout.rowwise_scale_inv)(fmt, rows, columns)
@@ -149,8 +156,8 @@ def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, sca
     check_backend(backend, device)
     for name, tensor in flats.items():
         check_plain(name, tensor, (torch.float32,) if name == "master" else FLOATS, 0, device)
-    _check_moments(flats["exp_avg"], flats["exp_avg_sq"])
-    _check_scalars(scalars, clip, device)
+    check_moments(flats["exp_avg"], flats["exp_avg_sq"])
+    check_scalars(scalars, clip, 0, device)
     _check_table("segments", segments, 3, device)
     end = min(tensor.numel() for tensor in flats.values())
     for row, (offset, numel, group) in enumerate(segments.tolist()):
@@ -167,6 +174,7 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
     the tensors that it is given. Reads the table.
     """
     table = arguments["table"]
+    check_serves(stage, fmt)
     _check_table("table", table, WIDTH, table.device)
     check_backend(backend, table.device)
     rows = table.tolist()
@@ -192,11 +200,26 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
     if "scalars" in arguments:
         groups, scalars = arguments["groups"], arguments["scalars"]
         if lists["masters"]:
-            _check_moments(lists["exp_avgs"][0], lists["exp_avg_sqs"][0])
-        _check_scalars(scalars, arguments["clip"], table.device)
+            check_moments(lists["exp_avgs"][0], lists["exp_avg_sqs"][0])
+        check_scalars(scalars, arguments["clip"], 0, table.device)
         check_plain("groups", groups, (torch.int64,), len(rows), table.device)
         if rows and not 0 <= int(groups.min()) <= int(groups.max()) < scalars.shape[0]:
             raise ValueError(f"groups are {groups.tolist()}, the scalars have {scalars.shape[0]} rows")
+
+
+def check_serves(stage: str, fmt: FormatSpec) -> None:
+    """ValueError for a format whose weights a stage has nothing to do for."""
+    has_scales, has_amaxes = fmt.scale_rule is not ScaleRule.NONE, fmt.amax_policy is not AmaxPolicy.NONE
+    serves = {
+        "partial_amax": has_amaxes,
+        "adam_amax": has_amaxes,
+        "compute_scales": has_scales,
+        "roll_history": fmt.amax_policy is AmaxPolicy.DELAYED,
+        "transpose": fmt.columnwise is Columnwise.TRANSPOSE,
+        "adam_cast": fmt.casts_in_one_pass,
+    }
+    if not serves.get(stage, True):
+        raise ValueError(f"the stage {stage} is not for {fmt} weights: zerocast/backends/README.md says what it reads")
 
 
 def _reached(stage: str, fmt: FormatSpec) -> frozenset[str]:
@@ -237,13 +260,17 @@ def _check_table(name: str, table: Tensor, width: int, device: torch.device) -> 
     check_plain(name, table, (torch.int64,), 0, device)
 
 
-def _check_scalars(scalars: Tensor, clip: Tensor, device: torch.device) -> None:
+def check_scalars(scalars: Tensor, clip: Tensor, groups: int, device: torch.device) -> None:
+    """TypeError or ValueError unless these are the scalars of Adam of so many parameter groups, and
+    what gradients are multiplied by.
+    """
     if scalars.dim() != 2 or scalars.shape[1] != _SCALARS:
         raise ValueError(f"scalars have {_SCALARS} columns, got {tuple(scalars.shape)}")
-    check_plain("scalars", scalars, (torch.float32,), 0, device)
+    check_plain("scalars", scalars, (torch.float32,), groups * _SCALARS, device)
     check_plain("clip", clip, (torch.float32,), 1, device)
 
 
-def _check_moments(exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+def check_moments(exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    """TypeError for moments of two dtypes."""
     if exp_avg.dtype != exp_avg_sq.dtype:
         raise TypeError(f"both moments are of one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, data, flat, format_of, typed
+from zerocast.backends.extension import DTYPES, format_of, memory
 
 DEVICES = ("cpu",)
 PREFERENCE = 1
@@ -20,56 +20,19 @@ PREFERENCE = 1
 _C = extension.load()
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+def _memories(tensors: Sequence[Tensor]) -> list[tuple[int, str, int]]:
+    return [memory(tensor) for tensor in tensors]
 
 
-def _all_typed(tensors: Sequence[Tensor]) -> list[tuple[int, str]]:
-    return [(tensor.data_ptr(), DTYPES[tensor.dtype]) for tensor in tensors]
-
-
-def _table(table: Tensor) -> tuple[int, int]:
-    assert table.dtype == torch.int64 and table.is_contiguous(), table
-    return table.data_ptr(), table.shape[0]
-
-
-def _int64(values: Tensor) -> int:
-    assert values.dtype == torch.int64 and values.is_contiguous(), values
-    return values.data_ptr()
-
-
-def _scalars(scalars: Tensor) -> int:
-    assert scalars.is_contiguous() and scalars.dtype == torch.float32 and scalars.shape[1] == 8, scalars
-    return scalars.data_ptr()
-
-
-def _optional(tensor: Tensor | None) -> int:
-    assert tensor is None or tensor.is_contiguous(), tensor.stride()
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "format": format_of,
-    "dtype": DTYPES.__getitem__,
-    "bases": _addresses,
-    "typed_bases": _all_typed,
-    "typed": typed,
-    "flat": flat,
-    "data": data,
-    "optional": _optional,
-    "messages": _optional,
-    "table": _table,
-    "segments": _table,
-    "groups": _int64,
-    "scalars": _scalars,
-    "clip": float,
-    "int": int,
-    "bool": bool,
-}
+_PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(
+    ("typed", "flat", "data", "optional", "messages", "table", "segments", "groups", "scalars"), memory
+)
+_PLAIN |= dict.fromkeys(("bases", "typed_bases"), _memories)
+_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int": int, "bool": bool}
 
 
 def _stage(name: str) -> Callable[..., None]:
-    """The extension's stage, wrapped to take tensors instead of addresses.
+    """The extension's stage, wrapped to take tensors instead of addresses and sizes.
 
     It takes the arguments of its table entry by position. With a `skip` that holds True it does
     nothing.

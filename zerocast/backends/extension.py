@@ -12,7 +12,8 @@ from zerocast.backends.descriptor import Column
 from zerocast.formats import FormatSpec
 
 _FORMATS: dict[str, Any] = {}
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+# the names of all dtypes; the extension refuses those that it has no use for
+DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @functools.cache
@@ -75,23 +76,15 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
     )
 
 
-def typed(tensor: Tensor) -> tuple[int, str]:
-    """The address of a tensor and the name of its dtype."""
-    return tensor.data_ptr(), DTYPES[tensor.dtype]
-
-
-def flat(tensor: Tensor) -> tuple[int, str, int]:
-    """The same with the number of elements, for a tensor without gaps."""
-    assert tensor.is_contiguous(), tensor.stride()
-    return *typed(tensor), tensor.numel()
-
-
-def data(tensor: Tensor) -> tuple[int, str]:
-    """Address and dtype of one direction of a weight: codes, whose dtype is ignored, or nominal
-    values.
+def memory(tensor: Tensor | None) -> tuple[int, str, int]:
+    """The address, dtype and bytes of a tensor without gaps, which the extension compares with what
+    a stage will touch; of None, zeros.
     """
-    assert tensor.is_contiguous(), tensor.stride()
-    return tensor.data_ptr(), DTYPES.get(tensor.dtype, "float32")
+    if tensor is None:
+        return 0, "", 0
+    if not tensor.is_contiguous():
+        raise ValueError(f"a stage takes contiguous tensors, got {tuple(tensor.shape)} of strides {tensor.stride()}")
+    return tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
 
 
 def why_no_kernels(targets: str, device: torch.device) -> str | None:

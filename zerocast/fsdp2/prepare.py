@@ -41,13 +41,14 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.formats import FormatSpec
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Present, Presentation, only_quantized_weights
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.quantize import check_weight, read_without_products, show_formats
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.validity import Use
 
 # Weak, since parameters keep managers alive and managers know modules.
 _Ref = weakref.ReferenceType[CastManager]
@@ -155,7 +156,7 @@ def refresh(model: nn.Module) -> None:
     for manager in managers_of(model):
         manager.make_due()
         manager.before_gather()
-        manager.guard.check_complete()
+        manager.validity.check(Use.READ)
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -371,7 +372,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     they would be saved.
     """
     for manager in managers_of(module) if is_prepared(module) else ():  # not if it was pickled
-        manager.check_complete()
+        manager.check(Use.SAVE)
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -402,9 +403,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if torch_fsdp.backward_pass() is not None:
         for manager in _managers_of(optimizer):
             manager.before_step_within_backward()
-    if guard_of(optimizer).is_partial:
+    if validity_of(optimizer).partial:
         _after_step(optimizer)
-    guard_of(optimizer).check_complete()
+    validity_of(optimizer).check(Use.STEP)
     _check_gradients(optimizer)
 
 

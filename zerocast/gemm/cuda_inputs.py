@@ -9,11 +9,10 @@ from torch import Tensor
 
 from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
-from zerocast.backends.extension import typed, why_no_kernels
+from zerocast.backends.extension import memory, why_no_kernels
 from zerocast.formats import Element
+from zerocast.formats.layout import OPERAND_ALIGNMENT_BYTES
 from zerocast.gemm import scaling
-
-ALIGNMENT = 16
 
 _C = extension.load()
 GROUP = _C.cuda.INPUT_GROUP
@@ -30,7 +29,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     results = codes.data_ptr(), scale_inv.data_ptr(), _amax(x).data_ptr()
-    _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, stream_of(x))
+    _C.cuda.quantize_tensor(memory(x), x.numel(), element.name, *results, stream_of(x))
     return codes, scale_inv
 
 
@@ -42,19 +41,19 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
     amax = _amax(x) if amax is None else amax
     made = codes, scale_inv, turned = scaling.tensor_both_ways_like(x, element)
     results = codes.data_ptr(), scale_inv.data_ptr()
-    if x.dtype is torch.float32 or x.shape[1] % ALIGNMENT:
-        _C.cuda.quantize_tensor(typed(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
+    if x.dtype is torch.float32 or x.shape[1] % OPERAND_ALIGNMENT_BYTES:
+        _C.cuda.quantize_tensor(memory(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
         return codes, scale_inv, scaling.turned(codes)
     rowwise, columnwise = (x.shape[0], *results), (turned.shape[1], turned.data_ptr(), 0)
     _C.cuda.quantize_tensor_both_ways(
-        typed(x), *x.shape, element.name, rowwise, columnwise, amax.data_ptr(), stream_of(x)
+        memory(x), *x.shape, element.name, rowwise, columnwise, amax.data_ptr(), stream_of(x)
     )
     return made
 
 
 def _amax(x: Tensor) -> Tensor:
     amax = torch.empty(1, dtype=torch.float32, device=x.device)
-    _C.cuda.tensor_amax(typed(x), x.numel(), amax.data_ptr(), stream_of(x))
+    _C.cuda.tensor_amax(memory(x), x.numel(), amax.data_ptr(), stream_of(x))
     return amax
 
 
@@ -66,7 +65,7 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(columns // width, rows, dtype=torch.float32, device=x.device)
     results = codes.data_ptr(), scale_inv.data_ptr()
-    _C.cuda.quantize_groups(typed(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
+    _C.cuda.quantize_groups(memory(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
     return codes, scale_inv.t()
 
 
@@ -80,11 +79,11 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
     rowwise = codes.shape[0], codes.data_ptr(), scale_inv.data_ptr()
     columnwise = turned.shape[1], turned.data_ptr(), turned_scale_inv.data_ptr()
     _C.cuda.quantize_groups_both_ways(
-        typed(x), *x.shape, element.name, power_of_2, is_square, rowwise, columnwise, stream_of(x)
+        memory(x), *x.shape, element.name, power_of_2, is_square, rowwise, columnwise, stream_of(x)
     )
     return made
 
 
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
+    return x.clone() if x.data_ptr() % OPERAND_ALIGNMENT_BYTES else x

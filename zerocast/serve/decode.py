@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from zerocast.formats import FormatSpec, get_format, layout
+from zerocast.formats import FormatSpec, ScaleRule, get_format, layout
 from zerocast.weight import QuantizedWeight
 
 TOP = 6.0 * 448.0  # the largest code times the largest scale
@@ -53,22 +53,27 @@ def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
     """A weight of the format in which these tensors store it."""
     codes, scales = stored.get("_packed", stored.get("")), stored.get("_scale", stored.get("_scale_inv"))
     key = None if codes is None or scales is None else _FORMATS.get((codes.dtype, scales.dtype))
-    if codes is None or scales is None or key is None or (key == "fp8_block" and not _has_blocks(scales)):
+    if codes is None or scales is None or key is None or not _has_parts(key, codes, scales, stored):
         parts = ", ".join(f"{name}{suffix} {t.dtype} {tuple(t.shape)}" for suffix, t in stored.items())
         raise ValueError(f"no naming stores a weight as {parts}")
     if key == "fp8_block" and scales.dim() == 1:
         key, scales = "fp8_current", scales[:1]
     fmt = get_format(key)
     shape = codes.shape[0], codes.shape[1] * fmt.elements_per_byte
-    buffers = {"rowwise_data": codes.view(torch.uint8), "rowwise_scale_inv": _padded(fmt, shape, scales)}
+    buffers = {"rowwise_data": codes.view(torch.uint8), "rowwise_scale_inv": _padded(name, fmt, shape, scales)}
     if key == "nvfp4":
         buffers["amax"] = _amax(name, stored, dtype)
     return QuantizedWeight.of_buffers(shape, fmt, dtype, buffers)
 
 
-def _has_blocks(scales: Tensor) -> bool:
-    """True for scales of blocks, and for one scale of the tensor, once or for each row."""
-    return scales.dim() in (2, 4) or (scales.dim() == 1 and bool((scales == scales[0]).all()))
+def _has_parts(key: str, codes: Tensor, scales: Tensor, stored: Stored) -> bool:
+    """True for a matrix of codes with scales of blocks, or one scale of the tensor, once or for
+    each row; of nvfp4 with a global scale too.
+    """
+    if key == "nvfp4":
+        return codes.dim() == 2 and any(stored[s].numel() == 1 for s in ("_scale_2", "_global_scale") if s in stored)
+    is_one = key == "fp8_block" and scales.dim() == 1 and scales.numel() > 0 and bool((scales == scales[0]).all())
+    return codes.dim() == 2 and (is_one or scales.dim() in (2, 4))
 
 
 def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
@@ -88,14 +93,22 @@ def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
     return amax
 
 
-def _padded(fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) -> Tensor:
-    """Scales in a buffer of the format, with its padding."""
+def _padded(name: str, fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) -> Tensor:
+    """Scales in a buffer of the format, with its padding. ValueError unless there is one for each
+    block.
+    """
+    layout.check_shape(fmt, shape)
     buffer = layout.rowwise_scale_inv(fmt, *shape)
     assert buffer is not None
     if len(buffer.shape) == 1:
         return scales.float()
     found = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=scales.device)
-    scales = scales.reshape(scales.shape[0], -1)
-    down, across = scales.shape
+    down, across = layout.amax_grid(fmt.block, *shape)
+    down = down if fmt.scale_rule is ScaleRule.FP32 else shape[0]
+    if scales.shape[0] != down or scales.numel() != down * across:
+        raise ValueError(
+            f"{name} has scales {tuple(scales.shape)}, and a {fmt} weight of {shape[0]}x{shape[1]} has {down}x{across}"
+        )
+    scales = scales.reshape(down, across)
     found[:down, :across] = scales.view(buffer.dtype)
     return found

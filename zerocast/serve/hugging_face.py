@@ -89,7 +89,8 @@ def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names
     if name not in names and name in stored.pieces and stored.shapes[name] == tuple(shape):
         if name in stored.fused:
             raise ValueError(
-                f"{name} is stored together with other parameters, by a mapping of transformers that is not followed here"
+                f"{name} is stored together with other parameters, or transposed, by a mapping of transformers that is not "
+                "followed here"
             )
         return stored.pieces[name]
     return named_pieces(name, shape, names)

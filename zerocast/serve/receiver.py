@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats.layout import Span
+from zerocast.formats.memory import check_storage
 from zerocast.serve.changed_bytes import ChangedBytes
 from zerocast.serve.flat_bytes import as_bytes, digest_of_span, equal_parts
 from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
@@ -135,8 +136,15 @@ class Receiver:
             self._allocate(header)
 
     def _check_begins(self, header: Header) -> None:
-        """RefitError unless a refit begins that is newer than all before it."""
+        """RefitError unless a refit begins that is newer than all before it, in memory that is
+        there.
+        """
         run, refit, newest = header["run"], header["refit"], self._begun.get(header["run"])
+        try:
+            for name, tensor in self._tensors.items():
+                check_storage(name, tensor)
+        except ValueError as error:
+            raise RefitError(str(error)) from None
         if newest is not None and run != next(reversed(self._begun)):
             raise RefitError(f"refit {refit} of a run came that has ended here, as another run's came after it: {ASK}")
         if newest is not None and refit <= newest:

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import StandIns as StandIns
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
-from zerocast.backends.extension import DTYPES, data, flat, format_of, typed, why_no_kernels
+from zerocast.backends.extension import DTYPES, format_of, memory, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -34,41 +34,22 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _address(tensor: Tensor | None) -> int:
-    assert tensor is None or tensor.is_contiguous(), tensor.stride()
-    return 0 if tensor is None else tensor.data_ptr()
-
-
-def _scalars(scalars: Tensor) -> int:
-    assert scalars.is_contiguous() and scalars.dtype == torch.float32 and scalars.shape[1] == 8, scalars
-    return scalars.data_ptr()
+    return memory(tensor)[0]
 
 
 def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
     if not tensors:
         return 0, "float32"
     dtypes = {tensor.dtype for tensor in tensors}
-    assert len(dtypes) == 1, f"the tensors of one role have one dtype, got {dtypes}"
+    if len(dtypes) > 1:
+        raise ValueError(f"the tensors of one role have one dtype, got {dtypes}")
     return addresses(tensors), DTYPES[tensors[0].dtype]
 
 
-_PLAIN: dict[str, Callable[[Any], Any]] = {
-    "format": format_of,
-    "dtype": DTYPES.__getitem__,
-    "bases": addresses,
-    "typed_bases": _typed_bases,
-    "typed": typed,
-    "flat": flat,
-    "data": data,
-    "optional": _address,
-    "messages": _address,
-    "groups": _address,
-    "scalars": _scalars,
-    "clip": _address,
-    "skip": _address,
-    "segments": segment_work,
-    "int": int,
-    "bool": bool,
-}
+_PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
+_PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
+_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
+_PLAIN |= {"segments": segment_work, "int": int, "bool": bool}
 
 
 Work = dict[str, Callable[[FormatSpec, Tensor], Any]]  # by the name of the extension's argument

@@ -84,9 +84,8 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
         return table.data_ptr(), table.shape[0], 0, table.shape[0]
     made, key = _kept_on(table, "_zerocast_work"), (kind, str(fmt))
     if key not in made:
-        assert table.dtype == torch.int64 and table.is_contiguous(), table
         host = table.cpu()
-        ordinals = _C.cuda.ordinals(kind, extension.format_of(fmt), (host.data_ptr(), host.shape[0]))
+        ordinals = _C.cuda.ordinals(kind, extension.format_of(fmt), extension.memory(host))
         made[key] = _items(ordinals, table.device)
     items = made[key]
     return table.data_ptr(), table.shape[0], items.data_ptr(), items.shape[0]

@@ -88,7 +88,6 @@ def adam_step(
     skip: Tensor | None,
 ) -> None:
     """Run Adam over the segments of one flat shard: masters and moments in place."""
-    assert scalars.is_contiguous() and scalars.shape[1] == 8, scalars.shape
     device = master.device
     tiles = tiling(segments, SegmentRuns(RUN))
     bases = addresses((master, grad, exp_avg, exp_avg_sq), device)

@@ -26,7 +26,6 @@ def dequantize(
     out: Tensor,
 ) -> None:
     """Write one direction of one weight to `out`, in the dtype of `out`."""
-    assert data.is_contiguous() and out.is_contiguous() and (scale_inv is None or scale_inv.is_contiguous())
     transposed = columnwise and fmt.columnwise is Columnwise.TRANSPOSE
     height, width = (columns, rows) if transposed else (rows, columns)
     programs = -(-height // SIDE) * -(-width // SIDE)

@@ -26,7 +26,7 @@ def upcast(
     group_scale_inv: Tensor,
 ) -> None:
     """Write E4M3 codes and the scales of their groups; a program takes a group."""
-    assert fmt.block and fmt.scale_group and all(t.is_contiguous() for t in (data, scale_inv, codes, group_scale_inv))
+    assert fmt.block and fmt.scale_group
     height, width = fmt.scale_group
     programs = -(-rows // height) * -(-columns // width)
     bases = addresses((data, scale_inv, codes, group_scale_inv), data.device)

@@ -1,0 +1,108 @@
+// What a stage will touch is compared with the tensors that it was given, before it runs: every call
+// throws std::invalid_argument, ValueError in Python, for a tensor of another dtype or one that is
+// too short. Tables in device memory are not read here; their rows were checked when they were built.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "descriptor.h"
+
+namespace zerocast::api {
+
+// A tensor without gaps, as `memory` of zerocast/backends/extension.py passes it. None is {0, "", 0}.
+struct Memory {
+  uintptr_t address = 0;
+  std::string dtype;
+  int64_t bytes = 0;
+};
+using Memories = std::vector<Memory>;
+
+// Throws unless `memory` is of this dtype and has bytes [first, last). The dtype "bytes" is that of
+// codes and of byte scales, "floats" any that `dtype_of` knows.
+void check_reach(const char* name, const Memory& memory, const char* dtype, int64_t first, int64_t last);
+inline void check_reach(const char* name, const Memory& memory, const char* dtype, int64_t bytes) {
+  check_reach(name, memory, dtype, 0, bytes);
+}
+
+// A tensor of floats, and its elements.
+Array array_of(const char* name, const Memory& memory);
+std::vector<Array> arrays_of(const char* name, const Memories& memories);
+int64_t elements_of(const char* name, const Memory& memory);
+
+// The number of rows of a tensor that is a table of `columns` columns of 4 or 8 bytes.
+int64_t rows_of(const char* name, const Memory& memory, const char* dtype, int64_t columns);
+
+// One direction of one weight, and what it is decoded into.
+void check_dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+                      int64_t columns, bool columnwise, const Memory& out);
+void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
+                  bool transposed, const Memory& codes, const Memory& group_scale_inv);
+
+// The number of elements of a gradient that has messages of that many equal parts, or that as many
+// messages are added to.
+int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages);
+int64_t check_add_gradients(const Memory& messages, int64_t parts, const Memory& out);
+
+// The number of segments in host memory, all inside of these tensors.
+int64_t check_segments(const Memory& segments, const Memory& scalars, const std::vector<const Memory*>& tensors);
+
+// Whether a stage reads which elements of a weight are owned.
+enum class Spans { kUnread, kRead };
+
+// The rows of a table in host memory; spans that are read are inside of their weights.
+class Rows {
+ public:
+  Rows(const Format& format, const Memory& table, Spans spans);
+  const Table& table() const { return table_; }
+
+  // The owned elements of lists that are indexed by MASTER_BASE; of `dtype`.
+  void check_masters(const char* name, const Memories& masters, const char* dtype) const;
+  // Amaxes and flags, of the rows that own something or of all.
+  void check_packed(const Memory& packed, bool of_all) const;
+  // The codes of the owned elements.
+  void check_codes(Dtype nominal, const Memories& row_data, const Memories* column_data) const;
+  // All codes, and all scales.
+  void check_whole_codes(const Memories& row_data, const Memories& column_data) const;
+  void check_scales(const Memories& row_scales, const Memories& column_scales, bool needs_columnwise) const;
+  // So many floats of each row, or of each that owns something.
+  void check_floats(const char* name, const Memories& bases, column::Column base, column::Column offset, int64_t count,
+                    bool of_all) const;
+  // A row of `scalars` for each row that owns something.
+  void check_groups(const Memory& groups, const Memory& scalars) const;
+
+ private:
+  struct Place {
+    const char* name;
+    const Memories& bases;
+    column::Column base, offset;
+    int64_t unit;  // bytes that the offset counts
+    const char* dtype;
+  };
+  static void check_inside(const Weight& weight, const Place& place, int64_t first, int64_t last);
+
+  const Format& format_;
+  Table table_;
+};
+
+}  // namespace zerocast::api
+
+namespace pybind11::detail {
+
+template <>
+struct type_caster<zerocast::api::Memory> {
+  PYBIND11_TYPE_CASTER(zerocast::api::Memory, const_name("tuple[int, str, int]"));
+  bool load(handle source, bool convert) {
+    make_caster<std::tuple<uintptr_t, std::string, int64_t>> passed;
+    if (!passed.load(source, convert)) return false;
+    auto [address, dtype, bytes] = cast_op<std::tuple<uintptr_t, std::string, int64_t>>(std::move(passed));
+    value = {address, std::move(dtype), bytes};
+    return true;
+  }
+};
+
+}  // namespace pybind11::detail

@@ -1,0 +1,206 @@
+"""What the extension is told of a tensor is compared with what a stage touches: too few bytes, another dtype, freed memory
+and rows of a table that point elsewhere are errors before any byte is touched.
+
+Every call is one that a cast has made, with one thing in it changed.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zerocast import CastPlan, QuantizedWeight, get_format
+from zerocast.backends import checks, cpu, extension, ops
+from zerocast.backends.descriptor import BUFFER_COLUMNS, Column
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats import AmaxPolicy, FormatSpec
+
+FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity")
+SHAPE = (64, 64)
+_C = extension.load()
+Call = tuple[str, FormatSpec, dict[str, Any]]  # stage, format, arguments by name
+
+
+class Recorded(TorchDispatchMode):
+    """The stages that run, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().removeprefix("zerocast::").removesuffix(".default")
+        if name in ops.STAGES and "format" in func._schema.arguments[1].name and func is getattr(ops, name).op:
+            _, fmt, *rest = args
+            names = [argument.name for argument in ops.arguments_of(name) if argument.kind != "format"]
+            self.calls.append((name, get_format(fmt), dict(zip(names, rest, strict=True))))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(fmt: str) -> list[Call]:
+    """The stages of a step and a cast of one whole weight."""
+    weight, (master, grad, *moments) = QuantizedWeight.empty(SHAPE, fmt), (torch.ones(64 * 64) for _ in range(4))
+    plan = CastPlan([weight], [master], [0], ONE_PROCESS)
+    update = AdamUpdate(grad, *moments, torch.ones(1, 8), torch.ones(1))
+    with Recorded() as record:
+        plan.cast()
+        plan.post_all_gather()
+        plan.cast(update=update)
+    return record.calls
+
+
+def run(stage: str, fmt: FormatSpec, told: dict[str, Any]) -> None:
+    getattr(_C.cpu, stage)(extension.format_of(fmt), *told.values(), 1)
+
+
+def told_of(stage: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as the extension takes them."""
+    kinds = {argument.name: argument.kind for argument in ops.arguments_of(stage)}
+    return {name: cpu._PLAIN[kinds[name]](value) for name, value in arguments.items() if kinds[name] != "skip"}
+
+
+def touched(stage: str, fmt: FormatSpec, told: dict[str, Any]) -> list[str]:
+    """The arguments that a stage reaches memory by, as the checks in Python know them."""
+    reached = checks._reached(stage, fmt)
+    unread = {"packed"} if stage == "partial_cast" and fmt.amax_policy is not AmaxPolicy.CURRENT else set()
+    if stage == "transpose" and not fmt.block:
+        unread |= {"row_scales", "column_scales"}
+    names = [name for name, value in told.items() if isinstance(value, (tuple, list)) and name not in unread]
+    return [name for name in names if checks.BUFFER_ARGUMENTS.get(name, name) in {*reached, name} - _unreached(reached)]
+
+
+def _unreached(reached: frozenset[str]) -> set[str]:
+    """Arguments of buffers that are not reached."""
+    return {name for name, buffer in checks.BUFFER_ARGUMENTS.items() if buffer not in reached}
+
+
+Told = tuple[int, str, int]
+LIES: dict[str, Callable[[Told], Told]] = {
+    "no bytes": lambda told: (told[0], told[1], 0),
+    "a byte less": lambda told: (told[0], told[1], told[2] - 1),
+    "another dtype": lambda told: (told[0], "complex64", told[2]),
+    "freed": lambda told: (0, told[1], told[2]),
+}
+
+
+def lies(stage: str, told: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for lie, change in LIES.items():
+        value = told[name]
+        if lie == "a byte less" and (name == "packed" or name.startswith("column")):
+            continue  # there is room beside
+        if lie == "no bytes" and name == "table":
+            continue  # there is nothing to do
+        changed = [change(one) for one in value] if isinstance(value, list) else change(value)
+        yield f"{stage} {name}: {lie}", {**told, name: changed}
+    if isinstance(told[name], list):
+        yield f"{stage} {name}: none", {**told, name: []}
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_is_too_short_or_other_is_refused(fmt: str) -> None:
+    silent, seen, said = [], set[str](), []
+    for stage, spec, arguments in recorded(fmt):
+        told = told_of(stage, arguments)
+        run(stage, spec, told)
+        seen.add(stage)
+        for name in touched(stage, spec, told):
+            for lie, changed in lies(stage, told, name):
+                try:
+                    run(stage, spec, changed)
+                except ValueError as error:
+                    said.append((name, str(error)))
+                else:
+                    silent.append(lie)
+    assert not silent
+    assert not [
+        found for found in said if not any(word in found[1] for word in (found[0], "as many", "moments", "row"))
+    ]
+    assert {"partial_cast"} <= seen
+
+
+FAR = 2**40
+
+
+def columns_of(names: Sequence[str]) -> Iterator[Column]:
+    """The columns of a row that say where these arguments are."""
+    for name in names:
+        if name in checks.BUFFER_ARGUMENTS:
+            yield from BUFFER_COLUMNS[checks.BUFFER_ARGUMENTS[name]]
+        if name == "masters":
+            yield from (Column.MASTER_BASE, Column.MASTER_OFFSET)
+        if name == "packed":
+            yield Column.ROW_AMAX
+    if "masters" in names:
+        yield from (Column.START, Column.NUMEL)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("value", [FAR, -FAR, 2**62, -(2**63)])
+def test_a_row_that_points_elsewhere_is_refused(fmt: str, value: int) -> None:
+    """Also of a table that was changed after a plan had built it."""
+    silent = []
+    for stage, spec, arguments in recorded(fmt):
+        for column in columns_of(touched(stage, spec, told_of(stage, arguments))):
+            table: Tensor = arguments["table"].clone()
+            table[0, column] = value
+            told = told_of(stage, {**arguments, "table": table})
+            try:
+                run(stage, spec, told)
+            except ValueError:
+                continue
+            silent.append(f"{stage} {column.name}")
+    assert not silent
+
+
+def calls_without_a_table() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Stages without a table: names, and good arguments."""
+    big, small = torch.zeros(4096), torch.zeros(16)
+    messages = torch.zeros(2, 2112, dtype=torch.uint8)
+    segments, scalars = torch.tensor([[0, 16, 0]]), torch.ones(1, 8)
+    yield "quantize_gradient", (big, 2, messages)
+    yield "add_gradients", (messages, 2, 2, False, torch.zeros(2048))
+    yield "adam_step", (small, small.clone(), small.clone(), small.clone(), segments, scalars, torch.ones(1))
+    codes, out = torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(SHAPE)
+    yield "dequantize", (get_format("fp8_current"), codes, torch.ones(1), None, *SHAPE, False, out)
+    halves, scales = torch.zeros(32, 16, dtype=torch.uint8), torch.zeros(128, 4, dtype=torch.uint8)
+    inputs = get_format("nvfp4"), halves, scales, torch.ones(1), 32, 32
+    yield "dequantize", (*inputs, False, torch.zeros(32, 32))
+    wide, wide_scales = torch.zeros(128, 64, dtype=torch.uint8), torch.zeros(128, 4, dtype=torch.uint8)
+    made = torch.zeros(128, 128, dtype=torch.uint8), torch.zeros(1, 4)
+    yield "upcast", (get_format("mxfp4"), wide, wide_scales, 128, 128, False, *made)
+
+
+# tensors whose length says how much is to be done
+FREE = {("quantize_gradient", 0), ("add_gradients", 4), ("adam_step", 4)}
+
+
+@pytest.mark.parametrize("call", calls_without_a_table(), ids=lambda call: call[0])
+def test_tensors_without_a_table(call: tuple[str, tuple[Any, ...]]) -> None:
+    """Through the backend too, which takes tensors."""
+    stage, arguments = call
+    takes_skip = any(argument.kind == "skip" for argument in ops.arguments_of(stage))
+    good = (*arguments, None) if takes_skip else arguments
+    getattr(cpu, stage)(*good)
+    for place, argument in enumerate(arguments):
+        if not isinstance(argument, Tensor) or (stage == "adam_step" and place == 6):
+            continue
+        flat = argument.view(-1)
+        short = () if (stage, place) in FREE else (flat[: flat.numel() // 8],)
+        strided = (torch.stack((flat, flat), -1)[:, 0],) if flat.numel() > 1 else ()
+        for changed in (*short, *strided, argument.to(torch.complex64), None):
+            with pytest.raises(ValueError, match=r"needs|needed|elements|contiguous|columns|rows|moments"):
+                getattr(cpu, stage)(*good[:place], changed, *good[place + 1 :])
+
+
+def test_extents_that_overflow() -> None:
+    codes, out = torch.zeros(SHAPE, dtype=torch.uint8), torch.zeros(SHAPE)
+    for rows, columns in ((2**62, 4), (2**32, 2**32), (-64, -64), (0, 64), (2**31, 2**31)):
+        with pytest.raises(ValueError, match="elements"):
+            cpu.dequantize(get_format("fp8_current"), codes, torch.ones(1), None, rows, columns, False, out)
+    for parts in (0, -1, 2**62):
+        with pytest.raises(ValueError, match="parts"):
+            cpu.add_gradients(torch.zeros(2112, dtype=torch.uint8), parts, 1, False, torch.zeros(2048))

@@ -1,0 +1,137 @@
+"""safetensors files that lie, through every reader of ours: an error that says so, or the bytes that the header names."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.fuzz.bounded import LENGTHS, SAID, fuzz
+from tests.fuzz.safetensors_files import GOOD, WRONG, Header, headers
+from tests.optim.probe import Spec
+from tests.optim.runs import Run, Trainer
+from zerocast import optim
+from zerocast.checkpoint.sources import open_source
+from zerocast.inspection.contents import Contents
+from zerocast.inspection.convert import to_checkpoint, to_safetensors
+from zerocast.inspection.format_selection import choose
+from zerocast.serve import Receiver, dequantized
+
+RUN = Run((Spec("matrix", (24, 16), "fp8_block"), Spec("vector", (5,))))
+Reader = Callable[[Path], object]
+
+
+def read_all(path: Path) -> dict[str, Tensor]:
+    """What the sources give of each tensor, which is what the file holds at its offsets."""
+    content = path.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    source, found = open_source(path), {}
+    places = {
+        name: item["data_offsets"] for name, item in json.loads(content[8:start]).items() if name != "__metadata__"
+    }
+    for name, entry in source.entries.items():
+        found[name] = source.read(name, [0] * len(entry.shape), entry.shape)
+        assert tuple(found[name].shape) == entry.shape
+        first, last = places[name]
+        bytes_ = found[name].contiguous().view(-1).view(torch.uint8) if found[name].numel() else torch.empty(0)
+        assert bytes(bytes_.tolist()) == content[start + first : start + last], name
+    return found
+
+
+def load_masters(path: Path) -> None:
+    optim.load_masters(Trainer(RUN).optimizer, path)
+
+
+def convert(path: Path) -> None:
+    contents = Contents.of(path)
+    names = list(contents.entries)
+    chosen = choose(contents.entries, {}, "fp8_block", ["*"], torch.bfloat16)
+    to_checkpoint(contents, names, chosen, path.parent / "checkpoint")
+    to_safetensors(contents, names, chosen, path.parent / "exported", "bf16", torch.bfloat16)
+
+
+def decode(path: Path) -> None:
+    """Stored codes of the file: values of their shape, or an error that names the weight."""
+    for name, value in dequantized(stored(path)):
+        assert value.dim() != 2 or math.prod(value.shape) == value.numel(), name
+        value.sum()
+
+
+def receive(path: Path) -> None:
+    Receiver(stored(path))
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    open_source(path)
+    found: dict[str, Tensor] = load_file(path)
+    return found
+
+
+READERS: dict[str, Reader] = {
+    "sources": read_all,
+    "load_masters": load_masters,
+    "convert": convert,
+    "dequantized": decode,
+    "Receiver": receive,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("reader", READERS)
+def test_a_lie_is_an_error(tmp_path: Path, reader: str) -> None:
+    Header((GOOD,)).write(tmp_path / "good.safetensors")
+    read_all(tmp_path / "good.safetensors")
+    for name, header in WRONG.items():
+        file = tmp_path / "file.safetensors"
+        header.write(file)
+        try:
+            READERS[reader](file)
+        except SAID as error:
+            assert len(str(error)) > 10, name
+        else:
+            pytest.fail(f"{name} was read")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seconds", LENGTHS)
+def test_any_header(tmp_path: Path, seconds: float) -> None:
+    def check(header: Header) -> None:
+        file = tmp_path / "file.safetensors"
+        header.write(file)
+        for reader in (read_all, decode, receive):
+            try:
+                reader(file)
+            except SAID as error:
+                assert str(error).strip()
+
+    fuzz(seconds, headers, check)
+
+
+CODES = torch.zeros(32, 32, dtype=torch.uint8)
+E4M3 = torch.float8_e4m3fn
+STORED: dict[str, dict[str, Any]] = {
+    "flat codes": {"w": CODES.view(-1), "w_scale": torch.zeros(32, 1, dtype=torch.uint8)},
+    "no scales": {"w": CODES},
+    "few scales": {"w_packed": CODES, "w_scale": torch.zeros(1, 1, dtype=torch.uint8)},
+    "many scales": {"w_packed": CODES, "w_scale": torch.zeros(64, 2, dtype=torch.uint8)},
+    "no global scale": {"w_packed": CODES, "w_scale": torch.zeros(32, 4).to(E4M3)},
+    "two global scales": {
+        "w_packed": CODES,
+        "w_scale": torch.zeros(32, 4).to(E4M3),
+        "w_global_scale": torch.ones(2),
+    },
+    "no scale": {"w": CODES.view(E4M3), "w_scale": torch.ones(0)},
+    "few blocks": {"w": CODES.view(E4M3).repeat(8, 8), "w_scale_inv": torch.ones(1, 2)},
+    "half a row": {"w_packed": CODES[:, :7].contiguous(), "w_scale": torch.zeros(32, 1, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_parts_that_store_no_weight(name: str) -> None:
+    with pytest.raises(ValueError, match=r"w|\d"):
+        list(dequantized(STORED[name]))
