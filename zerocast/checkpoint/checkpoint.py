@@ -230,6 +230,7 @@ def contents_of(
         number = None if step is UNNUMBERED else _checked(step)
         extras.check(given)
         state = optimizer.state_dict()
+        optimizer.check_numbers(state)
         rest = Untrained.of(optimizer, model, state["model"])
         rest.check()
     except (RuntimeError, TypeError, ValueError) as error:
