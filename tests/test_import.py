@@ -1,13 +1,57 @@
-"""What `import zerocast` brings along: no compiler, which takes seconds, no triton, which fixes whether kernels are interpreted."""
+"""What `import zerocast` brings along: no compiler, which takes seconds, no triton, which fixes whether kernels are
+interpreted, and nothing that changes torch for the process.
+"""
 
 import subprocess
 import sys
 
 HEAVY = ("torch._dynamo", "torch._inductor", "triton", "safetensors", "matplotlib", "tyro")
+EVERYTHING = "import zerocast, zerocast.optim, zerocast.fsdp2, zerocast.export"
+
+
+def printed(script: str) -> str:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
 
 
 def test_nothing_heavy_is_imported() -> None:
-    imports = "import zerocast, zerocast.optim, zerocast.fsdp2, zerocast.export"
-    script = f"import sys; {imports}; print([name for name in {HEAVY} if name in sys.modules])"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+    assert printed(f"import sys; {EVERYTHING}; print([name for name in {HEAVY} if name in sys.modules])") == "[]\n"
+
+
+def test_what_needs_dtensors_fsdp2_or_checkpoints_is_imported_when_it_is_asked_for() -> None:
+    """Beyond what torch has imported: counted, since seconds depend on the machine."""
+    script = """
+import sys, torch
+before = set(sys.modules)
+import zerocast
+new = set(sys.modules) - before
+print(len(new), [name for name in new if name.partition(".")[0] != "zerocast"])
+print(all(getattr(zerocast, name) for name in zerocast.__all__), zerocast.serve.Sender.__name__, hasattr(zerocast, "nothing"))
+"""
+    counts, after = printed(script).splitlines()
+    number, _, others = counts.partition(" ")
+    assert int(number) <= 85 and others == "[]"
+    assert after == "True Sender False"
+
+
+CHANGES = """
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as optim
+
+def state():
+    return list(optim._global_optimizer_pre_hooks), list(optim._global_optimizer_post_hooks), dict(vars(DTensor))
+
+before = state()
+{0}
+print(state() == before)
+{1}
+print([now != then for now, then in zip(state(), before)])
+"""
+
+
+def test_the_process_is_changed_by_the_first_weight_and_the_first_prepare_alone() -> None:
+    """Hooks before steps, hooks after steps, and what DTensor is."""
+    weight = "zerocast.QuantizedWeight.empty((16, 16), 'nvfp4')"
+    assert printed(CHANGES.format(EVERYTHING, weight)).splitlines() == ["True", "[True, False, False]"]
+    prepare = "zerocast.fsdp2.prepare(torch.nn.Linear(16, 16), {'weight': 'nvfp4'})"
+    assert printed(CHANGES.format(EVERYTHING, prepare)).splitlines() == ["True", "[True, True, True]"]

@@ -122,10 +122,10 @@ def test_help_begins_with_every_public_name() -> None:
 
 
 def test_help_and_completion_show_no_internal_module() -> None:
-    public = {*zerocast.__all__, "export", "serve"}
+    public = {*zerocast.__all__, "serve"}
     assert {name for name in dir(zerocast) if not name.startswith("__")} == public
     shown = pydoc.render_doc(zerocast, renderer=pydoc.plaintext).partition("\nSUBMODULES\n")[2].partition("\n\n")[0]
-    assert shown.split() == ["export"]  # the others are folders
+    assert shown.split() == []
 
 
 def test_recipes_and_plans_are_short() -> None:

@@ -38,7 +38,17 @@ COLLECTIVE_SECONDS = 30
 Ranks = Callable[[int], Callable[..., list[Any]]]  # ranks(world)(function, *args): the results, by rank
 
 context = multiprocessing.get_context("forkserver")
-_preloaded = ["torch.distributed", "hypothesis", "pytest", "zerocast", "tests.frozen"]
+# with what `import zerocast` leaves to be imported when it is asked for
+_preloaded = [
+    "torch.distributed",
+    "hypothesis",
+    "pytest",
+    "zerocast.optim",
+    "zerocast.fsdp2",
+    "zerocast.export",
+    "zerocast.metrics",
+    "tests.frozen",
+]
 context.set_forkserver_preload(_preloaded)
 
 

@@ -15,27 +15,30 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
     export, serve                               files, and live bytes, for inference
     metrics                                     what a run measures
     backends, gemm                              who casts here; how products are computed
+
+What needs torch's DTensors, FSDP2 or checkpoints is imported when it is first asked for: these
+take two seconds, which a script that only casts need not wait for.
 """
 
-import sys
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
 
-from zerocast import backends, fsdp2, gemm, metrics
+from zerocast import backends, gemm
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import switch
-from zerocast.formats import FormatSpec, get_format, recipe
+from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.recipe import Recipe
 from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
-from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.quantize import quantize_
-from zerocast.serve import export
 from zerocast.verification.report import VerificationError, VerifyReport
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.freshness import set_debug
+from zerocast.weight.validity import set_debug
 
-# Saved files and users' code know these modules by names from before they moved into packages.
-sys.modules[f"{__name__}.recipe"] = recipe
-sys.modules[f"{__name__}.export"] = export
+if TYPE_CHECKING:
+    from zerocast import export, fsdp2, metrics
+    from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
 
 __version__ = "0.1.0"
 
@@ -50,6 +53,7 @@ __all__ = [
     "ZeroConfig",
     "ZeroMuon",
     "backends",
+    "export",
     "fsdp2",
     "gemm",
     "get_format",
@@ -63,6 +67,15 @@ __all__ = [
 ]
 
 
+def __getattr__(name: str) -> Any:
+    """The optimizers, and any module of the package that nothing has imported yet."""
+    if name in ("ZeroAdamW", "ZeroConfig", "ZeroMuon"):
+        return getattr(importlib.import_module("zerocast.optim"), name)
+    if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
 def __dir__() -> list[str]:
     """The public names, for `help` and completion; the rooms of the package are found by import."""
-    return [*__all__, "export", "serve", *(name for name in globals() if name.startswith("__"))]
+    return [*__all__, "serve", *(name for name in globals() if name.startswith("__"))]

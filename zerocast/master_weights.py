@@ -35,7 +35,7 @@ def quantize_master_weights(
     if not manual_post_all_gather_processing:
         for weight in plan.weights:
             weight.state.drop_columnwise()
-        plan.freshness.rebuild = lambda weight: post_all_gather_processing([weight])
+        plan.validity.rebuild = lambda weight: post_all_gather_processing([weight])
 
 
 def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None:

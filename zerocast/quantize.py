@@ -5,7 +5,6 @@ from types import MethodType
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zerocast.cast.plan import CastPlan
 from zerocast.distributed.group import ONE_PROCESS
@@ -14,6 +13,7 @@ from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.models import remember
 from zerocast.weight.owners import Claim
 
 NO_PRODUCT = {  # modules that read their weight otherwise than as the second operand of a product
@@ -50,7 +50,7 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
             continue
         if fmt.element is None:
             continue
-        if isinstance(parameter, DTensor):
+        if hasattr(parameter, "device_mesh"):  # a DTensor, whose class takes half a second to import
             raise ValueError(
                 f"{name} is sharded already: call zerocast.fsdp2.prepare, not quantize_, before fully_shard"
             )
@@ -66,6 +66,7 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
             if parameter in new:
                 setattr(module, name, new[parameter])
                 show_formats(module)
+    remember(model)
     return model
 
 
@@ -153,10 +154,10 @@ def cast_together(
 
     With `seed`, the amaxes of these values also give delayed scales.
     """
-    has_masters = weights[0].state.freshness.has_masters
+    has_masters = weights[0].state.validity.has_masters
     masters = [value.reshape(-1).float() for value in values]
     plan = CastPlan(weights, masters, [0] * len(masters), ONE_PROCESS, claim=claim)
-    plan.freshness.has_masters = has_masters  # the value is no master: nobody trains it
+    plan.validity.has_masters = has_masters  # the value is no master: nobody trains it
     if seed:
         plan.delayed.forget()
     plan.cast()

@@ -11,12 +11,8 @@ from zerocast.distributed.group import Group
 from zerocast.integrations.host_adapter import HostAdapter
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.bucket_bytes import BucketBytes
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Validity
 
-RELOAD = (
-    "masters, moments and weights may be of different steps; load a state with optimizer.load_state_dict(...), or end the run if "
-    "ranks have died"
-)
 ADVICE = "masters that were written by hand are taken over by optimizer.refresh(), loaded ones by optimizer.load_state_dict(...)"
 
 
@@ -90,8 +86,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
             starts=starts,
             before_cast=self.reclaim,
             gather=self.gather,
-            guard=WriteGuard(RELOAD),
-            advice=ADVICE,
+            validity=Validity("load a state with optimizer.load_state_dict(...)", advice=ADVICE),
         )
 
     def reclaim(self) -> None:
@@ -108,7 +103,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
 
     def finish(self, plan: CastPlan) -> None:
         """Make the columnwise copies after Apex has gathered, unless they are there."""
-        if plan.freshness.columnwise != plan.freshness.cast:
+        if plan.validity.copies != plan.validity.casts:
             for bucket in self.values():
                 bucket.unpack()
             plan.post_all_gather()

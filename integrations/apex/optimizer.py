@@ -19,9 +19,11 @@ from torch import Tensor
 from zerocast import QuantizedWeight
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
 from zerocast.integrations.host_adapter import HostPlan
-from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
+from zerocast.optim.bucket import Bucket, fill_buckets
 from zerocast.verification.master_views import MasterViews
+from zerocast.weight.validity import Use
 
 from . import checkpoint, host
 from .buckets import QuantizedBuckets
@@ -61,7 +63,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         self._quantized = QuantizedBuckets(laid, group, self.device)
         self._host_plan = HostPlan(self._quantized.adapter(masters))
         self._plan = self._host_plan.plan
-        self._plan.freshness.owner = weakref.ref(self)
+        self._plan.validity.owner = weakref.ref(self)
         self._plan.delayed.broadcast(replicas)
         self._is_built = True
         self.refresh()
@@ -69,7 +71,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast, gather and transpose masters that were written by hand. All ranks call it."""
-        self._plan.guard.check_complete()
+        self._plan.validity.check(Use.STEP)
         self._host_plan.refresh()
 
     def param_sync(self) -> None:
@@ -78,7 +80,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         RuntimeError after a step that raised half-way.
         """
         if self._is_built:
-            self._plan.guard.check_complete()
+            self._plan.validity.check(Use.STEP)
         # a step that raised before its update left some, of which nothing was written
         self._params_buckets.clear()
 
@@ -86,7 +88,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised
         half-way.
         """
-        self._plan.guard.check_complete()
+        self._plan.validity.check(Use.REDUCE)
         norm: Tensor = super().grad_norm(*args, **options)
         return norm
 
@@ -112,7 +114,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """
         problem = checkpoint.problem_of(state_dict, self.param_groups)
         validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
-        if self._plan.guard.is_partial:
+        if self._plan.validity.partial:
             self.zero_grad()
         with self._plan.transaction("loading a state"):
             super().load_state_dict(state_dict)
@@ -208,7 +210,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         Weights start at our alignment, a multiple of its own.
         """
         kept = self.alignment, self.default_shard_size
-        self.alignment, self.default_shard_size = ALIGNMENT, shard_numel
+        self.alignment, self.default_shard_size = SHARD_ALIGNMENT_ELEMENTS, shard_numel
         try:
             yield
         finally:

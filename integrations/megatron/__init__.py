@@ -1,14 +1,14 @@
 """Megatron-Core: zerocast casts QuantizedWeights in its byte buffers after its optimizer's step.
 
 `install(recipe)` before `pretrain()` of megatron.training is all that a run of its needs. For other
-loops, `quantized_params()`, or `building()`, is a context around the construction of model, DDP and
+loops, `quantized_params()` is a context around the construction of model, DDP and
 optimizer; `attach(optimizer, ddp_chunks)` takes over the cast; `dequantize_` prepares a sharded
 state dict for a checkpoint. `square_mxfp8()` gives TransformerEngine's MXFP8 weights the tiles
 whose one byte an element serves both directions.
 """
 
 from .attachment import Attachment, attach
-from .building import building, quantized_params
+from .building import quantized_params
 from .checkpoint import dequantize_
 from .installation import Installation, add_arguments, install, uninstall
 from .primary import square_mxfp8
@@ -18,7 +18,6 @@ __all__ = [
     "Installation",
     "add_arguments",
     "attach",
-    "building",
     "dequantize_",
     "install",
     "quantized_params",

@@ -18,6 +18,7 @@ from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
+from zerocast.weight.validity import Use
 
 from . import host, offload, ownership, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
@@ -26,11 +27,6 @@ from .guard import MethodGuard, followed_by
 from .primary import TETensors, check_before_forward, is_primary
 from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, read_masters
 from .validate import has_stepped, validate
-
-ADVICE = (
-    "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
-    "overlap_param_gather, before the next forward pass, ddp.start_param_sync(force_sync=True)"
-)
 
 
 class SharePlan(HostPlan):
@@ -57,8 +53,7 @@ class SharePlan(HostPlan):
                 before_cast=before_cast,
                 before_reading=before_reading,
                 gather=lambda _: gathers.start(),
-                guard=guard.writes,
-                advice=ADVICE,
+                validity=guard.validity,
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
@@ -81,7 +76,7 @@ class SharePlan(HostPlan):
         is_preparing = lambda: self._guard.is_preparing  # noqa: E731
         yield Patch(one, "load_state_dict", loading_scaling(one, share, delayed, rank, is_preparing))
         yield from self.gathers.patches(self.plan.backend)
-        yield Patch(self.plan.freshness, "finish", self.gathers.wait_for)
+        yield Patch(self.plan.validity, "finish", self.gathers.wait_for)
 
 
 class OptimizerPlan:
@@ -108,8 +103,8 @@ class OptimizerPlan:
     def patches(self) -> Iterator[Patch]:
         """The methods that cast, gather and make masters of the model."""
         one, guard, owns = self.optimizer, self._guard, ownership.of(self.optimizer)
-        copy_model = guard.writing(self._copying_model(), "reading masters from the model", masters=True)
-        cast = guard.writing(self.cast, "a cast", masters=False)
+        copy_model = guard.writing(self._copying_model(), Use.STEP, "reading masters from the model", masters=True)
+        cast = guard.writing(self.cast, Use.STEP, "a cast", masters=False)
         yield Patch(owns.copier(one), "_copy_main_params_to_model_params", cast)
         for owner, name in owns.reads(one):
             yield Patch(owner, name, copy_model)
@@ -164,7 +159,7 @@ class Attachment:
         pass would.
         """
         self._check_attached()
-        self._guard.check_complete()
+        self._guard.check(Use.VERIFY)
         for one in self._share_plans():
             yield from one.master_views()
 
@@ -177,7 +172,7 @@ class Attachment:
         """
         delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
         for one in self._share_plans():
-            if not self._guard.writes.is_partial:
+            if not self._guard.validity.partial:
                 one.gathers.start_due()
             delayed[id(one.shards.optimizer)][one.shards.share.suffix] = one.plan.delayed
         try:
@@ -185,7 +180,7 @@ class Attachment:
         finally:  # also where masters that return from the host find no memory
             for optimizer in self._optimizers:
                 if unattached.owns_quantized_weights(optimizer):
-                    state = unattached.DetachedState(delayed[id(optimizer)], self._guard.writes)
+                    state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
                     unattached.refuse(optimizer, state)
             self.plans, self._optimizers, self._optimizer_plans = [], [], []
 
@@ -213,7 +208,10 @@ class Attachment:
         modules = [chunk.module for chunk in chunks]
         saves = [Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules]
         for chunk in chunks:
-            for remove in (*load_plain_values(chunk, claims), *check_before_forward(chunk, self._guard.check_complete)):
+            for remove in (
+                *load_plain_values(chunk, claims),
+                *check_before_forward(chunk, lambda: self._guard.check(Use.READ)),
+            ):
                 patches.callback(remove)
         unattached.lift(patches, self._optimizers)
         for one in self._optimizer_plans:
@@ -270,7 +268,7 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
     What is wrong with experts raises on all ranks of the dense layers, whose share is the first.
     """
     again, quantized = any(one.detached is not None for one in shards), any(one.weights for one in shards)
-    partial = [one.detached.writes for one in shards if one.detached is not None and one.detached.writes.is_partial]
+    partial = [one.detached.validity for one in shards if one.detached is not None and one.detached.validity.partial]
     guard, lock = MethodGuard(*partial[:1]), GatherLock()
     plans: dict[int, list[SharePlan]] = {}  # by optimizer
     for one in shards:

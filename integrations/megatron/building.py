@@ -13,7 +13,7 @@ fail at an operator that a QuantizedWeight does not have, or not at all.
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -50,7 +50,7 @@ def quantized_params() -> Iterator[None]:
     The model went through `zerocast.quantize_`, or its weights are tensors of TransformerEngine.
     Masters start from the values before quantization. An optimizer over QuantizedWeights refuses to
     step and to load until `attach`. So does one over MXFP8Tensors in tiles of 32x32
-    (`square_mxfp8`). `building` is the older name of this context.
+    (`square_mxfp8`).
 
     RuntimeError for a megatron-core without a name that is needed, for weights that another such
     context laid out and, in the end, for tiles without an optimizer; ValueError for a weight whose
@@ -69,11 +69,6 @@ def quantized_params() -> Iterator[None]:
                 for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
                     vars(weight).pop(name, None)
         checks.end()
-
-
-def building() -> AbstractContextManager[None]:
-    """The older name of `quantized_params`."""
-    return quantized_params()
 
 
 def _layout_patches(moved: list[Any]) -> list[Patch]:

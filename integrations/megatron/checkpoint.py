@@ -1,7 +1,8 @@
 """Checkpoints: what a model and its optimizer save of quantized weights, and load again.
 
 A model's entries are values of the nominal dtype. What is exact are the masters among the
-optimizer's entries, and delayed scaling beside them.
+optimizer's entries, and delayed scaling beside them. A frozen weight has no master: beside its
+values are its own bytes, `zerocast.<name>.<buffer>`, and a load takes these.
 """
 
 import functools
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.checkpoint.untrained import own_buffers, take_buffers
 from zerocast.quantize import cast_whole
 from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
@@ -23,6 +25,7 @@ from . import host, ownership
 from .primary import is_primary, loaded, weight_of
 
 SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
+FORMAT_BYTES = 256  # of the text of a format, padded, in the entry of a frozen weight
 logger = logging.getLogger(__name__)
 # the attribute of an entry that every rank reads before anything is written or loaded
 _ASKED_FIRST = "without_data"
@@ -36,14 +39,63 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
     the tensors, which a load fills, have any content, and no weight is read. Returns the state
     dict. RuntimeError for weights that a step, a cast or a gather has left partial, unless they are
     to be loaded.
+
+    A frozen QuantizedWeight gets an entry `<name>.<buffer>` for each buffer of its bytes too, which
+    the checkpoint calls `zerocast.<name>.<buffer>`. A checkpoint that lacks them, since the weight
+    was trained or plain there or divided in another way, loads with `strict="log_unexpected"`
+    (`--dist-ckpt-strictness log_unexpected`), and the values are then cast.
     """
-    for entry in _entries(sharded_state_dict):
+    for holder, key, entry in list(_entries(sharded_state_dict)):
         param = getattr(entry, "data", None)
-        if is_primary(param):
-            weight = weight_of(param)
-            entry.data = _unread(weight) if is_loading else weight.dequantize()
-            vars(entry).pop(_ASKED_FIRST, None)
+        if not is_primary(param):
+            continue
+        weight = weight_of(param)
+        entry.data = _unread(weight) if is_loading else weight.dequantize()
+        vars(entry).pop(_ASKED_FIRST, None)
+        if isinstance(param, QuantizedWeight) and not (param.requires_grad or weight.state.validity.has_masters):
+            holder.update({f"{key}.{name}": own for name, own in _own_bytes(entry, weight, is_loading).items()})
     return sharded_state_dict
+
+
+def _own_bytes(entry: Any, weight: QuantizedWeight, is_loading: bool) -> dict[str, Any]:
+    """The entries of a weight's own bytes, whose values are those of `entry`.
+
+    Where ranks, or layers that Megatron saves as one tensor, have a part of the weight each, the
+    name says which: bytes of parts, with scales of their own, are not parts of anything.
+    """
+    pieces = list(_entries([entry.build()])) if hasattr(entry, "build") else [(None, None, entry)]
+    first = pieces[0][2]
+    extents = (1,) * first.prepend_axis_num + tuple(first.local_shape)
+    places = zip(first.global_offset, extents, first.global_shape, strict=True)
+    part = "".join(f".{offset}of{size}" for offset, extent, size in places if extent != size)
+    sharded = host.module(host.CHECKPOINT_MAPPING).ShardedTensor
+    return {
+        name: sharded.from_rank_offsets(
+            f"zerocast.{entry.key}{part}.{name}",
+            torch.empty_like(buffer) if is_loading else buffer,
+            replica_id=entry.replica_id,
+        )
+        for name, buffer in _own_tensors(weight).items()
+    }
+
+
+def _own_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The bytes of a weight by buffer, and its format as text: bytes alone do not tell E4M3 from
+    E5M2.
+    """
+    text = str(weight.format).encode().ljust(FORMAT_BYTES, b"\0")
+    return {**own_buffers(weight), "format": torch.tensor(list(text), dtype=torch.uint8, device=weight.device)}
+
+
+def _take_own(weight: QuantizedWeight, own: dict[str, Tensor], name: str) -> None:
+    """ValueError for bytes of another format."""
+    there = own.pop("format").cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    if there != str(weight.format):
+        raise ValueError(
+            f"{name} is frozen, and {there} in the checkpoint and {weight.format} here: it has no master to be cast from, so load "
+            "it in the format that it was saved in"
+        )
+    take_buffers(weight, own)
 
 
 def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> NoReturn:
@@ -63,7 +115,7 @@ def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
 
     def call(*args: Any, **kwargs: Any) -> Any:
         entries = sharded_state_dict(*args, **kwargs)
-        for entry in _entries(entries):
+        for _, _, entry in _entries(entries):
             if isinstance(data := getattr(entry, "data", None), QuantizedWeight):
                 vars(entry)[_ASKED_FIRST] = functools.partial(_not_written, data)
         return entries
@@ -75,16 +127,18 @@ def _unread(weight: QuantizedWeight) -> Tensor:
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def _entries(nested: Any) -> Iterator[Any]:
-    if isinstance(nested, (dict, list, tuple)):
-        for value in nested.values() if isinstance(nested, dict) else nested:
+def _entries(nested: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Each entry of a nested state dict, with what holds it and by which key."""
+    for key, value in nested.items() if isinstance(nested, dict) else enumerate(nested):
+        if isinstance(value, (dict, list, tuple)):
             yield from _entries(value)
-    else:
-        yield nested
+        else:
+            yield nested, key, value
 
 
 def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Callable[[], None]]:
-    """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk.
+    """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk, and
+    give frozen ones their own bytes.
 
     `claims` are those of their owners, by id of the parameter. Returns what undoes it.
     """
@@ -98,7 +152,9 @@ def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Cal
 def _cast_in(
     claims: Mapping[int, Claim], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Before a module takes its entries: cast plain ones, and leave the weight in their place."""
+    """Before a module takes its entries: take bytes or cast values, and leave the weight in their
+    place.
+    """
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
         if is_primary(param) and isinstance(value, Tensor) and not is_primary(value):
@@ -106,7 +162,13 @@ def _cast_in(
                 raise ValueError(
                     f"{prefix + name} has shape {tuple(param.shape)}, and {tuple(value.shape)} in the checkpoint"
                 )
-            cast_whole(weight_of(param), value.detach().to(param.device), claim=claims.get(id(param)))
+            weight = weight_of(param)
+            entries = {buffer: f"{prefix}{name}.{buffer}" for buffer in _own_tensors(weight)}
+            own = {buffer: state_dict.pop(entry) for buffer, entry in entries.items() if entry in state_dict}
+            if len(own) == len(entries):
+                _take_own(weight, own, prefix + name)
+            else:
+                cast_whole(weight, value.detach().to(param.device), claim=claims.get(id(param)))
             state_dict[prefix + name] = loaded(param)
 
 

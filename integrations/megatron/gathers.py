@@ -13,6 +13,7 @@ from typing import Any
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.integrations.host_adapter import Patch
+from zerocast.weight.validity import Use
 
 from .guard import MethodGuard
 from .primary import is_te_tensor, make_te_copies, primary_of, weight_of
@@ -93,7 +94,9 @@ class Gathers:
             params = primary_of(group)
             after_gather = self._after_gather(group, params, backend)
             for name in ("start_param_sync", "finish_param_sync"):
-                gather = self._guard.writing(_followed(group, name, after_gather), "an all-gather", masters=False)
+                gather = self._guard.writing(
+                    _followed(group, name, after_gather), Use.READ, "an all-gather", masters=False
+                )
                 yield Patch(group, name, self._lock.locked(gather))
             # Megatron would ask TransformerEngine for their copies
             if any(map(is_te_tensor, params)):
@@ -109,7 +112,7 @@ class Gathers:
         with self._lock.hold():
             if group.param_gather_handle is not None:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
-            self._guard.check_complete()
+            self._guard.check(Use.READ)
 
     def _after_gather(self, group: Any, params: Sequence[Any], backend: str) -> Callable[[], None]:
         copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)

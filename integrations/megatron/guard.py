@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zerocast.integrations.host_adapter import Patch
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Use, Validity
 
 from . import host, ownership
 from .checkpoint import saving_unpadded
@@ -17,28 +17,34 @@ from .inner_state import copy_group_steps, filling_states, prepare_states, readi
 from .validate import check_checkpoint
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
-RELOAD = "masters, moments and weights may be of different steps; load a checkpoint, or end the run if ranks have died"
+ADVICE = (
+    "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
+    "overlap_param_gather, before the next forward pass, ddp.start_param_sync(force_sync=True)"
+)
 
 Method = Callable[..., Any]
 
 
-READ = ("step", "state_dict", "save_parameter_state")  # refused while weights are partial
+# refused while weights are partial
+USES = {"step": Use.STEP, "state_dict": Use.SAVE, "save_parameter_state": Use.SAVE}
 LOAD = ("load_state_dict", "load_parameter_state")  # complete them
 
 
 class MethodGuard:
-    """Wraps methods of the host, which share `writes` with the plans of an attachment."""
+    """Wraps methods of the host. `validity` is that of all weights of an attachment, of which its
+    plans have parts.
+    """
 
-    def __init__(self, writes: WriteGuard | None = None) -> None:
-        self.writes = writes or WriteGuard(RELOAD, recast_remedy=AGAIN)
+    def __init__(self, validity: Validity | None = None) -> None:
+        self.validity = validity or Validity("load a checkpoint", recast_remedy=AGAIN, advice=ADVICE)
         self.is_preparing = False  # a load: the host loads of itself what it will overwrite
 
-    def check_complete(self) -> None:
-        """RuntimeError while masters or weights are partial, unless a load is prepared, which reads
+    def check(self, use: Use) -> None:
+        """RuntimeError for weights that may not be used so, unless a load is prepared, which reads
         what it will overwrite.
         """
         if not self.is_preparing:
-            self.writes.check_complete()
+            self.validity.check(use)
 
     def patches(
         self,
@@ -60,10 +66,11 @@ class MethodGuard:
             loads_all = one is optimizer or len(distributed) == 1
             loaded = distributed if loads_all else [one]
             refreshed = list(refreshes.values()) if loads_all else [refreshes[id(one)]] if id(one) in refreshes else []
-            step = self.writing(one.step_with_ready_grads, "an optimizer step", masters=True)
+            step = self.writing(one.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
             yield Patch(one, "step_with_ready_grads", followed_by(step, after_step) if one is optimizer else step)
             owns = ownership.of(one)
-            yield from (Patch(one, name, self.checked(getattr(one, name))) for name in (*READ, *owns.saves))
+            uses = USES | dict.fromkeys(owns.saves, Use.SAVE)
+            yield from (Patch(one, name, self.checked(getattr(one, name), use)) for name, use in uses.items())
             yield Patch(one, "sharded_state_dict", self.saving(one.sharded_state_dict, distributed))
             yield from (
                 Patch(one, name, self.loading(getattr(one, name), refreshed, loaded, loads_all))
@@ -75,27 +82,27 @@ class MethodGuard:
 
         RuntimeError where masters are partial.
         """
-        if self.writes.has_partial_masters:
-            self.check_complete()
-        with self.writes.transaction("a cast", masters=False):
+        if self.validity.has_partial_masters:
+            self.check(Use.STEP)
+        with self.validity.transaction("a cast", masters=False):
             for refresh in refreshes:
                 refresh()
 
-    def checked(self, method: Method) -> Method:
-        """`method`, refused while anything is partial."""
+    def checked(self, method: Method, use: Use) -> Method:
+        """`method`, which uses weights so, refused where they may not be."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.check_complete()
+            self.check(use)
             return method(*args, **kwargs)
 
         return call
 
-    def writing(self, method: Method, what: str, *, masters: bool) -> Method:
-        """`method`, refused while anything is partial; an exception leaves everything partial."""
+    def writing(self, method: Method, use: Use, what: str, *, masters: bool) -> Method:
+        """`method`, refused where weights may not be used so; an exception leaves them partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.check_complete()
-            with self.writes.transaction(what, masters=masters):
+            self.check(use)
+            with self.validity.transaction(what, masters=masters):
                 return method(*args, **kwargs)
 
         return call
@@ -109,9 +116,9 @@ class MethodGuard:
             for one in optimizers:
                 check_checkpoint(one, kwargs.get("metadata"))
             if not host.is_loading(args, kwargs):
-                self.check_complete()
+                self.check(Use.SAVE)
                 return sharded_state_dict(*args, **kwargs)
-            with contextlib.nullcontext() if self.writes.is_partial else self.writes.transaction("preparing a load"):
+            with contextlib.nullcontext() if self.validity.partial else self.validity.transaction("preparing a load"):
                 prepare_states(optimizers)
                 before, self.is_preparing = self.is_preparing, True
                 try:
@@ -133,11 +140,11 @@ class MethodGuard:
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.is_preparing or self.writes.is_open or (self.writes.is_partial and not _holds_masters(args[0])):
+            if self.is_preparing or self.validity.is_writing or (self.validity.partial and not _holds_masters(args[0])):
                 return method(*args, **kwargs)  # a part of a load, or of preparing one
             if not loads_all:
-                self.check_complete()
-            with self.writes.transaction("loading a checkpoint"):
+                self.check(Use.STEP)
+            with self.validity.transaction("loading a checkpoint"):
                 result = method(*args, **kwargs)
                 copy_group_steps(optimizers)
                 for refresh in refreshes:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from zerocast import QuantizedWeight
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.integrations.host_adapter import Patches
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Validity
 
 from . import host, ownership
 from .primary import shares_codes
@@ -41,7 +41,7 @@ class DetachedState:
     """
 
     delayed: Mapping[str, DelayedScaling]
-    writes: WriteGuard
+    validity: Validity
 
 
 class RefusedMethod:
@@ -63,7 +63,7 @@ class RefusedMethod:
         return getattr(type(one), self._name)(one, *args, **kwargs) if method is self else method(*args, **kwargs)
 
     def _saves_complete_weights(self, args: Any, kwargs: Any) -> bool:
-        partial = self.detached is not None and self.detached.writes.is_partial
+        partial = self.detached is not None and self.detached.validity.partial is not None
         return self._name == _FILLS and not host.is_loading(args, kwargs) and not partial
 
     def _raise(self, what: str) -> NoReturn:
@@ -72,8 +72,8 @@ class RefusedMethod:
                 f"{what}, which was built in quantized_params() and is not attached: Megatron's own copy would write over the "
                 "codes of its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
             )
-        writes = self.detached.writes
-        after = f" after {writes.partial}" if writes.is_partial else ""
+        partial = self.detached.validity.partial
+        after = f" after {partial}" if partial else ""
         raise RuntimeError(
             f"{what}, which was detached{after}: nothing casts its masters, and Megatron's own copy would write over the codes of "
             "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
@@ -84,7 +84,7 @@ def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
     """Let what writes raise; after an attachment that left weights partial, what saves too."""
     accept(optimizer)
     names = [name for name in dir(type(optimizer)) if name.startswith(_BEGIN)]
-    saves = _SAVES if detached is not None and detached.writes.is_partial else ()
+    saves = _SAVES if detached is not None and detached.validity.partial else ()
     for name in (*names, _FILLS, *saves):
         vars(optimizer)[name] = RefusedMethod(optimizer, name, detached)
 

@@ -52,7 +52,7 @@ class DelayedStates(_Host):  # type: ignore[misc]
 
 
 def _apart(value: Any) -> Any:
-    """A step count of its own: FusedAdamW keeps one for many parameters."""
+    """A copy of a step count, which a reader may fill; other tensors themselves."""
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 

@@ -22,6 +22,7 @@ from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise, FormatSpec, layout
 from zerocast.fsdp2.prepare import PickledHook
 from zerocast.fsdp2.presentation import owner_of_tensors
+from zerocast.weight.validity import Use
 
 from . import host
 from .adapters import Adapter, adapter_for, is_quantized, same_codes, shown_format
@@ -155,7 +156,7 @@ class GatheredWeight:
                 f"{name} of a {type(module).__name__} was not gathered before its forward pass: call fully_shard on the prepared "
                 "model, and the model or an FSDP module in it"
             )
-        self._weight.check_readable()
+        self._weight.check(Use.READ)
         self._check_recipe(module, name)
         self._shown = shown
         self.restore(shown)

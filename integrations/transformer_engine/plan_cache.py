@@ -34,7 +34,7 @@ class CachedPlan:
         into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
         masters, shards = _lists(entries)
         self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
-        self._plan.freshness.advice = "call quantize_master_weights after the masters change"
+        self._plan.validity.advice = "call quantize_master_weights after the masters change"
         self._places = _places(entries)
 
     def is_of(self, views: Sequence[WeightView], group: Group) -> bool:

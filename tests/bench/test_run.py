@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import zerocast.bench.run as bench_run
 from zerocast.backends import ops
-from zerocast.bench import Bench, BenchConfig, trace
+from zerocast.bench import Bench, BenchConfig
 from zerocast.bench.clock import Clock, launches
 from zerocast.bench.row import CAST, Row, Work, all_rows
 from zerocast.bench.run import WrongBytesError, check
@@ -159,23 +158,3 @@ def test_without_its_extra_the_command_line_says_what_to_install(
 def test_a_whole_step_is_among_the_rows():
     expected = {"A whole step nvfp4", "A whole step fp8_block", "A whole step mxfp4", "A two-pass step mxfp4"}
     assert expected <= {row.name for row in all_rows()}
-
-
-def test_overlap_is_what_others_cover_of_the_gathers():
-    gathers, others = [(0.0, 10.0), (5.0, 12.0), (20.0, 30.0)], [(8.0, 9.0), (8.5, 11.0), (29.0, 40.0)]
-    assert trace.overlap(gathers, others) == trace.Overlap(gathered=22.0, hidden=4.0)
-    assert trace.overlap([], others) == trace.Overlap(0, 0)
-
-
-def _traced(path: str) -> None:
-    trace.write_trace(Path(path.format(dist.get_rank())), CPU, scale=128)
-
-
-def test_the_trace_shows_two_steps_with_a_gather_a_layer(ranks, tmp_path: Path):
-    ranks(2)(_traced, str(tmp_path / "{}.json"))
-    assert [path.name for path in tmp_path.iterdir()] == ["0.json"]
-    events = json.loads((tmp_path / "0.json").read_text())["traceEvents"]
-    names = [event.get("name") for event in events]
-    assert [names.count(name) for name in ("forward", "backward", "optimizer")] == [2, 2, 2]
-    gathers = [event for event in events if event.get("name") == "c10d::_allgather_base_"]
-    assert len(gathers) == 2 * trace.LAYERS

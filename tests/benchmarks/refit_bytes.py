@@ -63,9 +63,9 @@ class Casts:
         self.plan.post_all_gather()
 
     def refit(self) -> None:
-        before = [share.clone() for share in self.sender._sent]
+        before = [share.clone() for share in self.sender._kept]
         nbytes = sum(message.nbytes for message in self.sender.named_deltas(self.sender.refit))
-        differ = sum(int((a != b).sum()) for a, b in zip(before, self.sender._sent, strict=True))
+        differ = sum(int((a != b).sum()) for a, b in zip(before, self.sender._kept, strict=True))
         self.changed.append(differ / self.full)
         self.sent.append(nbytes / self.elements)
 

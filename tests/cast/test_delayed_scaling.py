@@ -120,11 +120,11 @@ def test_a_cast_that_raises_is_as_if_it_had_never_begun(flat: bool, stage: str, 
 
     with mock.patch.object(WeightTable, stage, raises_after_some), pytest.raises(torch.OutOfMemoryError):
         here.plan.cast(repeat=repeat)
-    assert here.plan.guard.is_partial
+    assert here.plan.validity.partial
     here.plan.cast(repeat=repeat)
     other.plan.cast(repeat=repeat)
     assert here.held() == other.held()
-    assert not here.plan.guard.is_partial
+    assert not here.plan.validity.partial
 
 
 @flat

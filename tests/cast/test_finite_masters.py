@@ -1,5 +1,8 @@
 """A master that is NaN or Inf, on any rank: every rank raises at the call after the cast, and names the weight."""
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,7 +10,8 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts, devices
-from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
+from tests.workers import error_of
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, ZeroMuon
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 
@@ -92,6 +96,65 @@ def told_on_ranks(culprit: int) -> list[str]:
     optimizer.load_state_dict(state)
     optimizer.step()
     return told
+
+
+OPTIMIZERS = {
+    "ZeroAdamW": lambda net: ZeroAdamW(net.named_parameters(), lr=1e-3),
+    "ZeroMuon": lambda net: ZeroMuon(
+        [
+            {
+                "params": [(name, p) for name, p in net.named_parameters() if (p.dim() == 2) == is_matrix],
+                "use_muon": is_matrix,
+            }
+            for is_matrix in (True, False)
+        ]
+    ),
+}
+KINDS = {"0.weight": "a quantized matrix", "1.weight": "a plain matrix", "0.bias": "a bias"}
+
+
+def told_of_each(kind: str, culprit: int) -> list[str]:
+    """The parameters and values that a step, or a state, does not tell of on this rank."""
+    net: Any = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32, bias=False)).bfloat16()
+    zerocast.quantize_(net, {"0.weight": "nvfp4"})
+    optimizer, complaints = OPTIMIZERS[kind](net), []
+
+    def step() -> None:
+        net(torch.ones(4, 32).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    for (name, value), then in zip(itertools.product(KINDS, VALUES), itertools.cycle((step, optimizer.state_dict))):
+        master = optimizer.state_dict()["model"][name].flat
+        owners = [rank for rank, numel in enumerate(all_gathered(master.numel())) if numel]
+        if dist.get_rank() == owners[culprit % len(owners)]:
+            master[-1] = value
+        optimizer.step()  # with gradients of zero
+        said = error_of(then)
+        optimizer._masters.master.nan_to_num_(0.0, 0.0, 0.0)
+        optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())  # weights are finite again
+        step()
+        if f"1 of 3 weights were NaN or Inf in the last cast: {name}." not in said:
+            complaints.append(f"{name} {value}: {said}")
+    return complaints
+
+
+def all_gathered(value: int) -> list[int]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@pytest.mark.notices(
+    "a master of a plain parameter is NaN or Inf",
+    where="ZeroAdamW",
+    answer="the next step or `state_dict` raises on all ranks, names it",
+)
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_plain_parameters_too(ranks, kind):
+    assert ranks(2)(told_of_each, kind, 1) == [[], []]
 
 
 def test_all_ranks_are_told(ranks):

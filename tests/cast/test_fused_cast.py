@@ -25,6 +25,7 @@ from zerocast.backends import ops
 from zerocast.backends.descriptor import Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.formats.layout import Span, whole_block_rows
+from zerocast.weight.validity import Use
 
 BF16, FP32 = torch.bfloat16, torch.float32
 GROUPS = 3
@@ -73,7 +74,7 @@ class Trainee:
             state = {"master": self.master, "grad": self.grad_shard, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
             ops.adam_step(self.plan.backend, **state, segments=segments, scalars=rows, clip=clip, skip=skip)
             self.plan.launch(skip=skip)
-        self.plan.freshness.cast += 1
+        self.plan.validity.casts += 1
 
     def held(self) -> list[casts.Bytes]:
         """Masters, moments and the bytes of all weights."""
@@ -136,9 +137,7 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, names = getattr(func, "_opname", ""), [argument.name for argument in func._schema.arguments]
         given = dict(zip(names, args, strict=False))
-        if name == "adam_step":
-            self._add(name, [given["master"]], [[0, *segment] for segment in given["segments"].tolist()])
-        elif name in ("adam_amax", "adam_cast", "partial_amax"):
+        if name in ("adam_amax", "adam_cast", "partial_amax"):
             columns = [Column.MASTER_BASE, Column.MASTER_OFFSET, Column.NUMEL]
             self._add(name, given["masters"], [line for line in given["table"][:, columns].tolist() if line[2]])
         return func(*args, **(kwargs or {}))
@@ -163,8 +162,8 @@ def test_each_master_is_read_by_one_op() -> None:
             ends = [offset, offset + whole.start - start, offset + whole.stop - start, offset + numel]
             expected |= {("adam_amax", *ends[:2]), ("adam_cast", *ends[1:3]), ("adam_amax", *ends[2:])}
         else:
-            expected.add(("adam_amax" if fmt.element else "adam_step", offset, offset + numel))
-    assert {name for name, _, _ in expected} == {"adam_amax", "adam_cast", "adam_step"}
+            expected.add(("adam_amax", offset, offset + numel))
+    assert {name for name, _, _ in expected} == {"adam_amax", "adam_cast"}
     assert sorted(reads.found) == sorted(expected)
 
 
@@ -190,6 +189,6 @@ def test_a_step_that_ends_between_its_codes_and_its_scales_is_partial() -> None:
         trainee.plan.cast(update=update)
     assert not np.array_equal(casts.raw(weight.state.rowwise_data), before["rowwise_data"])
     with pytest.raises(RuntimeError, match="raised half-way"):
-        trainee.plan.guard.check_complete()
+        trainee.plan.validity.check(Use.STEP)
     with pytest.raises(RuntimeError, match="raised half-way"):
         weight.dequantize()

@@ -19,17 +19,18 @@ WIDTH = 32
 
 
 class Tied(nn.Module):
-    """An embedding that is also the last layer."""
+    """An embedding that is also the last layer, and two layers with one quantized weight."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WIDTH, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.outer.weight = self.inner.weight
         self.last = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(x + self.embedding(torch.arange(len(x)))))
+        return self.last(self.outer(self.inner(x + self.embedding(torch.arange(len(x))))))
 
 
 class Normed(nn.Module):
@@ -58,7 +59,7 @@ def built(kind: str, fmt: str, seed: int) -> nn.Module:
         model[0].requires_grad_(False)
     if kind == "frozen quantized":
         model[1].weight.requires_grad_(False)
-    recipes = {"frozen plain": "[12].weight", "tied": "inner.weight", "buffers": "*t.weight"}
+    recipes = {"frozen plain": "[12].weight", "tied": "*er.weight", "buffers": "*t.weight"}
     quantize_(model, Recipe({recipes.get(kind, "*.weight"): fmt}))
     return model
 
@@ -116,7 +117,7 @@ def under_fsdp2(folder: str, kind: str, fmt: str) -> None:
         model = {"tied": Tied, "buffers": Normed}.get(kind, plain)()
         if kind.startswith("frozen"):
             model[1].requires_grad_(False)
-        recipe = {"frozen plain": "[02].weight", "tied": "inner.weight", "buffers": "*t.weight"}.get(kind, "*.weight")
+        recipe = {"frozen plain": "[02].weight", "tied": "*er.weight", "buffers": "*t.weight"}.get(kind, "*.weight")
         fsdp2.prepare(model, Recipe({recipe: fmt}))
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)

@@ -19,8 +19,8 @@ from zerocast import ZeroAdamW, optim
 from zerocast.checkpoint import writer
 from zerocast.checkpoint.whole_folder import MARKER, WholeFolder
 from zerocast.checkpoint.writer import LEASE, Writer
+from zerocast.export import export_safetensors
 from zerocast.optim import Checkpoints
-from zerocast.serve.export import export_safetensors
 
 WRITES = """
 import sys, time, torch, zerocast

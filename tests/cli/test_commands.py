@@ -10,7 +10,7 @@ from zerocast.bench.render import legend
 from zerocast.bench.row import all_rows
 from zerocast.cli import main
 
-COMMANDS = ("bench", "convert", "doctor", "export", "inspect", "plan")
+COMMANDS = ("bench", "doctor", "export", "inspect", "plan")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "bench step"])

@@ -14,7 +14,7 @@ from zerocast.cli import main
 
 COMMANDS = {
     "plna": "no command 'plna': did you mean 'plan'?",
-    "fly": "no command 'fly': there are doctor, plan, inspect, convert, export, bench, bench step",
+    "fly": "no command 'fly': there are doctor, plan, inspect, export, bench, bench step",
     "bench stepp": "no command 'bench stepp': did you mean 'bench step'?",
     "--verison": "did you mean '--version'?",
     "": "usage: zerocast COMMAND",
@@ -32,7 +32,6 @@ COMMANDS = {
     "bench --seed -1": "seed must be between 0 and",
     "bench --only nvfp5": "no row is called 'nvfp5': did you mean nvfp4?",
     "bench --compare nowhere.json": "zerocast bench: nowhere.json is not there",
-    "bench --trace no/trace.json": "there is no folder no",
     "bench step --layers 0": "layers must be at least 1, got 0",
     "bench step --lr -1": "lr must be between 0 and",
     "bench step --compare nowhere.json": "zerocast bench step: nowhere.json is not there",
@@ -40,8 +39,9 @@ COMMANDS = {
     "doctor --seed -1": "seed must be between 0 and",
     "inspect nowhere": "zerocast inspect: nowhere is not there",
     "inspect m.safetensors --png no/histogram.png": "there is no folder no",
-    "convert m.safetensors out --shard-bytes 0": "shard_bytes must be at least 1, got 0",
-    "convert m.safetensors out --masters bfloat16": "--masters is for --to checkpoint",
+    "export m.safetensors out --masters bfloat16": "--masters is for --to checkpoint, and this is --to hf",
+    "export m.safetensors out --to checkpoint --naming deepseek": "--naming is for --to hf and safetensors, and this is",
+    "export m.safetensors out --to safetensors --model .": "--model is for --to hf, and this is --to safetensors",
 }
 
 

@@ -33,7 +33,7 @@ def plans_in_another_order() -> tuple[str, str, bool]:
         first[0].weights[0].dequantize()
     for each in (*plans, *plans):
         each.cast()
-    return str(caught.value), str(partial.value), not any(each.guard.is_partial for each in plans)
+    return str(caught.value), str(partial.value), not any(each.validity.partial for each in plans)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -149,7 +149,7 @@ def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
         group["lr"] = LR
     for _ in range(3):
         trained.step()
-    return str(caught.value), said, trained.optimizer._weights.plan.guard.is_partial
+    return str(caught.value), said, bool(trained.optimizer._weights.plan.validity.partial)
 
 
 def _copy(value: Any) -> Any:

@@ -116,7 +116,7 @@ def test_every_page_fits_and_loads_from_nowhere_else(site: Server, window: Brows
 
 
 def test_diagrams_are_drawings(site: Server, window: Browser) -> None:
-    for name in ("shards", "cast", "speed", "columnwise", "life", "freshness", "fsdp2", "checkpoints"):
+    for name in ("shards", "cast", "speed", "columnwise", "life", "validity", "fsdp2", "checkpoints"):
         window.open(f"{site.url}/concepts/{name}/")
         window.wait(
             f"location.pathname == '/concepts/{name}/' && document.readyState == 'complete' && {PICTURES}.length"

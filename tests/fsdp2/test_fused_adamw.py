@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests import casts
@@ -262,14 +264,80 @@ def test_step_numbers_are_read_at_once() -> None:
     assert numbers_read(1) == numbers_read(8)
 
 
+def lone_numbers(bad_ranks: list[int]) -> tuple[str, str, list[str]]:
+    """Where some ranks have a learning rate of NaN: the errors of the step and of the gather after it, and complaints once a state
+    is loaded.
+    """
+    model = models.sharded(Net(models.FEW, 64, 96))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    state = TrainingState(model, optimizer)
+    models.train(model, optimizer, range(1), 64)
+    saved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state.state_dict())
+    saved["model"] = {name: parameter.detach().full_tensor() for name, parameter in model.named_parameters()}
+    if dist.get_rank() in bad_ranks:
+        optimizer.param_groups[0]["lr"] = float("nan")
+    model(models.batch(1, 64)).float().square().mean().backward()
+    stepped = error_of(optimizer.step)
+    with torch.no_grad():
+        gathered = error_of(lambda: model(models.batch(2, 64)))
+    state.load_state_dict(saved)
+    models.train(model, optimizer, range(1, 2), 64)
+    return stepped, gathered, models.complaints(model, "after a load")
+
+
+@pytest.mark.notices(
+    "hyper-parameters of `FusedAdamW` are out of range, on one rank of several or on all",
+    where="FSDP2",
+    answer="all ranks raise at the next gather, until a state is loaded",
+)
+@pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
+def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[int]) -> None:
+    for rank, (stepped, gathered, complaints) in enumerate(ranks(2)(lone_numbers, bad_ranks)):
+        assert stepped == "" and complaints == []
+        assert (
+            "an optimizer step (lr is out of range: nan) raised half-way" if rank in bad_ranks else "on ranks [1]"
+        ) in gathered
+
+
+def refused_states() -> list[str]:
+    """The errors of loading states of which one rank's do not fit."""
+    model = models.sharded(Net(("nvfp4",), 64, 96))
+    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    models.train(model, optimizer, range(1), 64)
+    changes = {
+        "a negative square": lambda state: state["state"][0].update(exp_avg_sq=state["state"][0]["exp_avg_sq"] - 1),
+        "no step": lambda state: state["state"][1].pop("step"),
+        "a learning rate": lambda state: state["param_groups"][0].update(lr=-1.0),
+        "fewer parameters": lambda state: state["param_groups"][0]["params"].pop(),
+        "no groups": lambda state: state.pop("param_groups"),
+    }
+    found = []
+    for change in changes.values():
+        state = optimizer.state_dict()
+        if dist.get_rank() == 1:
+            change(state)
+        found.append(error_of(lambda state=state: optimizer.load_state_dict(state)))
+    optimizer.load_state_dict(optimizer.state_dict())
+    models.train(model, optimizer, range(1, 2), 64)
+    return found
+
+
+def test_a_state_that_one_rank_refuses_is_loaded_on_none(ranks: Ranks) -> None:
+    told, refused = ranks(2)(refused_states)
+    assert {*told} == {
+        "ValueError: another rank that loads the state of a FusedAdamW has been given one that does not fit, and its error says why"
+    }
+    assert all(error.startswith("ValueError: ") and "another rank" not in error for error in refused), refused
+
+
 def freed(divisor: int) -> dict[str, str]:
     """What a step, or the cast after it, says of masters and moments whose storages were freed or made smaller."""
     model = models.sharded(Net(("fp8_block",), 64, 96))
     optimizer, found = FusedAdamW(model.parameters(), lr=1e-3), {}
     models.train(model, optimizer, range(1), 64)
 
-    def forward() -> None:
-        model(models.batch(1, 64))
+    def forward() -> torch.Tensor:
+        return model(models.batch(1, 64))
 
     for name in ("blocks.0.1.bias", "blocks.0.1.weight"):
         parameter = dict(model.named_parameters())[name]

@@ -350,10 +350,16 @@ def test_states_that_do_not_fit(ranks: Ranks, kind: str, world: int) -> None:
     assert ranks(world)(refused, kind, world - 1) == [[]] * world
 
 
+FILES = (
+    *("step -5", "step 1.5", "lr NaN", "beta of 1", "integers", "no moments of one", "a moment more"),
+    *("negative", "NaN"),
+)
+
+
 def from_a_file(kind: str) -> list[str]:
     """The broken files that are not refused with nothing changed."""
     complaints = []
-    for name in ("step -5", "step 1.5", "lr NaN", "beta of 1", "integers", "no moments of one", "a moment more"):
+    for name in FILES:
         broken, training = Training(kind), Training(kind)
         broken.step(0)
         state, folder = broken.state.state_dict(), tempfile.mkdtemp()

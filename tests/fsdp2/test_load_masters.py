@@ -15,7 +15,7 @@ from tests.fsdp2.models import Net
 from tests.fsdp2.test_checkpoints import FORMATS, HIDDEN, WIDTH, build
 from tests.optim.faults import OutOfMemory
 from tests.workers import Ranks
-from zerocast.fsdp2.manager import guard_of
+from zerocast.fsdp2.manager import validity_of
 
 
 def wanted(formats: tuple[str, ...]) -> dict[str, Tensor]:
@@ -84,7 +84,7 @@ def breaks_off(every: int) -> tuple[int, list[str]]:
                 zerocast.fsdp2.load_masters(model, wanted(FORMATS))
         except RuntimeError as error:
             found += [] if "injected" in str(error) else [str(error)]
-        if guard_of(model).is_partial:
+        if validity_of(model).partial:
             left += 1
             for call in (model.state_dict, lambda: model(models.batch(0, WIDTH))):
                 with pytest.raises(RuntimeError, match="loading masters raised half-way"):

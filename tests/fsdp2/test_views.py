@@ -16,14 +16,14 @@ from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.weight.freshness import Freshness
+from zerocast.weight.validity import Validity
 
 
 class Recorder(FSDPWeight):
     """A weight that keeps what it is told of."""
 
     def __init__(self, manager: CastManager) -> None:
-        super().__init__("weight", zerocast.get_format("nvfp4"), manager.record, Freshness(), False)
+        super().__init__("weight", zerocast.get_format("nvfp4"), manager.record, Validity())
         self.is_cast, self.found = True, list[Tensor]()
 
     def note_write(self, data: Tensor) -> None:

@@ -23,7 +23,7 @@ from tests.workers import Ranks, error_of
 from zerocast import optim
 from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
 from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Validity
 
 FORMATS = ("nvfp4", DELAYED)
 OPTIMIZERS: dict[str, Any] = {"fused": FusedAdamW, "torch": torch.optim.AdamW}
@@ -174,8 +174,8 @@ def half_stepped() -> list[str]:
         optimizer = FusedAdamW(model.parameters(), lr=1e-2)
         step(model, optimizer, 0)
         if dist.get_rank() == 1:
-            for guard in (zerocast.fsdp2.manager.guard_of(optimizer), models.manager(model).guard):
-                guard.mark_partial("an optimizer step")
+            for validity in (zerocast.fsdp2.manager.validity_of(optimizer), models.manager(model).validity):
+                validity.broke_off("an optimizer step")
         return [error_of(lambda number=number: step(model, optimizer, number)) for number in (1, 2)]
 
 
@@ -213,7 +213,7 @@ def test_the_end_of_a_process_reports_what_is_unread(caplog: pytest.LogCaptureFi
     agreed = torch.tensor([[0, 7], [2, 7]], dtype=torch.int32)
     written = torch.tensor([[0, 7], [1, 7]], dtype=torch.int32)
     with as_on_a_gpu():
-        fine, wrong = GatherStatus(WriteGuard()), GatherStatus(WriteGuard())
+        fine, wrong = GatherStatus(Validity()), GatherStatus(Validity())
         for status, headers in ((fine, agreed), (wrong, written)):
             status.note(("a", "b"), [agreed, headers])
         with caplog.at_level(logging.ERROR):

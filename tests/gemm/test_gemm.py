@@ -193,7 +193,7 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 def test_a_stale_columnwise_copy_is_not_read() -> None:
     weight = cast("fp8_current")
     y = F.linear(torch.randn(2, 64).to(BF16).requires_grad_(), weight)
-    weight.state.freshness.cast += 1  # type: ignore[attr-defined]
+    weight.state.validity.casts += 1  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="older than its last cast"):
         y.sum().backward()
 

@@ -45,7 +45,7 @@ def _mutant(guards: str, path: str, before: str, after: str, *hosts: str) -> Mut
     return Mutant(guards, path, before, after, hosts or ALL)
 
 
-GUARD, WEIGHT = "zerocast/weight/write_guard.py", "zerocast/weight/weight.py"
+VALIDITY = "zerocast/weight/validity.py"
 VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_optimizer.py"
 FUSED, STATE = "zerocast/fsdp2/fused_adamw.py", "zerocast/fsdp2/state.py"
 PREPARE, MANAGER = "zerocast/fsdp2/prepare.py", "zerocast/fsdp2/manager.py"
@@ -53,36 +53,36 @@ METHODS, APEX = "integrations/megatron/guard.py", "integrations/apex/optimizer.p
 OWNERSHIP, AMAXES = "zerocast/distributed/ownership.py", "zerocast/cast/packed_amax.py"
 PARTITION, MOVED = "zerocast/cast/partition.py", "zerocast/optim/foreign_writes.py"
 NO_GUARD = "if True:"
-CHECK = "        self._plan.guard.check_complete()\n"
-PARTIAL_PLAN = "        if self._plan.guard.is_partial:\n"
+APEX_CHECK = "        self._plan.validity.check(Use.REDUCE)\n"
+PARTIAL_PLAN = "        if self._plan.validity.partial:\n"
 # Guards that lie in two places on purpose are not here: either alone is enough (saves and steps of FSDP2, a refresh).
 MUTANTS = [
     # What every host shares
     _mutant(
         "what breaks off is remembered",
-        GUARD,
-        "            self.mark_partial(what, masters=masters)\n",
+        VALIDITY,
+        "            self.broke_off(what, masters=masters)\n",
         "            pass\n",
     ),
     _mutant(
         "what is partial is refused",
-        GUARD,
-        "            raise RuntimeError(self.partial)\n",
-        "            pass\n",
+        VALIDITY,
+        "                raise self.partial.again()\n",
+        "                pass\n",
     ),
     _mutant(
         "a complete write makes whole",
-        GUARD,
-        "                self.partial, self._partial_masters = None, False\n",
+        VALIDITY,
+        "                writing.broke_off, writing.broke_off_masters = None, False\n",
         "                pass\n",
     ),
     _mutant("verify compares bytes", VERIFY, "        wrong = int(differs.sum())\n", "        wrong = 0\n"),
     _mutant("verify says where", VERIFY, "column * size + place % b.shape[1]", "column * size"),
     _mutant(
         "partial weights are not read",
-        WEIGHT,
-        "            guard.check_complete()\n",
-        "            pass\n",
+        "zerocast/weight/weight.py",
+        "        self.state.validity.check(use, self)\n",
+        "",
         "ZeroAdamW",
         "Megatron-Core",
         "Apex",
@@ -93,28 +93,28 @@ MUTANTS = [
     _mutant(
         "no partial state is saved",
         ZERO,
-        f'{CHECK}        self.averages.check_not_swapped("the state of an optimizer',
-        '        self.averages.check_not_swapped("the state of an optimizer',
+        "        self._validity.check(Use.SAVE)\n",
+        "",
         "ZeroAdamW",
     ),
     _mutant(
         "nothing steps on",
         ZERO,
-        f"{CHECK}        self._skipped.before_step()\n",
+        "        self._validity.check(Use.STEP)\n        self._skipped.before_step()\n",
         "        self._skipped.before_step()\n",
         "ZeroAdamW",
     ),
     _mutant(
         "nothing is clipped for a partial state",
         ZERO,
-        f"{CHECK}        self._reduce_gradients()\n",
-        "        self._reduce_gradients()\n",
+        "        self._validity.check(Use.REDUCE)\n",
+        "",
         "ZeroAdamW",
     ),
     _mutant(
         "a load forgets gradients of a partial step",
         ZERO,
-        f"{PARTIAL_PLAN}            self.zero_grad()\n",
+        "        if self._validity.partial:\n            self.zero_grad()\n",
         "",
         "ZeroAdamW",
     ),
@@ -122,12 +122,12 @@ MUTANTS = [
         "a state that does not fit changes nothing", ZERO, "        self._state.check(state_dict)\n", "", "ZeroAdamW"
     ),
     # FSDP2
-    _mutant("a step that raises", FUSED, 'with transaction(self.guards, "an optimizer step"):', NO_GUARD, "FSDP2"),
-    _mutant("a load that raises", STATE, "with transaction(guards, what):", NO_GUARD, "FSDP2"),
+    _mutant("a step that raises", FUSED, 'with transaction(self.validities, "an optimizer step"):', NO_GUARD, "FSDP2"),
+    _mutant("a load that raises", STATE, "with transaction(validities, what):", NO_GUARD, "FSDP2"),
     _mutant(
         "no partial model is saved",
         PREPARE,
-        "        manager.check_complete()\n\n\ndef _unwrap",
+        "        manager.check(Use.SAVE)\n\n\ndef _unwrap",
         "        pass\n\n\ndef _unwrap",
         "FSDP2",
     ),
@@ -149,40 +149,46 @@ MUTANTS = [
         "delayed scaling is saved", STATE, "state_dict(self._model) if is_prepared(self._model) else {}", "{}", "FSDP2"
     ),
     _mutant("delayed scaling is loaded", STATE, 'self._model, state.get("zerocast", {})', "self._model, {}", "FSDP2"),
-    _mutant("a state that does not fit changes nothing", STATE, "        self._check(state)\n", "", "FSDP2"),
+    _mutant(
+        "a state that does not fit changes nothing",
+        STATE,
+        "            self._check(state)\n",
+        "            pass\n",
+        "FSDP2",
+    ),
     # Megatron-Core
     _mutant(
         "a step, a cast or a gather that raises",
         METHODS,
-        "with self.writes.transaction(what, masters=masters):",
+        "with self.validity.transaction(what, masters=masters):",
         NO_GUARD,
         "Megatron-Core",
     ),
     _mutant(
         "a load that raises",
         METHODS,
-        'with self.writes.transaction("loading a checkpoint"):',
+        'with self.validity.transaction("loading a checkpoint"):',
         NO_GUARD,
         "Megatron-Core",
     ),
     _mutant(
         "a refresh is no remedy for masters",
         METHODS,
-        "        if self.writes.has_partial_masters:\n            self.check_complete()\n",
+        "        if self.validity.has_partial_masters:\n            self.check(Use.STEP)\n",
         "",
         "Megatron-Core",
     ),
     _mutant(
         "nothing goes on from what is partial",
         METHODS,
-        "        if not self.is_preparing:\n            self.writes.check_complete()\n",
+        "        if not self.is_preparing:\n            self.validity.check(use)\n",
         "        pass\n",
         "Megatron-Core",
     ),
     # Apex
     _mutant("a step that raises", APEX, 'with self._plan.transaction("an optimizer step"):', NO_GUARD, "Apex"),
     _mutant("a load that raises", APEX, 'with self._plan.transaction("loading a state"):', NO_GUARD, "Apex"),
-    _mutant("a partial state has no norm", APEX, f"{CHECK}        norm: Tensor", "        norm: Tensor", "Apex"),
+    _mutant("a partial state has no norm", APEX, f"{APEX_CHECK}        norm: Tensor", "        norm: Tensor", "Apex"),
     _mutant(
         "a load forgets gradients of a partial step", APEX, f"{PARTIAL_PLAN}            self.zero_grad()\n", "", "Apex"
     ),

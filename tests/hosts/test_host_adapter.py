@@ -106,12 +106,12 @@ def test_a_gather_that_fails_leaves_weights_partial_until_the_next_refresh() -> 
     host.fails = True
     with pytest.raises(torch.OutOfMemoryError):
         attached.refresh()
-    assert attached.plan.guard.is_partial
+    assert attached.plan.validity.partial
     with pytest.raises(RuntimeError, match="a cast raised half-way"):
         host.weights[1].dequantize()
     host.fails = False
     attached.refresh()
-    assert not attached.plan.guard.is_partial and zerocast.verify(attached).ok
+    assert not attached.plan.validity.partial and zerocast.verify(attached).ok
 
 
 def test_weights_of_a_host_have_one_owner() -> None:

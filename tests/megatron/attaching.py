@@ -1,4 +1,4 @@
-"""What `attach`, `detach` and `building` say and leave behind, on the ranks of a pool."""
+"""What `attach`, `detach` and `quantized_params` say and leave behind, on the ranks of a pool."""
 
 import sys
 from types import SimpleNamespace

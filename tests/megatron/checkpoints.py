@@ -3,19 +3,26 @@
 import multiprocessing
 import shutil
 import tempfile
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
+import zerocast
 from tests import casts
 from tests.megatron import te
 from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.training import MIXED, Case, Run, build_attached
+from tests.megatron.training import MIXED, NARROW, Case, Run, build_attached
 from tests.workers import error_of
+from zerocast import QuantizedWeight
+from zerocast.checkpoint.untrained import own_buffers
 from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.ownership import shares
 
 if not WHY_NOT:
     from megatron.core import dist_checkpointing
@@ -88,6 +95,71 @@ def small_buckets(kind: str, is_loading: bool) -> str:
         run, _ = build_attached(Case(MIXED, experts=True))
         run.step(0)
         return error_of(lambda: _content(run, is_loading, kind))
+
+
+def resume_afresh(kind: str, folder: str, sharding: str) -> list[str]:
+    """A model of a kind is saved, and resumed with a fresh initialisation: what then differs from the run that went on."""
+    formats = {"frozen plain": "other half", "frozen quantized": "frozen"}.get(kind, NARROW)
+    case = Case(formats, kind=kind)
+    with case.host():
+        (straight, _), (resumed, attachment) = build_attached(case), build_attached(replace(case, seed=8))
+        for number in range(2):
+            straight.step(number)
+        save(straight, folder, sharding)
+        load(resumed, folder, sharding)
+        for number in range(2):
+            straight.step(number)
+            resumed.step(number)
+        assert zerocast.verify(attachment).ok
+        theirs, ours = _read(straight), _read(resumed)
+        return [name for name in theirs if not torch.equal(theirs[name], ours[name])]
+
+
+def _read(run: Run) -> dict[str, torch.Tensor]:
+    """All that a step reads: masters of this rank, bytes of weights, plain parameters and buffers."""
+    module, found = run.ddp.module, {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        own = own_buffers(tensor) if isinstance(tensor, QuantizedWeight) else {"": tensor}
+        found |= {f"{name}.{buffer}": value.detach().clone() for buffer, value in own.items()}
+    for one in distributed_optimizers(run.optimizer):
+        masters = [master for share in shares(one) for _, master, _, _ in share.masters()]
+        found |= {f"master {number}": master.detach().clone() for number, master in enumerate(masters)}
+    return found
+
+
+def freeze_later(folder: str) -> tuple[str, bool]:
+    """Weights that were trained when a model was saved are frozen in the one that loads it: what a load says by itself, and whether
+    one that takes values where there are no bytes brings those that were saved.
+    """
+    with host():
+        trained, _ = build_attached(Case(NARROW))
+        trained.step(0)
+        save(trained, folder, "dp_reshardable")
+        run, _ = build_attached(Case(NARROW, kind="frozen quantized", seed=8))
+
+        def load_model(strict: str) -> None:
+            template = {"model": integration.dequantize_(run.ddp.module.sharded_state_dict(), is_loading=True)}
+            run.ddp.module.load_state_dict(dist_checkpointing.load(template, folder, strict=strict)["model"])
+
+        said = ""
+        try:
+            load_model("assume_ok_unexpected")
+        except CheckpointException as error:  # no Exception
+            said = str(error)
+        load_model("log_unexpected")
+        pairs = zip(trained.weights.values(), run.weights.values(), strict=True)
+        return said, all(torch.equal(one.dequantize(), other.dequantize()) for one, other in pairs)
+
+
+def another_format() -> str:
+    """What is said of a frozen weight whose bytes are of another format with buffers of the same shapes."""
+    with host():
+        run, _ = build_attached(Case(NARROW, kind="frozen quantized"))
+        state = {
+            name: entry.data for name, entry in integration.dequantize_(run.ddp.module.sharded_state_dict()).items()
+        }
+        state["layers.0.weight.format"] = state["layers.0.weight.format"] ^ 1
+        return error_of(lambda: run.ddp.module.load_state_dict(state))
 
 
 def resume(case: Case, kind: str) -> tuple[dict[str, bool], dict[str, int]]:

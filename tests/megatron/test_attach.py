@@ -9,7 +9,7 @@ import pytest
 from tests.megatron import attaching
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.workers import Ranks
-from zerocast.integrations.megatron import building, host
+from zerocast.integrations.megatron import host, quantized_params
 
 pytestmark = needs_megatron
 
@@ -29,12 +29,12 @@ def _changed(before: dict[str, Any]) -> set[str]:
     return {name for name in {**before, **after} if before.get(name, before) is not after.get(name, after)}
 
 
-def test_nothing_stays_patched_after_building() -> None:
+def test_nothing_stays_patched_after_quantized_params() -> None:
     before = _everything()
-    with building():
+    with quantized_params():
         assert _changed(before)
     assert not _changed(before)
-    with pytest.raises(ZeroDivisionError), building():
+    with pytest.raises(ZeroDivisionError), quantized_params():
         raise ZeroDivisionError
     assert not _changed(before)
 
@@ -42,7 +42,7 @@ def test_nothing_stays_patched_after_building() -> None:
 def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _everything()
     monkeypatch.delattr(importlib.import_module(host.FP8), "_modify_underlying_storage_impl")
-    with pytest.raises(RuntimeError, match=r"fp8_utils has no _modify_underlying_storage_impl"), building():
+    with pytest.raises(RuntimeError, match=r"fp8_utils has no _modify_underlying_storage_impl"), quantized_params():
         pass
     monkeypatch.undo()
     assert not _changed(before)
@@ -55,7 +55,7 @@ def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delattr(importlib.import_module(module), "group_params_for_buffers")
     with (
         pytest.raises(RuntimeError, match=f"looked for {module}.group_params_for_buffers: this megatron-core has"),
-        building(),
+        quantized_params(),
     ):
         pass
     monkeypatch.undo()
@@ -69,7 +69,7 @@ def test_a_host_without_buffers_of_four_bits_is_named(ranks: Ranks) -> None:
 
 def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "FP4", "megatron.core.fp2_utils")
-    with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), building():
+    with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), quantized_params():
         pass
 
 

@@ -6,7 +6,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests.megatron.checkpoints import State, loaded, resume, saved, small_buckets
+from tests.megatron.checkpoints import (
+    State,
+    another_format,
+    freeze_later,
+    loaded,
+    resume,
+    resume_afresh,
+    saved,
+    small_buckets,
+)
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import ALL, MIXED, NARROW, Case
 from tests.workers import Ranks
@@ -41,6 +50,24 @@ def test_resume_is_exact(ranks: Ranks, formats: str, overlap: bool, kind: str) -
     for same, wrong in ranks(2)(resume, Case(formats, overlap), kind):
         assert all(same.values()), same
         assert not wrong
+
+
+@pytest.mark.parametrize("sharding", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
+@pytest.mark.parametrize("kind", ["frozen plain", "frozen quantized", "buffers", "tied"])
+def test_every_kind_of_model_resumes_afresh(ranks: Ranks, tmp_path: Path, kind: str, sharding: str) -> None:
+    assert ranks(2)(resume_afresh, kind, str(tmp_path), sharding) == [[], []]
+
+
+def test_weights_that_are_frozen_later(ranks: Ranks, tmp_path: Path) -> None:
+    """A checkpoint that lacks their own bytes is loaded by its values, if one asks for it."""
+    for said, equal in ranks(2)(freeze_later, str(tmp_path)):
+        assert "zerocast.layers.0.weight." in said and equal
+
+
+def test_frozen_bytes_of_another_format(ranks: Ranks) -> None:
+    for said in ranks(2)(another_format):
+        assert said.startswith("ValueError: layers.0.weight is frozen, and ")
+        assert "in the checkpoint and nvfp4 here: it has no master to be cast from" in said
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A small model on the real DistributedDataParallel and DistributedOptimizer, trained on every rank of a pool, and its bytes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ if not WHY_NOT:
 else:
     MegatronModule = nn.Module
 
+NARROW = "nvfp4" if KNOWS_FOUR_BITS else "fp8_block"
 FORMATS = {
     "fp8_block": {"*.weight": "fp8_block"},
     "fp8_current": {"*.weight": "fp8_current"},
@@ -40,6 +41,7 @@ FORMATS = {
     "mxfp4": {"layers.[01].*": "mxfp4"},
     "mxfp8": {"layers.0.*": "mxfp8"},
     "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
+    "frozen": {"layers.0.*": "mxfp8", "layers.[12].*": NARROW, "layers.3.*": "fp8_block"},
     "experts": {"weight1": "fp8_current"},
     "plain": {},
     "half": {"layers.[01].*": "fp8_current"},
@@ -70,7 +72,6 @@ FORMATS = {
     },
 }
 MIXED = "mixed" if KNOWS_FOUR_BITS else "fp8"  # as many formats as the host's buffers can hold
-NARROW = "nvfp4" if KNOWS_FOUR_BITS else "fp8_block"
 ALL = ["fp8_block", "fp8_current", *(["nvfp4", "mixed"] if KNOWS_FOUR_BITS else ["fp8"])]
 ALL_LAYERS = "0123"
 WIDTHS = (64, 192, 96, 208, 64)  # boundaries of ranks fall inside weights
@@ -86,6 +87,8 @@ class Case:
     te: str = ""  # layers whose weights are tensors of TransformerEngine
     fused_adam: bool = False  # TransformerEngine's
     in_fp32: bool = False  # one of the biases
+    kind: str = ""  # of the model: frozen plain, frozen quantized, buffers or tied
+    seed: int = 7
     steps: int = 3
     options: dict[str, Any] = field(default_factory=dict)  # of the optimizer's config
     ddp_options: dict[str, Any] = field(default_factory=dict)
@@ -96,14 +99,21 @@ class Case:
 
 
 class Model(MegatronModule):
-    def __init__(self, config: Any, te_layers: str = "") -> None:
+    def __init__(self, config: Any, te_layers: str = "", kind: str = "") -> None:
         super().__init__(config)
+        self.kind = kind
         pairs = list(zip(WIDTHS[:-1], WIDTHS[1:], strict=True))
         kinds = [ColumnParallelLinear, RowParallelLinear] * 2
         self.layers = nn.ModuleList(
             te.TELinear(*pair) if str(number) in te_layers else self._layer(kind, *pair)
             for number, (kind, pair) in enumerate(zip(kinds, pairs, strict=True))
         )
+        if self.kind == "buffers":
+            self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("decay", torch.rand(WIDTHS[-1]))
+        if self.kind == "tied":
+            self.again = self._layer(ColumnParallelLinear, *pairs[0])
+            self.again.weight = self.layers[0].weight
 
     def _layer(self, kind: Any, inputs: int, outputs: int) -> nn.Module:
         more = {} if kind is ColumnParallelLinear else {"input_is_parallel": True, "skip_bias_add": False}
@@ -113,6 +123,12 @@ class Model(MegatronModule):
         for layer in self.layers:
             x, _ = layer(x)
             x = torch.tanh(x)
+        if self.kind == "buffers":
+            self.seen += 1
+            self.decay *= 0.9
+            x = x * (1 + self.decay / self.seen)
+        if self.kind == "tied":
+            x = x + self.again(x)[0][..., : x.shape[-1]]
         return x
 
 
@@ -252,11 +268,11 @@ def configuration() -> Any:
     )
 
 
-def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> Any:
+def build_chunk(case: Case, disable_bucketing: bool = False) -> Any:
     """A model in its DistributedDataParallel."""
-    torch.manual_seed(seed)
+    torch.manual_seed(case.seed)
     config = configuration()
-    model = Model(config, case.te)
+    model = Model(config, case.te, case.kind)
     model.to(device())
     recipe = zerocast.Recipe(FORMATS[case.formats])
     ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
@@ -266,6 +282,8 @@ def build_chunk(case: Case, seed: int = 7, disable_bucketing: bool = False) -> A
         param.allreduce = False
     if ours is not None:
         zerocast.quantize_(model, ours)
+    for layer in model.layers[:2] if case.kind.startswith("frozen") else ():
+        layer.weight.requires_grad_(False)
     return wrap(case, config, model, disable_bucketing)
 
 
@@ -321,7 +339,7 @@ def train_chunks(case: Case) -> list[dict[str, int]]:
     """Of two model chunks under one optimizer: the stale bytes of each."""
     with host():
         with integration.quantized_params():
-            chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
+            chunks = [build_chunk(replace(case, seed=1)), build_chunk(replace(case, seed=2), disable_bucketing=True)]
             optimizer = build_optimizer(case, chunks)
         attached = integration.attach(optimizer, chunks)
         runs = [Run(chunk, optimizer, case) for chunk in chunks]

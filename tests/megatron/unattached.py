@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -224,7 +224,7 @@ def two_chunks() -> tuple[str, list[tuple[str, ...]]]:
     with host():
         case = Case(MIXED)
         with integration.quantized_params():
-            chunks = [build_chunk(case, 1), build_chunk(case, 2, disable_bucketing=True)]
+            chunks = [build_chunk(replace(case, seed=1)), build_chunk(replace(case, seed=2), disable_bucketing=True)]
             optimizer = build_optimizer(case, chunks)
         for chunk in chunks:
             Run(chunk, optimizer, case).forward_and_backward(0)

@@ -111,7 +111,7 @@ def stale_reads() -> dict[str, str]:
             run.force_sync()
             weight.dequantize()
             with torch.no_grad():
-                for master in attached.plans[0].freshness._masters:
+                for master in attached.plans[0].validity._masters:
                     master().add_(1.0)
             said["by hand"] = _refusal(weight)
             attached.refresh()

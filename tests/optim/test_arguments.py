@@ -22,7 +22,7 @@ from tests.optim.probe import FP32
 from tests.optim.runs import Run, Trainer, weight_bytes
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
-from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.hyperparameters import COLUMNS, Hyperparameters
 from zerocast.fsdp2 import FusedAdamW
 
 NAN = float("nan")
@@ -237,7 +237,7 @@ def stepped_with(kind: str, key: str, value: Any) -> tuple[str, list[torch.Tenso
 @pytest.mark.notices(
     "a scheduler or a program sets a learning rate, betas, eps or weight decay in param_groups that is out of range",
     where=("ZeroAdamW", "FSDP2"),
-    answer="the next step of zerocast's optimizers raises, nothing changed; numbers on a device are not read",
+    answer="the next step of zerocast's optimizers raises, nothing changed; of tensors on a GPU the step after that",
 )
 @pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=str)
 @pytest.mark.parametrize("kind", ["ZeroAdamW", "ZeroMuon", "FusedAdamW"])
@@ -280,6 +280,41 @@ def test_a_number_after_a_tensor_on_the_device() -> None:
             table.refresh([{**group, "lr": lr}])
         written.append((operators.counts["aten::fill_"], operators.counts["aten::copy_"]))
     assert written == [(4, 0), (0, 0), (0, 1), (0, 1), (1, 0), (0, 0)]
+
+
+@pytest.mark.parametrize("column", range(len(COLUMNS)), ids=list(COLUMNS))
+def test_numbers_that_the_host_reads_late(column: int) -> None:
+    """Those of the last step, as they come from a GPU."""
+    table = Hyperparameters(1, torch.device("cpu"))
+    group = {"lr": 0.5, "weight_decay": 0.0, "betas": (0.9, 0.99), "eps": 1e-8}
+    table.refresh([group])
+    for value in (-1.0, NAN, float("inf"), 1.0):
+        before = table._values[0, column].clone()
+        table._values[0, column] = value
+        table._late.send()
+        table._values[0, column] = before
+        name, end = list(COLUMNS.items())[column]
+        if value < 0 or not value < end:
+            with pytest.raises(ValueError, match=f"{name} of parameter group 0, a tensor on a GPU, was out of range"):
+                table.refresh([group])
+        table.refresh([group])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_learning_rate_on_a_gpu_that_is_out_of_range() -> None:
+    net = linear().cuda()
+    optimizer = ZeroAdamW(net.named_parameters(), lr=torch.tensor(1e-3, device="cuda"))
+    said = []
+    for lr in (1e-3, -1.0, 1e-3, 1e-3):
+        optimizer.param_groups[0]["lr"].fill_(lr)
+        net(torch.ones(2, 64, dtype=torch.bfloat16, device="cuda")).float().square().mean().backward()
+        said.append(error_of(optimizer.step))
+        optimizer.zero_grad()
+    assert [bool(error) for error in said] == [False, False, True, False]
+    assert said[2].startswith(
+        "ValueError: lr of parameter group 0, a tensor on a GPU, was out of range in the last step: -1.0"
+    )
 
 
 def of_torch(call: str) -> tuple[str, bool]:
@@ -351,9 +386,34 @@ def said_of_frozen(alike: bool) -> list[str]:
     zerocast.quantize_(model, zerocast.Recipe({"b.weight": "nvfp4"}, default="identity"))
     for name in "ab":
         model[name].requires_grad_(False)
-    with mock.patch("zerocast.optim.frozen.logger.warning") as warning:
+    with mock.patch("zerocast.optim.left_out.logger.warning") as warning:
         ZeroAdamW({"params": group} for group in [model.named_parameters()])
     return [call.args[0] % call.args[1:] for call in warning.mock_calls]
+
+
+def said_of_left_out(differ: str) -> list[list[str]]:
+    """What is logged by each of four steps of an optimizer that was given the quantized weights alone."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)).bfloat16()
+    model.register_buffer("table", torch.full((4,), float(rank if differ == "a buffer" else 0)))
+    zerocast.quantize_(model, {"*.weight": "nvfp4"})
+    optimizer = ZeroAdamW([(name, p) for name, p in model.named_parameters() if name.endswith("weight")])
+    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
+    rest = torch.optim.SGD(biases, lr=0.1)
+    said = []
+    for step in range(4):
+        # the same inputs on all ranks give the same gradients of biases
+        seed = step + (rank if differ == "biases that another optimizer steps" else 0)
+        inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        model(inputs).float().square().mean().backward()
+        with mock.patch("zerocast.optim.left_out.logger.warning") as warning:
+            optimizer.step()
+        rest.step()
+        rest.zero_grad()
+        optimizer.zero_grad()
+        said.append([call.args[0] % call.args[1:] for call in warning.mock_calls])
+    return said
 
 
 @pytest.mark.notices(
@@ -364,5 +424,25 @@ def said_of_frozen(alike: bool) -> list[str]:
 def test_frozen_parameters_that_differ(ranks):
     assert ranks(2)(said_of_frozen, True) == [[], []]
     (said,), nothing = ranks(2)(said_of_frozen, False)
-    assert said.startswith("2 frozen parameters have other values on other ranks, among them a.weight, b.weight:")
+    assert said.startswith(
+        "2 parameters and buffers that this optimizer does not train have other values on other ranks"
+    )
+    assert "among them a.weight, b.weight:" in said
     assert nothing == []
+
+
+@pytest.mark.notices(
+    "buffers, or parameters that it was not given, have other values on other ranks",
+    where="ZeroAdamW",
+    answer="warns once, at the second or hundred-and-first step, and names them (of models that `quantize_` has changed)",
+)
+@pytest.mark.parametrize(
+    ("differ", "names"),
+    [("nothing", None), ("a buffer", "table"), ("biases that another optimizer steps", "0.bias, 1.bias")],
+)
+def test_what_is_left_out_differs(ranks, differ, names):
+    first, second = ranks(2)(said_of_left_out, differ)
+    assert second == [[]] * 4
+    assert [len(said) for said in first] == [0, int(names is not None), 0, 0]
+    if names:
+        assert f"among them {names}:" in first[1][0]

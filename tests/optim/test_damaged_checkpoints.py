@@ -58,14 +58,14 @@ def test_damaged_files(ranks, tmp_path, damage):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"version": 3, "files": []}', '{"version": 9, "files": {}}', "[" * 100_000, '{"version": 3'],
+    ["", "[]", "{}", '{"files": []}', '{"files": {}}', "[" * 100_000, '{"step": 3'],
     ids=repr,
 )
 def test_a_damaged_manifest(tmp_path, content):
     saved(str(tmp_path))
     (tmp_path / "step_00000002" / manifest.NAME).write_text(content)
     trainer = Trainer(Run())
-    with pytest.raises(ValueError, match=r"manifest.json (is damaged|has version 9, this zerocast reads version 3)"):
+    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
         Checkpoints(tmp_path).load(trainer.optimizer, step=2)
     assert Checkpoints(tmp_path).load(trainer.optimizer) == 1
 

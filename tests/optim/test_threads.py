@@ -186,13 +186,13 @@ def test_a_second_stream_waits_too(monkeypatch):
         _ = trainer.probe.get_parameter(name).rowwise_data
     Stream.current = first
     _ = trainer.probe.get_parameter("norm")
-    assert [len(flight._arrivals), trainer.optimizer._weights.plan.freshness.finish is None] == [0, True]
+    assert [len(flight._arrivals), trainer.optimizer._weights.plan.validity.finish is None] == [0, True]
 
 
 def test_a_gather_that_another_thread_completes_between_two_looks():
     weight, waited = casts.cast_whole("nvfp4", torch.randn(32, 32)), []
     looks = iter([waited.append, None])
-    weight.state.freshness = type("Landing", (), {"finish": property(lambda self: next(looks))})()
+    weight.state.validity = type("Landing", (), {"finish": property(lambda self: next(looks))})()
     weight.wait()
     assert len(waited) == 1
     assert waited[0] is weight

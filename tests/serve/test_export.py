@@ -11,8 +11,9 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from zerocast import Recipe
+from zerocast.export import export_safetensors
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.serve.export import INDEX, export_safetensors
+from zerocast.serve.safetensors_writer import INDEX
 
 safetensors = pytest.importorskip("safetensors")
 

@@ -18,28 +18,41 @@ from torch import Tensor, nn
 
 import zerocast
 from tests import casts
+from zerocast.checkpoint.untrained import own_buffers
 
 Found = dict[str, Any]
 ACCUMULATED, CLIP, BATCH, RATE = 2, 0.5, 4, 1e-2
+RECIPE = {"*.mlp.*": "nvfp4", "*.k_proj.weight": "mxfp8", "*_proj.weight": "fp8_block"}  # of transformers' model
 MUON = ", Muon"  # ends the name of a run whose optimizer is ZeroMuon
 
 
 class Seen(nn.Module):
-    """It remembers its inputs, with frozen parts and a persistent buffer that counts them; resumed, it begins otherwise."""
+    """It remembers its inputs, with frozen parts, plain and quantized, with tied weights and a persistent buffer that counts them;
+    resumed, it begins otherwise. Cast again from its values, the frozen weight in mxfp8 would have other bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1 if is_resumed() else 0)
         self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.last.weight = self.first.weight
         self.frozen = nn.Linear(64, 64).bfloat16().requires_grad_(False)
         self.register_buffer("count", torch.zeros(()))
         self.inputs: list[Tensor] = []
-        zerocast.quantize_(self, {"net.*.weight": "nvfp4", "frozen.weight": "fp8_block"}, dtype=torch.bfloat16)
+        recipe = {
+            "net.*.weight": "nvfp4",
+            "first.weight": "fp8_block",
+            "last.weight": "fp8_block",
+            "frozen.weight": "mxfp8",
+        }
+        zerocast.quantize_(self, recipe, dtype=torch.bfloat16)
 
     def forward(self, x: Tensor) -> Tensor:
         self.inputs.append(x.detach().clone())
         self.count += 1
-        return (self.net(x) - self.frozen(x.bfloat16())).float().square().mean()
+        x = self.last(self.net(self.first(x))) * (1 + 0.01 * self.count)
+        return (x - self.frozen(x.bfloat16())).float().square().mean()
 
 
 def is_resumed() -> bool:
@@ -79,21 +92,26 @@ def by_hand(inputs: list[Tensor]) -> str:
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
-    return digest(optimizer)
+    return digest(optimizer, model)
 
 
-def digest(optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon) -> str:
-    """Masters, moments and rates of this rank."""
+def digest(optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon, model: nn.Module) -> str:
+    """Masters, moments and rates of this rank, and the bytes of frozen parameters."""
     state = optimizer.state_dict()
     tensors = [*state["model"].values(), *(t for one in state["optim"]["state"].values() for t in one.values())]
     rates = [group["lr"] for group in optimizer.param_groups]
-    return casts.sha(torch.cat([getattr(t, "flat", t).reshape(-1).float() for t in tensors])) + repr(rates)
+    found = casts.sha(torch.cat([getattr(t, "flat", t).reshape(-1).float() for t in tensors]))
+    for parameter in (parameter for parameter in model.parameters() if not parameter.requires_grad):
+        is_quantized = isinstance(parameter, zerocast.QuantizedWeight)
+        held = own_buffers(parameter).values() if is_quantized else [parameter]
+        found += "".join(map(casts.sha, held))
+    return found + repr(rates)
 
 
 def result(model: Any, optimizer: zerocast.ZeroAdamW | zerocast.ZeroMuon, resume: str, **more: Any) -> Found:
     ok = zerocast.verify(optimizer).ok
-    hand = digest(optimizer) if resume else by_hand(copy.copy(model.inputs))
-    return {"digest": digest(optimizer), "by hand": hand, "verified": ok, "count": int(model.count), **more}
+    hand = digest(optimizer, model) if resume else by_hand(copy.copy(model.inputs))
+    return {"digest": digest(optimizer, model), "by hand": hand, "verified": ok, "count": int(model.count), **more}
 
 
 def accelerate(folder: str, steps: int, resume: str) -> Found:
@@ -204,11 +222,11 @@ def lightning_trainer(folder: str, steps: int, resume: str) -> Found:
 
     whole, weights = Path(folder) / f"step={steps}.ckpt", Path(folder) / "weights.ckpt"
     trainer.save_checkpoint(weights, weights_only=True)
-    before = digest(trainer.optimizers[0])
+    before = digest(trainer.optimizers[0], module)
     fresh = [loss(made(), Module())]
     loaded = [loss(made(), Module(), whole), loss(made(), Module(), weights), loss(trainer, Module(), whole)]
     loaded += [loss(trainer, module, weights), loss(trainer, module, whole), loss(made(), frozen(Module()), whole)]
-    same = digest(trainer.optimizers[0]) == before
+    same = digest(trainer.optimizers[0], module) == before
     more = {"validated": loss(trainer, module), "loaded": loaded, "fresh": fresh, "state is as before": same}
     return result(module.seen, trainer.optimizers[0], resume, **more)
 
@@ -251,10 +269,14 @@ def hf_trainer(folder: str, steps: int, resume: str) -> Found:
         rows = [{"input_ids": row, "labels": row} for row in texts]
         return kind(model, arguments, train_dataset=rows, eval_dataset=rows)
 
-    trainer = made({"*.mlp.*": "nvfp4", "*_proj.weight": "fp8_block"}, Trainer)
+    trainer = made(RECIPE, Trainer)
     trainer.train(resume_from_checkpoint=resume or None)
     optimizer = trainer._zero()
-    found = {"digest": digest(optimizer), "verified": zerocast.verify(optimizer).ok, "logs": logs(trainer)}
+    found = {
+        "digest": digest(optimizer, trainer.model),
+        "verified": zerocast.verify(optimizer).ok,
+        "logs": logs(trainer),
+    }
     if not resume:
         read = transformers.LlamaForCausalLM.from_pretrained(Path(folder).parent / "checkpoint-6", dtype=torch.float32)
         whole = zerocast.optim.full_state_dict(trainer.model, optimizer)
@@ -276,7 +298,7 @@ def best_of(made: Callable[..., Any], kind: Any, arguments: Any) -> dict[str, bo
     )
     arguments.output_dir, arguments.eval_steps, arguments.do_eval = f"{arguments.output_dir}/best", 3, True
     arguments.eval_strategy = arguments.save_strategy
-    trainer = made({"*.mlp.*": "nvfp4", "*_proj.weight": "fp8_block"}, kind)
+    trainer = made(RECIPE, kind)
     trainer.train()
     arguments.load_best_model_at_end, arguments.eval_strategy = False, "no"
     chosen = Path(trainer.state.best_model_checkpoint)

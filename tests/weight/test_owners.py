@@ -16,10 +16,9 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.workers import Ranks, error_of
-from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, quantize_
+from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW, export, quantize_
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.optim import reduction
-from zerocast.serve import export
 from zerocast.weight import owners
 
 ORPHANS = "quantized weights got gradients and no optimizer trains them"
@@ -524,7 +523,7 @@ def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
     weight = casts.cast_whole("nvfp4", torch.randn(32, 32))
     product, x = torch.compile(nn.functional.linear, backend="aot_eager"), torch.randn(2, 32, dtype=weight.dtype)
     product(x, weight)
-    with contextlib.suppress(KeyError), weight.state.freshness.guard.transaction("a cast"):
+    with contextlib.suppress(KeyError), weight.state.validity.transaction("a cast"):
         raise KeyError
     with pytest.raises(RuntimeError, match="raised half-way"):
         product(x, weight)
@@ -610,12 +609,12 @@ def test_a_zero_adamw_over_an_attached_plan() -> None:
     w = weight()
     plan = Plan(w)
     handle = plan.attach()
-    place, freshness = w.rowwise_data.data_ptr(), w.state.freshness
+    place, validity = w.rowwise_data.data_ptr(), w.state.validity
     with pytest.raises(
         RuntimeError, match="a CastPlan that is attached to SGD writes weights that a ZeroAdamW is built over"
     ):
         ZeroAdamW([("w", w)], group=ONE_PROCESS)
-    assert (w.rowwise_data.data_ptr(), w.state.freshness) == (place, freshness)
+    assert (w.rowwise_data.data_ptr(), w.state.validity) == (place, validity)
     handle.remove()
     ZeroAdamW([("w", w)], group=ONE_PROCESS)
 
@@ -646,7 +645,7 @@ def test_a_plan_of_nobody_writes_no_weights_of_an_owner(who: str) -> None:
     owner = LIVING[who](w)
     if who != "a ZeroAdamW":
         owner[0].plan.cast()
-    before, freshness = casts.bytes_of(w), w.state.freshness
+    before, validity = casts.bytes_of(w), w.state.validity
     for write in (
         older.plan.cast,
         older.attach,
@@ -655,7 +654,7 @@ def test_a_plan_of_nobody_writes_no_weights_of_an_owner(who: str) -> None:
     ):
         with pytest.raises(ValueError, match=f"{who} writes weights of this CastPlan"):
             write()
-    assert w.state.freshness is freshness
+    assert w.state.validity is validity
     casts.assert_same_bytes(casts.bytes_of(w), before)
     del owner
     gc.collect()

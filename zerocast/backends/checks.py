@@ -68,15 +68,21 @@ def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel:
     check_storage(name, tensor)
 
 
+def check_codes(backend: str, format: str, data: Tensor, rows: int, columns: int, columnwise: bool = False) -> None:
+    """TypeError or ValueError unless these are the codes of one direction of a weight."""
+    check_backend(backend, data.device)
+    dtypes, numel, *_ = _direction(format, rows, columns, columnwise)
+    check_plain("data", data, dtypes, numel, data.device)
+
+
 def check_direction(
     backend: str, format: str, data: Tensor, scale_inv: Tensor | None, rows: int, columns: int, columnwise: bool = False
 ) -> None:
     """TypeError or ValueError unless these are the codes and scales of one direction of a weight,
-    or of some of its rows.
+    or rowwise ones of some of its rows.
     """
-    check_backend(backend, data.device)
-    dtypes, numel, scale_dtype, width, height = _direction(format, rows, columns, columnwise)
-    check_plain("data", data, dtypes, numel, data.device)
+    check_codes(backend, format, data, rows, columns, columnwise)
+    _, _, scale_dtype, width, height = _direction(format, rows, columns, columnwise)
     if scale_dtype is not None:
         if scale_inv is None:
             raise ValueError(f"a {format} weight of {rows}x{columns} needs scale_inv")
@@ -106,8 +112,9 @@ def _direction(
     fmt = get_format(format)
     if min(rows, columns) < 0:
         raise ValueError(f"a weight has no negative extents, got {rows}x{columns}")
-    layout.check_shape(fmt, (rows, columns))
     has_own = columnwise and fmt.columnwise is not Columnwise.NONE
+    # a block of columnwise codes spans rows, so only those of a whole weight can be read
+    layout.check_shape(fmt, (rows if has_own else layout.round_up(rows, fmt.multiple[0]), columns))
     data = layout.columnwise_data(fmt, rows, columns) if has_own else None
     data = data or layout.rowwise_data(fmt, rows, columns, torch.float32)
     scales = (layout.columnwise_scale_inv if has_own else layout.rowwise_scale_inv)(fmt, rows, columns)

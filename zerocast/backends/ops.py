@@ -197,7 +197,10 @@ def transposed_copy(
     A per-tensor scale serves both directions, so then the scales are empty.
     """
     checks.check_serves("transpose", get_format(format))
-    checks.check_direction(backend, format, row_data, row_scale, rows, columns)
+    if get_format(format).block is None:
+        checks.check_codes(backend, format, row_data, rows, columns)
+    else:
+        checks.check_direction(backend, format, row_data, row_scale, rows, columns)
     data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
     _implementation("transpose", backend, format)(
         _whole_weight(rows, columns, row_data.device),

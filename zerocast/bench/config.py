@@ -52,10 +52,6 @@ class BenchConfig:
     """Growth that `compare` allows."""
     json: bool = False
     """Print the report as JSON in place of the table."""
-    trace: Path | None = None
-    """Measure nothing; write a Chrome trace of two optimizer steps with the all-gather
-    overlapped. For torchrun.
-    """
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range, before anything is allocated."""

@@ -11,7 +11,7 @@ from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
-from zerocast.weight import state as weight_state
+from zerocast.weight.validity import Validity
 
 
 class ColumnwiseCopies:
@@ -23,7 +23,7 @@ class ColumnwiseCopies:
         self._transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._weights: list[QuantizedWeight] = []
         self._backend = backend
-        self._generation = -1
+        self._places: list[tuple[Validity, int]] | None = None  # where the tables have them
         self._tables: list[WeightTable] = []
 
     def make(self) -> None:
@@ -36,10 +36,14 @@ class ColumnwiseCopies:
 
     def tables(self) -> list[WeightTable]:
         """The tables of where everything lies now."""
-        moved = self._generation != weight_state.generation() or any(table.moved() for table in self._tables)
-        if moved:
+        if self._have_moved():
             self._bind()
         return self._tables
+
+    def _have_moved(self) -> bool:
+        if self._places is None or any(validity.places != places for validity, places in self._places):
+            return True
+        return any(table.moved() for table in self._tables)
 
     def _bind(self) -> None:
         self._weights = [w for w in self._transposed if not w.state.columnwise_on_demand]
@@ -52,4 +56,5 @@ class ColumnwiseCopies:
             for w in self._weights:
                 tables.of(w).add(w)
             self._tables = tables.freeze()
-        self._generation = weight_state.generation()
+        validities = {id(w.state.validity): w.state.validity for w in self._transposed}
+        self._places = [(validity, validity.places) for validity in validities.values()]

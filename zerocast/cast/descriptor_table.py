@@ -69,12 +69,20 @@ class DescriptorTable:
         return row
 
     def add_master(
-        self, master: Tensor, shape: Block, span: Span, place: Sequence[int], group: int, codes: Tensor | None = None
+        self,
+        master: Tensor,
+        shape: Block,
+        span: Span,
+        place: Sequence[int],
+        group: int,
+        flag: int,
+        codes: Tensor | None = None,
     ) -> None:
         """Append a flat master of the elements `span` of a matrix `shape`, with a base of its
-        own, for `adam_each`; with its own `codes`, u8, for `cast_each`.
+        own and the place of its flag, for `adam_each`; with its own `codes`, u8, for `cast_each`.
         """
         row = self._row(shape, place, group)
+        row[Column.NOT_FINITE] = flag
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
         if codes is not None:
@@ -169,21 +177,15 @@ class DescriptorTable:
         check_rows(fmt, nominal, self._rows, {"the master": masters}, held, self.of_whole_weights)
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
-        owned = [
-            [row[Column.MASTER_OFFSET], row[Column.NUMEL], group]
-            for row, group in zip(self._rows, self._groups, strict=True)
-            if row[Column.NUMEL]
-        ]
-        self._end = max((offset + numel for offset, numel, _ in owned), default=0)
-        self._group_count = max((group + 1 for *_, group in owned), default=0)
-        self._segments = torch.tensor(owned, dtype=torch.int64).view(-1, 3).to(self.device)
+        owned = [row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row in self._rows if row[Column.NUMEL]]
+        groups = [group for row, group in zip(self._rows, self._groups, strict=True) if row[Column.NUMEL]]
+        self._end, self._group_count = max(owned, default=0), max(groups, default=-1) + 1
         storages = [self.masters, *self.buffers.values()]
         followed = [tensor for one in storages for tensor in one.followed]
         bases = [tensor for one in storages for tensor in one.tensors]
         self._places = Places(followed, bases)
         known = {argument: held[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
-        for table in (self.table, self._segments):
-            checks.know(table, {"masters": masters, **known})
+        checks.know(self.table, {"masters": masters, **known})
 
     def moved(self) -> bool:
         """True if a storage was replaced since the table was made, or has another size."""

@@ -2,8 +2,9 @@
 ranks.
 
 Formats without a NaN code make a finite weight of a NaN master, and an Inf saturates in others: no
-loss would show it. The stage that measures a master notes it beside the amaxes, and the flags are
-reduced with those, so that it costs no pass and no collective of its own.
+loss would show it. The stage that measures a master notes it beside the amaxes. A plan reduces the
+flags with those; FSDP2 sends each in the header of its weight's bytes (`GatherStatus`). So a flag
+costs no pass and no collective of its own.
 """
 
 from collections.abc import Sequence
@@ -39,9 +40,14 @@ class FiniteMasters:
         if not any(flags):
             return
         wrong = [name for name, flag in zip(self._names, flags, strict=True) if flag]
-        shown = ", ".join(wrong[:SHOWN]) + ", ..." * (len(wrong) > SHOWN)
-        raise RuntimeError(
-            f"the masters of {len(wrong)} of {len(self._names)} weights were NaN or Inf in the last cast: {shown}. What was "
-            "computed with these is wrong, though formats without a NaN code do not show it: load a checkpoint, and look at "
-            "what wrote the masters (a learning rate, an optimizer of your own, a state that was loaded)"
-        )
+        raise not_finite(wrong, f"{len(wrong)} of {len(self._names)} weights")
+
+
+def not_finite(names: Sequence[str], count: str) -> RuntimeError:
+    """Return the error that tells of masters that are not finite, those of the weights `names`."""
+    shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+    return RuntimeError(
+        f"the masters of {count} were NaN or Inf in the last cast: {shown}. What was computed with these is wrong, though "
+        "formats without a NaN code do not show it: load a checkpoint, and look at what wrote the masters (a learning rate, "
+        "an optimizer of your own, a state that was loaded)"
+    )

@@ -2,14 +2,19 @@
 follow from them.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerocast.distributed.late_copy import LateCopy
+
 # options of torch.optim.AdamW, and the one value of each that this update has
 FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+# by column, each with the number that it is less than
+COLUMNS = {"lr": math.inf, "weight_decay": math.inf, "beta1": 1.0, "beta2": 1.0, "eps": math.inf}
 
 
 def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
@@ -29,7 +34,8 @@ class Hyperparameters:
 
     `refresh` is the host's part of a step: a number that has changed is filled in by a launch that
     carries it, a tensor on the device is copied there, so nothing waits and nothing is uploaded.
-    What a step reads lies in one place, in a CUDA graph too.
+    What a step reads lies in one place, in a CUDA graph too. Of tensors on a GPU the host learns
+    one step later whether they were in range.
     """
 
     def __init__(self, groups: int, device: torch.device) -> None:
@@ -37,22 +43,30 @@ class Hyperparameters:
         self._known = [[0.0] * 5 for _ in range(groups)]
         # the numbers as all ranks must have them; their last bits may differ between processors
         self.description = ""
+        self._late = LateCopy(self._values)
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Take over what the parameter groups say now; ValueError as `check_options`."""
+        """Take over what the parameter groups say now. ValueError as `check_options`, and for
+        tensors on a GPU that were out of range in the last step.
+        """
         check_options(param_groups)
-        changed = not self.description
+        taken = self._late.take()
+        if taken is not None:
+            _check_taken(taken.tolist())
+        changed, has_tensors = not self.description, False
         for row, group in enumerate(param_groups):
             for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
                 if isinstance(value, Tensor) and value.device.type != "cpu":
                     # a number that comes next is always a change
-                    self._known[row][column] = float("nan")
+                    self._known[row][column], has_tensors = float("nan"), True
                     self._values[row, column].copy_(value.detach().view(()))
                 elif float(value) != self._known[row][column]:
                     self._values[row, column].fill_(float(value))
                     self._known[row][column], changed = float(value), True  # not before it is true
         if changed:
             self.description = "; ".join(_described(*row) for row in self._known)
+        if has_tensors and self._values.is_cuda:
+            self._late.send()
 
     def scalars(self, step: Tensor) -> Tensor:
         """f32 `[groups, 8]` for step numbers `step`, `[1]` or one a group, counted from 1.
@@ -65,6 +79,17 @@ class Hyperparameters:
         c1, c2 = 1 - torch.pow(beta1, t), 1 - torch.pow(beta2, t)
         columns = [1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr / c1, c2.sqrt(), eps]
         return torch.stack(columns, 1).float()
+
+
+def _check_taken(values: Sequence[Sequence[float]]) -> None:
+    """ValueError for hyper-parameters of a step, by group and column, that are out of range."""
+    for group, row in enumerate(values):
+        for (name, end), value in zip(COLUMNS.items(), row, strict=True):
+            if not 0.0 <= value < end:
+                raise ValueError(
+                    f"{name} of parameter group {group}, a tensor on a GPU, was out of range in the last step: {value}. Masters "
+                    "have taken that step: load a checkpoint"
+                )
 
 
 def _described(lr: float, weight_decay: float, beta1: float, beta2: float, eps: float) -> str:

@@ -14,14 +14,15 @@ there on any rank goes into the same reduction.
 Weights that share a tensor amax have one more place for it, in which each rank enters the largest
 that it has measured of any of them. Then comes a flag for each weight, which is 1 where a master is
 NaN or Inf on any rank (`FiniteMasters`), and two numbers by which ranks that are in different calls
-find out (`SameCall`).
+find out (`SameCall`). Where an optimizer steps, weights without amaxes have a flag too: the step
+measures them, and their amaxes go to one place at the end, where nothing reads them.
 
 Where the caller gathers scales, a rank needs only the amaxes of the rows around its span. These lie
 last, different ones on every rank, and are not reduced. The rows of blocks that a cut divides are
 copied to places among the reduced amaxes that all ranks know, and back.
 
-    | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes |
-    |<--------------------- reduced ----------------------->|<- not reduced ->|
+    | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes, unread |
+    |<------------------------- reduced -------------------------->|<--- not reduced ---->|
 """
 
 import itertools
@@ -70,7 +71,9 @@ class PackedAmax(AmaxReduction):
     writes beside its own; `received` holds them after a reduction, f32 by slot.
     """
 
-    def __init__(self, partition: Partition, cast: Sequence[int], device: torch.device, group: Group) -> None:
+    def __init__(
+        self, partition: Partition, cast: Sequence[int], device: torch.device, group: Group, is_stepped: bool
+    ) -> None:
         self._shards, self._group = partition.shards, group
         self.boundary_bytes: list[BoundaryByte] = []
         self._external = [index for index in cast if self._shards[index].weight.state.external_scaling_state]
@@ -89,12 +92,14 @@ class PackedAmax(AmaxReduction):
         rows = [row for index in gathered for row in _cut_rows_of(self._shards[index])]
         cut_size = sum(row.cuts.numel() * row.across for row in rows)
         first_flag = size + cut_size + 4 * len(self.boundary_bytes)
-        measured = [index for index in cast if self._has_amaxes(index)]
+        without = [index for index in cast if not self._has_amaxes(index)] if is_stepped else []
+        measured = [index for index in cast if self._has_amaxes(index) or index in without]
         self.flag_of = {index: first_flag + number for number, index in enumerate(measured)}
         numel = first_flag + len(measured)
         slots = 2 if dtypes and group.size > 1 else 0
         own, end = self._place([i for i in gathered if self._shards[i].span.numel], numel + slots)
-        self.offsets |= own
+        self.offsets |= own | dict.fromkeys(without, (end, end))
+        end += bool(without)
         dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
         self.buffer = torch.zeros(end, dtype=dtype, device=device)
         self._reduced = self.buffer[: numel + slots]

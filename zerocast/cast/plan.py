@@ -26,10 +26,8 @@ from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
-from zerocast.weight import state as weight_state
-from zerocast.weight.freshness import Freshness
 from zerocast.weight.owners import Claim, train
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Use, Validity
 
 _built: Counter[str] = Counter()  # plans by group
 
@@ -60,8 +58,8 @@ class CastPlan:
             scale buffers as it gathers the codes, each rank's part in proportion to its span. Such
             a rank computes no other scales, and amaxes are reduced only of blocks that a cut
             divides. For mxfp8 with rows and columns in multiples of 128, cut at multiples of 32.
-        guard: shared with what else is written together with these weights; None for one of their
-            own.
+        validity: that of the weights, which may be part of more that is written together; None for
+            one of their own.
         claim: that of the owner which the plan casts for; None for a plan of nobody yet.
 
     Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is
@@ -83,7 +81,7 @@ class CastPlan:
         param_groups: Sequence[int | None] | None = None,
         names: Sequence[str] | None = None,
         scale_cuts: Sequence[range | None] | None = None,
-        guard: WriteGuard | None = None,
+        validity: Validity | None = None,
         claim: Claim | None = None,
     ) -> None:
         given, self._own_caller = Group.of(group), Caller("a CastPlan", "cast")
@@ -105,9 +103,11 @@ class CastPlan:
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
+        self._is_stepped = param_groups is not None  # by updates within casts
         self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
-        self.guard = guard or WriteGuard()
-        self.freshness = Freshness(self.guard, owner=weakref.ref(self), has_masters=True)
+        self.validity = validity or Validity()
+        self.validity.owner, self.validity.has_masters = weakref.ref(self), True
+        self.validity.ask_before(self.check_call, Use.SAVE, Use.SWITCH)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
@@ -136,15 +136,15 @@ class CastPlan:
         """
         self._check_host_masters(update)
         self.ready(self._detail)
-        with self.guard.transaction("a cast", masters=update is not None), self.delayed.rollback():
+        with self.validity.transaction("a cast", masters=update is not None), self.delayed.rollback():
             self.launch(skip=skip, update=update, repeat=repeat)
-        self.done()
+            self.done()
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights, casts among it: what raises in here leaves weights that are
         not read until all is written.
         """
-        return self.guard.transaction(what)
+        return self.validity.transaction(what)
 
     @property
     def tables(self) -> list[WeightTable]:
@@ -164,7 +164,7 @@ class CastPlan:
             self._switched = None
         if self.packed.same_call:
             self.packed.same_call.announce(self._call.format(self.group.caller) + detail)
-        for w in self.weights if self.freshness.finish else ():
+        for w in self.weights if self.validity.finish else ():
             w.wait()
         self._follow()
 
@@ -203,8 +203,8 @@ class CastPlan:
 
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
-        self.freshness.count_cast()
-        self._own_caller.number, self._detail = self.freshness.cast + 1, ""
+        self.validity.cast()
+        self._own_caller.number, self._detail = self.validity.casts + 1, ""
         if self.packed.same_call:
             self.packed.same_call.send()
         self._finite.send()
@@ -213,11 +213,11 @@ class CastPlan:
         """Make the columnwise copies of all weights from their gathered rowwise bytes.
         RuntimeError before the first cast.
         """
-        if not self.freshness.cast and not all(w.state.ever_cast for w in self.weights):
+        if not self.validity.casts and not all(w.state.ever_cast for w in self.weights):
             raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
         self._follow()
         self._columnwise.make()
-        self.freshness.columnwise = self.freshness.cast
+        self.validity.copied()
         if self._switched:
             self._switched.note_gathered()
 
@@ -242,7 +242,7 @@ class CastPlan:
         looks where they lie then. Local.
         """
         self._tables = CastTables([], [])
-        self._generation = -1
+        self._places = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()`
@@ -260,7 +260,7 @@ class CastPlan:
     def _cast_after_step(self) -> None:
         self.cast()
         if self._step_hooks.has_one_optimizer:  # else only some of the weights have changed
-            self.freshness.change()
+            self.validity.changed()
 
     def claim(self, who: str) -> Claim:
         """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
@@ -301,14 +301,13 @@ class CastPlan:
     @property
     def held(self) -> list[Any]:
         """The objects that a switch of formats changes."""
-        return [self, self.freshness, self.guard, self._step_hooks, *(w.state for w in self.weights)]
+        return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
 
     def check_switch(self) -> None:
         """RuntimeError where formats cannot change now: while a write is partial or under way."""
-        self.guard.check_complete()
-        if self.guard.is_open:
+        self.validity.check(Use.SWITCH)
+        if self.validity.is_writing:
             raise RuntimeError("a recipe is switched between two steps, and masters and weights are being written now")
-        self.check_call()
 
     def _check_switch(self, places: Mapping[str, int]) -> None:
         self.check_switch()
@@ -360,7 +359,7 @@ class CastPlan:
         self._lay_out()
         self.delayed.load_state_dict(kept)
 
-    def check_call(self) -> None:
+    def check_call(self, use: Use | None = None) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those
         of another call, or if it cast masters that are NaN or Inf.
         """
@@ -368,7 +367,7 @@ class CastPlan:
             if self.packed.same_call:
                 self.packed.same_call.check_sent()
         except RuntimeError:
-            self.guard.mark_partial("a cast with ranks in another call", masters=False)
+            self.validity.broke_off("a cast with ranks in another call", masters=False)
             raise
         self._finite.check()
 
@@ -381,7 +380,7 @@ class CastPlan:
 
     def _watch(self) -> None:
         masters = [shard.master for shard in self._partition.shards if shard.master is not None]
-        self.freshness.watch(masters, sharded=self.group.size > 1)
+        self.validity.watch(masters, sharded=self.group.size > 1)
 
     def _owned(self, index: int) -> MasterView:
         shard = self._partition.shards[index]
@@ -398,7 +397,7 @@ class CastPlan:
         # the text that ranks compare; the caller fills in its step
         self._call = _numbered(self.group) + self._step_of_caller
         device = self._partition.device
-        self.packed = PackedAmax(self._partition, self._cast, device, self.group)
+        self.packed = PackedAmax(self._partition, self._cast, device, self.group, self._is_stepped)
         self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
         self.delayed = DelayedScaling(self._delayed_buffers(), device)
@@ -409,9 +408,9 @@ class CastPlan:
         weight over. ValueError or TypeError, on this rank alone, for masters that were given what a
         plan could not be built for.
         """
-        if self._generation != weight_state.generation() or any(table.moved() for table in self._tables.owned):
+        if self._places != self.validity.places or any(table.moved() for table in self._tables.owned):
             self._partition.check_again()
-            if any(w.state.freshness is not self.freshness for w in self.weights):
+            if any(w.state.validity is not self.validity for w in self.weights):
                 self._step_hooks.check_unclaimed()
             self._bind()
 
@@ -419,15 +418,15 @@ class CastPlan:
         """Let the weights count the casts of this plan, and no longer those of another."""
         cast = set(self._cast)
         for index, w in enumerate(self.weights):
-            if w.state.freshness is not self.freshness:
-                w.state.join(self.freshness, is_cast=index in cast)
+            if w.state.validity is not self.validity:
+                w.state.join(self.validity, is_cast=index in cast)
 
     def _bind(self) -> None:
         """Descriptor tables and bases for where everything lies now. Local and silent."""
         self._take_weights()
         self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
-        self._generation = weight_state.generation()
+        self._places = self.validity.places
 
 
 def _numbered(group: Group) -> str:

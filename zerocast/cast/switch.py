@@ -19,7 +19,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape, check_shape
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.verification.master_views import owners_of
-from zerocast.weight import state as weight_state
+from zerocast.weight.validity import Validity
 
 Formats = Mapping[str, FormatSpec]
 CALL = "switches to another recipe"
@@ -170,5 +170,7 @@ def _restored(objects: Sequence[Any]) -> Iterator[None]:
         for each, attributes in zip(objects, before, strict=True):
             vars(each).clear()
             vars(each).update(attributes)
-        weight_state.moved()
+        for each in objects:
+            if isinstance(each, Validity):
+                each.moved()
         raise

@@ -11,9 +11,13 @@ from zerocast.backends import checks, ops
 from zerocast.backends.checks import BUFFER_ARGUMENTS
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.descriptor_table import DescriptorTable, TableKey
-from zerocast.formats import AmaxPolicy, ScaleRule
+from zerocast.formats import AmaxPolicy, FormatSpec, ScaleRule, get_format
 from zerocast.formats.layout import Span
 from zerocast.weight import QuantizedWeight
+
+# A format without amaxes is measured as this one in an optimizer step, for the flags of masters
+# that are not finite. Its amax is not read.
+MEASURED_AS = get_format("fp8_current")
 
 
 class WeightTable(DescriptorTable):
@@ -24,8 +28,9 @@ class WeightTable(DescriptorTable):
     def freeze(self) -> "WeightTable":
         """Put the table on the device and prepare the stages."""
         self.put_on_device()
-        self._partial_amax = self._bind(ops.partial_amax)
-        self._adam_amax = self._bind(ops.adam_amax)
+        measured_as = self.key.fmt if self.has_amaxes else MEASURED_AS
+        self._partial_amax = self._bind(ops.partial_amax, measured_as)
+        self._adam_amax = self._bind(ops.adam_amax, measured_as)
         self._adam_cast = self._bind(ops.adam_cast)
         self._compute_scales = self._bind(ops.compute_scales)
         self._partial_cast = self._bind(ops.partial_cast)
@@ -33,7 +38,12 @@ class WeightTable(DescriptorTable):
         self._transpose = self._bind(ops.transpose)
         return self
 
-    def _bind(self, stage: ops.Stage) -> Callable[..., None]:
+    @property
+    def has_amaxes(self) -> bool:
+        """True if the scales or codes of the format depend on amaxes."""
+        return self.key.fmt.amax_policy is not AmaxPolicy.NONE
+
+    def _bind(self, stage: ops.Stage, fmt: FormatSpec | None = None) -> Callable[..., None]:
         """The stage with all that is the same in every cast."""
         known: dict[str, Any] = {
             "nominal": self.key.nominal,
@@ -43,14 +53,16 @@ class WeightTable(DescriptorTable):
         }
         known |= {argument: self.buffers[name].tensors for argument, name in BUFFER_ARGUMENTS.items()}
         taken = {name: known[name] for name in stage.arguments if name in known}
-        return stage.bind(self.key.backend, str(self.key.fmt), **taken)
+        return stage.bind(self.key.backend, str(fmt or self.key.fmt), **taken)
 
     def measure(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
         """Amaxes of the blocks that this rank owns elements of, after an `update` of the masters if
         there is one. `cast_rest` with the same update writes what codes it leaves.
         """
-        if update is None or not self.key.takes_updates:
+        if update is None:
             self.partial_amax(packed)
+        elif not self.key.takes_updates:
+            self._measure_masters(packed)
         elif self.key.fmt.casts_in_one_pass:
             self.adam_cast(update, packed, skip)
         else:
@@ -65,31 +77,19 @@ class WeightTable(DescriptorTable):
 
     def partial_amax(self, packed: Tensor) -> None:
         """Amaxes of the blocks that this rank owns elements of."""
-        if self.key.fmt.amax_policy is not AmaxPolicy.NONE and self.masters.tensors:
+        if self.has_amaxes:
+            self._measure_masters(packed)
+
+    def _measure_masters(self, packed: Tensor) -> None:
+        if self.masters.tensors:
             self._partial_amax(packed=packed)
 
     def adam_amax(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
-        """Adam on the masters owned here, and in the same pass the amaxes of what they become,
-        where the format has amaxes.
-        """
-        if not self.masters.tensors:
-            return
-        master = self._flat_master(update)
-        if self.key.fmt.amax_policy is AmaxPolicy.NONE:
-            ops.adam_step(
-                self.key.backend,
-                master=master,
-                grad=update.grad,
-                exp_avg=update.exp_avg,
-                exp_avg_sq=update.exp_avg_sq,
-                segments=self._segments,
-                scalars=update.scalars,
-                clip=update.clip,
-                skip=skip,
-            )
-            return
-        lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
-        self.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+        """Adam on the masters owned here, and in the same pass the amaxes of what they become."""
+        if self.masters.tensors:
+            self._check_update(update)
+            lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+            self.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
 
     def adam_cast(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None) -> None:
         """Adam on the masters owned here and the amaxes of what they become, and the codes of the
@@ -99,7 +99,7 @@ class WeightTable(DescriptorTable):
         amaxes are reduced.
         """
         if self.masters.tensors:
-            self._flat_master(update)
+            self._check_update(update)
             lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
             self.cast_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
 
@@ -108,9 +108,9 @@ class WeightTable(DescriptorTable):
         if self.cut_rows:
             self.cut_rows.partial_cast(packed, skip)
 
-    def _flat_master(self, update: AdamUpdate) -> Tensor:
-        """The one tensor that all masters are views of; those of the update lie alike as far as
-        masters take it.
+    def _check_update(self, update: AdamUpdate) -> None:
+        """ValueError or TypeError unless all masters are views of one tensor, beside which those
+        of the update lie alike as far as masters take it.
         """
         if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
             raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
@@ -119,7 +119,6 @@ class WeightTable(DescriptorTable):
             checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.FLOATS, self._end, master.device)
         checks.check_moments(update.exp_avg, update.exp_avg_sq)
         checks.check_scalars(update.scalars, update.clip, self._group_count, master.device)
-        return master
 
     @cached_property
     def _whole_rows(self) -> "WeightTable | None":

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.checkpoint import extras, torch_checkpoint
 from zerocast.checkpoint.manifest import LOADS, NAME, FileSum, Manifest, Stored, check_files
+from zerocast.checkpoint.moments import PREFIX, problems_of_values
 from zerocast.checkpoint.sources.safe_reader import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
@@ -38,7 +39,6 @@ logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
 # The moments of each parameter, by name, that a checkpoint holds: their entries in its metadata.
 Kept = Mapping[str, Mapping[str, TensorStorageMetadata]]
-MOMENTS = "optim.state."  # before the name of a parameter
 UNNUMBERED: Any = object()  # the step of a checkpoint that is no step of a run
 SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
 
@@ -132,7 +132,8 @@ def read(
 ) -> None:
     """Load a checkpoint whose files were compared with its manifest."""
     reader, group = SafeReader(path), group_of(optimizer)
-    saved = reader.read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
+    saved = metadata.state_dict_metadata
     kept = _kept(saved)
     state = optimizer.state_to_overwrite(kept)
     for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
@@ -146,16 +147,19 @@ def read(
     found = extras.problems(extra or {}, saved, manifest, group)
     if not found:
         found = other_dtypes(list(_leaves("", of_caller)), saved) + _unfit(saved, "", of_caller)
-    found = _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside) + found
+    found = (
+        _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside, manifest.formats) + found
+    )
     known = {*state["model"], *rest.plain, *rest.quantized}
     found += _unknown(saved, known | {*manifest.frozen})
     found += _unknown_moments(kept, state["optim"]["state"])
     _raise_unfit(path, found, group)
-    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group)
+    torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
     try:
         optimizer.check_numbers(state)
     except ValueError as error:
         found.append(str(error))
+    found += problems_of_values(reader, metadata, state["optim"]["state"], group)
     _raise_unfit(path, found, group)
     _tell_unread(path, saved, manifest, known, rest, group)
     with optimizer.overwriting(), torch.no_grad():
@@ -261,7 +265,7 @@ def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
-    """The formats of quantized weights, which `zerocast inspect` and `convert` read."""
+    """The formats of quantized weights, which `zerocast inspect` and `export` read."""
     shares = {name: shared.names for name, shared in optimizer.shared_amaxes.items()}
     return {
         name: Stored(str(fmt), dtype_name(dtype), shares.get(name, ()))
@@ -324,8 +328,8 @@ def _kept(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The entries of the moments of each parameter, by its name."""
     kept: dict[str, dict[str, Any]] = {}
     for path, entry in saved.items():
-        if path.startswith(MOMENTS):
-            name, _, key = path.removeprefix(MOMENTS).rpartition(".")
+        if path.startswith(PREFIX):
+            name, _, key = path.removeprefix(PREFIX).rpartition(".")
             kept.setdefault(name, {})[key] = entry
     return kept
 
@@ -339,7 +343,7 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 def _unknown_moments(kept: Kept, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A problem for each moment of the checkpoint that the optimizer here does not keep."""
     return [
-        f"{MOMENTS}{name}.{key} is there and not kept here"
+        f"{PREFIX}{name}.{key} is there and not kept here"
         for name, moments in state.items()
         for key in kept.get(name, {})
         if key not in moments

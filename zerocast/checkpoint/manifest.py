@@ -28,7 +28,6 @@ from zerocast.distributed.group import Group
 
 logger = logging.getLogger(__name__)
 NAME = MANIFEST
-VERSION = 3
 CHUNK = 2**20
 MOST_BYTES = 2**28  # of a manifest, enough for a million files
 LOADS = "loads a checkpoint"  # the call, as errors name it when ranks make different ones
@@ -134,12 +133,8 @@ class Manifest:
         content = read_bounded(path, MOST_BYTES)
         try:
             found = json.loads(content)
-            version, own = found["version"], found.pop("sha256", None)
-            if version != VERSION:
-                raise _OtherVersionError(f"{path} has version {version!r}, this zerocast reads version {VERSION}")
+            own = found.pop("sha256", None)
             manifest = Manifest._of_content(found)
-        except _OtherVersionError:
-            raise
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from None
         if own != (sums := digest(found)):
@@ -170,7 +165,6 @@ class Manifest:
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
         formats = {name: one.content() for name, one in sorted(self.formats.items())}
         content: dict[str, Any] = {
-            "version": VERSION,
             "torch": self.torch,
             "step": self.step,
             "lineage": asdict(self.lineage),
@@ -213,10 +207,6 @@ def digest(content: dict[str, Any]) -> str:
 def is_checkpoint(folder: Path) -> bool:
     """True if a folder is a checkpoint, perhaps damaged: it has metadata or a manifest."""
     return (folder / ".metadata").is_file() or (folder / NAME).is_file()
-
-
-class _OtherVersionError(ValueError):
-    pass
 
 
 def check_files(path: Path, group: Group) -> Manifest:

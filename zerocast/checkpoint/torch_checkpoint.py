@@ -33,24 +33,22 @@ def save(state: Mapping[str, Any], folder: Path, group: Group, planner: SavePlan
         )
 
 
-def load(state: dict[str, Any], reader: StorageReader, group: Group) -> None:
-    """Fill the tensors of a state dictionary in place; CheckpointException on every rank if any
-    cannot read.
+def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str, left: str = "") -> None:
+    """Fill the tensors of a state dictionary in place. RuntimeError on every rank if any cannot
+    read, which says what is `left` of these tensors.
     """
-    with _without_process_group_warning():
-        state_dict_loader.load(state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None)
+    try:
+        with _without_process_group_warning():
+            state_dict_loader.load(
+                state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
+            )
+    except CheckpointException as error:  # no Exception, and the same on every rank
+        raise RuntimeError(f"{place} cannot be read to its end{left}: {reasons(error)}") from error
 
 
 def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
-    """Like `load`, with an error that says what has become of the masters: RuntimeError on every
-    rank.
-    """
-    try:
-        load(state, reader, group)
-    except CheckpointException as error:  # no Exception, and the same on every rank
-        raise RuntimeError(
-            f"{place} cannot be read to its end; masters are now partly what it holds: {reasons(error)}"
-        ) from error
+    """Like `load`, into the masters themselves."""
+    load(state, reader, group, place, "; masters are now partly what it holds")
 
 
 def reasons(error: CheckpointException) -> str:

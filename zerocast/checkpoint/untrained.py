@@ -12,7 +12,7 @@ are saved as they are, since casting dequantized values again would change some.
 
 import logging
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState
+from zerocast.weight.validity import Use
 
 logger = logging.getLogger(__name__)
 BUFFERS = "buffers"
@@ -94,7 +95,7 @@ class Untrained:
     def check(self) -> None:
         """RuntimeError for a weight that was never cast, or whose last write broke off."""
         for weight in self.quantized.values():
-            weight.check_filled()
+            weight.check(Use.COPY)
 
     def formats(self) -> dict[str, Stored]:
         """The formats of quantized weights, as a manifest records them."""
@@ -105,7 +106,7 @@ class Untrained:
         of_weights: dict[str, Any] = {}
         for name, weight in self.quantized.items():
             weight.wait()
-            of_weights[name] = {key: buffer.detach() for key, buffer in _own_buffers(weight.state)}
+            of_weights[name] = own_buffers(weight)
         plain = {name: one.detach() for name, one in self.plain.items()}
         return {"model": plain, "zerocast": of_weights, **extras.state_of(self.buffers, group, BUFFERS, what)}
 
@@ -116,7 +117,7 @@ class Untrained:
         On another number of ranks, rank r takes buffers of rank r modulo the number that saved.
         """
         weights = {
-            name: {key: torch.empty_like(buffer) for key, buffer in _own_buffers(weight.state)}
+            name: {key: torch.empty_like(buffer) for key, buffer in own_buffers(weight).items()}
             for name, weight in self.quantized.items()
         }
         world = extras.world_of(saved, BUFFERS)
@@ -133,16 +134,12 @@ class Untrained:
     def take(self, loaded: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Give quantized weights the bytes that were read for them."""
         for name, weight in self.quantized.items():
-            state = weight.state
-            weight.wait()
-            buffers: dict[str, Tensor | None] = dict(loaded[name])
-            if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
-                buffers |= _columnwise(state, loaded[name])
-            state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
-            state.freshness.change()
+            take_buffers(weight, loaded[name])
 
-    def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
-        """Tensors of another dtype, which a load would round."""
+    def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any], formats: Mapping[str, Stored]) -> list[str]:
+        """Tensors of another dtype, which a load would round, and weights that have another format
+        among the `formats` of the checkpoint, in which the same bytes are other values.
+        """
         pairs = [(f"{BUFFERS}.{name}", one) for name, one in state[BUFFERS].items()]
         pairs += [
             (f"{BUFFERS}_of_ranks.{rank}.{name}", one)
@@ -152,7 +149,15 @@ class Untrained:
         pairs += [
             (f"zerocast.{name}.{key}", one) for name, own in state["zerocast"].items() for key, one in own.items()
         ]
-        return other_dtypes(pairs, saved)
+        found = other_dtypes(pairs, saved)
+        for name, here in self.formats().items():
+            there = formats.get(name, here)
+            if (there.format, there.dtype) != (here.format, here.dtype):
+                found.append(
+                    f"{name} is frozen, and {there.format} of {there.dtype} there and {here.format} of {here.dtype} here: it has "
+                    "no master to be cast from, so load it in the format that it was saved in"
+                )
+        return found
 
     def tell_left_out(self, optimizer: HasParameters, rank: int) -> None:
         """Log once a run what its checkpoints do not hold."""
@@ -172,12 +177,25 @@ def other_dtypes(pairs: list[tuple[str, Tensor]], saved: Mapping[str, Any]) -> l
     return found
 
 
-def _own_buffers(state: WeightState) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of a weight that do not derive from others."""
-    derives = state.format.columnwise is Columnwise.TRANSPOSE
-    for name, buffer in state.buffers.items():
-        if buffer is not None and not (derives and name.startswith("columnwise")):
-            yield name, buffer
+def own_buffers(weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The buffers of a weight that do not derive from others, as they lie in its memory."""
+    derives = weight.format.columnwise is Columnwise.TRANSPOSE
+    return {
+        name: buffer.detach()
+        for name, buffer in weight.state.buffers.items()
+        if buffer is not None and not (derives and name.startswith("columnwise"))
+    }
+
+
+def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
+    """Copy the bytes that `own_buffers` gave of a weight of the same format into this one."""
+    state = weight.state
+    weight.wait()
+    buffers: dict[str, Tensor | None] = dict(loaded)
+    if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
+        buffers |= _columnwise(state, loaded)
+    state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
+    state.validity.changed()
 
 
 def _columnwise(state: WeightState, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:

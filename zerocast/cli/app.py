@@ -27,8 +27,7 @@ COMMANDS = {
     "doctor": Command("doctor", "doctor", "", "what is installed and chosen here, and are its bytes right?"),
     "plan": Command("plan", "plan", "MODEL", "the bytes that a rank holds and sends in a step"),
     "inspect": Command("inspect", "inspect", "CHECKPOINT", "what a checkpoint holds, and what a format does to its weights"),
-    "convert": Command("convert", "convert", "SOURCE TARGET", "weights to masters, or masters to safetensors for inference"),
-    "export": Command("export", "export", "SOURCE TARGET", "masters to a folder that transformers and engines load"),
+    "export": Command("export", "export", "SOURCE TARGET", "masters to what engines load, to safetensors, or to a checkpoint"),
     "bench": Command("bench", "cast", "", "time casts beside a copy of memory"),
     "bench step": Command("bench", "step", "", "time training steps beside bf16 and other libraries"),
 }  # fmt: skip

@@ -17,9 +17,8 @@ from zerocast.bench import Bench, BenchConfig, Report, StepBench, StepConfig, St
 from zerocast.bench.render import legend, markdown, plot, step_markdown, step_plot, terminal
 from zerocast.bench.report import Regression, regressions, stored_ratios
 from zerocast.bench.step_report import StepFailure, StepMeasurement
-from zerocast.bench.trace import write_trace
 from zerocast.cli import interrupts
-from zerocast.cli.files import check_folder, written
+from zerocast.cli.files import written
 from zerocast.cli.progress import Progress
 
 
@@ -36,8 +35,6 @@ def cast(config: BenchConfig) -> int:
     cannot be met.
     """
     try:
-        if config.trace is not None:
-            return _trace(config.trace, config)
         stored = stored_ratios(config.compare) if config.compare else {}
         runner = Bench(config)
     except (OSError, RuntimeError, ValueError) as error:
@@ -69,7 +66,7 @@ def step(config: StepConfig) -> int:
     """
     try:
         stored = StepReport.read(config.compare) if config.compare else None
-        with _joined(alone=True) as device:
+        with _joined() as device:
             is_first = dist.get_rank() == 0
             runner = StepBench(config, device)
             if stored:
@@ -90,16 +87,6 @@ def _status(grown: list[Regression], failed: bool) -> int:
     for regression in grown:
         _say(f"regression: {regression}")
     return 1 if grown or failed else 0
-
-
-def _trace(path: Path, config: BenchConfig) -> int:
-    check_folder(path)
-    with _joined() as device:
-        found = write_trace(path, device, config.scale or 1, backend=config.backend)
-    if found is not None:
-        share = found.hidden / found.gathered if found.gathered else 0.0
-        _say(f"wrote {path}: {found.gathered:,.0f} us of all-gather, {share:.0%} of it while something else ran")
-    return 0
 
 
 AnyReport = TypeVar("AnyReport", Report, StepReport)
@@ -131,20 +118,17 @@ def _say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def _joined(alone: bool = False) -> Iterator[torch.device]:
+def _joined() -> Iterator[torch.device]:
     """Yield this rank's device, inside the default process group that torchrun asks for.
 
-    The group uses NCCL if every rank of the host has a GPU, else gloo. Without torchrun there is
-    none, or one of this process `alone`.
+    The group uses NCCL if every rank of the host has a GPU, else gloo. Without torchrun it is one
+    of this process alone.
     """
     local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     use_cuda = torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ and not alone:
-        yield device
-        return
     ranks: dict[str, Any] = {}
     if "RANK" not in os.environ:
         ranks = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]

@@ -1,7 +1,9 @@
-"""`zerocast export`: masters to a folder that transformers and inference engines load."""
+"""`zerocast export`: masters to a folder for engines, to safetensors or to a checkpoint."""
 
+import fnmatch
 import json
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -10,11 +12,22 @@ import tyro
 
 from zerocast.cli import interrupts
 from zerocast.cli.progress import Progress
-from zerocast.inspection import Contents, choose
-from zerocast.inspection.convert import tensors
+from zerocast.inspection import Chosen, Contents, choose
 from zerocast.inspection.format_selection import DTYPES, Dtype
-from zerocast.serve.export import SHARD_BYTES
+from zerocast.serve.from_masters import Reading, cast_tensors, write_checkpoint
 from zerocast.serve.hugging_face import write_hf
+from zerocast.serve.safetensors_writer import SHARD_BYTES
+from zerocast.serve.write import write_safetensors
+
+# the targets that use an option; all targets use the others
+TARGETS = {
+    "naming": ("hf", "safetensors"),
+    "model": ("hf",),
+    "share_amax": ("hf", "safetensors"),
+    "allow_unequal_scales": ("hf",),
+    "shard_bytes": ("hf", "safetensors"),
+    "masters": ("checkpoint",),
+}
 
 
 @dataclass(frozen=True)
@@ -27,29 +40,46 @@ class ExportConfig:
     """
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""
-    naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"]
-    """What the reader expects; bf16 dequantizes."""
+    to: Literal["hf", "safetensors", "checkpoint"] = "hf"
+    """hf: a folder that transformers and engines load. safetensors: the weights alone, under their
+    own names. checkpoint: masters for zerocast.optim.load_masters and for any reader of
+    torch.distributed.checkpoint.
+    """
+    naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"] = "bf16"
+    """What the reader of hf or safetensors expects of quantized weights; bf16 dequantizes them."""
     model: Path | None = None
-    """config.json of the model, or a folder with it, whose tokenizer files are copied; by default
-    the source.
+    """For hf: config.json of the model, or a folder with it, whose tokenizer files are copied; by
+    default the source.
     """
     format: str | None = None
-    """Format to cast --weights to. By default the formats stored with a checkpoint."""
+    """Format to cast --weights to. By default the formats stored with a checkpoint, if any."""
     weights: tuple[str, ...] = ()
     """With --format: globs on names of parameters of two or more dimensions."""
     share_amax: Literal["llama"] | None = None
     """With --format: weights that engines fuse take one tensor amax."""
+    ignore: tuple[str, ...] = ()
+    """Globs on names of tensors to leave out."""
     dtype: Dtype = "bfloat16"
-    """Nominal dtype, in which other tensors are written."""
+    """Nominal dtype, in which hf and safetensors hold other tensors."""
+    masters: Literal["float32", "bfloat16"] | None = None
+    """For a checkpoint: dtype of the masters, by default float32; bfloat16 takes half the bytes and
+    rounds them.
+    """
     allow_unequal_scales: bool = False
-    """Log, and do not refuse, global scales that differ among weights which engines fuse."""
+    """For hf: log, and do not refuse, global scales that differ among weights which engines
+    fuse.
+    """
     shard_bytes: int = SHARD_BYTES
     """Most bytes in a safetensors file; about as many are held in memory."""
     json: bool = False
     """Print JSON."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for options that need others."""
+        """Raise ValueError for options that need others, or that the target does not use."""
+        for option, targets in TARGETS.items():
+            if getattr(self, option) != getattr(ExportConfig, option) and self.to not in targets:
+                named = " and ".join(targets)
+                raise ValueError(f"--{option.replace('_', '-')} is for --to {named}, and this is --to {self.to}")
         if self.format is not None and not self.weights:
             raise ValueError(
                 "--format needs --weights, such as --weights '*.mlp.*': embeddings and heads often stay as they are"
@@ -57,9 +87,15 @@ class ExportConfig:
         if self.share_amax is not None and self.format is None:
             raise ValueError("--share-amax needs --format: the weights of a run share what they shared in training")
 
+    @property
+    def written_dtype(self) -> Dtype:
+        """Dtype of the masters, or of the tensors that are not quantized."""
+        return (self.masters or "float32") if self.to == "checkpoint" else self.dtype
+
 
 def export(config: ExportConfig) -> int:
-    """Write a folder that transformers and inference engines load, from masters.
+    """Export masters: to a folder that transformers and inference engines load, to safetensors, or
+    to a checkpoint of masters for a training run.
 
     Example: zerocast export run/checkpoints/step_00001000 served --model llama-3-8b --naming
     modelopt
@@ -76,30 +112,21 @@ def export(config: ExportConfig) -> int:
 
 
 def _exported(config: ExportConfig) -> dict[str, Any]:
-    contents = Contents.of(config.source, whole_names=True)
-    chosen = choose(contents.entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])
-    described = config.model or config.source
-    progress = Progress(len(contents.entries))
-    names = list(contents.entries)
-    source = tensors(contents, names, chosen, DTYPES[config.dtype], progress.say, config.share_amax)
+    contents = Contents.of(config.source, whole_names=config.to == "hf")
+    names = _names(config, contents)
+    entries = {name: contents.entries[name] for name in names}
+    chosen = choose(entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])
+    progress = Progress(len(names))
     try:
-        files = write_hf(
-            source,
-            None,
-            config.target,
-            config.naming,
-            config=described,
-            files_from=described if described.is_dir() else None,
-            dtype=DTYPES[config.dtype],
-            allow_unequal_scales=config.allow_unequal_scales,
-            shard_bytes=config.shard_bytes,
-        )
+        files = _write(config, contents, names, chosen, progress.say)
     finally:
         progress.clear()
     return {
         "source": str(config.source),
         "target": str(config.target),
-        "naming": config.naming,
+        "to": config.to,
+        "naming": None if config.to == "checkpoint" else config.naming,
+        "dtype": config.written_dtype,
         "tensors": len(names),
         "quantized": {name: str(fmt) for name, (fmt, _) in chosen.formats.items()},
         "kept": list(chosen.kept),
@@ -107,9 +134,53 @@ def _exported(config: ExportConfig) -> dict[str, Any]:
     }
 
 
+def _names(config: ExportConfig, contents: Contents) -> list[str]:
+    """The tensors to write.
+
+    ValueError for one that is no high-precision weight. An export to hf leaves it out, and compares
+    the others with the model.
+    """
+    names = [name for name in contents.masters if not any(fnmatch.fnmatchcase(name, glob) for glob in config.ignore)]
+    if config.to == "hf":
+        return [name for name in names if name in contents.entries]
+    for name in names:
+        if name not in contents.entries:
+            what = contents.source.entries[contents.masters[name]]
+            raise ValueError(f"{name} is {what}: no high-precision weight (--ignore leaves it out)")
+    return names
+
+
+def _write(
+    config: ExportConfig, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
+) -> Sequence[Path]:
+    """The paths of the files that are written."""
+    dtype = DTYPES[config.written_dtype]
+    if config.to == "checkpoint":
+        write_checkpoint(contents, names, chosen, config.target, dtype, reading)
+        return sorted(config.target.iterdir())
+    source = cast_tensors(contents, names, chosen, dtype, reading, config.share_amax)
+    if config.to == "safetensors":
+        return write_safetensors(source, config.target, config.naming, config.shard_bytes)
+    described = config.model or config.source
+    return write_hf(
+        source,
+        None,
+        config.target,
+        config.naming,
+        config=described,
+        files_from=described if described.is_dir() else None,
+        dtype=dtype,
+        allow_unequal_scales=config.allow_unequal_scales,
+        shard_bytes=config.shard_bytes,
+    )
+
+
 def _text(report: dict[str, Any]) -> str:
     count, quantized = report["tensors"], len(report["quantized"])
-    lines = [f"{count:,} tensors: {quantized:,} cast to their formats, {count - quantized:,} as they are"]
+    if report["to"] == "checkpoint":
+        lines = [f"{count:,} masters in {report['dtype']}; formats are recorded for {quantized:,} of them"]
+    else:
+        lines = [f"{count:,} tensors: {quantized:,} cast to their formats, {count - quantized:,} in {report['dtype']}"]
     lines += [f"{name} is not quantized: the format cannot take its shape" for name in report["kept"]]
     lines += [f"  {nbytes:>16,} bytes  {name}" for name, nbytes in report["files"].items()]
     return "\n".join([*lines, f"wrote {report['target']}"])

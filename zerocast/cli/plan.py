@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,7 @@ from zerocast.cli import interrupts
 from zerocast.cli.files import check_folder, written
 from zerocast.cli.progress import tracked
 from zerocast.cli.sweep import Sweep
-from zerocast.footprint import LEFT_OUT, PRESETS, Footprint, Network, Parameter, Setup, footprint, read_model
+from zerocast.footprint import LEFT_OUT, PRESETS, Footprint, Parameter, Setup, footprint, read_model
 from zerocast.optim import ZeroConfig
 
 GIB, GB = 2**30, 10**9
@@ -62,10 +62,9 @@ class PlanConfig:
     keep_columnwise: bool = False
     """For zero1 and zero2: keep the columnwise copies of all weights."""
     sweep: bool = False
-    """Show instead what every collective carries and costs on 8 to 16,384 ranks, under zero2, fsdp2
-    and hsdp in groups of 8 and of 64; costs are those of a model of the network.
+    """Show instead what every collective carries on 8 to 16,384 ranks, under zero2, fsdp2 and hsdp
+    in groups of 8 and of 64.
     """
-    network: Network = field(default_factory=Network)
     json: bool = False
     """Print JSON."""
     png: Path | None = None
@@ -117,7 +116,7 @@ def _swept(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
             raise ValueError(
                 f"a sweep has its own ranks and shardings, with AdamW: leave out --{name.replace('_', '-')}"
             )
-    sweep = Sweep.of(parameters, config.format, _setup(config), config.network)
+    sweep = Sweep.of(parameters, config.format, _setup(config))
     numel = sum(math.prod(parameter.shape) for parameter in parameters)
     title = f"{_name(config)}: {numel:,} parameters, {config.format}, a step with one micro-batch"
     if config.png:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerocast.distributed.group import Group
 from zerocast.distributed.late_copy import LateCopy
-from zerocast.weight.freshness import debugging
+from zerocast.weight.validity import debugging
 
 DIGESTS = 128  # bf16 has every integer up to 256
 
@@ -65,6 +65,22 @@ def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int
     group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()
     return largest
+
+
+def raise_together(groups: Sequence[Group], problem: Exception | None, what: str) -> None:
+    """Raise on all ranks of a mesh if there is a problem on any of them: its own on a rank that
+    has one, ValueError on the others.
+
+    `groups` are those of each dimension of the mesh, and `what` is the call, as a verb.
+    """
+    wrong = int(problem is not None)
+    for group in groups:
+        if group.size > 1:
+            (wrong,) = largest_of_ranks(group, [wrong], f"whether a rank that {what} has a problem")
+    if problem is not None:
+        raise problem
+    if wrong:
+        raise ValueError(f"another rank that {what} has been given one that does not fit, and its error says why")
 
 
 def check_same_call(group: Group, what: str) -> None:

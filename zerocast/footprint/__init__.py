@@ -5,8 +5,8 @@ Parameters are created on the meta device and laid out by the functions that tra
 run. Activations and the reserves of the allocator and the communication library are not included.
 """
 
+from zerocast.footprint.collective import Collective
 from zerocast.footprint.footprint import Footprint, Setup, footprint
-from zerocast.footprint.network import Collective, Network
 from zerocast.footprint.shapes import LEFT_OUT, PRESETS, Parameter, model_parameters, read_model
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "PRESETS",
     "Collective",
     "Footprint",
-    "Network",
     "Parameter",
     "Setup",
     "footprint",

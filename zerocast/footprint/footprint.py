@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zerocast.footprint.collective import Collective
 from zerocast.footprint.fsdp_bytes import fsdp
-from zerocast.footprint.network import Collective
 from zerocast.footprint.shapes import Parameter
 from zerocast.footprint.weight_bytes import amax_bytes
 from zerocast.footprint.zero_bytes import zero

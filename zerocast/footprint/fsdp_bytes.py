@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast.footprint.network import Collective
+from zerocast.footprint.collective import Collective
 from zerocast.footprint.shapes import ROOT
 from zerocast.footprint.weight_bytes import (
     FP32,
@@ -64,7 +64,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     part = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
     return memory, [
         gradient_collective([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], shards, config),
-        all_reduce("gradients", len(units), owned * grad if replicas > 1 else 0, replicas, shards),
+        all_reduce("gradients", len(units), owned * grad if replicas > 1 else 0, replicas),
         all_reduce("the norm", 1, FP32, shards),
         all_reduce("amaxes", 1, packed, shards),
         Collective("all-gather", "weights", sum(gathers.values()), part * others, shards),

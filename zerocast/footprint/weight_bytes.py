@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.cast.flat_buffer import ALIGNMENT
-from zerocast.footprint.network import Collective
+from zerocast.footprint.collective import Collective
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, round_up
+from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, Buffer, GradientMessage, amax_counts, buffers, round_up
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 
@@ -20,9 +19,9 @@ Placed = tuple[str, Tensor, int]  # name, tensor, number of its unit or bucket
 Bytes = dict[str, int]
 
 
-def all_reduce(content: str, calls: int, nbytes: int, ranks: int, distance: int = 1) -> Collective:
+def all_reduce(content: str, calls: int, nbytes: int, ranks: int) -> Collective:
     """All-reduces of `nbytes` bytes together, each of which a rank sends twice but for its part."""
-    return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks, distance)
+    return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks)
 
 
 def gradient_collective(parts: Sequence[tuple[int, torch.dtype]], ranks: int, config: ZeroConfig) -> Collective:
@@ -73,4 +72,4 @@ def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:
-    return round_up(math.prod(buffer.shape), ALIGNMENT) * buffer.dtype.itemsize if buffer else 0
+    return round_up(math.prod(buffer.shape), BUFFER_ALIGNMENT_ELEMENTS) * buffer.dtype.itemsize if buffer else 0

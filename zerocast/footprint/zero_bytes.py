@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.packed_amax import cut_rows
-from zerocast.footprint.network import Collective
+from zerocast.footprint.collective import Collective
 from zerocast.footprint.weight_bytes import (
     FP32,
     FP64,
@@ -148,7 +148,7 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
     """(the bf16 bytes of the one all-reduce, those of amaxes that only their rank has): where
     scales are gathered, only cut blocks are reduced.
 
-    With the amaxes travel a flag a weight, whether its masters are finite, and two numbers that
+    With the amaxes travel a flag a parameter, whether its masters are finite, and two numbers that
     compare the ranks' calls.
     """
     reduced = own = 0
@@ -156,7 +156,7 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
         for slot in bucket.slots:
             matrix, cuts = slot.matrix_shape, bucket.cuts(slot)
             amaxes = sum(amax_counts(slot.format, *matrix))
-            reduced += amaxes > 0
+            reduced += 1
             if cuts is None:
                 reduced += amaxes
             else:

@@ -36,7 +36,8 @@ class ReductionGroup:
 
 class BoundaryAmaxes(AmaxReduction):
     """The amaxes of `weights`, and their reduction. `buffer` holds those of this rank, `offsets`
-    says which where.
+    says which where. Behind them, in the order of `weights`, are `flags`, which are 1 for masters
+    of this rank that are NaN or Inf (`flag_of`).
 
     `measured` names the weights whose amaxes an optimizer step has left in the buffer, up to date
     until somebody writes. `coded` names those of them whose codes it has written too, except of the
@@ -56,7 +57,9 @@ class BoundaryAmaxes(AmaxReduction):
         nominal = {weight.geometry.nominal for weight in weights}
         dtype = torch.bfloat16 if nominal == {torch.bfloat16} else torch.float32
         device = weights[0].master.device
-        self.buffer = torch.zeros(size, dtype=dtype, device=device)
+        self.flag_of = {weight.name: size + index for index, weight in enumerate(weights)}
+        self.buffer = torch.zeros(size + len(weights), dtype=dtype, device=device)
+        self.flags = self.buffer[size:]
         self._index(weights, device)
 
     def _index(self, weights: Sequence[FSDPWeight], device: torch.device) -> None:

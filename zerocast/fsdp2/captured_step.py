@@ -16,13 +16,9 @@ from torch import Tensor
 
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager
-from zerocast.optim.device_step import Work, cuda_graph
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.optim.device_step import MOVED, Work, cuda_graph
+from zerocast.weight.validity import Validity, transaction
 
-MOVED = (
-    "parameters, their gradients, states, formats or shards are not those that the step was captured with, and the graph would "
-    "write where those were: capture the step again"
-)
 WITHIN_BACKWARD = (
     "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
 )
@@ -42,7 +38,9 @@ class CapturableOptimizer(torch.optim.Optimizer):
 
     @abstractmethod
     def prepare(self) -> object:
-        """The host's part; returns another object once anything lies elsewhere."""
+        """The host's part; returns another object once anything lies elsewhere, None if this rank
+        takes no step.
+        """
 
     @property
     @abstractmethod
@@ -51,8 +49,8 @@ class CapturableOptimizer(torch.optim.Optimizer):
 
     @property
     @abstractmethod
-    def guards(self) -> list[WriteGuard]:
-        """The guards of masters and moments."""
+    def validities(self) -> list[Validity]:
+        """The validities of masters and moments."""
 
     @abstractmethod
     def passes(self) -> Sequence[Any]:
@@ -99,9 +97,12 @@ class CapturedStep:
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
         bound = self._optimizer.prepare()
+        managers = self._optimizer.managers
+        if bound is None:
+            self._cast_alone()
+            return
         if self._bound is not None and bound is not self._bound:
             raise RuntimeError(MOVED)
-        managers = self._optimizer.managers
         if self._bound is None or any(manager.must_seed for manager in managers):
             for manager in managers:
                 manager.before_first_step()
@@ -112,7 +113,7 @@ class CapturedStep:
             return
         for manager in managers:
             manager.before_captured_cast(self._optimizer)
-        with transaction(self._optimizer.guards, "a captured step"):
+        with transaction(self._optimizer.validities, "a captured step"):
             self._fill_stand_ins()
             if self._replay is None:
                 self._replay = self._record(self._work)
@@ -121,6 +122,12 @@ class CapturedStep:
                 manager.after_cast(repeat=False)
         # torch's schedulers look for it; only a call of `step` itself sets it
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010
+
+    def _cast_alone(self) -> None:
+        """Take no step, and cast as the other ranks do within this call."""
+        for manager in self._optimizer.managers:
+            manager.make_due(self._optimizer)
+            manager.before_gather()
 
     def _fill_stand_ins(self) -> None:
         if self._make_stand_ins is None:

@@ -19,16 +19,16 @@ from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.formats import AmaxPolicy, layout
-from zerocast.formats.layout import Buffer, round_up
+from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
 from zerocast.fsdp2.amax_reduction import BoundaryAmaxes, ReductionGroup
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import JointLayout
+from zerocast.fsdp2.gather_status import DirtyStatus
 from zerocast.fsdp2.weight import FSDPWeight
 
 # kept for sets of weights that steps have not measured; which experts learn may change with every
 # step
 MOST_TABLES = 8
-ALIGNMENT = 256  # bytes: of scale buffers, as of allocations
 
 
 class CastGroup:
@@ -59,8 +59,9 @@ class CastGroup:
         for gathers, part in zip(alike, sent.split(sizes), strict=True):
             self._lay_out(gathers, part.view(len(gathers), -1), scales)
         # headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are
-        statuses = [(weight.status_after_cast, 0) for weight in weights]
-        self._headers = torch.tensor(statuses, dtype=torch.int32).view(-1, 2).to(self._device)
+        statuses = [weight.status_after_cast for weight in weights]
+        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)  # of finite masters
+        self._headers = torch.stack([self._statuses, torch.zeros_like(self._statuses)], 1)
         places = [weight.header.storage_offset() + half for weight in weights for half in (0, 1)]
         self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
         self._sent = sent.view(torch.int32)
@@ -111,7 +112,7 @@ class CastGroup:
         tables = WeightTables(self._device, self._backend)
         for name, shard in shards.items():
             if name not in measured:
-                tables.of(shard.weight).add_shard(shard, self.amaxes.offsets[name])
+                tables.of(shard.weight).add_shard(shard, self.amaxes.offsets[name], flag=self.amaxes.flag_of[name])
         return tables.freeze()
 
     @torch.no_grad()
@@ -185,11 +186,16 @@ class CastGroup:
         """Write the headers of a cast, by default of the one after the last; as arguments of
         kernels the numbers travel to a GPU without a wait.
         """
+        self._headers[:, 0] = self._statuses + DirtyStatus.NOT_FINITE * self.amaxes.flags
         if generation is None:
             self._headers[:, 1] += 1
         else:
             self._headers[:, 1].fill_(generation)
         self._sent.index_copy_(0, self._header_places, self._headers.view(-1))
+
+    def statuses(self) -> list[DirtyStatus]:
+        """The status of each weight that the last cast has left. Waits for the device."""
+        return [DirtyStatus(status) for status in self._headers[:, 0].tolist()]
 
     def _tables_without(self, names: frozenset[str]) -> list[WeightTable]:
         """Tables of what no step has measured of these weights, or written the codes of."""
@@ -245,8 +251,10 @@ def _scale_buffers(weights: Sequence[FSDPWeight]) -> list[tuple[str, Buffer]]:
 def _side_by_side(shapes: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
     """(memory, buffers in it that nobody has written), uint8 and aligned as allocations are."""
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in shapes]
-    memory = torch.empty(sum(round_up(size, ALIGNMENT) for size in sizes), dtype=torch.uint8, device=device)
-    parts = memory.split([round_up(size, ALIGNMENT) for size in sizes])
+    memory = torch.empty(
+        sum(round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes), dtype=torch.uint8, device=device
+    )
+    parts = memory.split([round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes])
     buffers = zip(parts, sizes, shapes, strict=True)
     return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
 

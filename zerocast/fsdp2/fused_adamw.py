@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
@@ -19,18 +20,20 @@ from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.storage import Places
 from zerocast.cast.weight_table import WeightTable
+from zerocast.distributed.agreement import raise_together
+from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.device_step import check_capturable
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes
 from zerocast.optim.update_rule import ADAMW
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.weight.validity import Use, Validity, transaction
 
 # a plain parameter takes the same pass; nobody reads its amax
 PLAIN = get_format("fp8_current"), torch.float32
@@ -63,19 +66,21 @@ class AdamPass:
         shape: tuple[int, int],
         span: Span,
         place: tuple[int, int],
+        flag: int,
         codes: Tensor | None = None,
     ) -> None:
         """Append a parameter with its flat local part `master`, the elements `span` of a matrix
         `shape`.
 
         `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go,
-        rowwise and of an own columnwise grid. `codes` are its kept codes, for a pass that `casts`.
+        rowwise and of an own columnwise grid, and `flag` where a 1 goes if it becomes NaN or Inf.
+        `codes` are its kept codes, for a pass that `casts`.
         """
         self._parameters.append(parameter)
         for name, moments in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
             moments.append(_flat(state[name]))
             check_plain(name, moments[-1], FLOATS, master.numel(), master.device)
-        self._table.add_master(master, shape, span, place, row, codes)
+        self._table.add_master(master, shape, span, place, row, flag, codes)
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -112,6 +117,13 @@ class MomentsOnDemand(defaultdict[Any, Any]):
         """True, also without entries."""
         return True
 
+    def __missing__(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Make the moments of a parameter when they are first asked for: by its first step, or by
+        torch's `set_optimizer_state_dict`, which looks here for their names.
+        """
+        moments = self[parameter] = _new_moments(parameter)
+        return moments
+
 
 class FusedAdamW(CapturableOptimizer):
     """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a
@@ -122,8 +134,9 @@ class FusedAdamW(CapturableOptimizer):
 
     Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
     update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
-    finite is not looked for. Raises TypeError for parameters that are not FP32 and ValueError for
-    parameters on several devices.
+    finite is not looked for, and the masters that it makes NaN are told of after the next cast.
+    Raises TypeError for parameters that are not FP32 and ValueError for parameters on several
+    devices.
     """
 
     def __init__(
@@ -167,12 +180,13 @@ class FusedAdamW(CapturableOptimizer):
 
         What raises before masters are written changes nothing. What raises later leaves an
         optimizer and a model that say so at every call, and cannot be saved, until a state is
-        loaded through `zerocast.fsdp2.TrainingState`.
+        loaded through `zerocast.fsdp2.TrainingState`. So do hyper-parameters that are out of range
+        where masters are sharded: other ranks may have stepped, so all raise at the next gather.
         """
         return self._outside_of_graphs(self, closure)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.STEP)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -182,7 +196,7 @@ class FusedAdamW(CapturableOptimizer):
         for manager in self.managers:
             # also by a step that raises half-way: all ranks cast before a gather tells them
             manager.make_due(self)
-        with transaction(self.guards, "an optimizer step"):
+        with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
                 manager.forget_old_amaxes()
             self.launch({})
@@ -202,7 +216,7 @@ class FusedAdamW(CapturableOptimizer):
         and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
         device, and for other backends than cuda.
         """
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.STEP)
         device = self.param_groups[0]["params"][0].device
         backend = backends.choose(device)
         check_capturable(device, backend)
@@ -218,13 +232,21 @@ class FusedAdamW(CapturableOptimizer):
 
     def prepare(self) -> object:
         """The host's part before the device's; returns what the tables were made for, another
-        object once anything lies elsewhere, empty without gradients.
+        object once anything lies elsewhere, empty without gradients. None if this rank takes no
+        step, of which all ranks hear at the next gather.
         """
-        for group in self.param_groups:
-            ADAMW.check(group, wait=False)
         self._bind()
-        if self._bound:
-            self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+        try:
+            for group in self.param_groups:
+                ADAMW.check(group, wait=False)
+            if self._bound:
+                self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
+        except (TypeError, ValueError) as error:
+            if not any(manager.has_company for manager in self._managers):
+                raise
+            for validity in self.validities:
+                validity.broke_off(f"an optimizer step ({error})")
+            return None
         return self._bound
 
     @property
@@ -233,9 +255,9 @@ class FusedAdamW(CapturableOptimizer):
         return self._managers
 
     @property
-    def guards(self) -> list[WriteGuard]:
-        """The guards of masters and moments."""
-        return [guard_of(self), *(manager.guard for manager in self._managers)]
+    def validities(self) -> list[Validity]:
+        """The validities of masters and moments."""
+        return [validity_of(self), *(manager.validity for manager in self._managers)]
 
     def passes(self) -> list[AdamPass]:
         """The launches of a step."""
@@ -263,7 +285,7 @@ class FusedAdamW(CapturableOptimizer):
         """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
         have moments of zero. RuntimeError after a step or a load that raised half-way.
         """
-        guard_of(self).check_complete()
+        validity_of(self).check(Use.SAVE)
         found = super().state_dict()
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {}
@@ -275,19 +297,18 @@ class FusedAdamW(CapturableOptimizer):
         return {**found, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a copy of the state of this class, or of torch.optim.AdamW. ValueError or
-        KeyError, with nothing changed, for moments and hyper-parameters that cannot be.
+        """Take over a copy of the state of this class, or of torch.optim.AdamW. All ranks that
+        shard the parameters call it. ValueError on all of them, with nothing changed, for moments
+        and hyper-parameters that cannot be, and for other parameters.
         """
-        check_options(state_dict["param_groups"])
-        for group in state_dict["param_groups"]:
-            ADAMW.check(group)
-        ours = [parameter for group in self.param_groups for parameter in group["params"]]
-        theirs = [index for group in state_dict["param_groups"] for index in group["params"]]
-        for index, parameter in zip(theirs, ours, strict=False):
-            moments = state_dict["state"].get(index)
-            if moments is not None:
-                check_moments(f"parameter {index}", moments, ADAM_STATE)
-                check_shapes(f"parameter {index}", moments, parameter)
+        problem = None
+        try:
+            self._check_state(state_dict)
+        except KeyError as error:
+            problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
+        except (AttributeError, TypeError, ValueError) as error:
+            problem = ValueError(str(error))
+        raise_together(self._meshes(), problem, "loads the state of a FusedAdamW")
         held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
@@ -298,6 +319,29 @@ class FusedAdamW(CapturableOptimizer):
                     moments[key] = torch.as_tensor(value).to(torch.float32, copy=True)
                 elif id(value) not in held:
                     moments[key] = value.clone()
+
+    def _check_state(self, state_dict: Mapping[str, Any]) -> None:
+        """ValueError, TypeError or KeyError, on this rank alone, for a state that does not fit."""
+        check_options(state_dict["param_groups"])
+        for group in state_dict["param_groups"]:
+            ADAMW.check(group)
+        groups, saved = self.param_groups, state_dict["param_groups"]
+        here, there = ([len(group["params"]) for group in one] for one in (groups, saved))
+        if here != there:
+            raise ValueError(f"the state has parameter groups of {there} parameters, and this optimizer of {here}")
+        indices = (index for group in saved for index in group["params"])
+        parameters = (parameter for group in groups for parameter in group["params"])
+        for index, parameter in zip(indices, parameters, strict=True):
+            moments = state_dict["state"].get(index)
+            if moments is not None:
+                check_moments(f"parameter {index}", moments, ADAM_STATE)
+                check_shapes(f"parameter {index}", moments, parameter)
+
+    def _meshes(self) -> list[Group]:
+        """The groups of each dimension of the mesh that parameters are sharded over."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
+        return [Group.of(group) for group in meshes[0].get_all_groups()] if meshes else []
 
     def _bind(self) -> None:
         """Tables of where everything lies, made anew when any of it was replaced or other
@@ -329,9 +373,6 @@ class FusedAdamW(CapturableOptimizer):
         """Make a row of scalars for each parameter group and number of steps taken. All parameters
         of a row have the same step count, each in a tensor of its own, and the first one is read.
         """
-        for _, parameter in indexed:
-            if not self.state[parameter]:
-                self.state[parameter] = _new_moments(parameter)
         states = [self.state[parameter] for _, parameter in indexed]
         device = indexed[0][1].device if indexed else torch.device("cpu")
         rows: dict[tuple[int, float], int] = {}
@@ -358,13 +399,13 @@ class FusedAdamW(CapturableOptimizer):
         plain = {dtype: AdamPass(TableKey(backend, *PLAIN), device) for dtype in GRADIENT_DTYPES}
         for parameter, shard in locals_:
             adam, shape, span = plain[parameter.grad.dtype], (1, shard.numel()), Span(0, shard.numel())
-            place, codes = (len(adam), -1), None
+            place, flag, codes = (len(adam), -1), -1, None
             if isinstance(shard, MasterParameter) and shard.weight.format.amax_policy is not AmaxPolicy.NONE:
                 weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span
                 key = TableKey(backend, weight.format, geometry.nominal)
-                place = group.amaxes.offsets[weight.name]
+                place, flag = group.amaxes.offsets[weight.name], group.amaxes.flag_of[weight.name]
                 if span.numel:
                     names[group].append(weight.name)
                     casts = weight.format.casts_in_one_pass
@@ -375,7 +416,8 @@ class FusedAdamW(CapturableOptimizer):
                         codes = group.kept_codes(weight.name)
             if span.numel:
                 master = _plain(shard).detach().view(-1)
-                adam.add(parameter, master, self.state[parameter], self._row[parameter], shape, span, place, codes)
+                state, row = self.state[parameter], self._row[parameter]
+                adam.add(parameter, master, state, row, shape, span, place, flag, codes)
         self._measured = [
             (group, frozenset(names[group]), frozenset(local[group]), [one.freeze() for one in passes.values()])
             for group, passes in measured.items()

@@ -9,6 +9,9 @@ without gradients, a state dict and `zerocast.verify` read what is unread, and w
 
 No gather comes for weights that a forward pass left gathered. Before the next forward pass the
 ranks exchange their statuses by themselves then (`StatusExchange`).
+
+A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or
+until somebody asks for the state: gathers go on, since one of them may be for `zerocast.verify`.
 """
 
 import atexit
@@ -23,8 +26,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from zerocast.cast.finite_masters import not_finite
 from zerocast.distributed.group import Group
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Use, Validity
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,10 @@ class DirtyStatus(enum.IntEnum):
     WRITTEN = 1
     EMPTY = 2
     PARTIAL = 3  # a step or a load raised half-way
+    NOT_FINITE = 4  # CLEAN, and masters of the last cast are NaN or Inf
+
+
+CAST = DirtyStatus.CLEAN, DirtyStatus.NOT_FINITE
 
 
 class SentHeaders:
@@ -78,13 +86,16 @@ class GatherStatus:
     """Status headers of a model's gathers: those of a CPU are compared at once, those of a GPU
     later, in the order in which they were issued.
 
-    `guard` is that of the model's masters: this rank raises its own words where they are partial.
+    `validity` is that of the model: this rank raises its own words where masters are partial.
     """
 
-    def __init__(self, guard: WriteGuard) -> None:
-        self._guard = guard
+    def __init__(self, validity: Validity) -> None:
+        self._validity = validity
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
         self._sent: deque[SentHeaders] = deque()
+        # weights whose masters were not finite, with the number of their cast; until it is told
+        self._not_finite: dict[str, int] = {}
+        self._told_cast, self._is_overlooked = 0, False
 
     def all_written(self, name: str, headers: Tensor) -> bool:
         """True if every rank with rows of a weight was written to since it last cast, by int32
@@ -95,7 +106,7 @@ class GatherStatus:
         by_rank = headers.tolist()
         partial = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.PARTIAL]
         if partial:
-            self._guard.check_complete()
+            self._validity.check(Use.READ)
             raise RuntimeError(
                 f"{name}: an optimizer step or a load raised half-way on ranks {partial} of its shard group, which have masters "
                 "of different steps: load a checkpoint on all ranks"
@@ -106,7 +117,11 @@ class GatherStatus:
                 "rank: optimizer steps and zerocast.fsdp2.refresh must happen on all of them"
             )
         written = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.WRITTEN]
-        clean = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.CLEAN]
+        clean = [rank for rank, (status, _) in enumerate(by_rank) if status in CAST]
+        cast = by_rank[0][1]
+        if cast > self._told_cast and any(status == DirtyStatus.NOT_FINITE for status, _ in by_rank):
+            self._not_finite[name] = cast
+            _unread.add(self)
         if written and clean:
             raise RuntimeError(
                 f"{name}: the master was changed on ranks {written} of its shard group and not on ranks {clean} since "
@@ -135,11 +150,22 @@ class GatherStatus:
 
     def next_step(self) -> None:
         """RuntimeError, on every rank, where ranks disagree in any headers that were sent in the
-        step that ends; what it has gathered since is sent.
+        step that ends, and where its masters were not finite; what it has gathered since is sent.
         """
         while self._sent:
             self._read_oldest()
         self._send()
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """RuntimeError, on every rank and once a cast, for masters that were NaN or Inf by the
+        headers that were read.
+        """
+        if self._not_finite and not self._is_overlooked:
+            names = list(self._not_finite)
+            self._told_cast = max(self._not_finite.values())
+            self._not_finite.clear()
+            raise not_finite(names, f"{len(names)} weights")
 
     def check(self) -> None:
         """RuntimeError where ranks disagree in any headers. Waits for the device."""
@@ -151,6 +177,7 @@ class GatherStatus:
         """Drop what is unread: masters are about to be overwritten on all ranks."""
         self._unsent.clear()
         self._sent.clear()
+        self._not_finite.clear()
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
@@ -158,20 +185,24 @@ class GatherStatus:
         on all ranks, and calls `forget` when it does. Afterwards it is unread again.
         """
         sent, unsent = list(self._sent), self._unsent
-        self._sent, self._unsent = deque(), []
+        self._sent, self._unsent, self._is_overlooked = deque(), [], True
         try:
             yield
         finally:
+            self._is_overlooked = False
             self._sent.extendleft(reversed(sent))
             self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
-        """Log a disagreement that nobody has read; headers that do not arrive are left."""
+        """Log a disagreement, or masters that were not finite, if nobody has heard of it yet;
+        headers that do not arrive are left.
+        """
         self._send()
         until = time.monotonic() + EXIT_SECONDS
         while self._sent and (self._sent[0].has_arrived or time.monotonic() < until):
             if self._sent[0].has_arrived:
                 self._read_oldest()
+        self.check_finite()
 
     def _send(self) -> None:
         if self._unsent:

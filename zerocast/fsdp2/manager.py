@@ -34,8 +34,7 @@ from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
 from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.verification.verify import verify
-from zerocast.weight.freshness import Freshness, debugging
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Use, Validity, debugging
 
 NOT_SHARDED = (
     "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
@@ -44,20 +43,19 @@ NOT_SHARDED = (
 
 BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
-RELOAD = (
-    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
-    "load_state_dict) through zerocast.fsdp2.TrainingState, or end the run if ranks have died"
+LOAD = (
+    "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict) through zerocast.fsdp2.TrainingState"
 )
-_guards: "weakref.WeakKeyDictionary[Any, WriteGuard]" = weakref.WeakKeyDictionary()
+_validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDictionary()
 
 
-def guard_of(owner: nn.Module | Optimizer) -> WriteGuard:
-    """The guard of a model or an optimizer, whose state a step of FusedAdamW or a load writes
-    together with the masters.
+def validity_of(owner: nn.Module | Optimizer) -> Validity:
+    """The validity of a model's plain parameters, or of an optimizer's state, which a step of
+    FusedAdamW or a load writes together with the masters.
     """
-    if owner not in _guards:
-        _guards[owner] = WriteGuard(RELOAD)
-    return _guards[owner]
+    if owner not in _validities:
+        _validities[owner] = Validity(LOAD)
+    return _validities[owner]
 
 
 class CastManager:
@@ -70,8 +68,8 @@ class CastManager:
         self.weights: list[FSDPWeight] = []
         self.plain: list[str] = []  # the other parameters of two or more dimensions
         self.memory = MasterMemory({})
-        self.guard = WriteGuard(RELOAD)
-        self.record = CastRecord(self.guard)
+        self.validity = Validity(LOAD, advice=ADVICE)  # of all masters together
+        self.record = CastRecord(self.validity)
         self.param_groups = ParamGroups(self.record.status)
         self.cast_groups: list[CastGroup] = []
         self._reductions: list[tuple[ReductionGroup, list[FSDPWeight]]] = []
@@ -97,13 +95,19 @@ class CastManager:
 
     def weight(self, name: str, fmt: FormatSpec) -> FSDPWeight:
         """A new weight of this model; `prepare` chooses which to keep in `weights`."""
-        freshness = Freshness(owner=weakref.ref(self), has_masters=True, advice=ADVICE)
-        return FSDPWeight(name, fmt, self.record, freshness)
+        gathered = Validity(LOAD, advice=ADVICE)
+        gathered.owner, gathered.has_masters = weakref.ref(self), True
+        return FSDPWeight(name, fmt, self.record, gathered)
 
     @property
     def casts(self) -> tuple[int, bool]:
         """(number of casts so far, True if the next gather makes another)."""
         return self.record.generation, self._is_due
+
+    @property
+    def has_company(self) -> bool:
+        """True if other ranks have parts of the same masters, or the same parts."""
+        return any(reduction.group.size > 1 for reduction, _ in self._reductions)
 
     def make_due(self, by: Optimizer | None = None) -> None:
         """Cast before the next gather, and let there be one. `by` is who stepped."""
@@ -183,7 +187,7 @@ class CastManager:
         for weight in written:
             weight.mark_cast()
         for weight in self.weights if debugging() else ():
-            weight.freshness.count_cast()
+            weight.validity.cast()
 
     # -- a step that casts at once (`captured_step.py`)
 
@@ -238,7 +242,7 @@ class CastManager:
         )
 
     def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
-        self.check_complete()
+        self.check(Use.SWITCH)
         if self.param_groups.is_in_pass or torch_fsdp.backward_pass() is not None:
             raise RuntimeError(f"a recipe is switched within a forward or backward pass: {BETWEEN}")
         params = [weight.param() for weight in self.weights]
@@ -269,7 +273,8 @@ class CastManager:
         due.
         """
         self.before_gather()
-        self.check_complete()
+        self._exchange_finite()
+        self.check(Use.SAVE)
         return {name: state for group in self.cast_groups for name, state in group.delayed.state_dict().items()}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
@@ -396,14 +401,23 @@ class CastManager:
         if torch.is_grad_enabled():
             self.record.status.end_pass()
         else:
-            self.check_complete()
+            self.check(Use.READ)
 
-    def check_complete(self) -> None:
-        """RuntimeError while masters are partly of two steps, and on all ranks where they disagreed
-        in any gather so far. Waits for the device.
+    def check(self, use: Use) -> None:
+        """RuntimeError while masters may not be used so, and on all ranks where they disagreed in
+        any gather so far, or were NaN or Inf in a cast that was gathered. Waits for the device.
         """
-        self.guard.check_complete()
+        self.validity.check(use)
         self.record.status.check()
+        self.record.status.check_finite()
+
+    def _exchange_finite(self) -> None:
+        """Let all ranks know of masters that are not finite in a cast that no gather has sent."""
+        for group, (reduction, weights) in zip(self.cast_groups, self._reductions, strict=True):
+            if not all(weight.is_sent for weight in weights):
+                names, cast = [weight.name for weight in weights], self.record.generation
+                exchange = StatusExchange(names, group.statuses(), cast, reduction.group, reduction.device)
+                exchange.check(self.record.status)
 
     def exchange_status(self) -> None:
         """Before a forward pass of the prepared model: gather anew what was left gathered, if
@@ -426,7 +440,7 @@ class CastManager:
             exchange.check(self.record.status)
             is_written = exchange.any_written() or is_written
             for weight in weights:
-                weight.freshness.finish = None
+                weight.validity.finish = None
         if is_written:
             for group in left:
                 group.gather_again()

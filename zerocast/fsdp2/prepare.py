@@ -36,21 +36,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from zerocast.formats import FormatSpec
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.manager import CastManager, guard_of
+from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Present, Presentation, only_quantized_weights
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.quantize import check_weight, read_without_products, show_formats
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.validity import Use
 
 # Weak, since parameters keep managers alive and managers know modules.
 _Ref = weakref.ReferenceType[CastManager]
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
+_optimizer_hooks: list[RemovableHandle] = []
 # The prepared modules in a module, looked for once.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
@@ -109,6 +112,7 @@ def prepare(
     recipe.check_used(weights)
     names = {parameter: name for name, parameter in reversed(weights.items())}
     shared = recipe.shared_amaxes(list(names.values())[::-1])
+    watch_optimizers()
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
     manager = CastManager(model, weight_mesh, keep_codes)
@@ -152,7 +156,7 @@ def refresh(model: nn.Module) -> None:
     for manager in managers_of(model):
         manager.make_due()
         manager.before_gather()
-        manager.guard.check_complete()
+        manager.validity.check(Use.READ)
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -306,10 +310,8 @@ class PickledHook:
     they train as such.
     """
 
-    _warns = False  # of files of earlier versions, which give no argument or others
-
-    def __init__(self, *args: Any) -> None:
-        self._warns = args == (True,)
+    def __init__(self, warns: bool = False) -> None:
+        self._warns = warns
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         """Warn before a forward pass with gradients, unless the module was prepared again."""
@@ -317,8 +319,6 @@ class PickledHook:
             self._warns = False
             if not is_prepared(module):
                 warnings.warn(PICKLED.format(type(module).__name__), stacklevel=2)
-
-    before = after = __call__  # as files of earlier versions name it
 
 
 class _OutsideOfGraphs:
@@ -372,7 +372,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     they would be saved.
     """
     for manager in managers_of(module) if is_prepared(module) else ():  # not if it was pickled
-        manager.check_complete()
+        manager.check(Use.SAVE)
 
 
 def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -384,6 +384,16 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
             state[name] = value.plain
 
 
+def watch_optimizers() -> None:
+    """Let every step of a torch optimizer tell the managers of its masters, and raise after a load
+    that broke off. The hooks are the process's, which has them from its first prepared model or
+    TrainingState on.
+    """
+    if not _optimizer_hooks:
+        _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _optimizer_hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """RuntimeError for an optimizer of any class whose state a load has left half written. The
     other ranks step and cast, and so does this one cast if it goes on: then all raise.
@@ -393,9 +403,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if torch_fsdp.backward_pass() is not None:
         for manager in _managers_of(optimizer):
             manager.before_step_within_backward()
-    if guard_of(optimizer).is_partial:
+    if validity_of(optimizer).partial:
         _after_step(optimizer)
-    guard_of(optimizer).check_complete()
+    validity_of(optimizer).check(Use.STEP)
     _check_gradients(optimizer)
 
 
@@ -420,7 +430,3 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _managers_of(optimizer: Optimizer) -> list[CastManager]:
     return managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
-register_optimizer_step_pre_hook(_before_step)
-register_optimizer_step_post_hook(_after_step)

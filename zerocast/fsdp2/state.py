@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.moments import MOMENTS
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
 from zerocast.checkpoint.sources.master_reader import read_masters
@@ -37,11 +38,10 @@ from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2.fused_adamw import FusedAdamW
-from zerocast.fsdp2.manager import CastManager, guard_of
-from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict
+from zerocast.fsdp2.manager import CastManager, validity_of
+from zerocast.fsdp2.prepare import formats, is_prepared, load_state_dict, managers_of, state_dict, watch_optimizers
 from zerocast.optim.saved_state import (
     ADAM_STATE,
-    MOMENTS,
     NEVER_STEPPED,
     STEP,
     check_moments,
@@ -49,9 +49,10 @@ from zerocast.optim.saved_state import (
     hyperparameters,
     loaded_hyperparameters,
     never_stepped,
+    problem_of,
 )
 from zerocast.optim.update_rule import rule_of_torch
-from zerocast.weight.write_guard import WriteGuard, transaction
+from zerocast.weight.validity import Use, Validity, transaction
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,7 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
+        watch_optimizers()  # without a prepared model too: no optimizer steps what a load left half written
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         # The moments that were made for a reader, which a load takes over without a copy.
@@ -122,15 +124,15 @@ class TrainingState:
         RuntimeError after a step or a load that raised half-way, since that would save masters and
         moments of different steps.
         """
-        for guard in self._guards():
-            guard.check_complete()
+        for validity in self._validities():
+            validity.check(Use.SAVE)
         return self._as_dict(None)
 
     def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
         """The tensors of `state_dict` for a reader that fills them, also after a write that
         raised half-way. Moments that no step has made yet are made as those that are `kept`.
         """
-        with _overlooked(self._guards(), self._managers()):
+        with _overlooked(self._validities(), self._managers()):
             return self._as_dict(kept)
 
     def _as_dict(self, kept: Kept | None) -> dict[str, Any]:
@@ -173,11 +175,11 @@ class TrainingState:
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
         """Overwrite the state in here; what raises leaves it partial until it is loaded again."""
-        guards = self._guards()
-        if any(guard.is_partial for guard in guards):
+        validities = self._validities()
+        if any(validity.partial for validity in validities):
             for optimizer in self._optimizers:
                 optimizer.zero_grad()
-        with _overwriting(self._managers(), guards, "loading a checkpoint"):
+        with _overwriting(self._managers(), validities, "loading a checkpoint"):
             yield
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -187,15 +189,7 @@ class TrainingState:
         not fit. After a step or a load that raised half-way this makes model and optimizers whole
         again, and forgets the gradients of that step.
         """
-        problem = None
-        try:
-            with _overlooked(self._guards(), self._managers()):
-                self._model.state_dict()  # shards what is gathered
-            self._check(state)
-        except KeyError as error:
-            problem = ValueError(f"the state does not fit this model: it lacks {error}")
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            problem = ValueError(str(error))
+        problem = problem_of(lambda: self._check(state), "model")
         group = ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
         validate_across_ranks(group, [], problem, what="loads a state")
         with self.overwriting():
@@ -208,16 +202,18 @@ class TrainingState:
                 check_step(name, moments[STEP])
         self._loaded_groups(state)
 
-    def _guards(self) -> list[WriteGuard]:
-        """The guards of all that is written together."""
-        managers = [manager.guard for manager in self._managers()]
-        return [guard_of(self._model), *map(guard_of, self._optimizers), *managers]
+    def _validities(self) -> list[Validity]:
+        """The validities of all that is written together."""
+        managers = [manager.validity for manager in self._managers()]
+        return [validity_of(self._model), *map(validity_of, self._optimizers), *managers]
 
     def _managers(self) -> list[CastManager]:
         return managers_of(self._model) if is_prepared(self._model) else []
 
     def _check(self, state: Mapping[str, Any]) -> None:
         """ValueError or KeyError, on this rank alone, for a state that does not fit."""
+        with _overlooked(self._validities(), self._managers()):
+            self._model.state_dict()  # shards what is gathered
         saved, moments = state["model"], state["optim"]["state"]
         stepped = {one.name: one for one in self._stepped()}
         parameters = dict(self._model.named_parameters())
@@ -305,37 +301,37 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     are loaded.
     """
     managers = managers_of(model)
-    guards = [guard_of(model), *(manager.guard for manager in managers)]
-    with _overlooked(guards, managers):
+    validities = [validity_of(model), *(manager.validity for manager in managers)]
+    with _overlooked(validities, managers):
         state_dict(model)  # casts what is due, and finds the shards
         state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     held = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
     again = [name for name in state if name not in held]
     with contextlib.ExitStack() as stack:
-        begin = partial(stack.enter_context, _overwriting(managers, guards, "loading masters"))
+        begin = partial(stack.enter_context, _overwriting(managers, validities, "loading masters"))
         read_masters(held, source, [*ignore, *again, *(f"model.{name}" for name in again)], Group.of(None), begin)
         load_state_dict(model, {})
 
 
 @contextlib.contextmanager
-def _overwriting(managers: Sequence[CastManager], guards: Sequence[WriteGuard], what: str) -> Iterator[None]:
+def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity], what: str) -> Iterator[None]:
     for manager in managers:
         manager.make_due()  # on all ranks, whatever each of them was in the middle of
         manager.record.status.forget()
-    with transaction(guards, what):
+    with transaction(validities, what):
         yield
 
 
-def _overlooked(guards: Iterable[WriteGuard], managers: Iterable[CastManager]) -> contextlib.ExitStack:
+def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager]) -> contextlib.ExitStack:
     """Let a reader that is going to overwrite everything on all ranks, unless it is refused, read
     what is partial, or what ranks disagreed about.
     """
     stack = contextlib.ExitStack()
     for manager in managers:
         stack.enter_context(manager.record.status.overlooked())
-    for guard in guards:
-        stack.enter_context(guard.overlooked())
+    for validity in validities:
+        stack.enter_context(validity.reading_partial())
     return stack
 
 

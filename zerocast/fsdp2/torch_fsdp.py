@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerocast.formats.layout import round_up
+from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.formats.memory import check_storage
 
 # so many that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
 # taken beforehand
 PIECES = 8
-ALIGNMENT = 64  # elements
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -192,11 +191,15 @@ def key_graphs_by_local_tensors() -> None:
     A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and
     quantized weights, and the other way about: kernels that read memory which is not there. Torch
     2.13 has that cache on disk by default.
+
+    This replaces a method of torch for the whole process, since the cache asks the class. A test
+    fails once torch needs it no longer (`tests/fsdp2/test_optimizers.py`).
     """
     hashed = getattr(DTensor, _KEY, None)
     if hashed is None or hasattr(hashed, "looks_into"):
         return
 
+    @functools.wraps(hashed)
     def of_both(tensor: DTensor) -> str:
         own = getattr(tensor._local_tensor, _KEY, None)
         key: str = hashed(tensor)
@@ -212,6 +215,10 @@ def replicate_as_plain(kind: type[Tensor]) -> None:
 
     Over one rank nothing is gathered: torch hands out the shard itself, which is a copy from now
     on, as it is over several.
+
+    This replaces a method of torch for the whole process: `full_tensor` and torch's own getters of
+    full states call it, and a shard cannot tell their call from one that wants the master. A test
+    fails once torch needs it no longer (`tests/fsdp2/test_full_state.py`).
     """
     redistribute = DTensor.redistribute
     if hasattr(redistribute, "makes_plain"):
@@ -260,7 +267,7 @@ class MasterMemory:
             return None  # a short shard comes again, once FSDP2 pads it
         # no view of a piece: a write to it is no write to the others
         place = torch.empty(0, dtype=torch.float32, device=device)
-        room = round_up(numel, ALIGNMENT)
+        room = round_up(numel, BUFFER_ALIGNMENT_ELEMENTS)
         if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
             piece = self._next_piece(numel / self._waiting[name], room)
             self._rest = torch.empty(piece, dtype=torch.float32, device=device)
@@ -279,7 +286,7 @@ class MasterMemory:
             if whole >= self._piece:
                 break
             whole += size
-            elements += round_up(math.ceil(size * part), ALIGNMENT)
+            elements += round_up(math.ceil(size * part), BUFFER_ALIGNMENT_ELEMENTS)
         return max(elements, least)
 
 

@@ -25,9 +25,8 @@ from zerocast.fsdp2.param_groups import ParamGroup
 from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Presentation
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
-from zerocast.weight.freshness import Freshness
+from zerocast.weight.validity import Validity
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
-from zerocast.weight.write_guard import WriteGuard
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
 
@@ -59,8 +58,8 @@ class FSDPWeight:
     status_after_cast: DirtyStatus  # that a cast leaves in the header
     param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
 
-    def __init__(self, name: str, fmt: FormatSpec, record: "CastRecord", freshness: Freshness) -> None:
-        self.name, self.format, self.record, self.freshness = name, fmt, record, freshness
+    def __init__(self, name: str, fmt: FormatSpec, record: "CastRecord", validity: Validity) -> None:
+        self.name, self.format, self.record, self.validity = name, fmt, record, validity
         self.shared_amax: SharedAmax | None = None
         self.presentation: Presentation = AS_QUANTIZED_WEIGHT
         # that of the weight's cast group, if its scaling is delayed
@@ -230,7 +229,7 @@ class FSDPWeight:
         self.layout, self.gather_cast = GatherLayout(self.geometry), None
         self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
         self.status_after_cast = DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
-        self.freshness.watch([self.master], sharded=False)
+        self.validity.watch([self.master], sharded=False)
         first = self.master.data_ptr()
         self._addresses = range(first, first + self.master.nbytes)
 
@@ -279,7 +278,7 @@ class FSDPWeight:
         if not self._is_written:
             self._is_written = True
             self.record.written.append(self)
-            self.freshness.finish = self._refuse
+            self.validity.finish = self._refuse
 
     def mark_cast(self) -> None:
         """A cast has read the master as it is now."""
@@ -294,7 +293,7 @@ class FSDPWeight:
     @property
     def status(self) -> DirtyStatus:
         """The status of this rank's shard."""
-        if self.record.guard.is_partial:
+        if self.record.validity.partial:
             return DirtyStatus.PARTIAL
         if self.record.addresses.is_written(self._index):
             self.mark_written()
@@ -313,6 +312,11 @@ class FSDPWeight:
         outputs = self._outputs_on(master.device)
         self._mesh, self._sent = mesh, self.record.generation
         return outputs
+
+    @property
+    def is_sent(self) -> bool:
+        """True once the bytes of the last cast were sent."""
+        return self._sent == self.record.generation
 
     def _outputs_on(self, device: torch.device) -> tuple[Tensor, ...]:
         self._write_header()
@@ -353,7 +357,7 @@ class FSDPWeight:
             everywhere = self._all_written([self], [self._gathered_header])
         else:  # the first one looks at all headers
             everywhere = self.place == 0 and self._all_written(self.group.weights, self.group.headers)
-        return everywhere and self._sent == self.record.generation
+        return everywhere and self.is_sent
 
     def _all_written(self, received: Sequence["FSDPWeight"], headers: Sequence[Tensor]) -> bool:
         """True if there is a weight that all ranks have written to."""
@@ -392,7 +396,7 @@ class FSDPWeight:
         buffers |= self._scalars(side[0]) | scales  # rank 0 always has rows
         self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
         self.unsharded.state.columnwise_on_demand, self.unsharded.state.name = True, self.name
-        self.unsharded.state.freshness, self.unsharded.state.shared_amax = self.freshness, self.shared_amax
+        self.unsharded.state.validity, self.unsharded.state.shared_amax = self.validity, self.shared_amax
         self.unsharded.state.host_casts_gradient = True
 
     def _own_scales(self, side: Tensor) -> dict[str, Tensor]:
@@ -422,11 +426,11 @@ class FSDPWeight:
         time.
         """
         assert self.unsharded is not None
-        if self._sent != self.record.generation:
+        if not self.is_sent:
             self._gather_again(outputs)
-        self.freshness.finish = None
+        self.validity.finish = None
         self.group.received += 1
-        self.freshness.cast += 1  # what was derived from earlier bytes is old
+        self.validity.casts += 1  # what was derived from earlier bytes is old
         if self._fills or self.joint is None:
             self.group.put_scales(self.name, self._fills)
         if shown is None:
@@ -449,11 +453,11 @@ class FSDPWeight:
 class CastRecord:
     """The casts of one model so far, and what happened to its masters since the last one.
 
-    `generation` counts casts; it is the same on all ranks, or gathers raise. `guard` knows of steps
-    and loads that raised half-way.
+    `generation` counts casts; it is the same on all ranks, or gathers raise. `validity` knows of
+    steps and loads that raised half-way.
     """
 
-    guard: WriteGuard
+    validity: Validity
     generation: int = 0
     rewrapped: bool = False  # whether masters may lie elsewhere than they were located
     amaxes_are_old: bool = False  # whether a master was written to since a step left amaxes
@@ -462,4 +466,4 @@ class CastRecord:
     status: GatherStatus = field(init=False)
 
     def __post_init__(self) -> None:
-        self.status = GatherStatus(self.guard)
+        self.status = GatherStatus(self.validity)

@@ -1,4 +1,4 @@
-"""The contents of a checkpoint and their casts, for `zerocast inspect` and `zerocast convert`."""
+"""The contents of a checkpoint and their casts, for `zerocast inspect` and `zerocast export`."""
 
 from zerocast.inspection.cast_statistics import CastStatistics, measure
 from zerocast.inspection.contents import Contents

@@ -22,8 +22,7 @@ from zerocast.cast.host_masters import write_rounded
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
-from zerocast.weight.freshness import CAST
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Validity
 
 _IDENTITY = get_format("identity")
 
@@ -89,9 +88,7 @@ class HostAdapter:
         before_reading: what precedes a look at all bytes: gathers those of the last cast, if the
             host gathers later. Collective.
         plain: the parameters that are not quantized, if a cast is to round them to their dtype.
-        guard: what the host writes together is guarded together; give all adapters of one host the
-            same.
-        advice: the call that makes stale weights fresh, for errors.
+        validity: of all that the host writes together: give all adapters of one host the same.
     """
 
     owner: str
@@ -104,8 +101,7 @@ class HostAdapter:
     before_cast: Callable[[], None] = _nothing
     before_reading: Callable[[], None] = _nothing
     plain: Sequence[PlainShard] = ()
-    guard: WriteGuard = field(default_factory=WriteGuard)
-    advice: str = CAST
+    validity: Validity = field(default_factory=Validity)
 
 
 class HostPlan:
@@ -120,9 +116,10 @@ class HostPlan:
         for name in ("scale", "amax_history"):
             into_flat_buffer(delayed, name)  # so that what is done to all of them is one launch
         self._flat = [_flat(master) for master in host.masters]
-        self.plan = CastPlan(host.weights, self._flat, host.starts, host.group, names=host.names, guard=host.guard)
-        self.plan.freshness.advice = host.advice
-        self.plan.freshness.owner = weakref.ref(self)
+        self.plan = CastPlan(
+            host.weights, self._flat, host.starts, host.group, names=host.names, validity=host.validity.part()
+        )
+        self.plan.validity.owner = weakref.ref(self)
         self.claim = self.plan.claim(host.owner)
         plain = [(one.rounded, one.master) for one in host.plain if one.rounded is not None and one.master is not None]
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
@@ -170,7 +167,7 @@ class HostPlan:
         self._write(repeat=True)
 
     def _write(self, repeat: bool) -> None:
-        with self.host.guard.transaction("a cast", masters=False):
+        with self.host.validity.transaction("a cast", masters=False):
             self.cast(repeat=repeat)
             self.host.gather(self.plan)
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.state import ZeroState
-from zerocast.optim.validate import check_owns
-from zerocast.weight.owners import Claim
+from zerocast.weight.validity import Use
 
 BACKWARD = (
     "a backward pass within `with average.swapped()`, where weights are those of an average: evaluate under torch.no_grad(), and "
@@ -58,23 +57,22 @@ class Averages:
         state: ZeroState,
         weights: ShardedWeights,
         reducer: GradientReducer,
-        claim: Claim,
     ) -> None:
         self.masters, self.count, self.state = masters, count, state
-        self._weights, self._reducer, self._claim = weights, reducer, claim
+        self._weights, self._reducer = weights, reducer
         self._all: weakref.WeakSet[Average] = weakref.WeakSet()
         self._swapped = False
 
     def add(self, average: Average) -> None:
         """Let it follow the masters from now on."""
-        self.check_not_swapped("an average was made")
+        self.check_not_swapped(Use.SWAP)
         self._all.add(average)
 
-    def check_not_swapped(self, what: str) -> None:
+    def check_not_swapped(self, use: Use) -> None:
         """RuntimeError while the weights are those of an average."""
         if self._swapped:
             raise RuntimeError(
-                f"{what} within `with average.swapped()`, where masters and weights are those of an average: leave it first"
+                f"{use.value} within `with average.swapped()`, where masters and weights are those of an average: leave it first"
             )
 
     @property
@@ -84,7 +82,6 @@ class Averages:
 
     def before_step(self) -> None:
         """RuntimeError, with nothing changed, where a step would be wrong."""
-        self.check_not_swapped("an optimizer stepped")
         for average in self._all:
             average.before_step()
 
@@ -103,13 +100,11 @@ class Averages:
         """Within, the weights are cast from what `exchange` makes the masters; it is called
         again to undo that.
         """
-        self.check_not_swapped("an average was swapped in")
-        self._weights.plan.guard.check_complete()
-        check_owns(self._claim)
+        validity = self._weights.plan.validity
+        validity.check(Use.SWAP)
         self._reducer.check_same_call("swaps an average in")
         self._weights.ready()
-        freshness = self._weights.plan.freshness
-        version = freshness.version
+        version = validity.version
         with torch.no_grad(), self._weights.plan.transaction("swapping an average in"):
             exchange()
             try:
@@ -117,7 +112,7 @@ class Averages:
             except BaseException:
                 exchange()
                 raise
-        freshness.change()
+        validity.changed()
         self._swapped, self._reducer.refusal = True, BACKWARD
         try:
             yield
@@ -127,4 +122,4 @@ class Averages:
             with torch.no_grad(), self._weights.plan.transaction("swapping an average out"):
                 exchange()
                 self._weights.recast()
-            freshness.version = version
+            validity.version = version

@@ -14,6 +14,7 @@ import torch
 
 from zerocast.optim.averages import Average
 from zerocast.optim.zero_optimizer import ZeroOptimizer
+from zerocast.weight.validity import Use
 
 OUTDATED = (
     "the optimizer has loaded masters and this average has not, so it is an average of others: load its own state "
@@ -83,7 +84,7 @@ class EMA(Average):
     @torch.no_grad()
     def reset(self) -> None:
         """Start anew from the masters as they are."""
-        self._averages.check_not_swapped("an average was reset")
+        self._averages.check_not_swapped(Use.LOAD)
         self._average.copy_(self._averages.masters)
         self._resets += 1
         self._outdated = self._loaded = False
@@ -111,7 +112,7 @@ class EMA(Average):
         number of ranks; so does the `extra` of a checkpoint. Give what was loaded in place to
         `load_state_dict`, which then knows of it.
         """
-        self._averages.check_not_swapped("the state of an average was asked for")
+        self._averages.check_not_swapped(Use.SAVE)
         self._check_current()
         return {"model": self._averages.state.masters_of(self._average)}
 
@@ -121,7 +122,7 @@ class EMA(Average):
 
         ValueError on every rank, with nothing changed, for missing names and other shapes.
         """
-        self._averages.check_not_swapped("the state of an average was loaded")
+        self._averages.check_not_swapped(Use.LOAD)
         self._averages.state.load_masters(state_dict.get("model", {}), self._average)
         # in advance of the optimizer, or after it
         self._outdated, self._loaded = False, not self._outdated

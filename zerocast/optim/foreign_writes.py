@@ -14,9 +14,8 @@ from torch import Tensor
 
 from zerocast.optim.bucket import Bucket, Slot
 from zerocast.weight import QuantizedWeight
-from zerocast.weight import state as weight_state
-from zerocast.weight.freshness import debugging
 from zerocast.weight.state import WeightState, same_bytes
+from zerocast.weight.validity import Validity, debugging
 
 SHOWN = 4
 LOST = (
@@ -82,7 +81,7 @@ class ForeignWrites:
         quantized: Sequence[QuantizedPlace],
     ) -> None:
         self._bucket, self._flats, self._plain, self._quantized = bucket, flats, plain, quantized
-        self._generation = weight_state.generation()
+        self._at_home: tuple[Validity, int] | None = None  # the places of weights that lie in ours
         self._watched = [*flats, *(place.slot.parameter for place in plain)]
         self.note()
 
@@ -121,7 +120,7 @@ class ForeignWrites:
         for p in plain:
             _check_alike(p.slot.parameter, p.place)
         quantized = [q for q in self._quantized if q.weight.state is not q.state]
-        if self._generation != weight_state.generation():
+        if self._at_home != self._places():
             quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
         names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.place)]
         names += [q.slot.name for q in quantized if q.differs()]
@@ -131,8 +130,15 @@ class ForeignWrites:
             )
         moved = bool(plain or quantized)
         if not moved:  # else `reclaim` brings them back, also where another bucket raises first
-            self._generation = weight_state.generation()
+            self._at_home = self._places()
         return moved
+
+    def _places(self) -> tuple[Validity, int] | None:
+        """Compares equal as long as no weight has moved: one plan casts all weights of a bucket."""
+        if not self._quantized:
+            return None
+        validity = self._quantized[0].state.validity
+        return validity, validity.places
 
     def reclaim(self) -> None:
         """Bring back weights that were moved to other storage since: this is where the gather
@@ -148,7 +154,7 @@ class ForeignWrites:
                 q.weight.restate(q.state)
             if any(q.moved()):
                 q.move_home()
-        self._generation = weight_state.generation()
+        self._at_home = self._places()
         self.note()
 
 

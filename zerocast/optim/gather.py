@@ -16,7 +16,7 @@ from zerocast.cast.weight_table import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.freshness import Freshness, debugging
+from zerocast.weight.validity import Validity, debugging
 
 
 class Arrival:
@@ -53,10 +53,10 @@ class WeightGather:
     """
 
     def __init__(
-        self, buffers: Sequence[BucketBytes], group: Group, freshness: Freshness, backend: str, overlap: bool
+        self, buffers: Sequence[BucketBytes], group: Group, validity: Validity, backend: str, overlap: bool
     ) -> None:
         self._buffers = list(reversed(buffers))
-        self._group, self._freshness, self._overlap = group, freshness, overlap
+        self._group, self._validity, self._overlap = group, validity, overlap
         self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
         self._home = {id(weight.state): b for b in buffers for weight in b.weights}
         self._flying: dict[int, BucketBytes] = {}
@@ -103,7 +103,7 @@ class WeightGather:
         """
         if self._flying:
             return
-        self._freshness.columnwise = self._freshness.cast
+        self._validity.copied()
         for buffer in self._buffers if debugging() else ():  # a replayed graph has noted nothing
             buffer.foreign_writes.note()
 
@@ -116,7 +116,7 @@ class WeightGather:
             for buffer in self._buffers:  # threads that read from here on wait until all have begun
                 stack.enter_context(buffer.lock)
             if self._overlap:
-                self._freshness.finish = self._finish_for
+                self._validity.finish = self._finish_for
             for number, buffer in enumerate(self._buffers, 1):
                 buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
                 self._flying[id(buffer)] = buffer
@@ -159,4 +159,4 @@ class WeightGather:
     def _forget(self) -> None:
         """Once everything is there, for all threads and streams, reads need not ask any more."""
         if not self._flying and not self._arrivals:
-            self._freshness.finish = None
+            self._validity.finish = None

@@ -9,19 +9,18 @@ Loading the mark clears moments. A parameter with neither moments nor a mark is 
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerocast.checkpoint.moments import MOMENTS, check_values
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.optim.update_rule import UpdateRule
 
 NEVER_STEPPED = "never_stepped"
 STEP = "step"  # of Adam alone, as in torch.optim
-SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
-MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
 ADAM_STATE = frozenset({"exp_avg", "exp_avg_sq", STEP})
 BETAS = ("beta1", "beta2")
 
@@ -66,6 +65,21 @@ def loaded_hyperparameters(
         if taken != numbers:
             raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
     return taken
+
+
+def problem_of(check: Callable[[], None], what: str) -> Exception | None:
+    """Return the error of a `check` of a state on this rank, for all ranks to raise: ValueError for
+    a state that does not fit `what` would take it, and memory that ran out as itself.
+    """
+    try:
+        check()
+    except KeyError as error:
+        return ValueError(f"the state does not fit this {what}: it lacks {error}")
+    except torch.OutOfMemoryError as error:
+        return error
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        return ValueError(str(error))
+    return None
 
 
 def check_moments(name: str, moments: Mapping[str, Any], wanted: Collection[str] | None) -> None:
@@ -114,8 +128,4 @@ def _check_values(name: str, key: str, value: Any) -> None:
     own = value.flat if isinstance(value, TensorShard) else getattr(value, "_local_tensor", value).detach()
     if type(own) is not Tensor or own.is_meta or not own.numel():
         return  # moments that another library keeps in a tensor of its own
-    lowest, highest = torch.stack(torch.aminmax(own)).tolist()
-    if not (math.isfinite(lowest) and math.isfinite(highest)):
-        raise ValueError(f"{key} of {name} holds NaN or Inf in the state")
-    if lowest < 0 and key in SECOND_MOMENTS:
-        raise ValueError(f"{key} of {name} holds {lowest} in the state, and second moments are squares")
+    check_values(name, key, own)

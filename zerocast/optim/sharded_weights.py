@@ -20,14 +20,11 @@ from zerocast.optim.gather import WeightGather
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
-from zerocast.weight.write_guard import WriteGuard
+from zerocast.weight.validity import Validity
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
 
-RELOAD = (
-    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
-    "load_state_dict), or end the run if ranks have died"
-)
+LOAD = "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict)"
 
 
 class ShardedWeights:
@@ -58,14 +55,13 @@ class ShardedWeights:
             param_groups=param_groups,
             names=list(weights),
             scale_cuts=self._cuts(),
-            guard=WriteGuard(RELOAD),
+            validity=Validity(LOAD, advice=ADVICE),
             claim=claim,
         )
         for weight in weights.values():
             weight.state.set_columnwise_on_demand(not config.keep_columnwise)
         self.plan.delayed.broadcast(group)
-        self.plan.freshness.watch([masters.master], sharded=group.size > 1)
-        self.plan.freshness.advice = ADVICE
+        self.plan.validity.watch([masters.master], sharded=group.size > 1)
         self.overlap = config.overlap_all_gather
         self.gathers = self._gather()
 
@@ -81,7 +77,7 @@ class ShardedWeights:
         return [cuts[name] for name in self._order]
 
     def _gather(self) -> WeightGather:
-        return WeightGather(self.buffers, self._group, self.plan.freshness, self.plan.backend, self.overlap)
+        return WeightGather(self.buffers, self._group, self.plan.validity, self.plan.backend, self.overlap)
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
         """Give weights other formats by name, in flat buffers that the next cast fills. Local.

@@ -35,6 +35,7 @@ from zerocast.optim.saved_state import (
     hyperparameters,
     loaded_hyperparameters,
     never_stepped,
+    problem_of,
 )
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.update_rule import rule_of
@@ -116,13 +117,7 @@ class ZeroState:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """ValueError on every rank for a state that does not fit on any."""
-        problem = None
-        try:
-            self._check(state)
-        except KeyError as error:
-            problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
-        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-            problem = ValueError(str(error))
+        problem = problem_of(lambda: self._check(state), "optimizer")
         validate_across_ranks(self._group, [], problem, what="loads a state")
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:

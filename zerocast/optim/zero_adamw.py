@@ -27,7 +27,8 @@ class ZeroAdamW(ZeroOptimizer):
         config: how to communicate.
 
     Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial
-    values are everyone's; of frozen parameters, which stay as they are, it logs where ranks have
+    values are everyone's; of what it does not train (frozen parameters; in a model that `quantize_`
+    has changed also buffers, and parameters that it was not given) it logs once where ranks have
     others. Raises ValueError for doubly named parameters, for values out of range
     and for settings that differ between ranks, TypeError for unnamed parameters, RuntimeError for a
     QuantizedWeight that was never cast and for one that another owner writes, such as an attached

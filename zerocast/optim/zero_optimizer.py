@@ -30,8 +30,9 @@ from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.frozen import FrozenParameters, frozen, listed, warn_where_ranks_differ
+from zerocast.optim.frozen import FrozenParameters, frozen, listed
 from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.left_out import LeftOut
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
@@ -56,8 +57,8 @@ from zerocast.optim.validate import (
 from zerocast.verification.master_views import MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.freshness import debugging
 from zerocast.weight.owners import check_gradients
+from zerocast.weight.validity import Use, debugging
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, f"builds a {self.NAME}", settings)
         self._frozen = FrozenParameters(frozen(given), self.NAME)
-        warn_where_ranks_differ(self._group, self._frozen.parameters)
+        self._left_out = LeftOut(self._group, self._frozen.parameters, [parameter for _, parameter, _ in named])
         free = groups_free_on_all(self._group, company)
         self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
 
@@ -150,15 +151,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._invalid: Exception | None = None  # what is wrong with the hyper-parameters of this step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
         self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
-        self._plan.freshness.owner = weakref.ref(self)
-        self._plan.freshness.has_masters = False  # of these parameters alone: a claim says which
+        self._validity = self._plan.validity
+        self._validity.owner = weakref.ref(self)
+        # the claim lists the trained parameters, so other objects over the same weights are not
+        self._validity.has_masters = False
         master, count = self._masters.master, self._device.count
-        self.averages = Averages(master, count, self._state, self._weights, self._reducer, self._claim)
+        self.averages = Averages(master, count, self._state, self._weights, self._reducer)
         self._steps = 0
         self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
         self._weights.recast()
         self._caller.number = 1
         self._listed = listed_parameters(self.param_groups)
+        self._ask_before_uses()
+
+    def _ask_before_uses(self) -> None:
+        """Let uses of the weights ask what only this optimizer can look at."""
+        ask_before = self._validity.ask_before
+        ask_before(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.SWAP, Use.LOAD)
+        ask_before(self._check_parameters_are_listed, Use.STEP)
+        ask_before(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.SWAP, Use.LOAD)
+        ask_before(self._check_unwritten, Use.STEP, Use.SAVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -202,9 +214,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         backward passes with their reductions, closures, step hooks. Raises RuntimeError for
         parameters that are not on a CUDA device, and for the reference backend.
         """
-        self._plan.guard.check_complete()
-        self._check_owns()
-        self.averages.check_not_swapped("a step was captured")
+        self._validity.check(Use.STEP)
         check_capturable(self._masters.master.device, self._plan.backend)
         prepare = self._prepare if max_norm is None else functools.partial(self._prepare_clipping, max_norm)
         step = CapturedStep(self._device, self._weights, prepare, self._finish, max_norm)
@@ -218,15 +228,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         says to what a graph clips. Without `raises` it keeps the error of hyper-parameters that
         cannot be, since other ranks may have other values: all ranks hear of it within the cast.
         """
-        self._plan.guard.check_complete()
+        self._validity.check(Use.STEP)
         self._skipped.before_step()
-        check_gradients()
-        self._frozen.check_still_frozen()
-        if listed_parameters(self.param_groups) != self._listed:
-            raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
+        self._left_out.after_steps(self._steps)
         self.averages.before_step()
-        self._weights.gathers.check_unwritten()
-        self._reduce_gradients()
+        self._reducer.finish()
         self._invalid = None
         try:
             self._hyperparameters.refresh(self._adam_groups())
@@ -241,9 +247,22 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
-    def _check_owns(self) -> None:
+    def _check_parameters_are_ours(self, use: Use) -> None:
         """RuntimeError once a newer optimizer has taken a parameter over."""
         check_owns(self._claim)
+
+    def _check_parameters_are_listed(self, use: Use) -> None:
+        """RuntimeError for parameters with gradients that would not be trained, and for parameter
+        groups that are not those that masters were laid out for.
+        """
+        check_gradients()
+        self._frozen.check_still_frozen()
+        if listed_parameters(self.param_groups) != self._listed:
+            raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
+
+    def _check_unwritten(self, use: Use) -> None:
+        """RuntimeError for parameters that others wrote: masters do not know of it."""
+        self._weights.gathers.check_unwritten()
 
     def _prepare_clipping(self, max_norm: float) -> None:
         """The same for a graph that clips: it overwrites the factor of a clip before it."""
@@ -256,7 +275,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self.averages.after_step()
         self._skipped.after_step()
-        self._plan.freshness.change()
+        self._validity.changed()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
@@ -275,8 +294,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         `max_norm / (norm + 1e-6)`, at most 1. `torch.nn.utils.clip_grad_norm_` does the same, but
         takes a kernel for each gradient where this one scales in the update.
         """
-        self._plan.guard.check_complete()
-        self._reduce_gradients()
+        self._validity.check(Use.REDUCE)
+        self._reducer.finish()
         self._reducer.check_same_call(f"clips gradients to {max_norm}")
         self._apply_clip()
         norm = self._reduced_square_sum().sqrt().float()
@@ -297,10 +316,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._square_sum is None or self._square_sum[0] != version:
             self._square_sum = version, self._device.square_sum()
         return self._square_sum[1]
-
-    def _reduce_gradients(self) -> None:
-        self._check_owns()
-        self._reducer.finish()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, reduced or not."""
@@ -345,8 +360,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
         self._plan.check_switch()
-        self._check_owns()
-        self.averages.check_not_swapped("a recipe was switched")
         self._reducer.check_used_up()
         self._weights.gathers.ready()
 
@@ -397,10 +410,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         masters and moments of different steps, and when parameters were written by somebody else:
         masters do not know of it.
         """
-        self._plan.guard.check_complete()
-        self.averages.check_not_swapped("the state of an optimizer was asked for")
-        self._plan.check_call()
-        self._weights.gathers.check_unwritten()
+        self._validity.check(Use.SAVE)
         return self._state.as_dict()
 
     def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
@@ -418,16 +428,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Within, the state is overwritten: what raises in here leaves an optimizer that must
         load again before it goes on.
         """
-        self._check_owns()
-        self.averages.check_not_swapped("a state was loaded")
-        nested = self._plan.guard.is_open  # a reader, around load_state_dict
-        if self._plan.guard.is_partial:
+        self._validity.check(Use.LOAD)
+        nested = self._validity.is_writing  # a reader, around load_state_dict
+        if self._validity.partial:
             self.zero_grad()
         if not nested:
             self._plan.forget_call()
         with self._plan.transaction("loading a checkpoint"):
             yield
-        self._plan.freshness.change()
+        self._validity.changed()
         if not nested:
             self.averages.masters_loaded()
 
@@ -440,7 +449,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raised half-way this makes the optimizer whole again, and forgets the gradients of that
         step.
         """
-        self._check_owns()
+        self._validity.check(Use.LOAD)
         self._state.check(state_dict)
         with self.overwriting():
             self._state.load(state_dict)

@@ -1,8 +1,8 @@
-"""Weights for inference: exports to files that engines load, and live bytes for engines that go
-along with a run.
+"""Weights for inference engines that go along with a run: live bytes, in full or by what changed.
+
+`zerocast.export` writes files for engines from what lies here.
 """
 
-from zerocast.serve import export
 from zerocast.serve.decode import dequantized
 from zerocast.serve.live import Bucket, named_tensors
 from zerocast.serve.receiver import Receiver
@@ -17,7 +17,6 @@ __all__ = [
     "RefitError",
     "Sender",
     "dequantized",
-    "export",
     "named_tensors",
     "stored_weights",
 ]

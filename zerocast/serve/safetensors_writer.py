@@ -9,6 +9,7 @@ from torch import Tensor
 from zerocast.checkpoint.whole_folder import sync_file
 
 INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9  # most bytes in a file, unless the caller says otherwise
 
 
 class SafetensorsWriter:

@@ -15,6 +15,7 @@ from torch import Tensor
 from zerocast.serve.namings import Part, layout_of
 from zerocast.serve.piece import Piece, block_rows, cut, cut_part, part_rows
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.validity import Use
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def of_weight(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[
     """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast,
     is partial, or older than its masters; ValueError for pieces that divide a block.
     """
-    weight.check_current()
+    weight.check(Use.SEND)
     weight.wait()
     rows = weight.matrix_shape[0]
     if weight.format.element is None:

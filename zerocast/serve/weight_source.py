@@ -189,8 +189,8 @@ class WholeWeights(ABC):
 
     def casts(self) -> Casts:
         """Counters of the casts and changes of all weights."""
-        found = {id(weight.state.freshness): weight.state.freshness for _, weight in self._quantized()}
-        return tuple((id(freshness), freshness.cast, freshness.version) for freshness in found.values())
+        found = {id(weight.state.validity): weight.state.validity for _, weight in self._quantized()}
+        return tuple((id(validity), validity.casts, validity.version) for validity in found.values())
 
     def _quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
         yield from ((name, tensor) for name, tensor in self.tensors() if isinstance(tensor, QuantizedWeight))

@@ -16,8 +16,8 @@ from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group
 from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of
-from zerocast.serve.piece import Piece
-from zerocast.serve.safetensors_writer import SafetensorsWriter
+from zerocast.serve.piece import Piece, whole
+from zerocast.serve.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 from zerocast.serve.stored_tensor import of_plain, of_weight
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
@@ -59,6 +59,13 @@ def write(
             at.abandon()
         raise
     return [at.path / name for name in names]
+
+
+def write_safetensors(
+    source: WeightSource, folder: Path, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write the tensors of a source, each whole and under its own name, without a config."""
+    return write(source, folder, naming, shard_bytes, lambda name, shape: [whole(name, shape)])
 
 
 def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:

@@ -3,7 +3,6 @@ and its products.
 """
 
 from zerocast.weight import compiled_ops as _compiled_ops  # noqa: F401 - the products, for graphs
-from zerocast.weight import refused_optimizers as _refused_optimizers  # noqa: F401 - torch's optimizers learn not to step weights
 from zerocast.weight import tensor_ops as _tensor_ops  # noqa: F401 - torch's operators learn what to do with a weight
 from zerocast.weight.weight import QuantizedWeight, _restore
 

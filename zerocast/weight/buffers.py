@@ -84,12 +84,12 @@ class WeightBuffers(Tensor):
     @property
     def master_owner(self) -> Any:
         """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
-        owner = self.state.freshness.owner
+        owner = self.state.validity.owner
         return None if owner is None else owner()
 
     def wait(self) -> None:
         """Wait for any gather in flight."""
         # read once: another thread may complete the last gather meanwhile
-        finish = self.state.freshness.finish
+        finish = self.state.validity.finish
         if finish is not None:
             finish(self)

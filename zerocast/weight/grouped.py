@@ -34,7 +34,7 @@ class _Grouped(torch.autograd.Function):
         x, weight, offs = ctx.saved_tensors
         grad, grad_x, grad_weight = grad.contiguous(), None, None
         if ctx.needs_input_grad[0]:
-            weight.state.freshness.check_recorded(ctx.recorded)
+            weight.state.validity.check_recorded(ctx.recorded)
             grad_x = multiply(grad, weight, offs, columnwise=True)
         if ctx.needs_input_grad[1]:
             grad_weight = gemm.plain.grouped_mm(grad.t(), x, offs)

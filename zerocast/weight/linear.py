@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
             elif needs_x and grad.numel():
                 operands = gemm.PATHS[ctx.path].quantize(grad, weight.format, gradient=True)
             if needs_x:
-                weight.state.freshness.check_recorded(ctx.recorded)
+                weight.state.validity.check_recorded(ctx.recorded)
                 grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
             if ctx.quantized:
                 grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))

@@ -162,7 +162,7 @@ def is_trained(parameter: Tensor) -> bool:
 
 
 def _is_owned(weight: Any) -> bool:
-    return is_trained(weight) or weight.state.freshness.has_masters
+    return is_trained(weight) or weight.state.validity.has_masters
 
 
 def _got_gradient(weight: Any) -> bool:

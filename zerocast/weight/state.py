@@ -13,22 +13,7 @@ from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRul
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.memory import check_buffers, check_tensor
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.weight.freshness import Freshness
-
-_generation = 0
-
-
-def generation() -> int:
-    """Changes whenever any weight moved to new storage; plans compare it instead of looking at
-    every weight.
-    """
-    return _generation
-
-
-def moved() -> None:
-    """A weight lies elsewhere from now on."""
-    global _generation  # noqa: PLW0603
-    _generation += 1
+from zerocast.weight.validity import Validity
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
@@ -65,7 +50,7 @@ class WeightState:
     matrix_shape: Block
     dtype: torch.dtype
     buffers: dict[str, Tensor | None]
-    freshness: Freshness = field(default_factory=Freshness)
+    validity: Validity = field(default_factory=Validity)
     columnwise_cast: int = 0
     was_cast: bool = True
     is_cast: bool = True
@@ -115,7 +100,7 @@ class WeightState:
         """True if the bytes come from a cast, from loading or copying a weight that was cast, or
         were there before the weight.
         """
-        return self.was_cast or (self.is_cast and self.freshness.cast > 0)
+        return self.was_cast or (self.is_cast and self.validity.casts > 0)
 
     def names_read_by_products(self) -> list[str]:
         """The names of the buffers that products read, each buffer once."""
@@ -126,9 +111,9 @@ class WeightState:
             names.remove("columnwise_scale_inv")
         return names
 
-    def recorded(self) -> tuple[Freshness, int] | None:
+    def recorded(self) -> tuple[Validity, int] | None:
         """The version that a forward pass keeps for `check_recorded`; None while tracing."""
-        return None if torch.compiler.is_compiling() else (self.freshness, self.freshness.version)
+        return None if torch.compiler.is_compiling() else (self.validity, self.validity.version)
 
     def columnwise_is_fresh(self) -> bool:
         """True if there is a columnwise copy, made from the last cast."""
@@ -138,26 +123,27 @@ class WeightState:
 
     def is_gathered(self) -> bool:
         """True if post-all-gather processing has followed the last cast."""
-        return max(self.freshness.columnwise, self.columnwise_cast) == self.freshness.cast
+        return max(self.validity.copies, self.columnwise_cast) == self.validity.casts
 
     def mark_columnwise(self) -> None:
         """The columnwise copy was made from the last cast."""
-        self.columnwise_cast = self.freshness.cast
+        self.columnwise_cast = self.validity.casts
 
-    def join(self, freshness: Freshness, is_cast: bool = True) -> None:
-        """Share the freshness of a plan; a columnwise copy that is fresh stays so. Another plan
+    def join(self, validity: Validity, is_cast: bool = True) -> None:
+        """Share the validity of a plan; a columnwise copy that is fresh stays so. Another plan
         notices that it lost the weight.
 
         `is_cast` says whether the casts of that plan write this weight. A plan keeps columnwise
         copies, unless its owner decides otherwise.
         """
         fresh = self.columnwise_is_fresh()
+        self.validity.moved()
         self._forget()
         self.was_cast = self.ever_cast
-        self.freshness, self.is_cast = freshness, is_cast
-        self.columnwise_cast = freshness.cast if fresh else -1
+        self.validity, self.is_cast = validity, is_cast
+        self.columnwise_cast = validity.casts if fresh else -1
         self.columnwise_on_demand = False
-        moved()
+        self.validity.moved()
 
     def set_columnwise_on_demand(self, on_demand: bool) -> None:
         """Let each product make the columnwise copy that it reads, and free the one that is kept;
@@ -166,7 +152,7 @@ class WeightState:
         self.columnwise_on_demand = on_demand
         if on_demand:
             self.drop_columnwise()
-        moved()
+        self.validity.moved()
 
     def drop_columnwise(self) -> None:
         """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
@@ -174,7 +160,7 @@ class WeightState:
             self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
             self._share_scalar()
             self.choices.clear()
-            moved()
+            self.validity.moved()
 
     def move_to(self, targets: Mapping[str, Tensor]) -> None:
         """Move buffers, by name, into new storage: same bytes, new place.
@@ -192,7 +178,7 @@ class WeightState:
             self.buffers[name] = target
         self._forget()
         self._share_scalar()
-        moved()
+        self.validity.moved()
 
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Their owner moved these buffers, by name, and the bytes with them: read and write them
@@ -204,7 +190,7 @@ class WeightState:
         self.buffers.update(buffers)
         self._forget()
         self._share_scalar()
-        moved()
+        self.validity.moved()
 
     def convert(self, fmt: FormatSpec) -> None:
         """Be a weight of another format from now on, in new storage that the next cast fills."""
@@ -212,7 +198,7 @@ class WeightState:
         self._forget()
         self.format, self.buffers = fmt, empty.buffers
         self.columnwise_cast, self.initial = -1, None
-        moved()
+        self.validity.moved()
 
     def take(self, other: "WeightState") -> None:
         """Copy the bytes of a weight of the same format and shape, as loading a state dict does."""
@@ -237,9 +223,9 @@ class WeightState:
         or until the bytes change or move.
         """
         cast, value = self._derived.get(name, (-1, None))
-        if value is None or cast != self.freshness.cast:
+        if value is None or cast != self.validity.casts:
             value = make()
-            self._derived[name] = self.freshness.cast, value
+            self._derived[name] = self.validity.casts, value
         return value
 
     def _forget(self) -> None:

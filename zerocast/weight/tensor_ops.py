@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocast.weight import linear, owners, unsupported
+from zerocast.weight.validity import Use
 from zerocast.weight.weight import QuantizedWeight, define, define_function
 
 INSTEAD = (
@@ -37,7 +38,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
         raise RuntimeError(f"cannot copy {_described(source)} into {target!r}: {INSTEAD}")
     assert isinstance(source, QuantizedWeight)
     target.wait()
-    source.check_filled()
+    source.check(Use.COPY)
     source.wait()
     owners.forget_read(target)
     target.state.take(source.state)

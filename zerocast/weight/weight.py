@@ -18,12 +18,11 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import linear, owners, unsupported
-from zerocast.weight import state as weight_state
+from zerocast.weight import linear, owners, refused_optimizers, unsupported
 from zerocast.weight.buffers import WeightBuffers
-from zerocast.weight.freshness import debugging
 from zerocast.weight.state import WeightState
 from zerocast.weight.stored import WeightReader
+from zerocast.weight.validity import Use, described
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,6 +49,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
         )
+        refused_optimizers.refuse_steps(QuantizedWeight)
         # it has no memory: what asks below the dispatcher raises
         torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.state = state
@@ -127,9 +127,9 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or
         missing columnwise copy.
 
-        Also for bytes that `check_readable` refuses.
+        Also for bytes that `check` refuses.
         """
-        self.check_readable()
+        self.check(Use.READ)
         return super().direction(columnwise)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
@@ -161,44 +161,18 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         made = torch.ops.zerocast.columnwise_copy(str(self.format), data, row_scale, *self.matrix_shape, after)
         return made[0], made[1] if self.format.block else row_scale
 
-    def check_readable(self) -> None:
-        """RuntimeError for bytes that `check_filled` refuses; in debug mode also for those that are
-        older than their masters.
-
-        Every product and `dequantize` call this before they read the bytes.
+    def check(self, use: Use) -> None:
+        """RuntimeError unless the bytes may be used so (`Validity.check`); every product and
+        `dequantize` ask before they READ them.
         """
-        self.check_filled()
-        if debugging():
-            self._check_masters()
-        owners.note_read(self)
-
-    def check_current(self) -> None:
-        """What `check_readable` does in debug mode, in any mode, and from the next cast on about
-        masters that change without a cast: for bytes that leave this process.
-        """
-        self.check_filled()
-        self._check_masters()
-        self.state.freshness.observe()
-
-    def check_filled(self) -> None:
-        """RuntimeError for bytes that were never cast nor filled, and for those whose last write
-        is partial.
-        """
-        guard = self.state.freshness.guard
-        if not guard.is_quiet:
-            if guard.is_open_elsewhere:  # in the end of a gather, perhaps
-                self.wait()
-            guard.check_complete()
-        if not self.state.ever_cast:
-            raise RuntimeError(
-                f"this {self.format} weight of shape {tuple(self.shape)} has never been cast: {self.state.freshness.advice}; "
-                "or load a state dict into it, or make it over existing bytes by QuantizedWeight.of_buffers"
-            )
+        self.state.validity.check(use, self)
+        if use is Use.READ:
+            owners.note_read(self)
 
     @property
     def readable_rowwise_data(self) -> Tensor:
         """The rowwise data for a compiled graph, which reads it at every call."""
-        self.check_readable()
+        self.check(Use.READ)
         self.wait()
         return self.state.rowwise_data
 
@@ -228,25 +202,15 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """
         self.wait()
         if not self.state.columnwise_is_fresh():
-            if self.state.freshness.rebuild is None:
+            if self.state.validity.rebuild is None:
                 raise RuntimeError(
-                    f"the columnwise copy of this {self.format} weight of shape {tuple(self.shape)} is older than its "
-                    "last cast: call post_all_gather_processing (or plan.post_all_gather()) after the all-gather"
+                    f"the columnwise copy of {described(self)} is older than its last cast: "
+                    "call post_all_gather_processing (or plan.post_all_gather()) after the all-gather"
                 )
-            self.state.freshness.rebuild(self)
+            self.state.validity.rebuild(self)
         data = self.rowwise_data if self.format.columnwise is Columnwise.SHARED else self.columnwise_data
         assert data is not None
         return data
-
-    def _check_masters(self) -> None:
-        freshness, missing = self.state.freshness, None
-        self.wait()
-        if stale := freshness.stale_masters():
-            missing = f"is stale, {stale}"
-        elif freshness.sharded and freshness.cast and not freshness.rebuild and not self.state.is_gathered():
-            missing = "holds this rank's part of the last cast only"
-        if missing:
-            raise RuntimeError(f"this {self.format} weight of shape {tuple(self.shape)} {missing}: {freshness.advice}")
 
     def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
         """Move the bytes into new storage, such as a slice of a flat buffer: same bytes, new place.
@@ -274,8 +238,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """Stand for the storage of another weight of the same shape, format and device, as
         `weight.data = other` means.
         """
+        self.state.validity.moved()
         self.state = state
-        weight_state.moved()
 
     def share(self) -> "QuantizedWeight":
         """A new object for the same storage, as `detach` gives it."""
@@ -415,7 +379,7 @@ def _restore(
     cast: bool,
     buffers: dict[str, Tensor],
     initial: Tensor | None,
-    columnwise_on_demand: bool = False,  # files of older versions have none
+    columnwise_on_demand: bool,
     shared_amax: tuple[str, ...] | None = None,
 ) -> QuantizedWeight:
     """The weight that `_payload` took apart, out of a file that may hold anything."""

@@ -22,8 +22,8 @@ from tests.optim.folders import names
 from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source
+from zerocast.export import export_safetensors
 from zerocast.optim import Checkpoints
-from zerocast.serve.export import export_safetensors
 
 SAVED = "saved"  # the mark after the call that has returned
 
@@ -170,10 +170,10 @@ def _read_one(path: Path) -> None:
     assert value(_reader(trained)) == _expected(trained, 1)
 
 
-def _converted(root: Path, path: Path) -> None:
-    from zerocast.cli.convert import ConvertConfig, convert
+def _exported(root: Path, path: Path) -> None:
+    from zerocast.cli.export import ExportConfig, export
 
-    assert convert(ConvertConfig(root / "source.safetensors", path, to="checkpoint")) == 0
+    assert export(ExportConfig(root / "source.safetensors", path, to="checkpoint")) == 0
 
 
 def _read_weights(path: Path) -> None:
@@ -196,7 +196,7 @@ SAVES: dict[str, Folder | Once] = {
     "zerocast.optim.save": Once(lambda _, path: optim.save(trained(1), path), _read_one),
     "zerocast.optim.save, deeper": Once(lambda _, path: optim.save(trained(1), path), _read_one, "not/yet/there"),
     "export_safetensors": Once(lambda _, path: export_safetensors(_model(), path), _read_weights),
-    "zerocast convert": Once(_converted, _read_weights),
+    "zerocast export": Once(_exported, _read_weights),
 }
 
 

@@ -170,7 +170,7 @@ def test_kills_of_one_rank_of_two(tmp_path: Path, name: str, rank: int) -> None:
 
 
 FOUND_BY = {
-    "files are synced by torch": "zerocast convert",  # whose files are smaller than a buffer
+    "files are synced by torch": "zerocast export",  # whose files are smaller than a buffer
     "new parents are not synced": "the first",
     "exported files are not synced": "export_safetensors",
     "what is pruned is deleted before its new name is synced": "the next, the one before goes",

@@ -17,7 +17,7 @@ from tests.optim.folders import saved
 from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.bench.report import stored_ratios
-from zerocast.checkpoint.manifest import NAME
+from zerocast.checkpoint.manifest import NAME, digest
 from zerocast.checkpoint.sources import open_source
 from zerocast.footprint.shapes import read_model
 from zerocast.optim import Checkpoints
@@ -64,7 +64,8 @@ def forged(path: Path) -> None:
     """The manifest says that the file is empty, as it seems from outside."""
     content = json.loads((path / NAME).read_text())
     content["files"]["__0_0.distcp"]["bytes"] = 0
-    (path / NAME).write_text(json.dumps({**content, "version": 1}))
+    del content["sha256"]
+    (path / NAME).write_text(json.dumps({**content, "sha256": digest(content)}))
     load(path)
 
 

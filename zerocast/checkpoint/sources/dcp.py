@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -53,9 +52,8 @@ class DcpSource:
         entry = self._entries[name]
         state = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))}
         try:
-            load(state, self.reader(), ONE_PROCESS)
+            load(state, self.reader(), ONE_PROCESS, self.place)
         except (
-            CheckpointException,
             pickle.UnpicklingError,
             RuntimeError,
             ValueError,

@@ -1,4 +1,4 @@
-"""zerocast convert: there and back is what it was, and safetensors hold the weights that the library would export."""
+"""zerocast export to a checkpoint and back is what it was, and safetensors hold the weights that the library would export."""
 
 import json
 from pathlib import Path
@@ -27,8 +27,8 @@ SHAPES: dict[str, tuple[int, ...]] = {
 }
 
 
-def converted(capsys: Any, *arguments: object) -> dict[str, Any]:
-    assert main(["convert", *map(str, arguments), "--json"]) == 0
+def exported(capsys: Any, to: str, *arguments: object) -> dict[str, Any]:
+    assert main(["export", *map(str, arguments), "--to", to, "--json"]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
     return found
 
@@ -39,7 +39,7 @@ def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) ->
     (tmp_path / "in").mkdir()
     state = values(SHAPES, torch.bfloat16)
     source = KINDS[kind](state, tmp_path / "in")
-    found = converted(capsys, source, tmp_path / "c", "--to", "checkpoint")
+    found = exported(capsys, "checkpoint", source, tmp_path / "c")
     assert found["tensors"] == len(SHAPES) and "manifest.json" in found["files"]
     opened = open_source(tmp_path / "c")
     for name, tensor in state.items():
@@ -48,7 +48,7 @@ def test_into_a_checkpoint_of_masters(capsys: Any, tmp_path: Path, kind: str) ->
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(t.shape)) for name, t in state.items() if "." not in name})
     optim.load_masters(zerocast.ZeroAdamW(model.named_parameters()), tmp_path / "c", ignore=["*up.weight"])
     assert all(torch.equal(parameter, state[name].float()) for name, parameter in model.items())
-    converted(capsys, tmp_path / "c", tmp_path / "back", "--dtype", "float32")
+    exported(capsys, "safetensors", tmp_path / "c", tmp_path / "back", "--dtype", "float32")
     back = load_file(tmp_path / "back" / "model-00001-of-00001.safetensors")
     assert set(back) == set(state)
     assert all(torch.equal(back[name], tensor.float()) for name, tensor in state.items())
@@ -60,7 +60,7 @@ def test_masters_of_either_dtype(capsys: Any, tmp_path: Path, dtype: str) -> Non
     state = values(SHAPES, torch.float32)
     save_file(state, tmp_path / "m.safetensors")
     options = ["--to", "checkpoint", *(["--masters", dtype] if dtype != "float32" else [])]
-    assert main(["convert", str(tmp_path / "m.safetensors"), str(tmp_path / "c"), *options]) == 0
+    assert main(["export", str(tmp_path / "m.safetensors"), str(tmp_path / "c"), *options]) == 0
     assert f"{len(SHAPES)} masters in {dtype}; formats are recorded for 0" in capsys.readouterr().out
     assert {entry.dtype for entry in open_source(tmp_path / "c").entries.values()} == {dtype}
     model = nn.ParameterDict({name: nn.Parameter(torch.zeros(state[name].shape)) for name in ("embed", "norm")})
@@ -83,7 +83,7 @@ def test_into_the_namings_of_engines(capsys: Any, tmp_path: Path, naming: str, f
     state = values(SHAPES, torch.float32)
     save_file(state, tmp_path / "m.safetensors")
     options = ["--naming", naming, "--format", fmt, "--weights", "up.*", "--shard-bytes", 20000]
-    found = converted(capsys, tmp_path / "m.safetensors", tmp_path / "out", *options)
+    found = exported(capsys, "safetensors", tmp_path / "m.safetensors", tmp_path / "out", *options)
     assert found["quantized"] == {"up.weight": fmt} and len(found["files"]) > 2
     assert sum(found["files"].values()) == sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
     written: dict[str, Any] = {}
@@ -101,7 +101,7 @@ def test_a_run_is_exported_with_its_own_formats(capsys: Any, tmp_path: Path) -> 
     trainer = Trainer(Run(tuple(spec for spec in MIXED if spec.dtype is torch.bfloat16)))
     trainer.train(range(3))
     optim.save(trainer.optimizer, tmp_path / "c")
-    found = converted(capsys, tmp_path / "c", tmp_path / "out")
+    found = exported(capsys, "safetensors", tmp_path / "c", tmp_path / "out")
     written = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     for name, parameter in trainer.probe.named_parameters():
         live = parameter.dequantize() if isinstance(parameter, QuantizedWeight) else parameter
@@ -111,7 +111,6 @@ def test_a_run_is_exported_with_its_own_formats(capsys: Any, tmp_path: Path) -> 
 
 BAD: dict[str, tuple[list[str], str]] = {
     "nothing there": (["nowhere", "out"], "nowhere is not there"),
-    "no patterns": (["m.safetensors", "out", "--format", "nvfp4"], "--format needs --weights"),
     "no such weight": (["m.safetensors", "out", "--format", "nvfp4", "--weights", "x*"], "'x*' matches no weight"),
     "codes": (["codes.safetensors", "out"], "w is float8_e4m3fn (4, 4): no high-precision weight"),
     "no place in the naming": (
@@ -120,16 +119,18 @@ BAD: dict[str, tuple[list[str], str]] = {
     ),
     "target in use": (["m.safetensors", "."], "is not empty: export into a new folder"),
     "checkpoint in use": (["m.safetensors", ".", "--to", "checkpoint"], "is there already"),
+    "no bytes": (["m.safetensors", "out", "--shard-bytes", "0"], "shard_bytes must be at least 1, got 0"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_converted(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+def test_what_cannot_be_exported(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     arguments, message = BAD[case]
     monkeypatch.chdir(tmp_path)
     save_file({"w": torch.randn(32, 32)}, "m.safetensors")
     save_file({"w": torch.zeros(4, 4).to(torch.float8_e4m3fn)}, "codes.safetensors")
     before = sorted(tmp_path.iterdir())
-    assert main(["convert", *arguments]) == 2
+    to = [] if "--to" in arguments else ["--to", "safetensors"]
+    assert main(["export", *arguments, *to]) == 2
     assert message in capsys.readouterr().err
     assert sorted(tmp_path.iterdir()) == before

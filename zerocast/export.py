@@ -13,14 +13,12 @@ import torch
 from torch import nn
 
 from zerocast.serve.hugging_face import write_hf
-from zerocast.serve.piece import Rows, whole
-from zerocast.serve.safetensors_writer import INDEX
-from zerocast.serve.weight_source import WeightSource, source_of
-from zerocast.serve.write import write
+from zerocast.serve.piece import Rows
+from zerocast.serve.safetensors_writer import SHARD_BYTES
+from zerocast.serve.weight_source import source_of
+from zerocast.serve.write import write_safetensors
 
-__all__ = ["INDEX", "SHARD_BYTES", "export_hf", "export_safetensors"]
-
-SHARD_BYTES = 5 * 10**9
+__all__ = ["export_hf", "export_safetensors"]
 
 
 def export_safetensors(
@@ -86,10 +84,3 @@ def export_hf(
         allow_unequal_scales=allow_unequal_scales,
         shard_bytes=shard_bytes,
     )
-
-
-def write_safetensors(
-    source: WeightSource, folder: Path, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
-    """Write the tensors of a source like `export_safetensors`; the folder appears complete."""
-    return write(source, folder, naming, shard_bytes, lambda name, shape: [whole(name, shape)])

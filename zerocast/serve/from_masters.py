@@ -1,4 +1,4 @@
-"""Convert masters to a checkpoint, or to safetensors in the naming of an inference engine.
+"""Weights cast from stored masters, as the source of an export, and a checkpoint of the masters.
 
 Tensors are read when they are written: one at a time for a checkpoint, those of one file for
 safetensors.
@@ -22,14 +22,13 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.inspection.contents import Contents
 from zerocast.inspection.format_selection import Chosen
 from zerocast.quantize import cast_together
-from zerocast.serve.export import SHARD_BYTES, write_safetensors
 from zerocast.serve.weight_source import LazyTensors
 from zerocast.weight import QuantizedWeight
 
 Reading = Callable[[str], object]  # is told the name of a weight before it is read
 
 
-def to_checkpoint(
+def write_checkpoint(
     contents: Contents,
     names: Sequence[str],
     chosen: Chosen,
@@ -48,23 +47,6 @@ def to_checkpoint(
     write(state, path, ONE_PROCESS, Manifest(formats=formats), planner=_Planner(contents, dtype, reading))
 
 
-def to_safetensors(
-    contents: Contents,
-    names: Sequence[str],
-    chosen: Chosen,
-    folder: Path,
-    naming: str,
-    nominal: torch.dtype,
-    shard_bytes: int = SHARD_BYTES,
-    reading: Reading = str,
-) -> list[Path]:
-    """Write the chosen weights cast from their masters and all others in the nominal dtype.
-
-    Returns the paths and raises like `export_safetensors`.
-    """
-    return write_safetensors(tensors(contents, names, chosen, nominal, reading), folder, naming, shard_bytes)
-
-
 class _Planner(DefaultSavePlanner):
     """Supplies the values of a state dictionary whose tensors have shapes but no memory."""
 
@@ -78,7 +60,7 @@ class _Planner(DefaultSavePlanner):
         return _master(self._contents, name).to(self._dtype)
 
 
-def tensors(
+def cast_tensors(
     contents: Contents,
     names: Sequence[str],
     chosen: Chosen,

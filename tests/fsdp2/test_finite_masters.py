@@ -1,0 +1,112 @@
+"""Masters of FSDP2 that become NaN or Inf on one rank: all ranks are told at the next cast or look at the state, once."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.fsdp2 import models
+from tests.fsdp2.models import FORMATS, Net
+from tests.workers import Ranks, error_of
+from zerocast import fsdp2, verify
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+
+VALUES = (float("nan"), float("inf"), -float("inf"))
+OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
+WHAT = ("gradient", "master")
+THEN = ("another step", "an evaluation", "the state", "the state at once")
+TOLD = f"RuntimeError: the masters of {len(FORMATS)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
+
+
+class Run:
+    """A model with two weights of each format and its optimizer; the first weight of each block is poisoned."""
+
+    def __init__(self, optimizer: str, keep_codes: bool) -> None:
+        self.model = models.sharded(Net(FORMATS, 64, 96), keep_codes=keep_codes)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=1e-2)
+        self.state = TrainingState(self.model, self.optimizer)
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self.model(models.batch(1, 64))
+
+    def step(self, what: str = "", value: float = 0.0, culprit: int = -1) -> None:
+        """A step, with one element of a gradient or a master of one rank that is `value`."""
+        self.model(models.batch(0, 64)).float().square().mean().backward()
+        for name, (parameter, _) in models.masters(self.model).items():
+            if what and name.endswith(".1.weight") and dist.get_rank() == culprit:
+                poisoned = parameter.grad if what == "gradient" else parameter
+                with torch.no_grad():
+                    poisoned.to_local()[-1, 3] = value
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def repair(self) -> None:
+        """All masters are finite again, and moments are forgotten."""
+        with torch.no_grad():
+            for parameter in models.held(self.model):
+                parameter.to_local().nan_to_num_(0.0, 0.0, 0.0)
+        self.optimizer.state.clear()
+        fsdp2.refresh(self.model)
+
+    def told(self, then: str) -> str:
+        """The error of what comes after a step with a master that is not finite."""
+        if then == "the state at once":
+            return error_of(self.state.state_dict)
+        if then == "the state":
+            self.model(models.batch(0, 64))  # gathers
+            return error_of(self.state.state_dict)
+        if then == "another step":
+            self.step()
+        return error_of(self.forward)
+
+
+def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
+    """The cases that are not told of, or that are told of twice; each by what, value and what came then."""
+    run, complaints = Run(optimizer, keep_codes), []
+    run.step()
+    for number, (what, then) in enumerate(itertools.product(WHAT, THEN)):
+        value = VALUES[number % len(VALUES)]
+        run.step(what, value, culprit)
+        said = run.told(then)
+        again = "" if then == "another step" else error_of(run.forward)  # of the same cast
+        run.repair()
+        again += error_of(run.forward)
+        if not said.startswith(TOLD) or again:
+            complaints.append(
+                f"{what} {value}, then {then}: {said or 'nothing'}; then, and after it was repaired: {again}"
+            )
+    return complaints
+
+
+@pytest.mark.notices(
+    "a master becomes NaN or Inf, by its gradient or by hand",
+    where="FSDP2",
+    answer="raises on all ranks at the next cast, evaluation or look at the state, names the weights",
+)
+@pytest.mark.parametrize(("optimizer", "keep_codes"), [("AdamW", False), ("FusedAdamW", False), ("FusedAdamW", True)])
+def test_all_ranks_are_told(ranks: Ranks, optimizer: str, keep_codes: bool) -> None:
+    assert ranks(2)(told, optimizer, 1, keep_codes) == [[], []]
+
+
+def looked_at() -> tuple[str, bool, int, list[str]]:
+    """What is said of a poisoned run by a load that overwrites it, and by `verify`."""
+    run = Run("FusedAdamW", keep_codes=False)
+    run.step()
+    saved = {name: p.detach().full_tensor() for name, p in run.model.named_parameters()}
+    run.step("master", VALUES[0], 1)
+    report = verify(run.model, allow_nonfinite=True)
+    run.step()
+    state = run.state.state_to_overwrite()
+    state["model"] = saved
+    for moments in state["optim"]["state"].values():
+        for moment in moments.values():
+            getattr(moment, "_local_tensor", moment).nan_to_num_(0.0)
+    loaded = error_of(lambda: run.state.load_state_dict(state))
+    return loaded, report.ok, len(report.not_finite), [error_of(run.forward), error_of(run.step)]
+
+
+def test_a_load_and_verify_go_on(ranks: Ranks) -> None:
+    """A load is what mends it, and `verify` counts it; neither is refused."""
+    assert ranks(2)(looked_at) == [("", True, len(FORMATS), ["", ""])] * 2

@@ -1,0 +1,407 @@
+"""Validity: whether the bytes of weights that are written together may be used.
+
+One `Validity` is shared by all weights of a plan, or of a model that is prepared for FSDP2. What
+steps, casts, gathers and loads tells it; what is about to use bytes asks `check`. An event is one
+write, whatever the number of weights, and a check compares numbers.
+
+    event            told by                          `check` refuses afterwards
+
+    stepped          hooks of all torch optimizers    SEND, and READ in debug mode, until `cast`
+    written          version counters of masters      the same
+    cast             what casts                       columnwise copies until `copied`; READ in
+                                                      debug mode, where ranks share masters
+    copied           what gathers, at its end         nothing
+    changed          a step, a load, a swapped-in     the backward pass of a forward pass before
+                     average                          it (`check_recorded`)
+    moved            a weight that is given storage   nothing; casts and gathers look where it lies
+    broke off        a `transaction` that raises      everything, until a transaction of as much
+                                                      completes
+    a write goes on  a `transaction` elsewhere        everything in other threads, until it returns
+
+COPY, READ and SEND also refuse bytes that were never cast, loaded or filled. `ask_before` adds what
+only an owner can look at, such as writes of others to the weights that it gathers.
+
+Two writes escape a comparison of version counters: through `.data`, and by kernels that move no
+counter. `zerocast.verify` sees everything.
+"""
+
+import contextlib
+import enum
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
+RELOAD = "masters, moments and weights may be of different steps; {load}, or end the run if ranks have died"
+CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
+
+_versions = itertools.count()
+
+
+class Use(enum.Enum):
+    """What is about to be done, as errors name it: the first three with one weight, the others with
+    masters, moments and weights.
+    """
+
+    COPY = "a copy"  # of the bytes as they are, also if the masters have changed since
+    READ = "a product"  # or `dequantize`
+    SEND = "a refit"  # of another process, such as an inference engine
+    REDUCE = "a reduction of gradients"  # by an optimizer, before it clips or steps
+    STEP = "an optimizer step"
+    SAVE = "a save"
+    VERIFY = "a verification"
+    SWITCH = "a switch of formats"
+    SWAP = "a swap of an average"
+    LOAD = "a load"  # over what may be partial
+
+
+class InvalidWeights(RuntimeError):
+    """Weights that may not be used.
+
+    Attributes:
+        what: what is wrong with them.
+        since: the event that made them so.
+        remedy: the call that makes them valid.
+    """
+
+    def __init__(self, what: str, since: str = "", remedy: str = "") -> None:
+        super().__init__(what, since, remedy)
+        self.what, self.since, self.remedy = what, since, remedy
+
+    def __str__(self) -> str:
+        wrong = ", ".join(part for part in (self.what, self.since) if part)
+        return f"{wrong}: {self.remedy}" if self.remedy else wrong
+
+    def again(self) -> "InvalidWeights":
+        """The same error without a traceback, for another reader."""
+        return InvalidWeights(self.what, self.since, self.remedy)
+
+
+@dataclass(eq=False)
+class _Writing:
+    """A write of many parts (masters, moments, weights): the one that goes on, and the last one
+    that broke off. All that is written together shares one.
+    """
+
+    broke_off: InvalidWeights | None = None
+    broke_off_masters: bool = False
+    thread: int | None = None  # that writes at present
+    what: str = ""  # it writes
+
+    def is_here(self) -> bool:
+        return self.thread == threading.get_ident()
+
+    def is_elsewhere(self) -> bool:
+        return self.thread not in (None, threading.get_ident())
+
+
+class Validity:
+    """What is known of weights that are written together. It keeps neither masters nor owner alive.
+
+    Args:
+        load: the call that loads a state, for errors after a write of masters that broke off; None
+            where nothing but weights is written.
+        recast_remedy: what the user does after a write of weights alone, whose masters are
+            complete; None where only a load helps.
+        advice: the call that casts and gathers, for weights that are behind their masters.
+
+    Attributes:
+        casts: how many casts were completed.
+        copies: the cast that the columnwise copies of all weights were made from.
+        version: changes with the values of the weights.
+        places: changes when any of the weights is given other storage; what keeps addresses
+            compares it.
+        has_masters: True if somebody casts the weights from masters, and so trains whatever
+            parameters stand for them.
+        sharded: True if other ranks hold masters too.
+        owner: gives the object that shows the masters to `zerocast.verify`, while it lives.
+        finish: completes the gather of a weight that is in flight; None while nothing is.
+        rebuild: makes the columnwise copy of a weight when it is first read; None where a stale
+            copy is an error.
+    """
+
+    def __init__(
+        self,
+        load: str | None = None,
+        recast_remedy: str | None = None,
+        advice: str = CAST,
+    ) -> None:
+        self._load, self._recast_remedy, self.advice = load, recast_remedy, advice
+        self.casts, self.copies = 0, -1
+        self.version, self.places = next(_versions), next(_versions)
+        self.has_masters = self.sharded = False
+        self.owner: Callable[[], Any] | None = None
+        self.finish: Callable[[Any], None] | None = None
+        self.rebuild: Callable[[Any], None] | None = None
+        self._writing = _Writing()
+        self._looks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
+        self._masters: list[weakref.ref[Tensor]] = []
+        # of the masters at the last cast; None unless debug mode or `observe` asks for them
+        self._counters: list[int] | None = None
+        self._casts_before_step = 0
+        self._has_stepped = False
+        self._is_observed = False
+
+    def part(self) -> "Validity":
+        """The validity of some of these weights, whose casts are counted apart. A write that breaks
+        off has broken off for all of them, and what is asked before one is used is before all.
+        """
+        part = Validity(self._load, self._recast_remedy, self.advice)
+        part._writing, part._looks = self._writing, self._looks
+        return part
+
+    # -- asked
+
+    def check(self, use: Use, weight: Any = None) -> None:
+        """RuntimeError unless the bytes, of one `weight` for COPY, READ and SEND, may be used."""
+        writing = self._writing
+        if writing.thread is not None or writing.broke_off is not None:
+            if weight is not None and writing.is_elsewhere():
+                weight.wait()  # the other thread may be at the end of a gather
+            self._check_idle()
+            if self.partial and use is not Use.LOAD:
+                raise self.partial.again()
+        if weight is not None:
+            if not weight.state.ever_cast:
+                raise InvalidWeights(
+                    f"{described(weight)} has never been cast",
+                    "",
+                    f"{self.advice}; or load a state dict into it, or make it over existing bytes by QuantizedWeight.of_buffers",
+                )
+            if use is Use.SEND or (use is Use.READ and debugging()):
+                self._check_current(weight)
+        for reference in self._looks[use]:
+            look = reference()
+            if look is not None:
+                look(use)
+
+    def ask_before(self, look: Callable[[Use], None], *uses: Use) -> None:
+        """Let `look`, a method that raises where something is wrong, precede these uses, as long as
+        its object lives.
+        """
+        for use in uses:
+            self._looks[use].append(weakref.WeakMethod(look))
+
+    def check_recorded(self, recorded: "tuple[Validity, int] | None") -> None:
+        """RuntimeError in a backward pass whose forward pass `recorded` another (validity, version)
+        of these weights. None for one that a compiler records.
+        """
+        if recorded is not None and recorded[0] is self and recorded[1] != self.version:
+            raise InvalidWeights(
+                "a backward pass through a forward pass of before the last change of its weights (an optimizer step, a load, or "
+                "an average that was swapped)",
+                "",
+                "the gradients of inputs would be those of other weights, so run it before that, or run the forward pass again",
+            )
+
+    def observe(self) -> None:
+        """Notice from the next cast on, as in debug mode, when masters change without a cast."""
+        if self.has_masters and not self._is_observed:
+            self._is_observed = True
+            if not _observers:
+                _observers.extend(_hook_steps(lambda validity: validity._is_observed))
+
+    def _check_current(self, weight: Any) -> None:
+        weight.wait()
+        if since := self._masters_changed():
+            raise InvalidWeights(f"{described(weight)} is stale", since, self.advice)
+        if self.sharded and self.casts and not self.rebuild and not weight.state.is_gathered():
+            raise InvalidWeights(f"{described(weight)} holds this rank's part of the last cast only", "", self.advice)
+
+    def _masters_changed(self) -> str:
+        """The change of the masters since their last cast that was seen, or an empty text."""
+        if self._has_stepped:
+            return "an optimizer has stepped over its masters since its last cast"
+        for master, counter in zip(self._masters, self._counters or (), strict=False):
+            alive = master()
+            if alive is not None and alive._version != counter:
+                return "its masters have been written since its last cast"
+        return ""
+
+    # -- told
+
+    def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
+        """The weights are cast from these masters from now on, and are a cast of them now."""
+        self._masters, self.sharded = [weakref.ref(master) for master in masters], sharded
+        _watching.add(self)
+        self._note_masters()
+
+    def cast(self) -> None:
+        """The weights hold a cast of the masters as they are now."""
+        self.casts += 1
+        self._note_masters()
+
+    def copied(self) -> None:
+        """All bytes of the last cast are gathered, and the columnwise copies made from them."""
+        self.copies = self.casts
+
+    def changed(self) -> None:
+        """The weights have other values than before: an optimizer has stepped, or loaded."""
+        self.version = next(_versions)
+
+    def moved(self) -> None:
+        """One of the weights lies elsewhere from now on, or belongs to another plan."""
+        self.places = next(_versions)
+
+    def is_cast_from(self, storages: set[int]) -> bool:
+        """True if a master lies in one of these storages, by their addresses."""
+        masters = [reference() for reference in self._masters]
+        return any(master is not None and _address(master) in storages for master in masters)
+
+    def step_begins(self) -> None:
+        """An optimizer over these masters begins a step."""
+        self._casts_before_step = self.casts
+
+    def stepped(self) -> None:
+        """An optimizer over these masters has stepped. If a hook of its own already cast, the
+        weights are current.
+        """
+        self._has_stepped |= self.casts == self._casts_before_step
+
+    def _note_masters(self) -> None:
+        self._has_stepped, self._counters = False, None
+        if _debug_hooks or self._is_observed:
+            masters = [reference() for reference in self._masters]
+            self._counters = [-1 if master is None else master._version for master in masters]
+
+    # -- writes of many parts
+
+    @contextlib.contextmanager
+    def transaction(self, what: str, *, masters: bool = True) -> Iterator[None]:
+        """Write `what`; an exception leaves everything partial until another transaction completes.
+
+        A transaction inside another one is a part of it. One that writes no `masters` does not
+        complete partial ones.
+        """
+        writing = self._writing
+        if writing.is_here():
+            yield
+            return
+        self._check_idle()
+        if masters or not self.has_partial_masters:
+            self.broke_off(what, masters=masters)
+        writing.thread, writing.what = threading.get_ident(), what
+        try:
+            yield
+            if masters or not writing.broke_off_masters:
+                writing.broke_off, writing.broke_off_masters = None, False
+        finally:
+            writing.thread = None
+
+    @contextlib.contextmanager
+    def reading_partial(self) -> Iterator[None]:
+        """Inside, partial weights may be read: for a reader that will overwrite everything."""
+        self._check_idle()
+        writing = self._writing
+        before, writing.thread = writing.thread, threading.get_ident()
+        writing.what = writing.what if before else "a load"
+        try:
+            yield
+        finally:
+            writing.thread = before
+
+    def broke_off(self, what: str, *, masters: bool = True) -> None:
+        """`what` raised while it wrote weights, and masters unless told otherwise."""
+        remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
+        if not masters and self._recast_remedy is not None:
+            remedy = self._recast_remedy
+        self._writing.broke_off = InvalidWeights("", f"{what} raised half-way", remedy)
+        self._writing.broke_off_masters = masters
+
+    @property
+    def held(self) -> list[object]:
+        """The objects whose attributes are all that is known here."""
+        return [self, self._writing]
+
+    @property
+    def is_writing(self) -> bool:
+        """True if this thread is within a transaction, of which another would be a part."""
+        return self._writing.is_here()
+
+    @property
+    def partial(self) -> InvalidWeights | None:
+        """The error of a write that broke off, until another one completes; None inside a
+        transaction of this thread.
+        """
+        return None if self._writing.is_here() else self._writing.broke_off
+
+    @property
+    def has_partial_masters(self) -> bool:
+        """True if a write of masters broke off, which no cast can complete."""
+        return self.partial is not None and self._writing.broke_off_masters
+
+    def _check_idle(self) -> None:
+        if self._writing.is_elsewhere():
+            raise InvalidWeights(
+                f"another thread is in the middle of {self._writing.what}",
+                "",
+                "what it writes is partly old and partly new until that returns, so let threads take turns",
+            )
+
+
+@contextlib.contextmanager
+def transaction(all_written: Iterable[Validity], what: str, *, masters: bool = True) -> Iterator[None]:
+    """Write `what`, which several owners share: if it breaks off, it has for each of them."""
+    with contextlib.ExitStack() as stack:
+        for validity in all_written:
+            stack.enter_context(validity.transaction(what, masters=masters))
+        yield
+
+
+def described(weight: Any) -> str:
+    """How errors name a weight."""
+    return f"this {weight.format} weight of shape {tuple(weight.shape)}"
+
+
+_watching: "weakref.WeakSet[Validity]" = weakref.WeakSet()
+_debug_hooks: list[RemovableHandle] = []  # while debug mode is on
+_observers: list[RemovableHandle] = []  # the same, once anything is observed
+
+
+def debugging() -> bool:
+    """True if debug mode is on."""
+    return bool(_debug_hooks) and not torch.compiler.is_compiling()
+
+
+def set_debug(enabled: bool) -> None:
+    """Debug mode: a product with, or `dequantize` of, a weight whose bytes are older than its
+    master raises, whoever changed that.
+
+    The RuntimeError says which call is missing. It costs a look at every master's version counter a
+    read, and covers what is cast from now on. Meant for a new training loop; off by default.
+    """
+    for handle in _debug_hooks:
+        handle.remove()
+    _debug_hooks.clear()
+    if enabled:
+        _debug_hooks.extend(_hook_steps(lambda _: True))
+
+
+def _hook_steps(concerns: Callable[[Validity], bool]) -> list[RemovableHandle]:
+    """Let every step of a torch optimizer tell the validity of its masters."""
+
+    def tell(optimizer: torch.optim.Optimizer, event: Callable[[Validity], None]) -> None:
+        concerned = [validity for validity in list(_watching) if concerns(validity)]
+        if concerned:
+            stepped = {_address(parameter) for group in optimizer.param_groups for parameter in group["params"]} - {0}
+            for validity in concerned:
+                if validity.is_cast_from(stepped):
+                    event(validity)
+
+    return [
+        register_optimizer_step_pre_hook(lambda optimizer, *_: tell(optimizer, Validity.step_begins)),
+        register_optimizer_step_post_hook(lambda optimizer, *_: tell(optimizer, Validity.stepped)),
+    ]
+
+
+def _address(tensor: Tensor) -> int:
+    """The address of a tensor's storage; zero for subclasses, which may have no memory."""
+    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else 0
