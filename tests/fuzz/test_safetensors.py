@@ -18,9 +18,10 @@ from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.checkpoint.sources import open_source
 from zerocast.inspection.contents import Contents
-from zerocast.inspection.convert import to_checkpoint, to_safetensors
 from zerocast.inspection.format_selection import choose
 from zerocast.serve import Receiver, dequantized
+from zerocast.serve.from_masters import cast_tensors, write_checkpoint
+from zerocast.serve.write import write_safetensors
 
 RUN = Run((Spec("matrix", (24, 16), "fp8_block"), Spec("vector", (5,))))
 Reader = Callable[[Path], object]
@@ -51,8 +52,8 @@ def convert(path: Path) -> None:
     contents = Contents.of(path)
     names = list(contents.entries)
     chosen = choose(contents.entries, {}, "fp8_block", ["*"], torch.bfloat16)
-    to_checkpoint(contents, names, chosen, path.parent / "checkpoint")
-    to_safetensors(contents, names, chosen, path.parent / "exported", "bf16", torch.bfloat16)
+    write_checkpoint(contents, names, chosen, path.parent / "checkpoint")
+    write_safetensors(cast_tensors(contents, names, chosen, torch.bfloat16), path.parent / "exported", "bf16")
 
 
 def decode(path: Path) -> None:
