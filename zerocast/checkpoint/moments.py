@@ -3,6 +3,7 @@ of a file are so, before any of them is loaded.
 """
 
 import math
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,15 @@ def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[st
     a part.
     """
     found: list[str] = []
-    for name, key, moment in _stored(reader, metadata, known, group):
-        try:
-            check_values(name, key, moment)
-        except ValueError as error:
-            found.append(str(error))
+    try:
+        for name, key, moment in _stored(reader, metadata, known, group):
+            try:
+                check_values(name, key, moment)
+            except ValueError as error:
+                found.append(str(error))
+    # The other ranks wait to hear of it.
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        found.append(f"its moments cannot be read: {error}")
     return found
 
 
