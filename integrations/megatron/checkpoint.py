@@ -67,8 +67,8 @@ def _own_bytes(entry: Any, weight: QuantizedWeight, is_loading: bool) -> dict[st
 
     A weight may be one part of the tensor that Megatron saves: it is divided over tensor-parallel
     ranks, or layers are stacked. The bytes of parts have scales of their own and do not concatenate
-    to the bytes of that tensor. So each part is an entry with a name of its own, `.{offset}of{size}`
-    for every axis that is divided.
+    to the bytes of that tensor. So each part is an entry with a name of its own: it has
+    `.{offset}of{size}` for every axis that is divided.
     """
     pieces = list(_entries([entry.build()])) if hasattr(entry, "build") else [(None, None, entry)]
     first = pieces[0][2]
@@ -96,12 +96,12 @@ def _own_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def _take_own(weight: QuantizedWeight, own: dict[str, Tensor], name: str) -> None:
-    """Copy a frozen weight's own bytes from a checkpoint. ValueError for bytes of another format."""
+    """Copy a frozen weight's bytes from a checkpoint. ValueError for bytes of another format."""
     saved_format = own.pop("format").cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
     if saved_format != str(weight.format):
         raise ValueError(
-            f"{name} is frozen, and {saved_format} in the checkpoint and {weight.format} here: it has no master to be cast from, so load "
-            "it in the format that it was saved in"
+            f"{name} is frozen, and {saved_format} in the checkpoint and {weight.format} here: it has no master to be cast from, "
+            "so load it in the format that it was saved in"
         )
     take_buffers(weight, own)
 

@@ -33,7 +33,7 @@ class OptimizerShards:
             on every rank. For a tensor of TransformerEngine the weight is a view of the parameter.
         masters: for each weight, the FP32 master of the elements that this rank owns, on the device
             or in host memory; None where it owns none.
-        starts: for each weight, the row-major position of the master's first element; None likewise.
+        starts: for each weight, the row-major position of the master's first element, or None.
         plain: the parameters that are not quantized, by id.
         bucket_groups: the host's bucket groups that gather the bytes of the share's buffers.
     """
@@ -134,8 +134,8 @@ def _weight_of(param: Any, name: str) -> QuantizedWeight:
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
-    """ValueError for a trained quantized weight that is in no bucket, such as one that was quantized
-    after DistributedDataParallel was built.
+    """ValueError for a trained quantized weight in no bucket, such as one that was quantized after
+    DistributedDataParallel was built.
     """
     gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
     for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
