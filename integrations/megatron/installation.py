@@ -204,8 +204,8 @@ class Installation:
             return optimizer
 
         def load(*args: Any, **kwargs: Any) -> Any:
-            # Masters of weights from a checkpoint without an optimizer are read from the model
-            # state dict, whose plain values are not rounded to the quantized formats.
+            # If a checkpoint is loaded without its optimizer, Megatron reads the masters from the
+            # state dict then, and not from the model, whose values are rounded to a format.
             before, options.load_main_params_from_ckpt = options.load_main_params_from_ckpt, True
             try:
                 return original_load(*args, **kwargs)
