@@ -1,4 +1,4 @@
-"""Buckets: the bytes of the quantized weights in Apex's buckets, and the tensors that it gathers."""
+"""Buckets: the bytes of quantized weights in Apex's buckets, and the tensors that it gathers."""
 
 from collections.abc import Mapping
 
@@ -102,7 +102,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
             bucket.bytes.foreign_writes.reclaim()
 
     def gather(self, plan: CastPlan) -> None:
-        """All-gather the bytes of the last cast, outside Apex's step, and make columnwise copies."""
+        """All-gather the bytes of the last cast outside Apex's step. Make columnwise copies."""
         for bucket in self.values():
             bucket.bytes.start(self._group)
             bucket.bytes.wait()

@@ -35,8 +35,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
     It takes what Apex's class takes: `model.named_parameters()`, or parameters alone, all of them
-    trainable. Rank 0's initial values, before quantization, become the masters on all ranks. After a
-    step the weights have the bytes of the unsharded cast on all ranks. Apex updates and gathers
+    trainable. Rank 0's initial values, before quantization, become the masters on all ranks. After
+    a step the weights have the bytes of the unsharded cast on all ranks. Apex updates and gathers
     plain parameters by itself.
 
     Raises, on every rank if on any: ValueError for options that are not supported, with the reason,
@@ -50,7 +50,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     alignment: int
     default_shard_size: int
     _params_buckets: dict[int, Any]
-    # True once the constructor has laid out all buckets. Apex's constructor calls overridden methods.
+    # True once the constructor has laid out all buckets. Before that, Apex's constructor calls
+    # methods that are overridden here.
     _is_built = False
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
@@ -62,8 +63,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         # Plain parameters in reverse, the order in which the backward pass produces gradients.
         self.init_params(reversed([parameter for _, _, parameter in self._named()]))
         masters = {index: self.state["buckets"][index].params_shard for index in by_index}
-        # The ranks that share the masters, and all data-parallel ranks: with a redundant group, Apex
-        # has several copies of the masters.
+        # The ranks that share the masters, and all data-parallel ranks: with a redundant group,
+        # Apex has several copies of the masters.
         group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
         self._quantized = QuantizedBuckets(by_index, group, self.device)
         self._host_plan = HostPlan(self._quantized.adapter(masters))
@@ -89,8 +90,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         self._params_buckets.clear()
 
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
-        """Apex's norm of all gradients, for clipping and loss scaling. RuntimeError after a step that
-        raised half-way.
+        """Apex's norm of all gradients, for clipping and loss scaling.
+
+        RuntimeError after a step that raised half-way.
         """
         self._plan.validity.check(Use.REDUCE)
         norm: Tensor = super().grad_norm(*args, **options)
@@ -109,8 +111,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the same parameters, from any number of ranks and any format, and cast its
-        masters. Collective.
+        """Load a state of the same parameters, from any number of ranks and any format, and cast
+        its masters. Collective.
 
         Plain parameters are loaded with the model. After a step that raised half-way this makes the
         optimizer usable again, and drops the gradients of that step. ValueError, with nothing
@@ -217,8 +219,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _layout(self, shard_numel: int) -> Iterator[None]:
-        """Set the shard size of Apex's next buckets, and zerocast's alignment, which is a multiple of
-        Apex's, while the context is open.
+        """Set the shard size and the alignment of Apex's next buckets while the context is open.
+
+        The alignment is zerocast's, which is a multiple of Apex's.
         """
         before = self.alignment, self.default_shard_size
         self.alignment, self.default_shard_size = ALIGNMENT, shard_numel
