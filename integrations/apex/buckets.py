@@ -13,10 +13,6 @@ from zerocast.optim.bucket import Bucket
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight.validity import Validity
 
-RELOAD = (
-    "masters, moments and weights may be of different steps; load a state with optimizer.load_state_dict(...), or end the run if "
-    "ranks have died"
-)
 ADVICE = "masters that were written by hand are taken over by optimizer.refresh(), loaded ones by optimizer.load_state_dict(...)"
 
 
@@ -93,7 +89,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
             starts=starts,
             before_cast=self.reclaim,
             gather=self.gather,
-            validity=Validity(RELOAD, advice=ADVICE),
+            validity=Validity("load a state with optimizer.load_state_dict(...)", advice=ADVICE),
         )
 
     def reclaim(self) -> None:

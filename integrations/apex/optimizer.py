@@ -19,8 +19,9 @@ from torch import Tensor
 from zerocast import QuantizedWeight
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
 from zerocast.integrations.host_adapter import HostPlan
-from zerocast.optim.bucket import ALIGNMENT, Bucket, fill_buckets
+from zerocast.optim.bucket import Bucket, fill_buckets
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
 
@@ -224,7 +225,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         The alignment is zerocast's, which is a multiple of Apex's.
         """
         before = self.alignment, self.default_shard_size
-        self.alignment, self.default_shard_size = ALIGNMENT, shard_numel
+        self.alignment, self.default_shard_size = SHARD_ALIGNMENT_ELEMENTS, shard_numel
         try:
             yield
         finally:

@@ -22,7 +22,6 @@ ADVICE = (
     "the optimizer's step casts by itself; after masters were written by hand call attachment.refresh(), and with "
     "overlap_param_gather, before the next forward pass, ddp.start_param_sync(force_sync=True)"
 )
-RELOAD = "masters, moments and weights may be of different steps; load a checkpoint, or end the run if ranks have died"
 
 Method = Callable[..., Any]
 
@@ -43,7 +42,7 @@ class MethodGuard:
     """
 
     def __init__(self, validity: Validity | None = None) -> None:
-        self.validity = validity or Validity(RELOAD, recast_remedy=AGAIN, advice=ADVICE)
+        self.validity = validity or Validity("load a checkpoint", recast_remedy=AGAIN, advice=ADVICE)
         self.is_preparing = False
 
     def check(self, use: Use) -> None:

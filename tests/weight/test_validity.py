@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zerocast.weight.validity import Use, Validity, transaction
+from zerocast.weight.validity import RELOAD, Use, Validity, transaction
 
 
 def validity() -> Validity:
@@ -29,7 +29,7 @@ def test_a_complete_write_leaves_nothing() -> None:
 @pytest.mark.parametrize(
     ("masters", "said", "completes"),
     [
-        (True, "a step raised half-way: load a state", {True: True, False: False}),
+        (True, f"a step raised half-way: {RELOAD.format(load='load a state')}", {True: True, False: False}),
         (False, "a step raised half-way: cast again", {True: True, False: True}),
     ],
     ids=["masters", "weights"],
@@ -53,7 +53,7 @@ def test_a_cast_that_breaks_off_leaves_partial_masters_to_a_load() -> None:
     one = validity()
     breaks_off([one])
     breaks_off([one], "a cast", masters=False)
-    with pytest.raises(RuntimeError, match="a step raised half-way: load a state"):
+    with pytest.raises(RuntimeError, match=f"a step raised half-way: {RELOAD.format(load='load a state')}"):
         one.check(Use.SAVE)
 
 
@@ -63,7 +63,7 @@ def test_a_nested_write_is_a_part() -> None:
         with one.transaction("a cast", masters=False):
             pass
         raise KeyError
-    assert str(one.partial) == "a step raised half-way: load a state"
+    assert str(one.partial) == f"a step raised half-way: {RELOAD.format(load='load a state')}"
     with one.transaction("a load"), pytest.raises(KeyError), one.transaction("a cast"):
         raise KeyError  # which the load survives
     assert one.partial is None
@@ -82,7 +82,10 @@ def test_a_reader_that_overwrites_looks_at_what_is_partial(leaves: Callable[[], 
 def test_one_write_of_several_owners() -> None:
     model, optimizer = validity(), Validity("load both")
     breaks_off([model, optimizer])
-    assert (bool(model.partial), str(optimizer.partial)) == (True, "a step raised half-way: load both")
+    assert (bool(model.partial), str(optimizer.partial)) == (
+        True,
+        f"a step raised half-way: {RELOAD.format(load='load both')}",
+    )
     with transaction([model, optimizer], "a load"):
         assert model.is_writing
         assert optimizer.is_writing

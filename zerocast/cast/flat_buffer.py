@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import layout
-from zerocast.formats.layout import round_up
+from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.weight import QuantizedWeight
-
-ALIGNMENT = 64  # elements; slots start on a cache line or better
 
 
 def into_flat_buffer(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
@@ -27,7 +25,7 @@ def into_flat_buffer(weights: Sequence[QuantizedWeight], name: str) -> list[Tens
             wanted.setdefault(buffer.dtype, []).append((weight, buffer))
     flats = []
     for dtype, members in wanted.items():
-        sizes = [round_up(math.prod(buffer.shape), ALIGNMENT) for _, buffer in members]
+        sizes = [round_up(math.prod(buffer.shape), BUFFER_ALIGNMENT_ELEMENTS) for _, buffer in members]
         flat = torch.empty(sum(sizes), dtype=dtype, device=members[0][0].device)
         for (weight, buffer), part in zip(members, flat.split(sizes), strict=True):
             weight.state.move_to({name: part[: math.prod(buffer.shape)].view(buffer.shape)})

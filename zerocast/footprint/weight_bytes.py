@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.cast.flat_buffer import ALIGNMENT
 from zerocast.footprint.collective import Collective
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, buffers, round_up
+from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, Buffer, GradientMessage, amax_counts, buffers, round_up
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 
@@ -79,4 +78,4 @@ def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:
-    return round_up(math.prod(buffer.shape), ALIGNMENT) * buffer.dtype.itemsize if buffer else 0
+    return round_up(math.prod(buffer.shape), BUFFER_ALIGNMENT_ELEMENTS) * buffer.dtype.itemsize if buffer else 0

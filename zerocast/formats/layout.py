@@ -16,6 +16,15 @@ from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRul
 
 Shape = tuple[int, ...]
 
+# cuBLASLt reads operands narrower than 16 bits, and their scales, from multiples of this.
+OPERAND_ALIGNMENT_BYTES = 16
+# Tensors that share one flat buffer begin at a cache line, whatever their dtype.
+BUFFER_ALIGNMENT_ELEMENTS = 64
+# Parameters begin, and shards of optimizers are cut, at multiples of the largest block of a format.
+SHARD_ALIGNMENT_ELEMENTS = 128
+# cudaMalloc aligns to at least this, so views at multiples of it are as good as allocations.
+ALLOCATION_ALIGNMENT_BYTES = 256
+
 
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""

@@ -16,13 +16,9 @@ from torch import Tensor
 
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager
-from zerocast.optim.device_step import Work, cuda_graph
+from zerocast.optim.device_step import MOVED, Work, cuda_graph
 from zerocast.weight.validity import Validity, transaction
 
-MOVED = (
-    "parameters, their gradients, states, formats or shards are not those that the step was captured with, and the graph would "
-    "write where those were: capture the step again"
-)
 WITHIN_BACKWARD = (
     "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
 )

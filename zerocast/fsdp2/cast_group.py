@@ -19,7 +19,7 @@ from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
 from zerocast.cast.weight_table import WeightTable, WeightTables
 from zerocast.formats import AmaxPolicy, layout
-from zerocast.formats.layout import Buffer, round_up
+from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
 from zerocast.fsdp2.amax_reduction import BoundaryAmaxes, ReductionGroup
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import JointLayout
@@ -29,7 +29,6 @@ from zerocast.fsdp2.weight import FSDPWeight
 # kept for sets of weights that steps have not measured; which experts learn may change with every
 # step
 MOST_TABLES = 8
-ALIGNMENT = 256  # bytes: of scale buffers, as of allocations
 
 
 class CastGroup:
@@ -252,8 +251,10 @@ def _scale_buffers(weights: Sequence[FSDPWeight]) -> list[tuple[str, Buffer]]:
 def _side_by_side(shapes: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
     """(memory, buffers in it that nobody has written), uint8 and aligned as allocations are."""
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in shapes]
-    memory = torch.empty(sum(round_up(size, ALIGNMENT) for size in sizes), dtype=torch.uint8, device=device)
-    parts = memory.split([round_up(size, ALIGNMENT) for size in sizes])
+    memory = torch.empty(
+        sum(round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes), dtype=torch.uint8, device=device
+    )
+    parts = memory.split([round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes])
     buffers = zip(parts, sizes, shapes, strict=True)
     return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
 

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.layout import Buffer, amax_grid, buffers, round_up, rowwise_data
+from zerocast.formats.layout import OPERAND_ALIGNMENT_BYTES, Buffer, amax_grid, buffers, round_up, rowwise_data
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
 
-ALIGNMENT = 16  # bytes: where a GEMM wants an operand and its scale to begin
-HEADER = ALIGNMENT  # bytes: two int32 and room
+HEADER = OPERAND_ALIGNMENT_BYTES  # bytes: two int32 and room
 UNIT = 8  # bytes: scales are copied by so many where rows are multiples of it
 SCALES = "rowwise_scale_inv", "columnwise_scale_inv"
 # bytes: codes of a rank that are kept unless somebody decides; for so few the launches of casts for
@@ -103,7 +102,7 @@ class GatherLayout:
         row = rowwise_data(fmt, 1, geometry.columns, geometry.nominal)
         self._row_bytes = [row.shape[1] * row.dtype.itemsize] * self.directions
         self.code_bytes = [geometry.shards.chunk * row for row in self._row_bytes]
-        self.code_slots = [round_up(nbytes, ALIGNMENT) for nbytes in self.code_bytes]
+        self.code_slots = [round_up(nbytes, OPERAND_ALIGNMENT_BYTES) for nbytes in self.code_bytes]
         self.scales: list[ScaleRegion] = []
         self.side_bytes = HEADER
         # by the names of the buffers
@@ -123,7 +122,7 @@ class GatherLayout:
     def _reserve(self, nbytes: int) -> int:
         """The offset of a region of the side channel."""
         offset = self.side_bytes
-        self.side_bytes += round_up(nbytes, ALIGNMENT)
+        self.side_bytes += round_up(nbytes, OPERAND_ALIGNMENT_BYTES)
         return offset
 
     def _add_scales(self, name: str, fmt: FormatSpec, block: Block | None) -> None:

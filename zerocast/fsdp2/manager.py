@@ -43,9 +43,8 @@ NOT_SHARDED = (
 
 BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
-RELOAD = (
-    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
-    "load_state_dict) through zerocast.fsdp2.TrainingState, or end the run if ranks have died"
+LOAD = (
+    "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict) through zerocast.fsdp2.TrainingState"
 )
 _validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDictionary()
 
@@ -55,7 +54,7 @@ def validity_of(owner: nn.Module | Optimizer) -> Validity:
     FusedAdamW or a load writes together with the masters.
     """
     if owner not in _validities:
-        _validities[owner] = Validity(RELOAD)
+        _validities[owner] = Validity(LOAD)
     return _validities[owner]
 
 
@@ -69,7 +68,7 @@ class CastManager:
         self.weights: list[FSDPWeight] = []
         self.plain: list[str] = []  # the other parameters of two or more dimensions
         self.memory = MasterMemory({})
-        self.validity = Validity(RELOAD, advice=ADVICE)  # of all masters together
+        self.validity = Validity(LOAD, advice=ADVICE)  # of all masters together
         self.record = CastRecord(self.validity)
         self.param_groups = ParamGroups(self.record.status)
         self.cast_groups: list[CastGroup] = []
@@ -96,7 +95,7 @@ class CastManager:
 
     def weight(self, name: str, fmt: FormatSpec) -> FSDPWeight:
         """A new weight of this model; `prepare` chooses which to keep in `weights`."""
-        gathered = Validity(RELOAD, advice=ADVICE)
+        gathered = Validity(LOAD, advice=ADVICE)
         gathered.owner, gathered.has_masters = weakref.ref(self), True
         return FSDPWeight(name, fmt, self.record, gathered)
 

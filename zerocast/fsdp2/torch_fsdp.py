@@ -21,13 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from zerocast.formats.layout import round_up
+from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.formats.memory import check_storage
 
 # so many that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
 # taken beforehand
 PIECES = 8
-ALIGNMENT = 64  # elements
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
@@ -268,7 +267,7 @@ class MasterMemory:
             return None  # a short shard comes again, once FSDP2 pads it
         # no view of a piece: a write to it is no write to the others
         place = torch.empty(0, dtype=torch.float32, device=device)
-        room = round_up(numel, ALIGNMENT)
+        room = round_up(numel, BUFFER_ALIGNMENT_ELEMENTS)
         if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
             piece = self._next_piece(numel / self._waiting[name], room)
             self._rest = torch.empty(piece, dtype=torch.float32, device=device)
@@ -287,7 +286,7 @@ class MasterMemory:
             if whole >= self._piece:
                 break
             whole += size
-            elements += round_up(math.ceil(size * part), ALIGNMENT)
+            elements += round_up(math.ceil(size * part), BUFFER_ALIGNMENT_ELEMENTS)
         return max(elements, least)
 
 
@@ -306,7 +305,9 @@ class MasterAddresses:
         plains = [local.plain for local in locals_]
         self._locals = list(map(weakref.ref, locals_))
         self._addresses = list(map(Tensor.data_ptr, plains))
-        self._sizes = [plain.untyped_storage().nbytes() for plain in plains]
+        # One master of each storage, and the bytes of that: a shard shares its storage with many.
+        first = {plain.untyped_storage().data_ptr(): index for index, plain in enumerate(plains)}
+        self._sizes = {index: plains[index].untyped_storage().nbytes() for index in first.values()}
         self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
         self.note()
 
@@ -318,10 +319,10 @@ class MasterAddresses:
 
     def check_memory(self) -> None:
         """ValueError for a master whose storage was freed or made smaller since."""
-        for index, (local, size) in enumerate(zip(self._locals, self._sizes, strict=True)):
-            found = local()
-            if found is not None and found.plain.untyped_storage().nbytes() < size:
-                check_storage(self._params[index]()._param_fqn or "a master", found.plain)
+        for index, size in self._sizes.items():
+            local = self._locals[index]()
+            if local is not None and local.plain.untyped_storage().nbytes() < size:
+                check_storage(self._params[index]()._param_fqn or "a master", local.plain)
 
     def note(self) -> None:
         """Writes that autograd has counted so far were cast. Dispatch sees all but those of

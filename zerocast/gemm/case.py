@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from zerocast.formats import Block, FormatSpec
+from zerocast.formats.layout import OPERAND_ALIGNMENT_BYTES
 
-ALIGNMENT = 16  # bytes: where cuBLASLt wants narrow operands and their scales to begin
 OPERANDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -67,11 +67,11 @@ class Case:
         if self.transposed:
             yield "x @ W needs the operand in the other layout: only x @ W.T (linear) runs on tensor cores"
         if not self.aligned:
-            yield f"its storage does not begin at a multiple of {ALIGNMENT} bytes"
+            yield f"its storage does not begin at a multiple of {OPERAND_ALIGNMENT_BYTES} bytes"
 
 
 def _aligned(tensor: torch.Tensor | None) -> bool:
     """True if a buffer, if there is one, begins well inside its storage, which every allocator
-    aligns to more than `ALIGNMENT`.
+    aligns to more than `OPERAND_ALIGNMENT_BYTES`.
     """
-    return tensor is None or tensor.storage_offset() * tensor.element_size() % ALIGNMENT == 0
+    return tensor is None or tensor.storage_offset() * tensor.element_size() % OPERAND_ALIGNMENT_BYTES == 0

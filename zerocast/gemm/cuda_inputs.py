@@ -11,9 +11,8 @@ from zerocast.backends import extension
 from zerocast.backends.cuda.launch import stream_of
 from zerocast.backends.extension import memory, why_no_kernels
 from zerocast.formats import Element
+from zerocast.formats.layout import OPERAND_ALIGNMENT_BYTES
 from zerocast.gemm import scaling
-
-ALIGNMENT = 16
 
 _C = extension.load()
 GROUP = _C.cuda.INPUT_GROUP
@@ -42,7 +41,7 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
     amax = _amax(x) if amax is None else amax
     made = codes, scale_inv, turned = scaling.tensor_both_ways_like(x, element)
     results = codes.data_ptr(), scale_inv.data_ptr()
-    if x.dtype is torch.float32 or x.shape[1] % ALIGNMENT:
+    if x.dtype is torch.float32 or x.shape[1] % OPERAND_ALIGNMENT_BYTES:
         _C.cuda.quantize_tensor(memory(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
         return codes, scale_inv, scaling.turned(codes)
     rowwise, columnwise = (x.shape[0], *results), (turned.shape[1], turned.data_ptr(), 0)
@@ -87,4 +86,4 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
 
 def _aligned(x: Tensor) -> Tensor:
     x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
+    return x.clone() if x.data_ptr() % OPERAND_ALIGNMENT_BYTES else x

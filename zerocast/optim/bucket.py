@@ -1,8 +1,8 @@
 """Buckets: parameters laid end to end, cut into equal shards, one for each rank.
 
 A bucket holds parameters that are stored alike, so that the same cut is a cut of its gradients, of
-its masters and of its bytes. Parameters start at multiples of `ALIGNMENT` elements and shards are
-multiples of it: no block row of 16, no byte and no vector load is ever cut.
+its masters and of its bytes. Parameters start at multiples of `SHARD_ALIGNMENT_ELEMENTS` and shards
+are multiples of it: no block row of 16, no byte and no vector load is ever cut.
 
 Parameters that one rank is to own in whole lie in buckets of their own, whose cuts fall between
 them (`whole.py`). Their gradients lie in others, which are cut evenly: `Layout` has both.
@@ -17,11 +17,18 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Block, FormatSpec, get_format
-from zerocast.formats.layout import Shape, Span, buffers, elements_per_scale, matrix_shape, round_up
+from zerocast.formats.layout import (
+    SHARD_ALIGNMENT_ELEMENTS,
+    Shape,
+    Span,
+    buffers,
+    elements_per_scale,
+    matrix_shape,
+    round_up,
+)
 from zerocast.optim.whole import Whole, batches, deal
 from zerocast.weight import QuantizedWeight
 
-ALIGNMENT = 128
 IDENTITY = get_format("identity")
 
 
@@ -163,7 +170,7 @@ def _storage_of(
     scales = []
     for name, elements in elements_per_scale(fmt, matrix).items():
         buffer = buffers(fmt, matrix, nominal)[name]
-        if buffer is not None and ALIGNMENT % elements == 0:
+        if buffer is not None and SHARD_ALIGNMENT_ELEMENTS % elements == 0:
             scales.append(FlatBuffer(name, buffer.dtype, elements))
     columnwise = fmt.elements_per_byte if fmt.casts_columnwise else 0
     return Storage(code, fmt.elements_per_byte, columnwise, grad_dtype, tuple(scales))
@@ -196,7 +203,7 @@ class _Unplaced(NamedTuple):
 
     @staticmethod
     def cut(order: int, storage: Storage, slots: list[Slot], ranks: int) -> "_Unplaced":
-        return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * ALIGNMENT) // ranks)
+        return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * SHARD_ALIGNMENT_ELEMENTS) // ranks)
 
 
 def lay_out(
@@ -273,7 +280,9 @@ def _dealt(
     whole: dict[Storage, list[Whole[Slot]]] = {}
     for order, slot in members:
         storage = storage_of(slot.parameter, grad_dtype, whole=True)
-        whole.setdefault(storage, []).append(Whole(order, slot, round_up(slot.numel, ALIGNMENT), costs[slot.name]))
+        whole.setdefault(storage, []).append(
+            Whole(order, slot, round_up(slot.numel, SHARD_ALIGNMENT_ELEMENTS), costs[slot.name])
+        )
     filled = [(storage, batch) for storage, alike in whole.items() for batch in batches(alike, bucket_size, ranks)]
     loads = [0] * ranks
     for storage, batch in sorted(filled, key=lambda pair: pair[1][-1].order):
@@ -287,7 +296,7 @@ def _order(bucket: _Unplaced) -> int:
 
 
 def _end(slots: list[Slot]) -> int:
-    return round_up(slots[-1].offset + slots[-1].numel, ALIGNMENT) if slots else 0
+    return round_up(slots[-1].offset + slots[-1].numel, SHARD_ALIGNMENT_ELEMENTS) if slots else 0
 
 
 def flat_numel(buckets: list[Bucket]) -> int:

@@ -24,8 +24,8 @@ from zerocast.optim.sharded_weights import ShardedWeights
 
 Work = Callable[[], None]
 MOVED = (
-    "weights, scales or masters have moved since the step was captured, and the graph would write where they were: "
-    "capture the step again"
+    "what the step was captured with (parameters, gradients, states, scales or shards) has moved or was replaced, and the graph "
+    "would write where it was: capture the step again"
 )
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import round_up
-from zerocast.optim.bucket import ALIGNMENT, Bucket
+from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS, round_up
+from zerocast.optim.bucket import Bucket
 
 FAN_IN = 64  # of the fixed tree that adds partial sums
 PARTS = 64  # sums need f64 copies: of one part at a time
@@ -33,22 +33,27 @@ def square_sum(shard: Tensor, group: Group) -> Tensor:
 class LogicalOrder:
     """Sums of squares in an order that the sharding does not change.
 
-    Chunks of `ALIGNMENT` elements never straddle two ranks and lie alike in a parameter whatever
-    the number of ranks. Their f64 sums are gathered, put into the order of registration, and added
-    by a tree of fixed shape.
+    Chunks of `SHARD_ALIGNMENT_ELEMENTS` never straddle two ranks and are cut alike from a
+    parameter, whatever the number of ranks. Their f64 sums are gathered, put into the order of
+    registration, and added by a tree of fixed shape.
     """
 
     def __init__(self, buckets: list[Bucket], names: list[str], group: Group, device: torch.device) -> None:
         self._group = group
-        per_rank = sum(bucket.shard_numel for bucket in buckets) // ALIGNMENT
+        per_rank = sum(bucket.shard_numel for bucket in buckets) // SHARD_ALIGNMENT_ELEMENTS
         self._gathered = torch.zeros(group.size * per_rank, dtype=torch.float64, device=device)
         places = {}
         for bucket in buckets:
             for slot in bucket.slots:
-                first, last = slot.offset // ALIGNMENT, -(-(slot.offset + slot.numel) // ALIGNMENT)
+                first, last = (
+                    slot.offset // SHARD_ALIGNMENT_ELEMENTS,
+                    -(-(slot.offset + slot.numel) // SHARD_ALIGNMENT_ELEMENTS),
+                )
                 chunk = torch.arange(first, last)
-                per_shard = bucket.shard_numel // ALIGNMENT
-                places[slot.name] = (chunk // per_shard) * per_rank + bucket.start // ALIGNMENT + chunk % per_shard
+                per_shard = bucket.shard_numel // SHARD_ALIGNMENT_ELEMENTS
+                places[slot.name] = (
+                    (chunk // per_shard) * per_rank + bucket.start // SHARD_ALIGNMENT_ELEMENTS + chunk % per_shard
+                )
         self._order = torch.cat([places[name] for name in names]).to(device)
         self.chunks = {name: len(places[name]) for name in names}
 
@@ -124,7 +129,7 @@ class ParameterNorms:
 
     def _largest(self, shard: Tensor) -> Tensor:
         """MAX drops NaN on some ranks, so it is reduced as a flag."""
-        largest = torch.cat([part.view(-1, ALIGNMENT).abs().amax(1) for part in _parts(shard)])
+        largest = torch.cat([part.view(-1, SHARD_ALIGNMENT_ELEMENTS).abs().amax(1) for part in _parts(shard)])
         nan = largest.isnan()
         both = torch.stack([largest.masked_fill(nan, 0.0), nan.float()])
         both = torch.stack([_reduce_segments(row, "max", self._lengths) for row in both])
@@ -142,8 +147,8 @@ def _segments(buckets: list[Bucket], rank: int) -> tuple[list[int], dict[str, in
         first = len(lengths)
         for slot in bucket.slots:
             places[slot.name] = len(lengths)
-            lengths.append(-(-bucket.owned(slot, rank)[0].numel // ALIGNMENT))
-        lengths.append(bucket.shard_numel // ALIGNMENT - sum(lengths[first:]))
+            lengths.append(-(-bucket.owned(slot, rank)[0].numel // SHARD_ALIGNMENT_ELEMENTS))
+        lengths.append(bucket.shard_numel // SHARD_ALIGNMENT_ELEMENTS - sum(lengths[first:]))
     return lengths, places
 
 
@@ -152,8 +157,10 @@ def _reduce_segments(values: Tensor, how: str, lengths: Tensor) -> Tensor:
 
 
 def _power_sums(shard: Tensor, power: float) -> Tensor:
-    """Sums of |x| ** power of each chunk of `ALIGNMENT` elements, f64."""
-    return torch.cat([_powers(part.view(-1, ALIGNMENT).double(), power).sum(1) for part in _parts(shard)])
+    """Sums of |x| ** power of each chunk of `SHARD_ALIGNMENT_ELEMENTS` elements, f64."""
+    return torch.cat(
+        [_powers(part.view(-1, SHARD_ALIGNMENT_ELEMENTS).double(), power).sum(1) for part in _parts(shard)]
+    )
 
 
 def _powers(values: Tensor, power: float) -> Tensor:
@@ -163,7 +170,9 @@ def _powers(values: Tensor, power: float) -> Tensor:
 
 
 def _parts(shard: Tensor) -> tuple[Tensor, ...]:
-    parts: tuple[Tensor, ...] = shard.split(max(SMALLEST_PART, round_up(shard.numel() // PARTS, ALIGNMENT)))
+    parts: tuple[Tensor, ...] = shard.split(
+        max(SMALLEST_PART, round_up(shard.numel() // PARTS, SHARD_ALIGNMENT_ELEMENTS))
+    )
     return parts
 
 

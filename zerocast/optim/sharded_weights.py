@@ -24,10 +24,7 @@ from zerocast.weight.validity import Validity
 
 ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
 
-RELOAD = (
-    "masters, moments and weights may be of different steps; load a checkpoint (zerocast.optim.load, Checkpoints.load or "
-    "load_state_dict), or end the run if ranks have died"
-)
+LOAD = "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict)"
 
 
 class ShardedWeights:
@@ -58,7 +55,7 @@ class ShardedWeights:
             param_groups=param_groups,
             names=list(weights),
             scale_cuts=self._cuts(),
-            validity=Validity(RELOAD, advice=ADVICE),
+            validity=Validity(LOAD, advice=ADVICE),
             claim=claim,
         )
         for weight in weights.values():

@@ -40,6 +40,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.hooks import RemovableHandle
 
 CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
+RELOAD = "masters, moments and weights may be of different steps; {load}, or end the run if ranks have died"
 CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
 
 _versions = itertools.count()
@@ -106,9 +107,10 @@ class Validity:
     """What is known of weights that are written together. It keeps neither masters nor owner alive.
 
     Args:
-        remedy: what the user does when a write of masters broke off. A host gives it once.
-        recast_remedy: the same for a write of weights alone, whose masters are complete; None where
-            the remedy is the same.
+        load: the call that loads a state, for errors after a write of masters that broke off; None
+            where nothing but weights is written.
+        recast_remedy: what the user does after a write of weights alone, whose masters are
+            complete; None where only a load helps.
         advice: the call that casts and gathers, for weights that are behind their masters.
 
     Attributes:
@@ -128,11 +130,11 @@ class Validity:
 
     def __init__(
         self,
-        remedy: str = CAST_AGAIN,
+        load: str | None = None,
         recast_remedy: str | None = None,
         advice: str = CAST,
     ) -> None:
-        self.remedy, self.recast_remedy, self.advice = remedy, recast_remedy, advice
+        self._load, self._recast_remedy, self.advice = load, recast_remedy, advice
         self.casts, self.copies = 0, -1
         self.version, self.places = next(_versions), next(_versions)
         self.has_masters = self.sharded = False
@@ -142,7 +144,7 @@ class Validity:
         self._writing = _Writing()
         self._looks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
         self._masters: list[weakref.ref[Tensor]] = []
-        # of the masters at the last cast; None unless debug mode or `observe` asks for them
+        # of the masters at the last cast; None unless debug mode or a SEND asks for them
         self._counters: list[int] | None = None
         self._casts_before_step = 0
         self._has_stepped = False
@@ -152,7 +154,7 @@ class Validity:
         """The validity of some of these weights, whose casts are counted apart. A write that breaks
         off has broken off for all of them, and what is asked before one is used is before all.
         """
-        part = Validity(self.remedy, self.recast_remedy, self.advice)
+        part = Validity(self._load, self._recast_remedy, self.advice)
         part._writing, part._looks = self._writing, self._looks
         return part
 
@@ -176,6 +178,8 @@ class Validity:
                 )
             if use is Use.SEND or (use is Use.READ and debugging()):
                 self._check_current(weight)
+            if use is Use.SEND:
+                self._observe()
         for reference in self._looks[use]:
             look = reference()
             if look is not None:
@@ -200,7 +204,7 @@ class Validity:
                 "the gradients of inputs would be those of other weights, so run it before that, or run the forward pass again",
             )
 
-    def observe(self) -> None:
+    def _observe(self) -> None:
         """Notice from the next cast on, as in debug mode, when masters change without a cast."""
         if self.has_masters and not self._is_observed:
             self._is_observed = True
@@ -308,7 +312,9 @@ class Validity:
 
     def broke_off(self, what: str, *, masters: bool = True) -> None:
         """`what` raised while it wrote weights, and masters unless told otherwise."""
-        remedy = self.remedy if masters or self.recast_remedy is None else self.recast_remedy
+        remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
+        if not masters and self._recast_remedy is not None:
+            remedy = self._recast_remedy
         self._writing.broke_off = InvalidWeights("", f"{what} raised half-way", remedy)
         self._writing.broke_off_masters = masters
 
