@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,13 +41,13 @@ class Prepared(HostUnderTest):
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
     )
 
-    NAMES = {
+    NAMES: ClassVar[dict[str, str]] = {
         "quantized": "blocks.0.1.weight",
         "plain": "blocks.0.0.weight",
         "frozen quantized": "blocks.1.3.weight",
         "frozen plain": "blocks.1.0.weight",
     }
-    BREAKS = {
+    BREAKS: ClassVar[dict[str, Place]] = {
         "step": Place("zerocast.fsdp2.manager:CastManager", "after_step"),
         "load": Place("zerocast.fsdp2.fused_adamw:FusedAdamW", "load_state_dict"),
         "cast": Place("zerocast.fsdp2.cast_group:CastGroup", "stamp"),
@@ -176,7 +176,8 @@ class Prepared(HostUnderTest):
         return self.parameter(kind)
 
     def recast(self) -> None:
-        zerocast.fsdp2.refresh(self._model)
+        """A load of what is there: `refresh` would count as the cast of a step for delayed scaling."""
+        self._state.load_state_dict(self._state.state_dict())
 
     def product(self, x: Tensor) -> Tensor:
         return self._model(x)  # type: ignore[no-any-return]
@@ -189,6 +190,10 @@ class Prepared(HostUnderTest):
     def dequantized(self) -> dict[str, Tensor]:
         """Of quantized weights alone."""
         return {name: weight.dequantize() for name, weight in models.unsharded(self._model)}
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return Net(KINDS[OTHER_FORMATS], self._width, 48).recipe
 
     def another_owner(self) -> FusedAdamW:
         return FusedAdamW(self._model.parameters())

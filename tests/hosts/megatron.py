@@ -3,7 +3,7 @@
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -48,13 +48,13 @@ class Megatron(HostUnderTest):
         *(Place(ME, name) for name in ("forward", "update")),
         Place(ME, "update", "after"),
     )
-    NAMES = {
+    NAMES: ClassVar[dict[str, str]] = {
         "quantized": "module.layers.2.weight",
         "plain": "module.layers.2.bias",
         "frozen quantized": "module.layers.0.weight",
         "frozen plain": "module.layers.1.weight",
     }
-    BREAKS = {
+    BREAKS: ClassVar[dict[str, Place]] = {
         "step": Place("zerocast.integrations.host_adapter:HostPlan", "cast"),
         "load": Place("zerocast.integrations.host_adapter:HostPlan", "cast"),
         "cast": Place("zerocast.integrations.host_adapter:HostPlan", "cast", "after"),
@@ -203,6 +203,13 @@ class Megatron(HostUnderTest):
     def saved(self) -> dict[str, Tensor]:
         leaves = tree_leaves(self._attached.saved())
         return {str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return {"*layers.2.weight": "fp8_block"}
+
+    def detach(self) -> None:
+        self.attachment.detach()
 
     def another_owner(self) -> ZeroAdamW:
         return ZeroAdamW((name, p) for name, p in self.model.named_parameters() if p.requires_grad)

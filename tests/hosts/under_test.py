@@ -34,7 +34,9 @@ class HostUnderTest(abc.ABC):
     VARIANTS: ClassVar[tuple[str, ...]]
     PLACES: ClassVar[tuple[Any, ...]]  # `stopping.Place`s of a step, a save and a load
     NAMES: ClassVar[dict[str, str]] = {}  # a parameter of each kind, in ALL_KINDS
-    BREAKS: ClassVar[dict[str, Any]] = {}  # the `stopping.Place` where a "step", "load" or "cast" breaks off on one rank
+    BREAKS: ClassVar[
+        dict[str, Any]
+    ] = {}  # the `stopping.Place` where a "step", "load" or "cast" breaks off on one rank
     why_not: ClassVar[str] = ""  # the host cannot be imported here
 
     folder: Path
@@ -160,6 +162,15 @@ class HostUnderTest(abc.ABC):
         return self.verified
 
     other: Any = None  # what another_owner built
+
+    def detach(self) -> None:
+        """Give the host its own methods back."""
+        raise NotImplementedError
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        """The recipe of the variant OTHER_FORMATS."""
+        raise NotImplementedError
 
     def another_owner(self) -> Any:
         """Build a second optimizer over the same parameters."""

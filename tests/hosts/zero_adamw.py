@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -62,8 +62,13 @@ class Zero(HostUnderTest):
     """A ZeroAdamW, or a ZeroMuon, and its checkpoints."""
 
     VARIANTS = tuple(RUNS)
-    NAMES = {"quantized": "nv", "plain": "norm", "frozen quantized": "frozen", "frozen plain": "frozen_norm"}
-    BREAKS = {
+    NAMES: ClassVar[dict[str, str]] = {
+        "quantized": "nv",
+        "plain": "norm",
+        "frozen quantized": "frozen",
+        "frozen plain": "frozen_norm",
+    }
+    BREAKS: ClassVar[dict[str, Place]] = {
         "step": Place("zerocast.optim.device_step:DeviceStep", "end"),
         "load": Place("zerocast.optim.sharded_weights:ShardedWeights", "recast"),
     }
@@ -78,7 +83,10 @@ class Zero(HostUnderTest):
 
     def __init__(self, folder: str, variant: str) -> None:
         device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-        self.folder, self._trainer = Path(folder), Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=device))
+        self.folder, self._trainer = (
+            Path(folder),
+            Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=device)),
+        )
         self._optimizer, self._probe = self._trainer.optimizer, self._trainer.probe
         self._checkpoints = Checkpoints(folder, keep=2)
 
@@ -175,8 +183,8 @@ class Zero(HostUnderTest):
 
     def master(self, kind: str) -> Tensor:
         """The part of this rank, in the state."""
-        ((_, part),) = boxes(self._optimizer.state_dict()["model"][self.NAMES[kind]])
-        return part
+        parts = [part for _, part in boxes(self._optimizer.state_dict()["model"][self.NAMES[kind]])]
+        return parts[0] if parts else torch.empty(0)
 
     def recast(self) -> None:
         """A load of what is there."""
@@ -189,6 +197,10 @@ class Zero(HostUnderTest):
             for parameter in self._probe.parameters()
         ]
         return torch.cat(parts, -1)
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return {spec.name: spec.fmt for spec in KINDS[OTHER_FORMATS].specs[:2]}
 
     def another_owner(self) -> ZeroAdamW:
         return ZeroAdamW(self._probe.named_parameters())
