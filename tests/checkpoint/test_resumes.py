@@ -109,6 +109,19 @@ def test_own_loop(tmp_path: Path, kind: str, fmt: str, given: str) -> None:
     assert_equal(state(again), state(model))
 
 
+def test_a_frozen_weight_of_another_format(tmp_path: Path) -> None:
+    """Its bytes fit, and would be other values."""
+    model = built("frozen quantized", "fp8_current", seed=1)
+    Checkpoints(tmp_path).save(ZeroAdamW(model.named_parameters()), 1, model=model)
+    other = built("frozen quantized", "fp8_current:element=e5m2", seed=1)
+    before = state(other)
+    with pytest.raises(
+        ValueError, match=r"1.weight is frozen, and fp8_current of bfloat16 there and .*e5m2 of bfloat16 here"
+    ):
+        Checkpoints(tmp_path).load(ZeroAdamW(other.named_parameters()), model=other)
+    assert_equal(state(other), before)
+
+
 def under_fsdp2(folder: str, kind: str, fmt: str) -> None:
     """Masters and moments are FSDP2's, and so are frozen parameters; buffers are each rank's own."""
 

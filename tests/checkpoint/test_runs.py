@@ -106,6 +106,15 @@ def test_a_step_that_is_no_number(
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_numbers_that_no_load_would_take(tmp_path: Path, asynchronous: bool) -> None:
+    ours = optimizer()
+    ours.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr is out of range: nan"):
+        Checkpoints(tmp_path, asynchronous=asynchronous).save(ours, 1)
+    assert Checkpoints(tmp_path).steps() == []
+
+
 def test_a_step_of_numpy(tmp_path: Path) -> None:
     Checkpoints(tmp_path).save(optimizer(), numpy.int64(3))  # type: ignore[arg-type]
     assert Checkpoints(tmp_path).steps() == [3]
@@ -143,7 +152,7 @@ def test_extra_values_come_back_as_they_were(tmp_path: Path, asynchronous: bool)
 )
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_extra_values_that_would_change(tmp_path: Path, value: Any, asynchronous: bool) -> None:
-    with pytest.raises(TypeError, match=r"extra\['x'\] is a .*: a checkpoint holds tensors, and None, bool, int"):
+    with pytest.raises(TypeError, match=r"extra\['x'\] is of type .*: a checkpoint holds tensors, and None, bool, int"):
         Checkpoints(tmp_path, asynchronous=asynchronous).save(optimizer(), 1, extra={"x": value})
 
 

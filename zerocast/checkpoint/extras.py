@@ -28,8 +28,8 @@ def check(extra: Mapping[str, Any] | None) -> None:
             raise TypeError(f"names in extra are texts, got {name!r}")
         if not isinstance(value, Tensor) and not _is_plain(value):
             raise TypeError(
-                f"extra[{name!r}] is a {type(value).__name__}: a checkpoint holds tensors, and None, bool, int, float, str, and "
-                "lists and dicts of them; turn other values into these (torch.from_numpy(array), list(values))"
+                f"extra[{name!r}] is of type {type(value).__name__}: a checkpoint holds tensors, and None, bool, int, float, str, "
+                "and lists and dicts of them; turn other values into these (torch.from_numpy(array), list(values))"
             )
 
 

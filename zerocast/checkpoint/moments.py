@@ -2,8 +2,8 @@
 of a file are so, before any of them is loaded.
 """
 
-import io
 import math
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,15 @@ def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[st
     a part.
     """
     found: list[str] = []
-    for name, key, moment in _stored(reader, metadata, known, group):
-        try:
-            check_values(name, key, moment)
-        except ValueError as error:
-            found.append(str(error))
+    try:
+        for name, key, moment in _stored(reader, metadata, known, group):
+            try:
+                check_values(name, key, moment)
+            except ValueError as error:
+                found.append(str(error))
+    # The other ranks wait to hear of it.
+    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        found.append(f"its moments cannot be read: {error}")
     return found
 
 
@@ -52,8 +56,6 @@ def _stored(
         if place.transform_descriptors:
             continue  # compressed by another program: looked at once it is loaded
         with reader.fs.create_stream(Path(reader.path, place.relative_path), "rb") as stream:
-            stream.seek(place.offset)
-            content = io.BytesIO(stream.read(place.length))
-        moment = torch.load(content, map_location="cpu", weights_only=True)
+            moment = torch.load(reader._slice_file(stream, place), map_location="cpu", weights_only=True)
         if type(moment) is Tensor and moment.numel():
             yield name, key, moment

@@ -145,7 +145,7 @@ class Validity:
         self._writing = _Writing()
         self._looks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
         self._masters: list[weakref.ref[Tensor]] = []
-        # of the masters at the last cast; None unless debug mode or `observe` asks for them
+        # of the masters at the last cast; None unless debug mode or a SEND asks for them
         self._counters: list[int] | None = None
         self._casts_before_step = 0
         self._has_stepped = False
@@ -179,6 +179,8 @@ class Validity:
                 )
             if use is Use.SEND or (use is Use.READ and debugging()):
                 self._check_current(weight)
+            if use is Use.SEND:
+                self._observe()
         for reference in self._looks[use]:
             look = reference()
             if look is not None:
@@ -203,7 +205,7 @@ class Validity:
                 "the gradients of inputs would be those of other weights, so run it before that, or run the forward pass again",
             )
 
-    def observe(self) -> None:
+    def _observe(self) -> None:
         """Notice from the next cast on, as in debug mode, when masters change without a cast."""
         if self.has_masters and not self._is_observed:
             self._is_observed = True
