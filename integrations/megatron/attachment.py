@@ -41,6 +41,7 @@ class SharePlan(HostPlan):
     def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
         def before_cast() -> None:
             gathers.mark_due()
+            gathers.bring_weights_back()
             te_tensors.locate()
 
         def before_reading() -> None:

@@ -64,10 +64,20 @@ class Gathers:
         self._group_of = {
             id(weight_of(param).state): group for group in self._bucket_groups for param in primary_of(group)
         }
+        primary = [param for group in self._bucket_groups for param in primary_of(group)]
+        self._placed = [(param, param.state) for param in primary if isinstance(param, QuantizedWeight)]
 
     def mark_due(self) -> None:
         """Note, at the start of a cast, that every bucket group has to gather."""
         self._due = set(map(id, self._bucket_groups))
+
+    def bring_weights_back(self) -> None:
+        """Let weights that `.data =` or `Module.to` gave other storage lie in the host's buffers
+        again, where it gathers, before a cast writes all of their bytes.
+        """
+        for weight, state in self._placed:
+            if weight.state is not state:
+                weight.restate(state)
 
     def start(self) -> None:
         """Finish the gathers in flight, then gather all bytes. Collective."""

@@ -138,6 +138,7 @@ class HostPlan:
         # Pairs on one device are copied by one foreach launch, masters in host memory one by one.
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
         self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
+        self._watch_masters()
 
     @torch.no_grad()
     def cast(self, *, repeat: bool = False) -> None:
@@ -148,6 +149,10 @@ class HostPlan:
         self.host.before_cast()
         self._follow_masters()
         self.plan.cast(repeat=repeat)
+        # The optimizers of a host step together, so all weights have changed. Autograd functions of
+        # the host that have saved a weight for a backward pass notice it by its version.
+        self.plan.validity.changed()
+        torch.autograd.graph.increment_version(self.host.weights)
         if self._plain:
             rounded, masters = map(list, zip(*self._plain, strict=True))
             torch._foreach_copy_(rounded, masters)
@@ -163,6 +168,13 @@ class HostPlan:
         if any(flat is not master and _address(flat) != _address(master) for master, flat in pairs):
             self._flat = [_flat(master) for master in self.host.masters]
             self.plan.move_masters(self._flat)
+            self._watch_masters()
+
+    def _watch_masters(self) -> None:
+        """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
+        of_plain = [master for _, master in (*self._plain, *self._plain_of_host)]
+        quantized = [master for master in self._flat if master is not None]
+        self.plan.validity.watch([*quantized, *of_plain], sharded=self.plan.group.size > 1)
 
     def leave_memory(self) -> None:
         """Drop the references to memory that the host has moved masters out of. Local."""

@@ -21,6 +21,7 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.verification.master_views import OwnsMasters, owners_of
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.validity import Use
 
 Batch = Sequence[tuple[str, Tensor]]
 Casts = tuple[tuple[int, ...], ...]
@@ -295,6 +296,7 @@ class ShardedModel:
                         )
                 batch = [(str(view.name), view.weight) for view in views.masters]
                 seen |= {name for name, _ in batch}
+                owner.check(Use.SEND)  # what all ranks learn by the gather, such as masters that are NaN
                 yield batch
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if name not in seen:

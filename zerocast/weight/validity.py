@@ -12,7 +12,8 @@ write, whatever the number of weights, and a check compares numbers.
                                                       debug mode, where ranks share masters
     copied           what gathers, at its end         nothing
     changed          a step, a load, a swapped-in     the backward pass of a forward pass before
-                     average                          it (`check_recorded`)
+                     average, casts of hosts and      it (`check_recorded`)
+                     of FSDP2
     moved            a weight that is given storage   nothing; casts and gathers look where it lies
     broke off        a `transaction` that raises      everything, until a transaction of as much
                                                       completes
