@@ -15,12 +15,6 @@ namespace py = pybind11;
 namespace zerocast::api {
 namespace {
 
-Bases bases_of(const Memories& memories) {
-  Bases bases;
-  for (const Memory& memory : memories) bases.push_back(memory.address);
-  return bases;
-}
-
 void partial_amax(const Format& format, const std::string& nominal, const Memories& masters, const Memory& table,
                   const Memory& packed, int threads) {
   const Rows rows(format, table, Spans::kRead);
@@ -40,8 +34,8 @@ void compute_scales(const Format& format, const Memory& packed, const Memory& ta
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     rows.check_floats("scales", scales, column::SCALE_BASE, column::SCALE_OFFSET, 1, true);
   }
-  cpu::compute_scales(format, array_of("packed", packed), rows.table(), bases_of(row_scales), bases_of(column_scales),
-                      bases_of(amaxes), bases_of(scales), threads);
+  cpu::compute_scales(format, array_of("packed", packed), rows.table(), row_scales.addresses, column_scales.addresses,
+                      amaxes.addresses, scales.addresses, threads);
 }
 
 void partial_cast(const Format& format, const std::string& nominal, const Memories& masters, const Memory& packed,
@@ -58,8 +52,8 @@ void partial_cast(const Format& format, const std::string& nominal, const Memori
   if (format.scale_rule == ScaleRule::kTwoLevel) {
     rows.check_floats("amaxes", amaxes, column::AMAX_BASE, column::AMAX_OFFSET, 1, false);
   }
-  cpu::partial_cast(format, dtype_of(nominal), arrays_of("masters", masters), array_of("packed", packed), bases_of(amaxes),
-                    bases_of(scales), rows.table(), bases_of(row_data), bases_of(column_data), threads);
+  cpu::partial_cast(format, dtype_of(nominal), arrays_of("masters", masters), array_of("packed", packed), amaxes.addresses,
+                    scales.addresses, rows.table(), row_data.addresses, column_data.addresses, threads);
 }
 
 void roll_history(const Format& format, const Memory& table, const Memories& amaxes, const Memories& scales,
@@ -69,7 +63,7 @@ void roll_history(const Format& format, const Memory& table, const Memories& ama
   rows.check_floats("amaxes", amaxes, column::AMAX_BASE, column::AMAX_OFFSET, 1, true);
   rows.check_floats("scales", scales, column::SCALE_BASE, column::SCALE_OFFSET, 1, true);
   rows.check_floats("histories", histories, column::HISTORY_BASE, column::HISTORY_OFFSET, format.amax_history_len, true);
-  cpu::roll_history(format, rows.table(), bases_of(amaxes), bases_of(scales), bases_of(histories));
+  cpu::roll_history(format, rows.table(), amaxes.addresses, scales.addresses, histories.addresses);
 }
 
 void transpose(const Format& format, const Memory& table, const Memories& row_data, const Memories& row_scales,
@@ -77,8 +71,8 @@ void transpose(const Format& format, const Memory& table, const Memories& row_da
   const Rows rows(format, table, Spans::kUnread);
   rows.check_whole_codes(row_data, column_data);
   if (format.block) rows.check_scales(row_scales, column_scales, true);
-  cpu::transpose(format, rows.table(), bases_of(row_data), bases_of(row_scales), bases_of(column_data),
-                 bases_of(column_scales), threads);
+  cpu::transpose(format, rows.table(), row_data.addresses, row_scales.addresses, column_data.addresses,
+                 column_scales.addresses, threads);
 }
 
 void dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
@@ -120,9 +114,9 @@ std::vector<AdamState> states_of(const Rows& rows, const Memories& masters, cons
   }
   if (n == 0) return {};
   rows.check_masters("masters", masters, "float32");
-  rows.check_masters("grads", grads, grads[0].dtype.c_str());
-  rows.check_masters("exp_avgs", exp_avgs, exp_avgs[0].dtype.c_str());
-  rows.check_masters("exp_avg_sqs", exp_avg_sqs, exp_avgs[0].dtype.c_str());
+  rows.check_masters("grads", grads, grads.dtype.c_str());
+  rows.check_masters("exp_avgs", exp_avgs, exp_avgs.dtype.c_str());
+  rows.check_masters("exp_avg_sqs", exp_avg_sqs, exp_avgs.dtype.c_str());
   std::vector<AdamState> states;
   for (size_t i = 0; i < n; ++i) states.push_back(state_of(masters[i], grads[i], exp_avgs[i], exp_avg_sqs[i]));
   return states;
@@ -148,7 +142,7 @@ void adam_cast(const Format& format, const std::string& nominal, const Memories&
   rows.check_packed(packed, false);
   rows.check_codes(dtype_of(nominal), row_data, nullptr);
   cpu::adam_cast(format, dtype_of(nominal), states, rows.table(), reinterpret_cast<const int64_t*>(groups.address),
-                 reinterpret_cast<const float*>(scalars.address), clip, array_of("packed", packed), bases_of(row_data),
+                 reinterpret_cast<const float*>(scalars.address), clip, array_of("packed", packed), row_data.addresses,
                  threads);
 }
 

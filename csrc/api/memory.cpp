@@ -69,7 +69,7 @@ Array array_of(const char* name, const Memory& memory) {
 
 std::vector<Array> arrays_of(const char* name, const Memories& memories) {
   std::vector<Array> arrays;
-  for (const Memory& memory : memories) arrays.push_back(array_of(name, memory));
+  for (size_t i = 0; i < memories.size(); ++i) arrays.push_back(array_of(name, memories[i]));
   return arrays;
 }
 

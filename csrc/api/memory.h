@@ -4,6 +4,7 @@
 #pragma once
 
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <cstdint>
 #include <string>
@@ -20,7 +21,16 @@ struct Memory {
   std::string dtype;
   int64_t bytes = 0;
 };
-using Memories = std::vector<Memory>;
+
+// Tensors of one dtype.
+struct Memories {
+  std::vector<uintptr_t> addresses;
+  std::string dtype;
+  std::vector<int64_t> bytes;
+
+  size_t size() const { return addresses.size(); }
+  Memory operator[](size_t i) const { return {addresses[i], dtype, bytes[i]}; }
+};
 
 // Throws unless `memory` is of this dtype and has bytes [first, last). The dtype "bytes" is that of
 // codes and of byte scales, "floats" any that `dtype_of` knows.
@@ -97,11 +107,23 @@ template <>
 struct type_caster<zerocast::api::Memory> {
   PYBIND11_TYPE_CASTER(zerocast::api::Memory, const_name("tuple[int, str, int]"));
   bool load(handle source, bool convert) {
-    make_caster<std::tuple<uintptr_t, std::string, int64_t>> passed;
+    using Passed = std::tuple<uintptr_t, std::string, int64_t>;
+    make_caster<Passed> passed;
     if (!passed.load(source, convert)) return false;
-    auto [address, dtype, bytes] = cast_op<std::tuple<uintptr_t, std::string, int64_t>>(std::move(passed));
-    value = {address, std::move(dtype), bytes};
+    std::tie(value.address, value.dtype, value.bytes) = cast_op<Passed>(std::move(passed));
     return true;
+  }
+};
+
+template <>
+struct type_caster<zerocast::api::Memories> {
+  PYBIND11_TYPE_CASTER(zerocast::api::Memories, const_name("tuple[list[int], str, list[int]]"));
+  bool load(handle source, bool convert) {
+    using Passed = std::tuple<std::vector<uintptr_t>, std::string, std::vector<int64_t>>;
+    make_caster<Passed> passed;
+    if (!passed.load(source, convert)) return false;
+    std::tie(value.addresses, value.dtype, value.bytes) = cast_op<Passed>(std::move(passed));
+    return value.addresses.size() == value.bytes.size();
   }
 };
 

@@ -1,4 +1,4 @@
-"""Buckets: where quantized weights lie in Apex's buckets, and what its all-gathers send."""
+"""Buckets: the bytes of quantized weights in Apex's buckets, and the tensors that it gathers."""
 
 from collections.abc import Mapping
 
@@ -19,61 +19,64 @@ ADVICE = "masters that were written by hand are taken over by optimizer.refresh(
 class QuantizedBucket:
     """A bucket of quantized weights, which are views of its flat bytes.
 
-    A rank's slice of its one flat buffer holds the bytes of the elements that it owns, so the
-    gather runs in place. mxfp8 has a buffer a direction, and Apex gathers one tensor a bucket: its
-    slices are packed side by side, and unpacked after.
+    A bucket has one flat buffer, and the slice of a rank has the bytes of the elements that it
+    owns, so that the gather runs in place. A bucket of mxfp8 has a buffer for each direction, and
+    Apex gathers one tensor a bucket: the rank's slices are packed into one tensor, which is
+    unpacked after the gather.
+
+    Attributes:
+        bytes: the flat buffers of the bucket.
     """
 
     def __init__(self, bucket: Bucket, group: Group, device: torch.device) -> None:
-        self.bytes, self._group = BucketBytes(bucket, device), group
+        self.bytes = BucketBytes(bucket, device)
+        self._group = group
+        # The packed tensor, from `all_gather_tensors` to `unpack`.
         self._packed: Tensor | None = None
 
     def all_gather_tensors(self) -> tuple[Tensor, Tensor]:
-        """(part of this rank, all of it): what an all-gather takes.
-
-        The part is a view of the whole.
-        """
-        flats, ranks = self.bytes.flats, self._group.size
+        """The input and the output of an all-gather: this rank's slice, a view, and all slices."""
+        flats, ranks, rank = self.bytes.flats, self._group.size, self._group.rank
         if len(flats) == 1:
-            return flats[0].view(ranks, -1)[self._group.rank], flats[0]
-        whole = torch.empty(len(flats) * flats[0].numel(), dtype=flats[0].dtype, device=flats[0].device)
-        part = whole.view(ranks, -1)[self._group.rank]
-        torch.cat([flat.view(ranks, -1)[self._group.rank] for flat in flats], out=part)
-        self._packed = whole
-        return part, whole
+            return flats[0].view(ranks, -1)[rank], flats[0]
+        packed = torch.empty(len(flats) * flats[0].numel(), dtype=flats[0].dtype, device=flats[0].device)
+        own_slice = packed.view(ranks, -1)[rank]
+        torch.cat([flat.view(ranks, -1)[rank] for flat in flats], out=own_slice)
+        self._packed = packed
+        return own_slice, packed
 
     def unpack(self) -> None:
-        """After a gather: put what was packed where the weights read it.
-
-        A second call does nothing.
-        """
+        """Copy a gathered packed tensor into the flat buffers. A second call does nothing."""
         if self._packed is not None:
             flats, ranks = self.bytes.flats, self._group.size
-            for flat, sent in zip(flats, self._packed.view(ranks, len(flats), -1).unbind(1), strict=True):
-                flat.view(ranks, -1).copy_(sent)
+            gathered = self._packed.view(ranks, len(flats), -1).unbind(1)
+            for flat, slices in zip(flats, gathered, strict=True):
+                flat.view(ranks, -1).copy_(slices)
             self._packed = None
 
 
 class QuantizedBuckets(dict[int, QuantizedBucket]):
-    """The buckets of quantized weights, by Apex's number.
+    """The buckets of quantized weights, by Apex's number of the bucket.
 
-    `group` are the ranks that share the masters.
+    `group` has the ranks that share the masters.
     """
 
     def __init__(self, buckets: Mapping[int, Bucket], group: Group, device: torch.device) -> None:
         super().__init__({index: QuantizedBucket(bucket, group, device) for index, bucket in buckets.items()})
         self._group = group
+        # One buffer for all weights, so that zeroing or reducing all of them is one launch.
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
             into_flat_buffer([weight for weight in self._weights() if weight.state.buffers[name] is not None], name)
 
     def adapter(self, masters: Mapping[int, Tensor]) -> HostAdapter:
-        """The facts of Apex; `masters[i]` is this rank's f32 shard of bucket i."""
+        """The HostAdapter of Apex. `masters[i]` is this rank's FP32 shard of bucket i."""
         names, owned, starts = [], [], []
         for index, quantized in self.items():
             bucket = quantized.bytes.bucket
             for slot in bucket.slots:
                 span, start = bucket.owned(slot, self._group.rank)
-                start -= bucket.start  # Apex keeps a tensor a bucket
+                # `start` counts from the first bucket, and Apex has a tensor for each.
+                start -= bucket.start
                 names.append(slot.name)
                 owned.append(masters[index][start : start + span.numel])
                 starts.append(span.start)
@@ -90,19 +93,19 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
         )
 
     def reclaim(self) -> None:
-        """Bring back weights that were moved to other storage."""
+        """Move weights that were given other storage back into their bucket."""
         for bucket in self.values():
             bucket.bytes.foreign_writes.reclaim()
 
     def gather(self, plan: CastPlan) -> None:
-        """All-gather the bytes of the last cast, without Apex, and make the columnwise copies."""
+        """All-gather the bytes of the last cast outside Apex's step. Make columnwise copies."""
         for bucket in self.values():
             bucket.bytes.start(self._group)
             bucket.bytes.wait()
         plan.post_all_gather()
 
     def finish(self, plan: CastPlan) -> None:
-        """Make the columnwise copies after Apex has gathered, unless they are there."""
+        """Make the columnwise copies after Apex has gathered, unless they are current."""
         if plan.validity.copies != plan.validity.casts:
             for bucket in self.values():
                 bucket.unpack()

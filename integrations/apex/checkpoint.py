@@ -16,13 +16,13 @@ MASTER_AND_MOMENTS = ("param", "exp_avg", "exp_avg_sq")
 
 
 class PlainZeros(TorchFunctionMode):
-    """Within, `zeros_like` of a QuantizedWeight is a plain tensor.
+    """Let `zeros_like` of a QuantizedWeight return a plain tensor while the mode is active.
 
-    Apex makes room for a master by the shape of its parameter.
+    Apex allocates the full tensor of a master by `zeros_like` of its parameter.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Everything else is left alone."""
+        """Replace `zeros_like` of a QuantizedWeight; run all other functions unchanged."""
         kwargs = kwargs or {}
         if func is torch.zeros_like and args and isinstance(args[0], QuantizedWeight):
             return torch.zeros(args[0].shape, **{"dtype": args[0].dtype, "device": args[0].device, **kwargs})
@@ -39,17 +39,20 @@ def check_format(state_dict_format: int | None) -> None:
 
 
 def _format_of(state_dict: Mapping[str, Any]) -> int | None:
-    """As Apex tells it; the first format is older than its tag."""
+    """The format of a state dict, by the same test as Apex's.
+
+    The first format has no entry "format".
+    """
     if "buckets" in state_dict or "gathered_states" in state_dict:
         return 1
-    found: int | None = state_dict.get("format")
-    return found
+    tagged: int | None = state_dict.get("format")
+    return tagged
 
 
 def problem_of(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Exception | None:
-    """Why this state does not fit these parameters; None if it does.
+    """The error if a state does not fit these parameters, or None.
 
-    Apex alone finds out when some have been overwritten.
+    Apex would only notice after it has overwritten some of them.
     """
     try:
         check_format(_format_of(state_dict))
@@ -68,24 +71,24 @@ def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     parameters = [parameter for group in param_groups for parameter in group["params"]]
     for key, parameter in zip(keys, parameters, strict=True):
-        found = {name: tuple(state_dict["state"][key][name].shape) for name in MASTER_AND_MOMENTS}
-        if any(shape != tuple(parameter.shape) for shape in found.values()):
-            raise ValueError(f"parameter {key} has shapes {found} in the state and {tuple(parameter.shape)} here")
+        shapes = {name: tuple(state_dict["state"][key][name].shape) for name in MASTER_AND_MOMENTS}
+        if any(shape != tuple(parameter.shape) for shape in shapes.values()):
+            raise ValueError(f"parameter {key} has shapes {shapes} in the state and {tuple(parameter.shape)} here")
 
 
 def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
-    """Put copies of delayed scaling on the CPU beside the master of each weight.
+    """Add CPU copies of delayed scaling to the state entry of each weight.
 
-    `keys` are the entries of Apex's state by name.
+    `keys` are the keys of Apex's state by the name of the weight.
     """
     for name, tensors in delayed.state_dict().items():
         state[keys[name]].update({field: tensor.detach().cpu().clone() for field, tensor in tensors.items()})
 
 
 def load_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
-    """Take over what `add_delayed` put there.
+    """Load the delayed scaling that `add_delayed` has added.
 
-    The next cast seeds what is missing or does not fit.
+    The next cast seeds scales that are missing or do not fit.
     """
     for name in delayed.load_state_dict({name: state[key] for name, key in keys.items()}):
         if dist.get_rank() == 0:

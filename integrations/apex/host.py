@@ -1,6 +1,6 @@
 """The names of NVIDIA Apex that this integration overrides, calls or reads, all of them.
 
-Detected by being there, never by version.
+A feature is detected by the presence of its names, never by a version number.
 """
 
 import importlib
@@ -56,22 +56,23 @@ def optimizer_class() -> Any:
     spec = importlib.util.find_spec("apex")
     if spec is None:
         raise ImportError(f"NVIDIA Apex is not installed, and is on no package index: {SOURCE}")
-    places = list(spec.submodule_search_locations or ())
-    if not any(Path(place, *MODULE.split(".")[1:]).with_suffix(".py").is_file() for place in places):
+    # Look for the file before importing: another project's `apex` would run on import.
+    folders = list(spec.submodule_search_locations or ())
+    if not any(Path(folder, *MODULE.split(".")[1:]).with_suffix(".py").is_file() for folder in folders):
         raise ImportError(
-            f"looked for {MODULE} and found another apex at {places or spec.origin}: the package index's `apex` is a "
+            f"looked for {MODULE} and found another apex at {folders or spec.origin}: the package index's `apex` is a "
             f"toolkit for logins, not NVIDIA's; uninstall it and {SOURCE}"
         )
     try:
-        found = getattr(importlib.import_module(MODULE), "DistributedFusedAdam", None)
+        kind = getattr(importlib.import_module(MODULE), "DistributedFusedAdam", None)
     except ImportError as error:
         raise ImportError(
             f"{MODULE} is there and cannot be imported: {error}. Build Apex with the extensions amp_C and distributed_adam_cuda"
         ) from error
-    if found is None:
+    if kind is None:
         raise RuntimeError(f"{MODULE} has no DistributedFusedAdam: this Apex has another shape")
-    require(found, _OF_THE_CLASS)
-    return found
+    require(kind, _OF_THE_CLASS)
+    return kind
 
 
 def check_optimizer(optimizer: Any) -> None:

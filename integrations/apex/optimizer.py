@@ -1,11 +1,11 @@
 """DistributedFusedAdam over quantized weights: Apex's update and gathers, zerocast's cast between.
 
-Apex has two places for that: `_check_params_shard_dtypes`, between its update of the master shards
-and the all-gather, and `_param_copy_fragments`, after it. The first casts into this rank's slice of
-a bucket's bytes and gives Apex that buffer to gather; the second has nothing to copy, since weights
-are views of it. Apex makes the masters too, from the values before quantization. From the first
-write of a master to the last columnwise copy is one call, `_local_step`: what raises in it leaves
-an optimizer that says so.
+Two methods of Apex are overridden for that: `_check_params_shard_dtypes`, which it calls between
+the update of the master shards and the all-gather, and `_param_copy_fragments`, which it calls
+after it. The first casts into this rank's slice of a bucket's bytes and gives Apex that buffer to
+gather. The second has nothing to copy, since weights are views of the buffer. Apex makes the
+masters too, from the values before quantization. One call, `_local_step`, writes masters, weights
+and columnwise copies: an exception in it leaves the optimizer partial, and its methods then raise.
 """
 
 import contextlib
@@ -36,8 +36,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
     It takes what Apex's class takes: `model.named_parameters()`, or parameters alone, all of them
-    trainable. Rank 0's initial values, before quantization, become everyone's masters. After a step
-    all ranks hold the bytes of the unsharded cast. Plain parameters are Apex's business as ever.
+    trainable. Rank 0's initial values, before quantization, become the masters on all ranks. After
+    a step the weights have the bytes of the unsharded cast on all ranks. Apex updates and gathers
+    plain parameters by itself.
 
     Raises, on every rank if on any: ValueError for options that are not supported, with the reason,
     for a parameter that is listed twice and for a quantized weight that is not trained; TypeError
@@ -45,9 +46,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     owner, and for an Apex of another shape.
     """
 
-    alignment: int  # of Apex, in elements
-    default_shard_size: int  # likewise
-    _params_buckets: dict[int, Any]  # of Apex: what a step is about to gather
+    # Attributes of Apex's class: the alignment of parameters and the size of a rank's slice of a
+    # bucket, both in elements, and the buckets that a step is about to gather, by number.
+    alignment: int
+    default_shard_size: int
+    _params_buckets: dict[int, Any]
+    # True once the constructor has laid out all buckets. Before that, Apex's constructor calls
+    # methods that are overridden here.
     _is_built = False
 
     def __init__(self, params: Any, *args: Any, **options: Any) -> None:
@@ -55,12 +60,14 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         named = [(name, parameter, index) for index, name, parameter in self._named() if _is_quantized(parameter)]
         numel = self.default_shard_size * self.distributed_size
         buckets = fill_buckets(named, numel, self.distributed_size, self.grad_sync_dtype)
-        laid = {self._lay(bucket): bucket for bucket in buckets}
-        # plain ones, as gradients come
+        by_index = {self._lay_out(bucket): bucket for bucket in buckets}
+        # Plain parameters in reverse, the order in which the backward pass produces gradients.
         self.init_params(reversed([parameter for _, _, parameter in self._named()]))
-        masters = {index: self.state["buckets"][index].params_shard for index in laid}
+        masters = {index: self.state["buckets"][index].params_shard for index in by_index}
+        # The ranks that share the masters, and all data-parallel ranks: with a redundant group,
+        # Apex has several copies of the masters.
         group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
-        self._quantized = QuantizedBuckets(laid, group, self.device)
+        self._quantized = QuantizedBuckets(by_index, group, self.device)
         self._host_plan = HostPlan(self._quantized.adapter(masters))
         self._plan = self._host_plan.plan
         self._plan.validity.owner = weakref.ref(self)
@@ -70,31 +77,32 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast, gather and transpose masters that were written by hand. All ranks call it."""
+        """Cast, gather and transpose masters that were written by hand. Collective."""
         self._plan.validity.check(Use.STEP)
         self._host_plan.refresh()
 
     def param_sync(self) -> None:
-        """Nothing is left to gather: a step ends with that.
-
-        RuntimeError after a step that raised half-way.
+        """Do nothing, since a step ends with its gather. RuntimeError after a step that raised
+        half-way.
         """
         if self._is_built:
             self._plan.validity.check(Use.STEP)
-        # a step that raised before its update left some, of which nothing was written
+        # A step that raised before its update leaves entries here, and no master was written.
         self._params_buckets.clear()
 
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
-        """As Apex's, for clipping and loss scaling. RuntimeError after a step that raised
-        half-way.
+        """Apex's norm of all gradients, for clipping and loss scaling.
+
+        RuntimeError after a step that raised half-way.
         """
         self._plan.validity.check(Use.REDUCE)
         norm: Tensor = super().grad_norm(*args, **options)
         return norm
 
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
-        """Apex's state dict, the same on every rank: full FP32 masters and moments, and delayed
-        scaling beside them.
+        """Apex's state dict with full FP32 masters, moments and the state of delayed scaling.
+
+        It is the same on every rank. Collective.
         """
         checkpoint.check_format(state_dict_format)
         with checkpoint.PlainZeros():
@@ -104,13 +112,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same parameters, from any number of ranks and any format, and
-        cast its masters.
+        """Load a state of the same parameters, from any number of ranks and any format, and cast
+        its masters. Collective.
 
-        Plain parameters are loaded with the model, as ever. After a step that raised half-way this
-        makes the optimizer whole again, and forgets the gradients of that step. ValueError, with
-        nothing changed, for the deprecated first format, for another number of parameters and for
-        other shapes.
+        Plain parameters are loaded with the model. After a step that raised half-way this makes the
+        optimizer usable again, and drops the gradients of that step. ValueError, with nothing
+        changed, for the deprecated first format, for another number of parameters and for other
+        shapes.
         """
         problem = checkpoint.problem_of(state_dict, self.param_groups)
         validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
@@ -126,7 +134,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         return tuple(self._host_plan.master_views())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while constructing: buckets are laid out once."""
+        """Add a group in the constructor. RuntimeError later, since buckets are laid out once."""
         if self._is_built:
             raise RuntimeError(
                 "this optimizer cannot take more parameters: build a new one and load the state of this one"
@@ -134,9 +142,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     def _broadcast_params(self) -> None:
-        """The host's first collective, and the first look at the parameters.
+        """Validate the parameters, then broadcast the plain ones. Apex's constructor calls it.
 
-        Masters of quantized weights follow one by one.
+        It is the first collective of the constructor, and so the place where all ranks can raise
+        together. The values of quantized weights are broadcast one by one, in `_init_param_state`.
         """
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
@@ -152,8 +161,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def _init_param_state(self, param: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Apex makes the master of a weight from its FP32 value, which stands for it while it
-        does.
+        """Let Apex make the master of a weight from its FP32 value before quantization.
+
+        Apex reads the parameter as a plain tensor. So it gets the value in place of the weight, and
+        the state that it makes is then moved to the weight.
         """
         if not isinstance(param, QuantizedWeight) or "fragments" in self.state[param]:
             super()._init_param_state(param, *args, **kwargs)
@@ -166,9 +177,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         param.high_precision_init_val = None
 
     def _local_step(self, bucket_ids: list[int]) -> None:
-        """The update, the cast, the gather and the columnwise copies.
+        """Update the masters, cast, gather and make the columnwise copies.
 
-        Apex asks for the gather after this, and finds it done.
+        Apex would gather after this method. Here it happens inside, so that one transaction covers
+        all of it, and the later `param_sync` does nothing.
         """
         with self._plan.transaction("an optimizer step"):
             super()._local_step(bucket_ids)
@@ -176,7 +188,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             self._quantized.finish(self._plan)
 
     def _check_params_shard_dtypes(self, params_buckets: dict[int, Any]) -> None:
-        """The masters have stepped: cast them, and let Apex gather the bytes."""
+        """Cast the updated masters, and give Apex the bytes to gather."""
         plain = {index: bucket for index, bucket in params_buckets.items() if index not in self._quantized}
         super()._check_params_shard_dtypes(plain)
         self._host_plan.cast()
@@ -184,42 +196,45 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             params_buckets[index].params_shard, params_buckets[index].params_bucket = bucket.all_gather_tensors()
 
     def _param_copy_fragments(self, fragments: Iterable[Any]) -> None:
-        """Bytes were gathered where weights read them."""
+        """Copy gathered values to plain parameters. Quantized weights are views of their bucket."""
         super()._param_copy_fragments([f for f in fragments if not _is_quantized(self.parameter(f))])
 
-    def _lay(self, bucket: Bucket) -> int:
-        """Let Apex lay this bucket out, as it is laid out here; returns Apex's number for it."""
+    def _lay_out(self, bucket: Bucket) -> int:
+        """Let Apex make a bucket with the layout of `bucket`. Returns Apex's number for it.
+
+        RuntimeError if the layouts differ: the cast would write to the wrong elements.
+        """
         index = len(self.state["buckets"])
         with self._layout(bucket.shard_numel):
             self.init_params_bucket([slot.parameter for slot in bucket.slots], param_sync_dtype=torch.uint8)
         laid = self.state["buckets"][index:]
-        found = [(f.param_range, f.bucket_range) for one in laid for f in one.fragments]
+        actual = [(fragment.param_range, fragment.bucket_range) for made in laid for fragment in made.fragments]
         expected = [((0, slot.numel), (slot.offset, slot.offset + slot.numel)) for slot in bucket.slots]
-        sizes = [one.shard_size for one in laid]
-        if found != expected or sizes != [bucket.shard_numel]:
+        sizes = [made.shard_size for made in laid]
+        if actual != expected or sizes != [bucket.shard_numel]:
             raise RuntimeError(
                 f"DistributedFusedAdam laid a bucket of shards of {bucket.shard_numel} elements out as {sizes}, its weights at "
-                f"{found[:4]} and not {expected[:4]}: this Apex has another layout than the one that zerocast knows"
+                f"{actual[:4]} and not {expected[:4]}: this Apex has another layout than the one that zerocast knows"
             )
         return index
 
     @contextlib.contextmanager
     def _layout(self, shard_numel: int) -> Iterator[None]:
-        """Within, Apex's next bucket has shards of this size.
+        """Set the shard size and the alignment of Apex's next buckets while the context is open.
 
-        Weights start at our alignment, a multiple of its own.
+        The alignment is zerocast's, which is a multiple of Apex's.
         """
-        kept = self.alignment, self.default_shard_size
+        before = self.alignment, self.default_shard_size
         self.alignment, self.default_shard_size = SHARD_ALIGNMENT_ELEMENTS, shard_numel
         try:
             yield
         finally:
-            self.alignment, self.default_shard_size = kept
+            self.alignment, self.default_shard_size = before
 
     def _named(self) -> Iterator[tuple[int, str, Tensor]]:
-        """(group, name, parameter) in order; a parameter without a name is called by its place."""
+        """(group, name, parameter) in order. Without names they are called `group.position`."""
         for index, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"{index}.{place}" for place in range(len(group["params"]))]
+            names = group.get("param_names") or [f"{index}.{position}" for position in range(len(group["params"]))]
             yield from ((index, name, parameter) for name, parameter in zip(names, group["params"], strict=True))
 
     def _keys(self, state_dict: dict[str, Any]) -> dict[str, Any]:

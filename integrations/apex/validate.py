@@ -1,4 +1,4 @@
-"""Options and parameters that are refused, since zerocast would get them wrong."""
+"""Options and parameters of Apex's optimizer that are refused, and why."""
 
 import gc
 from typing import Any
@@ -22,7 +22,7 @@ _OPTIONS = (
 
 
 def problem_of(optimizer: Any, named: list[tuple[str, Tensor]]) -> Exception | None:
-    """Why this optimizer cannot own these parameters; None if it can. Nothing here communicates."""
+    """The error if this optimizer cannot own these parameters, or None. Local."""
     for name, reason in _OPTIONS:
         if getattr(optimizer, name):
             return ValueError(f"{name} is not supported with quantized weights: {reason}")
@@ -53,8 +53,10 @@ def _problem_of_parameter(optimizer: Any, name: str, parameter: Tensor) -> Excep
         return ValueError(
             f"{name} needs no gradient, and would decay all the same: pass the parameters that are trained"
         )
+    # An optimizer is in reference cycles with its own hooks, so that one without references stays
+    # the owner until a collection.
     if parameter.master_owner is not None:
-        gc.collect()  # an optimizer that nobody holds lives on in its own hooks
+        gc.collect()
     owner = parameter.master_owner
     if owner is not None and owner is not optimizer:
         return RuntimeError(f"{name} belongs to a {type(owner).__name__} already: an optimizer owns its masters alone")

@@ -1,4 +1,4 @@
-"""Accelerator: accelerate's, for models whose gradients ZeroAdamW reduces."""
+"""Accelerator: accelerate's Accelerator for quantized models, whose gradients ZeroAdamW reduces."""
 
 import contextlib
 from collections.abc import Iterator
@@ -27,12 +27,13 @@ class Accelerator(accelerate.Accelerator):
     optimizers are prepared as ever.
     """
 
-    _owners_checked = False  # since the last model or optimizer was prepared
+    # True if `check_owners` has passed since the last model or optimizer was prepared.
+    _owners_checked = False
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As in accelerate, without DistributedDataParallel for a quantized model.
+        """Prepare a model like accelerate, without DistributedDataParallel if it is quantized.
 
         RuntimeError if such a model is on another device than this process trains on.
         """
@@ -43,13 +44,15 @@ class Accelerator(accelerate.Accelerator):
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """As in accelerate; ZeroAdamW's state stays where it is."""
+        """Prepare an optimizer like accelerate. The state of a ZeroAdamW stays on its device."""
         self._owners_checked = False
         return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ZeroOptimizer) else device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As in accelerate. RuntimeError, on several ranks, for a parameter of a quantized model
-        that requires a gradient and that no prepared ZeroAdamW has: nobody would reduce it.
+        """Run the backward pass like accelerate.
+
+        RuntimeError, on several ranks, for a parameter of a quantized model that requires a
+        gradient and that no prepared ZeroAdamW has: its gradient would not be reduced.
         """
         if self.num_processes > 1 and not self._owners_checked:
             check_owners(self._zero, self._quantized)
@@ -58,12 +61,12 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Gradients of the model stay on this rank within, as inside `accumulate`."""
+        """Accumulate gradients of the model on this rank while the context is open."""
         with without_reduction(self._zero, model), super().no_sync(model):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """As in accelerate; of a quantized model the masters, on rank 0
+        """The state dict of a model. For a quantized model it has the masters, on rank 0 alone
         (`zerocast.optim.full_state_dict`).
         """
         if not is_quantized(model):
@@ -71,9 +74,10 @@ class Accelerator(accelerate.Accelerator):
         return full_state_dict(self.unwrap_model(model), one_of(self._zero))
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
-        """As in accelerate; masters and moments lie in the folder `zerocast`, each rank's own part,
-        with the buffers of quantized models. ValueError for a quantized model whose ZeroAdamW was
-        not prepared: it has the masters.
+        """Save like accelerate. The folder `zerocast` gets each rank's part of masters and moments,
+        and the buffers of quantized models.
+
+        ValueError for a quantized model whose ZeroAdamW was not prepared: it has the masters.
         """
         check_together(self._zero, self._quantized)
         with self._without_zero():
@@ -82,8 +86,9 @@ class Accelerator(accelerate.Accelerator):
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """What `save_state` wrote, on any number of ranks. ValueError as from
-        `zerocast.optim.load`, and without a folder.
+        """Load a folder that `save_state` wrote, on any number of ranks.
+
+        ValueError as from `zerocast.optim.load`, and without `input_dir`.
         """
         if input_dir is None:
             raise ValueError("name the folder that save_state returned: load_state(folder)")
@@ -102,10 +107,13 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _without_zero(self) -> Iterator[None]:
-        """Within, accelerate sees what it can save: whole tensors."""
+        """Hide quantized models and ZeroAdamWs from accelerate while the context is open.
+
+        accelerate saves and loads whole tensors.
+        """
         models, optimizers = self._models, self._optimizers
         self._models = [model for model in models if not is_quantized(model)]
-        self._optimizers = [one for one in optimizers if not isinstance(inner_of(one), ZeroOptimizer)]
+        self._optimizers = [optimizer for optimizer in optimizers if not isinstance(inner_of(optimizer), ZeroOptimizer)]
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Trainer: transformers', for models with quantized weights and masters in ZeroAdamW."""
+"""Trainer: transformers' Trainer for quantized models, with their masters in ZeroAdamW."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,10 @@ class Trainer(transformers.Trainer):
     """
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As in transformers, with zerocast's Accelerator."""
+        """Make the accelerator like transformers, of zerocast's class.
+
+        transformers has no argument for the class, so its name is replaced during the call.
+        """
         with Patches() as patches:
             patches.apply([Patch(transformers.trainer, "Accelerator", Accelerator)])
             super().create_accelerator_and_postprocess()
@@ -50,9 +53,12 @@ class Trainer(transformers.Trainer):
         if self.optimizer is None:
             decaying = set(self.get_decay_parameter_names(model))
             named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-            decay = [pair for pair in named if pair[0] in decaying]
-            rest = [pair for pair in named if pair[0] not in decaying]
-            groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+            with_decay = [pair for pair in named if pair[0] in decaying]
+            without_decay = [pair for pair in named if pair[0] not in decaying]
+            groups = [
+                {"params": with_decay, "weight_decay": args.weight_decay},
+                {"params": without_decay, "weight_decay": 0.0},
+            ]
             self.optimizer = ZeroAdamW(
                 [group for group in groups if group["params"]],
                 lr=args.learning_rate,
@@ -86,7 +92,7 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: weights are made of the masters, which come with the optimizer's state."""
+        """Do nothing: weights are cast from the masters, which come with the optimizer's state."""
 
     def _load_best_model(self) -> None:
         self._load_state(self.state.best_model_checkpoint)

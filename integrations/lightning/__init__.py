@@ -1,4 +1,4 @@
-"""Lightning: strategies for its Trainer and for Fabric with ZeroAdamW in the place of
+"""Lightning: strategies for its Trainer and for Fabric, with ZeroAdamW in place of
 DistributedDataParallel.
 """
 

@@ -1,4 +1,4 @@
-"""FabricZeroStrategy: how Lightning Fabric runs a model whose masters ZeroAdamW has."""
+"""FabricZeroStrategy: run a quantized model with ZeroAdamW under Lightning Fabric."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -29,14 +29,17 @@ class FabricZeroStrategy(DDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # The ZeroAdamWs and the quantized models that were set up.
         self._zero: list[ZeroOptimizer] = []
         self._quantized: list[nn.Module] = []
-        self._owners_checked = False  # since the last model or optimizer was set up
+        # True if `check_owners` has passed since the last model or optimizer was set up.
+        self._owners_checked = False
         self._backward_sync_control = _BackwardSyncControl(self._zero)
 
     def setup_module(self, module: nn.Module) -> Any:
-        """The module as it is, if it is quantized. RuntimeError if it is on another device than
-        this process trains on.
+        """Leave a quantized module unwrapped, and set up others like DDPStrategy.
+
+        RuntimeError if a quantized module is on another device than this process trains on.
         """
         if not is_quantized(module):
             return super().setup_module(module)
@@ -46,15 +49,17 @@ class FabricZeroStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """As in Fabric; a ZeroAdamW is saved and loaded by rank."""
+        """Set an optimizer up like DDPStrategy. A ZeroAdamW is then saved and loaded by rank."""
         self._owners_checked = False
         if isinstance(optimizer, ZeroOptimizer):
             self._zero.append(optimizer)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """As in Fabric. RuntimeError, on several ranks, for a parameter of a quantized model that
-        requires a gradient and that no ZeroAdamW that was set up has: nobody would reduce it.
+        """Run the backward pass like DDPStrategy.
+
+        RuntimeError, on several ranks, for a parameter of a quantized model that requires a
+        gradient and that no ZeroAdamW has that was set up: its gradient would not be reduced.
         """
         if self.world_size > 1 and not self._owners_checked:
             check_owners(self._zero, self._quantized)
@@ -68,8 +73,8 @@ class FabricZeroStrategy(DDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """A folder with `lightning.ckpt` and `zerocast`; a file, if nothing in `state` is
-        zerocast's.
+        """Save a folder with `lightning.ckpt` and `zerocast`, or a file if nothing in `state` is a
+        quantized model or a ZeroAdamW.
 
         ValueError for a quantized model without its ZeroAdamW in `state`, which has the masters.
         """
@@ -84,8 +89,9 @@ class FabricZeroStrategy(DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What `save_checkpoint` wrote, on any number of ranks. ValueError as from
-        `zerocast.optim.load`.
+        """Load a checkpoint that `save_checkpoint` wrote, on any number of ranks.
+
+        ValueError as from `zerocast.optim.load`.
         """
         path = Path(self.broadcast(path))
         if not isinstance(state, dict) or not path.is_dir():
@@ -108,7 +114,7 @@ class _BackwardSyncControl:
 
 
 def _parts(state: dict[str, Any]) -> tuple[list[nn.Module], list[ZeroOptimizer], dict[str, Any]]:
-    """Quantized models, ZeroAdamWs and the rest, in their order."""
+    """Split a state into its quantized models, its ZeroAdamWs and the rest."""
     models = [value for value in state.values() if isinstance(value, nn.Module) and is_quantized(value)]
     optimizers = [value for value in state.values() if isinstance(value, ZeroOptimizer)]
     check_together(optimizers, models)

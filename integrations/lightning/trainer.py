@@ -1,4 +1,4 @@
-"""ZeroStrategy: how Lightning's Trainer runs a model whose masters ZeroAdamW has."""
+"""ZeroStrategy: run a quantized model with ZeroAdamW under Lightning's Trainer."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -41,10 +41,13 @@ class ZeroStrategy(DDPStrategy):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._masters_loaded = False  # by load_checkpoint
+        # True if `load_checkpoint` has loaded masters, so that `load_model_state_dict` must not.
+        self._masters_loaded = False
 
     def setup(self, trainer: Any) -> None:
-        """As in DDPStrategy, whose broadcast without an optimizer a QuantizedWeight cannot take."""
+        """Set up like DDPStrategy. Without an optimizer, do so without its broadcast of the model,
+        which does not work for a QuantizedWeight.
+        """
         if trainer.state.fn == TrainerFn.FITTING:
             super().setup(trainer)
             return
@@ -56,8 +59,8 @@ class ZeroStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Nothing is wrapped. ValueError for a model without QuantizedWeights, which nobody would
-        reduce.
+        """Check the model in place of wrapping it. ValueError for a model without QuantizedWeights,
+        whose gradients would not be reduced.
         """
         assert self.lightning_module is not None
         if not is_quantized(self.lightning_module):
@@ -68,12 +71,12 @@ class ZeroStrategy(DDPStrategy):
         check_place(self.lightning_module, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """As in Lightning. TypeError for an optimizer that is no ZeroAdamW, and RuntimeError, on
-        several ranks, for a parameter that requires a gradient and that none has: nobody would
-        reduce it.
+        """Set up optimizers like DDPStrategy. TypeError for an optimizer that is no ZeroAdamW, and
+        RuntimeError, on several ranks, for a parameter that requires a gradient and that no
+        optimizer has: its gradient would not be reduced.
         """
         super().setup_optimizers(trainer)
-        others = [type(one).__name__ for one in self.optimizers if not isinstance(one, ZeroOptimizer)]
+        others = [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, ZeroOptimizer)]
         if others:
             raise TypeError(
                 f"configure_optimizers returned {others[0]}: ZeroStrategy runs zerocast.ZeroAdamW or ZeroMuon"
@@ -84,18 +87,18 @@ class ZeroStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients stay on this rank within, where batches accumulate."""
+        """Accumulate gradients on this rank while the context is open."""
         assert self.lightning_module is not None
         with without_reduction(self._zero, self.lightning_module):
             yield
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Masters exist once the optimizer does."""
+        """True: masters are loaded into the optimizer, so it must exist before."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """FP32 masters, whole, on rank 0. ValueError with several optimizers."""
+        """The whole FP32 masters on rank 0. Collective. ValueError with several optimizers."""
         assert self.lightning_module is not None
         if not self._zero:
             return super().lightning_module_state_dict()
@@ -104,11 +107,11 @@ class ZeroStrategy(DDPStrategy):
         return full_state_dict(self.lightning_module, self._zero[0], dtype=torch.float32)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Nothing: each rank saves its own part (`save_checkpoint`)."""
+        """An empty state: each rank saves its own part (`save_checkpoint`)."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """A folder with `lightning.ckpt` and `zerocast`; a file, if only weights are saved."""
+        """Save a folder with `lightning.ckpt` and `zerocast`, or a file of weights alone."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -118,8 +121,9 @@ class ZeroStrategy(DDPStrategy):
         zero_run.save(path / _FOLDER, self._zero, [self.lightning_module])
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """What `save_checkpoint` wrote, on any number of ranks. ValueError as from
-        `zerocast.optim.load`.
+        """Load a checkpoint that `save_checkpoint` wrote, on any number of ranks.
+
+        ValueError as from `zerocast.optim.load`.
         """
         path = Path(self.broadcast(checkpoint_path))
         self._masters_loaded = False
@@ -132,9 +136,10 @@ class ZeroStrategy(DDPStrategy):
         return super().load_checkpoint(path / _META, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing after `load_checkpoint` of a folder into the module's optimizer; else the weights
-        are cast from the checkpoint's masters, by the module's optimizer or one for this purpose.
+        """Cast the weights from the checkpoint's masters, unless `load_checkpoint` has loaded them
+        into the module's optimizer already.
 
+        The module's optimizer casts, or a temporary one for weights without an optimizer.
         ValueError on every rank for masters that are missing or do not fit.
         """
         module = self.lightning_module
@@ -157,11 +162,11 @@ class ZeroStrategy(DDPStrategy):
             raise ValueError(f"the checkpoint lacks {missing} of the module, and has {unexpected} beyond it")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: masters and moments came with `load_checkpoint`."""
+        """Do nothing: `load_checkpoint` has loaded masters and moments."""
 
     def teardown(self) -> None:
-        """As in Lightning, but that model and optimizer stay on their device: weights are no copies
-        to be moved.
+        """Tear down like DDPStrategy, but leave model and optimizer on their device: quantized
+        weights are views of the optimizer's buffers and cannot be moved alone.
         """
         module, optimizers = self._lightning_module, self.optimizers
         self._lightning_module, self.optimizers = None, []
@@ -172,24 +177,26 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def _zero(self) -> list[ZeroOptimizer]:
-        """The optimizers of this module; those of a module before it may still be there."""
+        """The ZeroAdamWs of this module. The strategy may still have those of an earlier module."""
         assert self.lightning_module is not None
         zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroOptimizer)]
         return of_model(zero, self.lightning_module)
 
 
 def _made_for(owners: list[ZeroOptimizer], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroOptimizer]:
-    """An optimizer over the quantized weights that have none, whose only work is to cast; frozen
-    ones require a gradient until the stack ends.
+    """A temporary optimizer that casts the quantized weights which have none.
+
+    ZeroAdamW takes trained parameters only, so frozen weights require a gradient until `stack` is
+    closed.
     """
     owned = {key for owner in owners for key in names_in(owner)}
-    left = [
-        (n, p)
-        for n, p in module.named_parameters()
-        if isinstance(p, QuantizedWeight) and id(p) not in owned and p.numel()
+    without_owner = [
+        (name, weight)
+        for name, weight in module.named_parameters()
+        if isinstance(weight, QuantizedWeight) and id(weight) not in owned and weight.numel()
     ]
-    for _, weight in left:
+    for _, weight in without_owner:
         stack.callback(weight.requires_grad_, weight.requires_grad)
         weight.requires_grad_()
-    if left:
-        yield ZeroAdamW(left)
+    if without_owner:
+        yield ZeroAdamW(without_owner)

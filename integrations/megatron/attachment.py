@@ -1,8 +1,9 @@
 """attach(): zerocast casts the masters of Megatron's DistributedOptimizer after its step.
 
-Methods are replaced on the instances: the copy of masters into the model, what starts and finishes
-a gather, and around these whatever writes, saves or loads, so that what one of them left
-half-written is neither used nor saved (`guard.py`).
+`attach` replaces methods on the optimizer's and the bucket groups' instances. The method that
+copies masters into the model becomes zerocast's cast, and the methods that start and finish an
+all-gather also make the columnwise copies. All methods that step, save or load are guarded
+(`guard.py`): weights that an interrupted call left half-written are neither used nor saved.
 """
 
 import weakref
@@ -30,11 +31,17 @@ from .validate import has_stepped, validate
 
 
 class SharePlan(HostPlan):
-    """The casts of the part of an optimizer that one group of ranks divides."""
+    """The casts of the part of an optimizer that one group of ranks divides.
+
+    Attributes:
+        shards: the weights, masters and bucket groups of this part, as `collect` found them.
+        gathers: the all-gathers of the part's byte buffers.
+    """
 
     def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
         def before_cast() -> None:
             gathers.mark_due()
+            gathers.bring_weights_back()
             te_tensors.locate()
 
         def before_reading() -> None:
@@ -57,65 +64,87 @@ class SharePlan(HostPlan):
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
-        before = shards.detached.delayed.get(shards.share.suffix) if shards.detached is not None else None
-        if before is None:
+        detached = shards.detached
+        earlier_scaling = None if detached is None else detached.delayed.get(shards.share.suffix)
+        if earlier_scaling is None:
+            # A first attachment: every rank goes on with the scales of one rank, since the bytes
+            # of different ranks are gathered into one weight with one scale.
             self.plan.delayed.broadcast(shards.group)
         else:
-            self.plan.delayed.load_state_dict(before.state_dict())
-            self.plan.delayed.unseeded = before.unseeded
+            # Attached again: go on with the scales and histories of the detached attachment, so
+            # that detach() and attach() between two steps change no byte.
+            self.plan.delayed.load_state_dict(earlier_scaling.state_dict())
+            self.plan.delayed.unseeded = earlier_scaling.unseeded
 
     def read_masters(self) -> None:
-        """Make masters of the model."""
+        """Overwrite the masters with the model's values, dequantized where they are quantized."""
         self._te_tensors.locate()
         read_masters(self.shards)
 
     def patches(self) -> Iterator[Patch]:
         """The methods that gather, and delayed scaling in the optimizer's states."""
-        one, share, delayed, rank = self.shards.optimizer, self.shards.share, self.plan.delayed, self.plan.group.rank
-        yield Patch(one, "sharded_state_dict", saving_scaling(one, share, delayed, rank))
+        optimizer, share = self.shards.optimizer, self.shards.share
+        delayed, rank = self.plan.delayed, self.plan.group.rank
         is_preparing = lambda: self._guard.is_preparing  # noqa: E731
-        yield Patch(one, "load_state_dict", loading_scaling(one, share, delayed, rank, is_preparing))
+        yield Patch(optimizer, "sharded_state_dict", saving_scaling(optimizer, share, delayed, rank))
+        yield Patch(optimizer, "load_state_dict", loading_scaling(optimizer, share, delayed, rank, is_preparing))
         yield from self.gathers.patches(self.plan.backend)
+        # The bytes of a weight can be read while its gather is in flight (overlap_param_gather), so
+        # reading them calls `finish` first.
         yield Patch(self.plan.validity, "finish", self.gathers.wait_for)
 
 
 class OptimizerPlan:
-    """The casts of one optimizer: a plan for each group of ranks that divides a part of it."""
+    """The casts of one optimizer: a plan for each group of ranks that divides a part of it.
+
+    Attributes:
+        plans: one SharePlan for each group of ranks, at least one.
+        optimizer: the host's optimizer, whose methods are replaced.
+    """
 
     def __init__(self, plans: Sequence[SharePlan], guard: MethodGuard) -> None:
-        self.plans, self.optimizer, self._guard = list(plans), plans[0].shards.optimizer, guard
+        self.plans = list(plans)
+        self.optimizer = plans[0].shards.optimizer
+        self._guard = guard
 
     def cast(self) -> None:
         """Cast all masters as they are now; the host gathers the bytes. Collective."""
-        for one in self.plans:
-            one.cast()
+        for plan in self.plans:
+            plan.cast()
 
     def refresh(self) -> None:
         """Cast and gather masters that were loaded or written by hand. Collective."""
-        for one in self.plans:
-            one.refresh()
+        for plan in self.plans:
+            plan.refresh()
 
     def leave_memory(self) -> None:
-        """Keep no memory in use that the host has moved masters out of."""
-        for one in self.plans:
-            one.leave_memory()
+        """Drop the references to device memory that the host has moved masters out of."""
+        for plan in self.plans:
+            plan.leave_memory()
 
     def patches(self) -> Iterator[Patch]:
-        """The methods that cast, gather and make masters of the model."""
-        one, guard, owns = self.optimizer, self._guard, ownership.of(self.optimizer)
+        """The methods that cast, gather and overwrite the masters with the model's values."""
+        optimizer, guard = self.optimizer, self._guard
+        owns = ownership.of(optimizer)
         copy_model = guard.writing(self._copying_model(), Use.STEP, "reading masters from the model", masters=True)
         cast = guard.writing(self.cast, Use.STEP, "a cast", masters=False)
-        yield Patch(owns.copier(one), "_copy_main_params_to_model_params", cast)
-        for owner, name in owns.reads(one):
+        yield Patch(owns.copier(optimizer), "_copy_main_params_to_model_params", cast)
+        for owner, name in owns.reads(optimizer):
             yield Patch(owner, name, copy_model)
-        yield from offload.patches(one)
-        if hasattr(one, "offload_to_cpu"):  # masters and moments, while a model generates
-            yield Patch(one, "offload_to_cpu", followed_by(one.offload_to_cpu, self.leave_memory))
+        yield from offload.patches(optimizer)
+        if hasattr(optimizer, "offload_to_cpu"):
+            # The host moves masters and moments to the CPU while a model generates. A view that a
+            # plan still held would keep their device memory allocated.
+            yield Patch(optimizer, "offload_to_cpu", followed_by(optimizer.offload_to_cpu, self.leave_memory))
         for plan in self.plans:
             yield from plan.patches()
 
     def _copying_model(self) -> Callable[..., None]:
-        """The host's method that makes masters of the model or of a state dict, then `refresh`."""
+        """The host's method that reads masters from the model or from a state dict, then `refresh`.
+
+        The refresh makes the weights the cast of the new masters: quantizing a dequantized value
+        again need not give the same bytes.
+        """
         read_given = offload.reading_given_values(self.optimizer)
 
         @torch.no_grad()
@@ -123,8 +152,8 @@ class OptimizerPlan:
             if state_dict is not None:
                 read_given(state_dict)
             else:
-                for one in self.plans:
-                    one.read_masters()
+                for plan in self.plans:
+                    plan.read_masters()
             self.refresh()
 
         return copy_model
@@ -133,24 +162,29 @@ class OptimizerPlan:
 class Attachment:
     """An attachment to Megatron-Core, as `attach` returns it.
 
-    `plans` are the CastPlans, one for each group of ranks that divides masters of one optimizer,
-    also where all parameters are plain.
+    Attributes:
+        plans: the CastPlans, one for each group of ranks that divides masters of one optimizer. An
+            optimizer whose parameters are all plain has one too. Empty after `detach`.
     """
 
     def __init__(self, plans: Sequence[OptimizerPlan], guard: MethodGuard) -> None:
-        self._optimizer_plans, self._guard = list(plans), guard
-        self.plans: list[CastPlan] = [one.plan for one in self._share_plans()]
-        self._optimizers: list[Any] = []  # while this is attached
+        self._optimizer_plans = list(plans)
+        self._guard = guard
+        self.plans: list[CastPlan] = [share_plan.plan for share_plan in self._share_plans()]
+        # The optimizer given to `attach` and those inside it. Empty before `patch` and after
+        # `detach`, which is how `_check_attached` tells.
+        self._optimizers: list[Any] = []
+        # The replaced methods of the host. Closing it gives them back.
         self._patches = Patches()
 
     def refresh(self) -> None:
         """Cast, gather and transpose masters that were written by hand. Collective.
 
         The optimizer does this by itself when it loads a checkpoint or reads its masters from the
-        model. RuntimeError after a step that raised half-way: its masters are not worth a cast.
+        model. RuntimeError after a step that raised half-way, whose masters are partly old.
         """
         self._check_attached()
-        self._guard.refresh([one.refresh for one in self._optimizer_plans])
+        self._guard.refresh([plan.refresh for plan in self._optimizer_plans])
 
     def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
@@ -160,24 +194,27 @@ class Attachment:
         """
         self._check_attached()
         self._guard.check(Use.VERIFY)
-        for one in self._share_plans():
-            yield from one.master_views()
+        for plan in self._share_plans():
+            yield from plan.master_views()
 
     def detach(self) -> None:
         """Give the host its own methods back.
 
-        Those that would write over quantized weights raise until `attach`. The model stays as it is
-        and can be read. Collective where gathers overlap: those of the last step are finished
-        first.
+        Methods of the host that would write over quantized weights raise until the next `attach`.
+        The model stays as it is and can be read. Collective where gathers overlap: the gathers of
+        the last step are finished first.
         """
         delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
-        for one in self._share_plans():
+        for plan in self._share_plans():
+            # Partial weights may come from a rank that died: a collective would then never end.
             if not self._guard.validity.partial:
-                one.gathers.start_due()
-            delayed[id(one.shards.optimizer)][one.shards.share.suffix] = one.plan.delayed
+                plan.gathers.start_due()
+            delayed[id(plan.shards.optimizer)][plan.shards.share.suffix] = plan.plan.delayed
         try:
             self._patches.close()
-        finally:  # also where masters that return from the host find no memory
+        finally:
+            # Closing brings offloaded masters back to the device and may run out of memory there.
+            # Even then the host's own copy must not write over the quantized weights.
             for optimizer in self._optimizers:
                 if unattached.owns_quantized_weights(optimizer):
                     state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
@@ -185,7 +222,7 @@ class Attachment:
             self.plans, self._optimizers, self._optimizer_plans = [], [], []
 
     def _share_plans(self) -> list[SharePlan]:
-        return [plan for one in self._optimizer_plans for plan in one.plans]
+        return [share_plan for optimizer_plan in self._optimizer_plans for share_plan in optimizer_plan.plans]
 
     def _check_attached(self) -> None:
         if not self._optimizers:
@@ -202,33 +239,43 @@ class Attachment:
         verify_every: int | None,
     ) -> None:
         """Replace the methods of the host; `detach` gives them back."""
-        self._optimizers = list({id(one): one for one in (optimizer, *distributed)}.values())
+        # An optimizer that is no chain is also its only distributed optimizer.
+        self._optimizers = list({id(owner): owner for owner in (optimizer, *distributed)}.values())
+        # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
+        # claim alive once its attachment is gone.
         claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-        claims.update((id(param), one.claim) for one in self._share_plans() for param in one.shards.params)
+        claims.update((id(param), plan.claim) for plan in self._share_plans() for param in plan.shards.params)
         modules = [chunk.module for chunk in chunks]
-        saves = [Patch(one, "sharded_state_dict", refusing_quantized(one.sharded_state_dict)) for one in modules]
+        saves = [
+            Patch(module, "sharded_state_dict", refusing_quantized(module.sharded_state_dict)) for module in modules
+        ]
         for chunk in chunks:
             for remove in (
                 *load_plain_values(chunk, claims),
                 *check_before_forward(chunk, lambda: self._guard.check(Use.READ)),
             ):
                 patches.callback(remove)
+        # The refusing methods go first: the patches below wrap the host's own methods.
         unattached.lift(patches, self._optimizers)
-        for one in self._optimizer_plans:
-            patches.apply(one.patches())
-        refreshes = {id(one.optimizer): one.refresh for one in self._optimizer_plans}
+        for plan in self._optimizer_plans:
+            patches.apply(plan.patches())
+        # The guard comes last, so that it surrounds all that the plans have replaced.
+        refreshes = {id(plan.optimizer): plan.refresh for plan in self._optimizer_plans}
         patches.apply(self._guard.patches(optimizer, distributed, refreshes, self._after_step(verify_every)))
         patches.apply(saves)
         self._patches = patches.pop_all()
 
     def _after_step(self, verify_every: int | None) -> Callable[[], None]:
-        """Follow a step: verify every so many, with a VerificationError on every rank."""
-        taken = 0
+        """The function called after each step: verify after every `verify_every` steps.
+
+        It raises VerificationError on every rank.
+        """
+        steps = 0
 
         def after_step() -> None:
-            nonlocal taken
-            taken += 1
-            if verify_every is not None and taken % verify_every == 0:
+            nonlocal steps
+            steps += 1
+            if verify_every is not None and steps % verify_every == 0:
                 verify(self).raise_for_differences()
 
         return after_step
@@ -245,7 +292,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     any differ.
 
     Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not
-    supported, for a byte that a rank casts and does not send, for elements that nobody owns;
+    supported, for a byte that a rank casts and does not send, for elements that no rank owns;
     TypeError for quantized weights of another library; RuntimeError for a second attachment, an
     optimizer that has stepped without one, and a host without the names that are looked for.
     """
@@ -253,46 +300,56 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     validate(optimizer, chunks, verify_every)
     with Patches() as patches:
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
-            for one in host.distributed_optimizers(optimizer):
-                offload.keep_on_host(one, patches)
+            # Before `collect`, which then finds the masters in host memory.
+            for inner in host.distributed_optimizers(optimizer):
+                offload.keep_on_host(inner, patches)
         shards = collect(optimizer, chunks)
         attachment = Attachment(*plan(shards, patches))
-        attachment.patch(patches, optimizer, [one.optimizer for one in shards], chunks, verify_every)
+        attachment.patch(patches, optimizer, [shard.optimizer for shard in shards], chunks, verify_every)
     return attachment
 
 
 def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerPlan], MethodGuard]:
-    """One plan for each share of each optimizer, none where all weights are plain, and their guard.
-    Collective.
+    """Build one plan for each share of each optimizer, and their guard. Collective.
 
-    What is wrong with experts raises on all ranks of the dense layers, whose share is the first.
+    A model whose weights are all plain gets no plans. An error about experts raises on all ranks of
+    the dense layers, whose share is the first.
     """
-    again, quantized = any(one.detached is not None for one in shards), any(one.weights for one in shards)
-    partial = [one.detached.validity for one in shards if one.detached is not None and one.detached.validity.partial]
+    was_detached = any(shard.detached is not None for shard in shards)
+    has_quantized = any(shard.weights for shard in shards)
+    # Weights that the last attachment left partial stay partial for the new one.
+    detached = [shard.detached.validity for shard in shards if shard.detached is not None]
+    partial = [validity for validity in detached if validity.partial]
     guard, lock = MethodGuard(*partial[:1]), GatherLock()
-    plans: dict[int, list[SharePlan]] = {}  # by optimizer
-    for one in shards:
+    plans: dict[int, list[SharePlan]] = {}  # by id of the optimizer
+    dense = shards[0]
+    for shard in shards:
+        is_dense = shard.share.group is dense.share.group
         problem: Exception | None = None
         try:
-            _check_together(one, again and not one.weights)
-            if quantized:
-                te_tensors = TETensors(one.names, one.params, one.weights)
+            _check_together(shard, was_detached and not shard.weights)
+            if has_quantized:
+                te_tensors = TETensors(shard.names, shard.params, shard.weights)
                 patches.callback(te_tensors.release)
-                gathers = Gathers(one.bucket_groups, lock, guard)
-                plans.setdefault(id(one.optimizer), []).append(SharePlan(one, te_tensors, gathers, guard))
+                gathers = Gathers(shard.bucket_groups, lock, guard)
+                plans.setdefault(id(shard.optimizer), []).append(SharePlan(shard, te_tensors, gathers, guard))
         except (TypeError, ValueError, RuntimeError) as error:
-            if one.share.group is shards[0].share.group:
+            # All ranks of the dense group have raised together already.
+            if is_dense:
                 raise
             problem = error
-        if one.share.group is not shards[0].share.group:
-            validate_across_ranks(shards[0].group, [], problem, "attaches zerocast to experts")
-    return [OptimizerPlan(some, guard) for some in plans.values()], guard
+        # The ranks with the same experts raise together. The other ranks of the dense group would
+        # go on alone and wait in their next collective, so they are told here.
+        if not is_dense:
+            validate_across_ranks(dense.group, [], problem, "attaches zerocast to experts")
+    return [OptimizerPlan(share_plans, guard) for share_plans in plans.values()], guard
 
 
 def _check_together(shards: OptimizerShards, may_have_stepped: bool) -> None:
-    """Exchange what may be wrong on one rank alone: all ranks of the group raise, or none does.
+    """Exchange errors that one rank alone may see: all ranks of the group raise, or none does.
 
-    An optimizer of plain parameters beside one that was detached has stepped under that attachment.
+    `may_have_stepped` is true for an optimizer of plain parameters beside a detached one: it has
+    stepped under the earlier attachment.
     """
     problem: Exception | None = None
     if shards.detached is None and not may_have_stepped and has_stepped(shards.optimizer):

@@ -1,13 +1,13 @@
-"""quantized_params(): in it Megatron-Core lays QuantizedWeights out and makes their masters.
+"""quantized_params(): Megatron-Core places QuantizedWeights in byte buffers and makes masters.
 
-Megatron asks functions and globals of its modules which parameters live in byte buffers and how
-they move there. They answer for QuantizedWeights inside the context only; afterwards every one is
-the object that it was. TransformerEngine's tensors it knows by
-itself: the context gives them the layout, and refuses what `attach` would.
+Megatron calls functions and reads globals of its modules to decide which parameters belong in byte
+buffers, and how to move them there. While the context is open, these include QuantizedWeights;
+afterwards every one is the original object again. Megatron knows TransformerEngine's tensors by
+itself: for them the context sets the layout, and refuses the settings that `attach` refuses.
 
-Wrappers of models, factories of optimizers and the constructor of every optimizer are checked
-before they begin, so that a mistake is an error there and names its remedy. Later the host would
-fail at an operator that a QuantizedWeight does not have, or not at all.
+The context also checks the arguments of model wrappers, of optimizer factories and of optimizer
+constructors before these run. A mistake is then an error at its cause, with the remedy. Later the
+host would fail at an operator that a QuantizedWeight does not have, or not at all.
 """
 
 import functools
@@ -34,13 +34,15 @@ from .primary import (
 )
 
 
+# Megatron asks `isinstance(param, FP4_TENSOR_CLASS)`. The width is a property of a weight's format
+# and not of its class, so a metaclass answers.
 class _FourBitMeta(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, QuantizedWeight) and instance.format.bits == 4
 
 
 class FourBit(metaclass=_FourBitMeta):
-    """The class that `isinstance` takes a QuantizedWeight of 4 bits for."""
+    """A class whose instances, by `isinstance`, are the QuantizedWeights of 4 bits."""
 
 
 @contextmanager
@@ -65,6 +67,8 @@ def quantized_params() -> Iterator[None]:
     finally:
         for weight in checks.moved:
             if isinstance(weight, QuantizedWeight):
+                # The masters have been made: free the values before quantization, and remove the
+                # methods through which Megatron read them (see `_move`).
                 weight.high_precision_init_val = None
                 for name in ("get_high_precision_init_val", "clear_high_precision_init_val"):
                     vars(weight).pop(name, None)
@@ -72,8 +76,9 @@ def quantized_params() -> Iterator[None]:
 
 
 def _layout_patches(moved: list[Any]) -> list[Patch]:
-    """The names that answer for QuantizedWeights; `moved` collects what is in byte buffers and the
-    host alone cannot cast.
+    """The names by which the host recognizes and moves QuantizedWeights.
+
+    `moved` collects the parameters in byte buffers that the host alone cannot cast.
     """
     fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
@@ -106,8 +111,10 @@ def _layout_patches(moved: list[Any]) -> list[Patch]:
 
 
 def _byte_buffer_patches() -> Iterator[Patch]:
-    """The name by which the host gives a model with MXFP8Tensors a bf16 buffer over its gradients,
-    in place of one of bytes: not for those of which it gathers one set of codes.
+    """The function by which the host decides on a bf16 buffer for a model with MXFP8Tensors.
+
+    Such a buffer replaces the byte buffer, since a tensor of 1x32 blocks needs two sets of codes.
+    Tensors in tiles of 32x32 have one set, and stay in a byte buffer.
     """
     buffer, name = host.module(host.BUFFER), "is_mxfp8tensor"
     if hasattr(buffer, name):
@@ -116,7 +123,7 @@ def _byte_buffer_patches() -> Iterator[Patch]:
 
 
 def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
-    """The same where the host's buffers can hold 4-bit weights, and how these are laid out."""
+    """The names by which the host recognizes, moves and lays out 4-bit weights."""
     fp4, buffer = host.module(host.FP4), host.module(host.BUFFER)
     ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
     grouped = buffer.group_params_for_buffers
@@ -127,9 +134,10 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
     def by_width(lay_out: Callable[..., Any]) -> Any:
         return staticmethod(functools.partial(layout.of_one_width, lay_out))
 
-    lays_out, places = "_compute_per_buffer_param_layout", [buffer, ddp, optimizer]
+    # Each module has imported `group_params_for_buffers` under a name of its own.
+    lays_out, callers = "_compute_per_buffer_param_layout", [buffer, ddp, optimizer]
     for kind in host.layer_wise():
-        places.append(host.module(kind.__module__))
+        callers.append(host.module(kind.__module__))
         yield Patch(kind, lays_out, by_width(getattr(kind, lays_out)))
         yield Patch(ddp, "partition_buckets", layout.of_one_owner(ddp.partition_buckets))
 
@@ -141,17 +149,20 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
             for owner in host.four_bit_moves()
         ),
         Patch(buffer._ParamAndGradBuffer, "_compute_nvfp4_packed_layout", layout.pack),
-        *(Patch(place, "group_params_for_buffers", group_by_width) for place in places),
+        *(Patch(caller, "group_params_for_buffers", group_by_width) for caller in callers),
         Patch(optimizer.DistributedOptimizer, lays_out, by_width(getattr(optimizer.DistributedOptimizer, lays_out))),
     ]
 
 
 def _also(theirs: Any, ours: type) -> tuple[type, ...]:
+    """The host's class of tensors and ours, or ours alone where TransformerEngine is missing."""
     return (theirs, ours) if theirs else (ours,)
 
 
 def _move(weight: QuantizedWeight, storage: Tensor) -> None:
-    """Move a weight's bytes to a view of the buffer, and show the optimizer its initial value."""
+    """Move a weight's bytes into a view of the buffer, and give it the methods by which Megatron's
+    optimizers read the value of a parameter before quantization.
+    """
     fmt = weight.format
     if fmt.casts_columnwise:
         raise two_directions(f"{weight!r}: {fmt}")
@@ -167,16 +178,23 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
 
 
 class ConstructionChecks:
-    """The checks of one `quantized_params()`, of weights that `moved` into byte buffers and of the
-    optimizers over them.
+    """The checks of one `quantized_params()`, over the models and optimizers that are built in it.
+
+    Attributes:
+        moved: the weights that were moved into byte buffers and that the host alone cannot cast.
     """
 
     def __init__(self) -> None:
         self.moved: list[Any] = []
+        # All optimizers built in this context. They refuse to step until `attach`.
         self._optimizers: list[Any] = []
-        self._is_layer_wise = False  # while an optimizer of whole matrices makes those inside it
-        self._has_primary = False  # if any model that was wrapped here has
-        self._configs: dict[int, tuple[Any, Any]] = {}  # what was given, and what optimizers get
+        # True while an optimizer of whole matrices constructs the optimizers inside it.
+        self._is_layer_wise = False
+        # True once a model with primary weights was wrapped.
+        self._has_primary = False
+        # (config given by the caller, config for its optimizers) by id of the first. The given one
+        # is stored too, so that its id stays in use.
+        self._configs: dict[int, tuple[Any, Any]] = {}
 
     def patches(self) -> Iterator[Patch]:
         """The functions that build wrappers and optimizers, each after its check."""
@@ -200,10 +218,11 @@ class ConstructionChecks:
             yield Patch(kind, "__init__", self._remembering(vars(kind)["__init__"]))
 
     def check_owned(self) -> None:
-        """RuntimeError for tiles of MXFP8 that lie in byte buffers without an optimizer of this
-        context: one that the host makes by itself would write 1x32 blocks over them.
+        """RuntimeError for tiles of MXFP8 in byte buffers without an optimizer of this context.
+
+        An optimizer built outside it would write 1x32 blocks over the tiles.
         """
-        owned = {id(param) for one in self._optimizers for param in unattached.params_of(one)}
+        owned = {id(param) for optimizer in self._optimizers for param in unattached.params_of(optimizer)}
         if any(id(param) not in owned for param in self.moved if not isinstance(param, QuantizedWeight)):
             raise RuntimeError(
                 "MXFP8Tensors in tiles of 32x32 lie in byte buffers, and no optimizer over them was built: build "
@@ -211,10 +230,10 @@ class ConstructionChecks:
             )
 
     def end(self) -> None:
-        """Optimizers that own no quantized weight are the host's alone."""
-        for one in self._optimizers:
-            if not unattached.owns_quantized_weights(one):
-                unattached.accept(one)
+        """Let optimizers without quantized weights step without `attach`."""
+        for optimizer in self._optimizers:
+            if not unattached.owns_quantized_weights(optimizer):
+                unattached.accept(optimizer)
 
     def _check_wrapper(self, ddp_config: Any, module: Any, **_: Any) -> None:
         validate.check_grouped(module)
@@ -226,10 +245,10 @@ class ConstructionChecks:
             self._has_primary = True
 
     def _keeping_fp32_masters(self, factory: Callable[..., Any]) -> Callable[..., Any]:
-        """A factory of optimizers that does not leave masters to the fused Adam, where a model has
-        primary weights.
+        """Wrap a factory of optimizers: masters are not kept in the state of the fused Adam if a
+        model has primary weights, since a cast reads them as tensors.
 
-        All optimizers of a chain share their configuration, so those of plain ones do neither.
+        The optimizers of a chain share one configuration, so this holds for plain parameters too.
         """
         signature = inspect.signature(factory)
 
@@ -245,7 +264,7 @@ class ConstructionChecks:
         return call
 
     def _config_of(self, config: Any) -> Any:
-        """The one that the optimizers of a chain get for `config`."""
+        """The configuration that the optimizers of a chain get in place of `config`."""
         _, ours = self._configs.setdefault(id(config), (config, host.keeping_fp32_masters(config)))
         return ours
 
@@ -264,12 +283,13 @@ class ConstructionChecks:
             validate.check_whole_matrices(model_chunks)
 
     def _of_whole_matrices(self, original: Callable[..., None]) -> Callable[..., None]:
-        """The constructor of an optimizer whose ranks own whole matrices, which makes others of
-        those that it is given.
+        """Wrap the constructor of an optimizer whose ranks own whole matrices.
+
+        That constructor builds further optimizers, from those that it is given.
         """
 
         def check(optimizers: Iterable[Any], model_chunks: Any = None, **_: Any) -> None:
-            groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+            groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
             if any(is_primary(param) for group in groups for param in group["params"]):
                 validate.check_whole_matrices(model_chunks or [])
 
@@ -291,34 +311,38 @@ class ConstructionChecks:
         moved = set(map(id, self.moved))
         for param in params:
             if (isinstance(param, QuantizedWeight) or shares_codes(param)) and id(param) not in moved:
-                what = (
+                weight = (
                     repr(param) if isinstance(param, QuantizedWeight) else f"a {type(param).__name__} in tiles of 32x32"
                 )
                 raise RuntimeError(
-                    f"{what} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
+                    f"{weight} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
                     "DistributedDataParallel and the optimizer, both inside the same quantized_params()"
                 )
 
     def _remembering(self, original: Callable[..., None]) -> Callable[..., None]:
-        def init(one: Any, *args: Any, **kwargs: Any) -> None:
-            original(one, *args, **kwargs)
-            inner = vars(one).get("optimizer")
+        """Wrap a constructor of optimizers: they are checked, and refuse to step until `attach`."""
+
+        def init(built: Any, *args: Any, **kwargs: Any) -> None:
+            original(built, *args, **kwargs)
+            # From `vars`: a chain has a property of that name, which raises for several optimizers.
+            inner = vars(built).get("optimizer")
             params = [param for group in getattr(inner, "param_groups", ()) for param in group["params"]]
             if any(map(is_primary, params)) and not self._is_layer_wise:
-                validate.check_kind(one)
+                validate.check_kind(built)
             self._check_moved(params)
-            self._optimizers.append(one)
-            unattached.refuse(one)
+            self._optimizers.append(built)
+            unattached.refuse(built)
 
         return init
 
 
 def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """`original`, after `check` has seen its arguments by name."""
+    """Wrap `original`: `check` gets its arguments by name first."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Bound to the signature, so that a check need not know which arguments came by position.
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("self", None)
         check(**given.pop("kwargs", {}), **given)
@@ -328,10 +352,10 @@ def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callabl
 
 
 def _without_flat_views(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A factory of optimizers that takes no flat views of parameters.
+    """Wrap a factory of optimizers: it takes no flat views of parameters.
 
-    With `fp8_recipe="delayed"`, which megatron.training sets for any model, Megatron makes them for
-    the attributes of shards, and a QuantizedWeight has none.
+    With `fp8_recipe="delayed"`, which megatron.training sets for any model, Megatron takes such
+    views to copy attributes to the shards, and a QuantizedWeight has no flat view.
     """
     signature = inspect.signature(factory)
 
@@ -357,18 +381,20 @@ def _check_other_wrapper(module: Any, **_: Any) -> None:
 
 
 def _starting_from_initial_values(original: Callable[..., None]) -> Callable[..., None]:
-    """The constructor of an optimizer that copies its parameters to FP32, primary weights from
-    their values before quantization.
+    """Wrap the constructor of an optimizer that copies its parameters to FP32 masters: those of
+    primary weights start from the values before quantization.
     """
 
     @functools.wraps(original)
-    def init(one: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    def init(built: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         groups = optimizer.param_groups if optimizer else ()
         weights = [p for group in groups for p in group["params"] if is_primary(p)]
+        # The host computes `param.detach().clone().float()`. An attribute of the instance comes
+        # before the method of the class.
         for weight in weights:
             vars(weight)["detach"] = functools.partial(initial_value, weight)
         try:
-            original(one, optimizer, *args, **kwargs)
+            original(built, optimizer, *args, **kwargs)
         finally:
             for weight in weights:
                 del vars(weight)["detach"]

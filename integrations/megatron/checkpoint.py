@@ -1,8 +1,9 @@
-"""Checkpoints: what a model and its optimizer save of quantized weights, and load again.
+"""Checkpoints: the entries of quantized weights in Megatron's sharded state dicts.
 
-A model's entries are values of the nominal dtype. What is exact are the masters among the
-optimizer's entries, and delayed scaling beside them. A frozen weight has no master: beside its
-values are its own bytes, `zerocast.<name>.<buffer>`, and a load takes these.
+The model's entries of quantized weights are plain tensors of their values in the nominal dtype. The
+exact values are the FP32 masters among the optimizer's entries, beside which the state of delayed
+scaling is saved. A frozen weight has no master: its own bytes are saved beside its values, as
+`zerocast.<name>.<buffer>`, and a load takes these.
 """
 
 import functools
@@ -24,10 +25,14 @@ from zerocast.weight.weight import define
 from . import host, ownership
 from .primary import is_primary, loaded, weight_of
 
-SCALING = "zerocast_scaling"  # the entry of an optimizer's state dict that holds delayed scaling
-FORMAT_BYTES = 256  # of the text of a format, padded, in the entry of a frozen weight
+# The entry of an optimizer's state dict with the state of delayed scaling.
+SCALING = "zerocast_scaling"
+# The padded length of a format's text in the entry of a frozen weight: a checkpoint's tensors have
+# fixed shapes.
+FORMAT_BYTES = 256
 logger = logging.getLogger(__name__)
-# the attribute of an entry that every rank reads before anything is written or loaded
+# The attribute of an entry that every rank reads before anything is written or loaded. An error
+# there raises on all ranks.
 _ASKED_FIRST = "without_data"
 
 
@@ -60,8 +65,10 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
 def _own_bytes(entry: Any, weight: QuantizedWeight, is_loading: bool) -> dict[str, Any]:
     """The entries of a weight's own bytes, whose values are those of `entry`.
 
-    Where ranks, or layers that Megatron saves as one tensor, have a part of the weight each, the
-    name says which: bytes of parts, with scales of their own, are not parts of anything.
+    A weight may be one part of the tensor that Megatron saves: it is divided over tensor-parallel
+    ranks, or layers are stacked. The bytes of parts have scales of their own and do not concatenate
+    to the bytes of that tensor. So each part is an entry with a name of its own: it has
+    `.{offset}of{size}` for every axis that is divided.
     """
     pieces = list(_entries([entry.build()])) if hasattr(entry, "build") else [(None, None, entry)]
     first = pieces[0][2]
@@ -80,26 +87,27 @@ def _own_bytes(entry: Any, weight: QuantizedWeight, is_loading: bool) -> dict[st
 
 
 def _own_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The bytes of a weight by buffer, and its format as text: bytes alone do not tell E4M3 from
-    E5M2.
+    """The bytes of a weight by name of the buffer, and its format as text.
+
+    The bytes alone do not tell formats of one width apart, such as E4M3 and E5M2.
     """
     text = str(weight.format).encode().ljust(FORMAT_BYTES, b"\0")
     return {**own_buffers(weight), "format": torch.tensor(list(text), dtype=torch.uint8, device=weight.device)}
 
 
 def _take_own(weight: QuantizedWeight, own: dict[str, Tensor], name: str) -> None:
-    """ValueError for bytes of another format."""
-    there = own.pop("format").cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-    if there != str(weight.format):
+    """Copy a frozen weight's bytes from a checkpoint. ValueError for bytes of another format."""
+    saved_format = own.pop("format").cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+    if saved_format != str(weight.format):
         raise ValueError(
-            f"{name} is frozen, and {there} in the checkpoint and {weight.format} here: it has no master to be cast from, so load "
-            "it in the format that it was saved in"
+            f"{name} is frozen, and {saved_format} in the checkpoint and {weight.format} here: it has no master to be cast from, "
+            "so load it in the format that it was saved in"
         )
     take_buffers(weight, own)
 
 
 def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> NoReturn:
-    """Where a checkpoint's writer first asks for a tensor's memory, on the rank that writes it."""
+    """Raise: a checkpoint's writer or reader got a quantized weight instead of its values."""
     raise RuntimeError(
         f"{weight!r} is not written to a checkpoint as it is, nor read from one: call "
         "zerocast.integrations.megatron.dequantize_ on the sharded state dict before dist_checkpointing.save, with "
@@ -107,11 +115,14 @@ def _not_written(weight: QuantizedWeight, *_: Any, **__: Any) -> NoReturn:
     )
 
 
+# `is_pinned` is the first operator that a checkpoint's writer calls on a tensor.
 define(torch.ops.aten.is_pinned.default, _not_written)
 
 
 def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """A model's method; its entries raise on every rank if nobody gave them to `dequantize_`."""
+    """Wrap a model's method: saving or loading its entries raises, on every rank, before they went
+    through `dequantize_`.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         entries = sharded_state_dict(*args, **kwargs)
@@ -124,11 +135,12 @@ def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
 
 
 def _unread(weight: QuantizedWeight) -> Tensor:
+    """A tensor for a load to fill. The weight is not read, since it may be partial."""
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def _entries(nested: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Each entry of a nested state dict, with what holds it and by which key."""
+    """Each entry of a nested state dict, as (container, key, entry)."""
     for key, value in nested.items() if isinstance(nested, dict) else enumerate(nested):
         if isinstance(value, (dict, list, tuple)):
             yield from _entries(value)
@@ -138,9 +150,10 @@ def _entries(nested: Any) -> Iterator[tuple[Any, Any, Any]]:
 
 def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Callable[[], None]]:
     """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk, and
-    give frozen ones their own bytes.
+    copy the own bytes of frozen ones.
 
-    `claims` are those of their owners, by id of the parameter. Returns what undoes it.
+    `claims` are the claims of the weights' owners, by id of the parameter. Returns the functions
+    that remove the hooks.
     """
     return [
         module.register_load_state_dict_pre_hook(functools.partial(_cast_in, claims)).remove
@@ -152,8 +165,9 @@ def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Cal
 def _cast_in(
     claims: Mapping[int, Claim], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """Before a module takes its entries: take bytes or cast values, and leave the weight in their
-    place.
+    """A pre-hook of `load_state_dict`: write the entries of a module's quantized weights into them.
+
+    The entry is then replaced by the weight itself, which the module copies onto itself.
     """
     for name, param in module.named_parameters(recurse=False):
         value = state_dict.get(prefix + name)
@@ -172,17 +186,21 @@ def _cast_in(
             state_dict[prefix + name] = loaded(param)
 
 
-def saving_scaling(one: Any, share: ownership.Share, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
-    """An optimizer's `sharded_state_dict` with an entry for delayed scaling, one object of the
-    ranks of a share.
+def saving_scaling(optimizer: Any, share: ownership.Share, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
+    """Wrap an optimizer's `sharded_state_dict`: it gets an entry for delayed scaling.
+
+    The state is the same on all ranks of a share, so it is saved once for them.
     """
-    method = one.sharded_state_dict
+    method = optimizer.sharded_state_dict
 
     def call(*args: Any, **kwargs: Any) -> Any:
         entries = method(*args, **kwargs)
         state = delayed.state_dict()
         if entries is not None and state:
-            values = {name: {key: t.cpu().clone() for key, t in tensors.items()} for name, tensors in state.items()}
+            # Copies, since an asynchronous save runs beside the next step, which rolls the scales.
+            values = {
+                name: {key: tensor.cpu().clone() for key, tensor in tensors.items()} for name, tensors in state.items()
+            }
             index, instance = share.replica
             key = f"optimizer.distributed.dp_group_idx_{index}.{SCALING}.{next(iter(values))}"
             replica = (instance, 0, rank)
@@ -194,18 +212,21 @@ def saving_scaling(one: Any, share: ownership.Share, delayed: DelayedScaling, ra
 
 
 def loading_scaling(
-    one: Any, share: ownership.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
+    optimizer: Any, share: ownership.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
 ) -> Callable[..., Any]:
-    """An optimizer's `load_state_dict`, then delayed scaling from the same state.
+    """Wrap an optimizer's `load_state_dict`: it loads delayed scaling from the same state.
 
-    The next cast seeds what the state lacks. While a load `is_preparing`, the host loads a state of
-    its own, from which nothing is taken.
+    The next cast seeds the scales that the state lacks. While `is_preparing()`, the host loads a
+    state that it has made itself, and delayed scaling stays as it is.
     """
-    method = one.load_state_dict
+    method = optimizer.load_state_dict
 
     def call(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(state_dict, *args, **kwargs)
-        for name in () if is_preparing() else delayed.load_state_dict(state_dict.get(SCALING + share.suffix, {})):
+        if is_preparing():
+            return result
+        missing = delayed.load_state_dict(state_dict.get(SCALING + share.suffix, {}))
+        for name in missing:
             if rank == 0:
                 logger.warning("no scale and history of %s in the checkpoint: seeded from its master", name)
         return result
@@ -213,30 +234,36 @@ def loading_scaling(
     return call
 
 
-def saving_unpadded(one: Any) -> Callable[..., Any]:
-    """An optimizer's `sharded_state_dict` that is right for `fully_reshardable` too.
+def saving_unpadded(optimizer: Any) -> Callable[..., Any]:
+    """Wrap an optimizer's `sharded_state_dict`: `fully_reshardable` checkpoints become right.
 
-    Megatron gathers buffers without the padding between their buckets, and takes parameters out by
-    offsets that count the padding.
+    For these Megatron concatenates a buffer's buckets without the padding between them, and then
+    cuts parameters out by offsets that include the padding. During the call the offsets are those
+    without padding.
     """
-    method = one.sharded_state_dict
+    method = optimizer.sharded_state_dict
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if (kwargs.get("metadata") or {}).get("distrib_optim_sharding_type") != "fully_reshardable":
             return method(*args, **kwargs)
-        kept = [(buffer, buffer.param_index_map) for buffer in one.buffers]
+        index_maps = [(buffer, buffer.param_index_map) for buffer in optimizer.buffers]
         try:
-            for buffer, places in kept:
-                buffer.param_index_map = _unpadded(buffer.buckets, places)
+            for buffer, index_map in index_maps:
+                buffer.param_index_map = _unpadded(buffer.buckets, index_map)
             return method(*args, **kwargs)
         finally:
-            for buffer, places in kept:
-                buffer.param_index_map = places
+            for buffer, index_map in index_maps:
+                buffer.param_index_map = index_map
 
     return call
 
 
-def _unpadded(buckets: Sequence[Any], places: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:
-    before = list(itertools.accumulate((bucket.numel_unpadded for bucket in buckets), initial=0))
-    padding = [bucket.offset - start for bucket, start in zip(buckets, before, strict=False)]
-    return {param: (start - padding[at], stop - padding[at], at) for param, (start, stop, at) in places.items()}
+def _unpadded(buckets: Sequence[Any], index_map: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:
+    """An index map, (start, stop, bucket) by parameter, as if buckets followed without padding."""
+    unpadded_offsets = list(itertools.accumulate((bucket.numel_unpadded for bucket in buckets), initial=0))
+    # `strict=False`: the last accumulated offset is the end of the last bucket.
+    padding = [bucket.offset - offset for bucket, offset in zip(buckets, unpadded_offsets, strict=False)]
+    return {
+        param: (start - padding[bucket], stop - padding[bucket], bucket)
+        for param, (start, stop, bucket) in index_map.items()
+    }

@@ -1,8 +1,8 @@
 """Gathers: the all-gathers of one optimizer's byte buffers, and the columnwise copies after them.
 
-The host forgets a gather as soon as its bytes have come, before their copies are made. So one
-thread at a time starts or finishes gathers, and whoever reads meanwhile waits for it
-(`GatherLock`).
+The host drops the handle of a gather as soon as the bytes have arrived, when the columnwise copies
+are still to be made. A second thread that saw no handle would read stale copies. So one thread at a
+time starts or finishes gathers, and threads that read weights meanwhile wait (`GatherLock`).
 """
 
 import contextlib
@@ -20,11 +20,12 @@ from .primary import is_te_tensor, make_te_copies, primary_of, weight_of
 
 
 class GatherLock:
-    """One thread at a time in the gathers of an attachment."""
+    """A lock by which one thread at a time is in the gathers of an attachment."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._calls = 0  # that hold the lock; read without it
+        # The number of nested calls that hold the lock. `is_held` reads it without the lock.
+        self._calls = 0
 
     @property
     def is_held(self) -> bool:
@@ -33,7 +34,7 @@ class GatherLock:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[None]:
-        """Wait for other threads, and let them wait."""
+        """Hold the lock while the context is open."""
         with self._lock:
             self._calls += 1
             try:
@@ -55,18 +56,31 @@ class Gathers:
     """The bucket groups that gather the bytes of one optimizer's weights."""
 
     def __init__(self, bucket_groups: Sequence[Any], lock: GatherLock, guard: MethodGuard) -> None:
-        self._bucket_groups, self._lock, self._guard = list(bucket_groups), lock, guard
+        self._bucket_groups = list(bucket_groups)
+        self._lock, self._guard = lock, guard
+        # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
+        # The bucket group of each weight, by id of the weight's state.
         self._group_of = {
             id(weight_of(param).state): group for group in self._bucket_groups for param in primary_of(group)
         }
+        primary = [param for group in self._bucket_groups for param in primary_of(group)]
+        self._placed = [(param, param.state) for param in primary if isinstance(param, QuantizedWeight)]
 
     def mark_due(self) -> None:
-        """A cast begins: every bucket group has a gather before it."""
+        """Note, at the start of a cast, that every bucket group has to gather."""
         self._due = set(map(id, self._bucket_groups))
 
+    def bring_weights_back(self) -> None:
+        """Let weights that `.data =` or `Module.to` gave other storage lie in the host's buffers
+        again, where it gathers, before a cast writes all of their bytes.
+        """
+        for weight, state in self._placed:
+            if weight.state is not state:
+                weight.restate(state)
+
     def start(self) -> None:
-        """Gather all bytes now, those on their way first. Collective."""
+        """Finish the gathers in flight, then gather all bytes. Collective."""
         for group in self._bucket_groups:
             self._finish(group)
             group.start_param_sync(force_sync=True)
@@ -82,7 +96,7 @@ class Gathers:
                 group.start_param_sync(force_sync=True)
 
     def wait_for(self, weight: Any) -> None:
-        """Wait for a gather of a weight that is in flight, and for its columnwise copies."""
+        """Wait for the gather of a weight, if one is in flight, and for its columnwise copies."""
         self._finish(self._group_of[id(weight.state)])
 
     def patches(self, backend: str) -> Iterator[Patch]:
@@ -98,15 +112,17 @@ class Gathers:
                     _followed(group, name, after_gather), Use.READ, "an all-gather", masters=False
                 )
                 yield Patch(group, name, self._lock.locked(gather))
-            # Megatron would ask TransformerEngine for their copies
+            # Megatron's own method would have TransformerEngine make the columnwise copies, which
+            # `after_gather` has made already.
             if any(map(is_te_tensor, params)):
                 yield Patch(group, "_post_param_sync", lambda: None)
 
     def _finish(self, group: Any) -> None:
-        """Wait for a gather in flight and process what it brought.
+        """Wait for a gather in flight, and make the columnwise copies of its weights.
 
-        Wait, too, for one that another thread is about to finish.
+        If another thread is finishing the gather, wait for that thread.
         """
+        # Without the lock first: this runs at every read of a weight.
         if group.param_gather_handle is None and not self._lock.is_held:
             return
         with self._lock.hold():
@@ -130,10 +146,12 @@ class Gathers:
 
 
 def _followed(group: Any, name: str, after_gather: Callable[[], None]) -> Callable[..., Any]:
-    """A host's method that gathers, then `after_gather` if it brought the bytes."""
+    """Wrap a method of the host that gathers: call `after_gather` once the bytes have arrived."""
     method = getattr(group, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        # Megatron calls `finish_param_sync` for groups that are finished already. Copies are made
+        # once, by the call that ends a gather: a synchronous start, or a finish with one to end.
         pending = group.param_gather_handle is not None or not group.param_gather_dispatched
         result = method(*args, **kwargs)
         if group.param_gather_handle is None and (pending or name == "start_param_sync"):

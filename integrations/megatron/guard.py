@@ -1,7 +1,8 @@
-"""MethodGuard: nothing uses or saves what a step, a cast, a gather or a load left partial.
+"""MethodGuard: weights that a step, cast, gather or load left partial are neither used nor saved.
 
-All weights of an attachment are partial together, since one step of the host writes them all. A
-write of masters or moments that broke off needs a load; a cast or a gather can be repeated.
+All weights of an attachment are partial together, since one step of the host writes them all. After
+an interrupted write of masters or moments only a load helps. An interrupted cast or gather can be
+repeated, since the masters are complete.
 """
 
 import contextlib
@@ -25,23 +26,29 @@ ADVICE = (
 Method = Callable[..., Any]
 
 
-# refused while weights are partial
+# Methods that are refused while weights are partial.
 USES = {"step": Use.STEP, "state_dict": Use.SAVE, "save_parameter_state": Use.SAVE}
-LOAD = ("load_state_dict", "load_parameter_state")  # complete them
+# Methods that make partial weights complete.
+LOAD = ("load_state_dict", "load_parameter_state")
 
 
 class MethodGuard:
-    """Wraps methods of the host. `validity` is that of all weights of an attachment, of which its
-    plans have parts.
+    """Wraps methods of the host so that they check or write the validity of an attachment.
+
+    Attributes:
+        validity: the validity of all weights of an attachment. Its plans have parts of it.
+        is_preparing: True while a load is prepared. The host then calls its own load methods, on
+            state that the real load overwrites.
     """
 
     def __init__(self, validity: Validity | None = None) -> None:
         self.validity = validity or Validity("load a checkpoint", recast_remedy=AGAIN, advice=ADVICE)
-        self.is_preparing = False  # a load: the host loads of itself what it will overwrite
+        self.is_preparing = False
 
     def check(self, use: Use) -> None:
-        """RuntimeError for weights that may not be used so, unless a load is prepared, which reads
-        what it will overwrite.
+        """RuntimeError if the weights are not valid for this use.
+
+        Nothing is refused while a load is prepared: that reads state only to overwrite it.
         """
         if not self.is_preparing:
             self.validity.check(use)
@@ -53,32 +60,38 @@ class MethodGuard:
         refreshes: Mapping[int, Callable[[], None]],
         after_step: Callable[[], None],
     ) -> Iterator[Patch]:
-        """Guard whatever steps, saves and loads.
+        """The guarded methods that step, save and load.
 
         `optimizer` is the one that was given to `attach`, `distributed` are those inside it, and
-        `refreshes` cast and gather the weights of each of these, by its id.
+        `refreshes` cast and gather the weights of each of these, by its id. `after_step` is called
+        after each complete step of `optimizer`.
         """
-        for one in (one for one in distributed if ownership.of(one).saves_shards):
-            yield Patch(one, "_set_main_param_and_optimizer_states", filling_states(one))
-            yield Patch(one, "_get_main_param_and_optimizer_states", reading_states(one))
-            yield Patch(one, "sharded_state_dict", saving_unpadded(one))
-        for one in {id(one): one for one in (optimizer, *distributed)}.values():
-            loads_all = one is optimizer or len(distributed) == 1
-            loaded = distributed if loads_all else [one]
-            refreshed = list(refreshes.values()) if loads_all else [refreshes[id(one)]] if id(one) in refreshes else []
-            step = self.writing(one.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
-            yield Patch(one, "step_with_ready_grads", followed_by(step, after_step) if one is optimizer else step)
-            owns = ownership.of(one)
-            uses = USES | dict.fromkeys(owns.saves, Use.SAVE)
-            yield from (Patch(one, name, self.checked(getattr(one, name), use)) for name, use in uses.items())
-            yield Patch(one, "sharded_state_dict", self.saving(one.sharded_state_dict, distributed))
-            yield from (
-                Patch(one, name, self.loading(getattr(one, name), refreshed, loaded, loads_all))
-                for name in (*LOAD, *owns.loads)
-            )
+        for inner in distributed:
+            if ownership.of(inner).saves_shards:
+                yield Patch(inner, "_set_main_param_and_optimizer_states", filling_states(inner))
+                yield Patch(inner, "_get_main_param_and_optimizer_states", reading_states(inner))
+                yield Patch(inner, "sharded_state_dict", saving_unpadded(inner))
+        # An optimizer that is no chain is also its only distributed optimizer.
+        for owner in {id(owner): owner for owner in (optimizer, *distributed)}.values():
+            loads_all = owner is optimizer or len(distributed) == 1
+            if loads_all:
+                loaded, refreshed = distributed, list(refreshes.values())
+            else:
+                loaded = [owner]
+                refreshed = [refreshes[id(owner)]] if id(owner) in refreshes else []
+            step = self.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
+            if owner is optimizer:
+                step = followed_by(step, after_step)
+            yield Patch(owner, "step_with_ready_grads", step)
+            owns = ownership.of(owner)
+            for name, use in (USES | dict.fromkeys(owns.saves, Use.SAVE)).items():
+                yield Patch(owner, name, self.checked(getattr(owner, name), use))
+            yield Patch(owner, "sharded_state_dict", self.saving(owner.sharded_state_dict, distributed))
+            for name in (*LOAD, *owns.loads):
+                yield Patch(owner, name, self.loading(getattr(owner, name), refreshed, loaded, loads_all))
 
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
-        """Cast and gather, also what a cast or a gather left partial.
+        """Cast and gather. This completes weights that a cast or a gather left partial.
 
         RuntimeError where masters are partial.
         """
@@ -89,7 +102,7 @@ class MethodGuard:
                 refresh()
 
     def checked(self, method: Method, use: Use) -> Method:
-        """`method`, which uses weights so, refused where they may not be."""
+        """Wrap `method`: it raises if the weights are not valid for `use`."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.check(use)
@@ -98,7 +111,7 @@ class MethodGuard:
         return call
 
     def writing(self, method: Method, use: Use, what: str, *, masters: bool) -> Method:
-        """`method`, refused where weights may not be used so; an exception leaves them partial."""
+        """Wrap `method` as `checked` does. An exception in it leaves the weights partial."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.check(use)
@@ -108,21 +121,24 @@ class MethodGuard:
         return call
 
     def saving(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
-        """The host's method, refused while anything is partial, unless it makes what a load
-        fills.
+        """Wrap the method that makes sharded state dicts: it is refused while anything is partial,
+        except for the template of a load.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            for one in optimizers:
-                check_checkpoint(one, kwargs.get("metadata"))
+            for optimizer in optimizers:
+                check_checkpoint(optimizer, kwargs.get("metadata"))
             if not host.is_loading(args, kwargs):
                 self.check(Use.SAVE)
                 return sharded_state_dict(*args, **kwargs)
+            # Preparing writes moments. Weights that are partial already stay so, with their first
+            # reason, until the load itself.
             with contextlib.nullcontext() if self.validity.partial else self.validity.transaction("preparing a load"):
                 prepare_states(optimizers)
                 before, self.is_preparing = self.is_preparing, True
                 try:
-                    # rewrites states, some of them to one tensor
+                    # The host rewrites states here, and may give all parameters of a group one step
+                    # tensor, which `copy_group_steps` undoes.
                     template = sharded_state_dict(*args, **kwargs)
                 finally:
                     self.is_preparing = before
@@ -134,14 +150,16 @@ class MethodGuard:
     def loading(
         self, method: Method, refreshes: Sequence[Callable[[], None]], optimizers: Sequence[Any], loads_all: bool
     ) -> Method:
-        """A method of the host that loads `optimizers`, then `refreshes`.
+        """Wrap a method that loads `optimizers`: it calls `refreshes` afterwards.
 
-        A load of all optimizers completes what is partial.
+        A load of all optimizers makes partial weights complete.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            # One load of the host consists of several calls. A call inside another one, or one
+            # without masters, completes nothing: the outer or the later call does.
             if self.is_preparing or self.validity.is_writing or (self.validity.partial and not _holds_masters(args[0])):
-                return method(*args, **kwargs)  # a part of a load, or of preparing one
+                return method(*args, **kwargs)
             if not loads_all:
                 self.check(Use.STEP)
             with self.validity.transaction("loading a checkpoint"):
@@ -155,8 +173,9 @@ class MethodGuard:
 
 
 def _holds_masters(loaded: Any) -> bool:
-    """True if what is loaded, a file's name or a state dict of one or several optimizers, holds the
-    state of the parameters.
+    """True if `loaded` has the state of the parameters: masters and moments.
+
+    `loaded` is the name of a file, or the state dict of one optimizer or of several.
     """
     if isinstance(loaded, dict) and "optimizer" not in loaded:
         loaded = list(loaded.values())
@@ -166,7 +185,7 @@ def _holds_masters(loaded: Any) -> bool:
 
 
 def followed_by(first: Method, second: Callable[[], None]) -> Method:
-    """`first`, then `second`, which is not called if `first` raises."""
+    """A function that calls `first`, then `second`, which is not called if `first` raises."""
 
     def both(*args: Any, **kwargs: Any) -> Any:
         result = first(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""The names of megatron-core that this integration replaces or reads, and no other file knows.
+"""The names of megatron-core that this integration replaces or reads. No other file knows them.
 
-Detected by being there, never by version.
+A feature of the host is detected by the presence of its names, never by a version number.
 """
 
 import contextlib
@@ -30,8 +30,10 @@ CHECKPOINTING = "megatron.training.checkpointing"
 ARGUMENTS = "megatron.training.arguments"
 
 _UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 to 0.19"
-_MANAGED = "is_managed_by_layer_wise_optimizer"  # of a parameter, for the buffer that it lies in
-_TAGS = "tag_params_for_buffer_routing"  # which sets that
+# An attribute of a parameter: true if its buffer is laid out for a LayerWiseDistributedOptimizer.
+_MANAGED = "is_managed_by_layer_wise_optimizer"
+# The function that sets this attribute.
+_TAGS = "tag_params_for_buffer_routing"
 _OF_TRAINING = (
     "get_args",
     "get_megatron_optimizer",
@@ -39,7 +41,7 @@ _OF_TRAINING = (
     "setup_model_and_optimizer",
     "train_step",
 )
-# what OptimizerConfig works out of use_precision_aware_optimizer and other settings
+# The attribute that OptimizerConfig derives from use_precision_aware_optimizer and other settings.
 _MASTERS_ARE_STATES = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 _OF_A_HYBRID_OPTIMIZER = (
     "_get_sub_optimizer_param_groups",
@@ -51,9 +53,11 @@ _OF_A_HYBRID_OPTIMIZER = (
     "_update_fp32_params_by_new_state",
     "sub_optimizers",
 )
-HOST_COPY = "master_param"  # of the state of a master that a HybridDeviceOptimizer has offloaded
+# The entry for the host copy in the state of a master that a HybridDeviceOptimizer has offloaded.
+HOST_COPY = "master_param"
 _CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
-_TILES = "enable_2d_quantization"  # of TransformerEngine's recipe for MXFP8, since 2.20
+# The attribute of TransformerEngine's recipe for MXFP8 that asks for tiles, since 2.20.
+_TILES = "enable_2d_quantization"
 _OF_A_CHUNK = ("bucket_groups", "expert_parallel_bucket_groups")
 _OF_A_BUCKET_GROUP = (
     "buckets",
@@ -83,16 +87,18 @@ def training() -> Any:
     RuntimeError where megatron.training cannot be imported, or has another shape.
     """
     try:
-        found, checkpointing, arguments = map(importlib.import_module, (TRAINING, CHECKPOINTING, ARGUMENTS))
+        training_module = importlib.import_module(TRAINING)
+        checkpointing = importlib.import_module(CHECKPOINTING)
+        arguments = importlib.import_module(ARGUMENTS)
     except ImportError as error:
         raise RuntimeError(
             f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with megatron-core "
             "from 0.17 on; that of 0.18 and later needs Python 3.12"
         ) from error
-    require(found, _OF_TRAINING, TRAINING)
+    require(training_module, _OF_TRAINING, TRAINING)
     require(checkpointing, ("generate_state_dict",), CHECKPOINTING)
     require(arguments, ("add_megatron_arguments",), ARGUMENTS)
-    return found
+    return training_module
 
 
 def model_builders() -> list[Any]:
@@ -100,12 +106,12 @@ def model_builders() -> list[Any]:
     them. Older releases have one.
     """
     name = "correct_amax_history_if_needed"
-    found = [training()]
+    builders = [training()]
     with contextlib.suppress(ImportError):
-        found.append(importlib.import_module(MODEL_BUILDERS))
-    for one in found:
-        require(one, (name,), one.__name__)
-    return found
+        builders.append(importlib.import_module(MODEL_BUILDERS))
+    for builder in builders:
+        require(builder, (name,), builder.__name__)
+    return builders
 
 
 def require_called(called: Container[str]) -> None:
@@ -144,8 +150,10 @@ def _four_bit_names() -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def four_bit_moves() -> list[Any]:
-    """The modules in which the function that moves 4-bit codes is looked up, which older releases
-    import where they call it.
+    """The modules in which the function that moves 4-bit codes is looked up.
+
+    Newer releases import it into the module of buffers, older ones inside the function that calls
+    it.
     """
     name = "modify_nvfp4_rowwise_storage"
     require(module(FP4), (name,), FP4)
@@ -160,9 +168,10 @@ def require(owner: Any, names: Iterable[str], what: str) -> None:
 
 
 def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`get_fp8_recipe`, with tiles of 32x32 for the weights of MXFP8, which it has no setting for.
+    """Wrap `get_fp8_recipe`: an MXFP8 recipe quantizes weights in tiles of 32x32.
 
-    RuntimeError of the result for a TransformerEngine that has no such tiles.
+    Megatron has no setting for that. The wrapped function raises RuntimeError for a
+    TransformerEngine without such tiles.
     """
 
     @functools.wraps(original)
@@ -182,24 +191,26 @@ def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 def wrappers() -> list[tuple[type, bool]]:
     """The classes that wrap a model; True for those other than DistributedDataParallel."""
-    found = module(WRAPPERS)
-    require(found, ("DistributedDataParallel",), WRAPPERS)
+    distributed = module(WRAPPERS)
+    require(distributed, ("DistributedDataParallel",), WRAPPERS)
     others = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
     return [
-        (found.DistributedDataParallel, False),
-        *((getattr(found, name), True) for name in others if hasattr(found, name)),
+        (distributed.DistributedDataParallel, False),
+        *((getattr(distributed, name), True) for name in others if hasattr(distributed, name)),
     ]
 
 
 def factories() -> list[tuple[Any, str, bool]]:
-    """(owner, name) of functions that build optimizers; True for others than Adam and SGD."""
-    found, name, emerging = (
-        module(FACTORIES),
-        "_get_megatron_optimizer_based_on_param_groups",
-        "_get_megatron_emerging_optimizer",
-    )
-    require(found, (name,), FACTORIES)
-    return [(found, name, False), *([(found, emerging, True)] if hasattr(found, emerging) else ())]
+    """(module, name, is_emerging) of the functions that build optimizers.
+
+    `is_emerging` is true for the one that builds others than Adam and SGD.
+    """
+    optimizers = module(FACTORIES)
+    name, emerging = "_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer"
+    require(optimizers, (name,), FACTORIES)
+    if hasattr(optimizers, emerging):
+        return [(optimizers, name, False), (optimizers, emerging, True)]
+    return [(optimizers, name, False)]
 
 
 def embedding() -> Any:
@@ -213,10 +224,10 @@ def masters_are_states(config: Any) -> bool:
 
 
 def keeping_fp32_masters(config: Any) -> Any:
-    """A configuration whose optimizers keep FP32 masters as tensors of their own: `config`, or a
-    copy, since an optimizer reads it in every step and others may share it.
+    """A configuration whose optimizers keep FP32 masters as tensors, not in a fused Adam's state.
 
-    They do it by themselves for most of the host's own FP8 formats.
+    Returns `config` where that is so already, as for most of the host's own FP8 formats, else a
+    copy: an optimizer reads its configuration in every step, and other optimizers may share it.
     """
     if masters_are_states(config):
         config = copy.copy(config)
@@ -225,13 +236,13 @@ def keeping_fp32_masters(config: Any) -> Any:
 
 
 def hybrid() -> Any:
-    """The class of optimizers whose masters and moments lie on the host.
+    """The class of optimizers whose masters and moments are in host memory.
 
     RuntimeError for one without the names that are replaced.
     """
-    found = module(HYBRID).HybridDeviceOptimizer
-    require(found, _OF_A_HYBRID_OPTIMIZER, f"{HYBRID}.HybridDeviceOptimizer")
-    return found
+    kind = module(HYBRID).HybridDeviceOptimizer
+    require(kind, _OF_A_HYBRID_OPTIMIZER, f"{HYBRID}.HybridDeviceOptimizer")
+    return kind
 
 
 def offloads(inner: Any) -> bool:
@@ -240,12 +251,15 @@ def offloads(inner: Any) -> bool:
 
 
 def host_copies(inner: Any) -> Mapping[Any, Any]:
-    """By offloaded master the copy in host memory that a step updates; nothing for others."""
+    """The copy in host memory that a step updates, by offloaded master.
+
+    Empty for an optimizer that offloads nothing.
+    """
     return inner.gpu_params_map_cpu_copy if offloads(inner) else {}
 
 
 def replace_masters(optimizer: Any, others: Mapping[Any, Any]) -> None:
-    """Put other tensors in the place of masters, wherever a DistributedOptimizer holds these."""
+    """Replace masters by the tensors in `others`, in all lists of a DistributedOptimizer."""
     inner = optimizer.optimizer
     lists = [*optimizer.shard_fp32_from_float16_groups, *optimizer.shard_fp32_groups]
     for masters in (*lists, *(group["params"] for group in inner.param_groups)):
@@ -258,12 +272,12 @@ def replace_masters(optimizer: Any, others: Mapping[Any, Any]) -> None:
 
 def holds_several(param: Any) -> bool:
     """True for a tensor of TransformerEngine with the codes of several experts, since 0.19."""
-    known = getattr(module(FP8), "is_grouped_tensor_with_quantized_storage", None)
-    return known is not None and bool(known(param))
+    is_grouped = getattr(module(FP8), "is_grouped_tensor_with_quantized_storage", None)
+    return is_grouped is not None and bool(is_grouped(param))
 
 
 def layer_wise() -> list[type]:
-    """The class of optimizers whose ranks own whole layers, where there is one."""
+    """The class of optimizers whose ranks own whole layers, in a list. Empty if there is none."""
     try:
         return [importlib.import_module(LAYER_WISE).LayerWiseDistributedOptimizer]
     except (ImportError, AttributeError):
@@ -276,18 +290,23 @@ def lays_out_whole_matrices() -> bool:
 
 
 def tag_matrices(chunks: Sequence[Any]) -> None:
-    """Let the host know the matrices of models that it has not wrapped yet, for that layout."""
+    """Mark the matrices of models that are not wrapped yet, so that the host gives them a layout of
+    whole matrices.
+    """
     getattr(module(LAYER_WISE), _TAGS)(chunks)
 
 
 def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
-    """(module, name, class): the function that wraps models which megatron.training builds of a
-    configuration, and the class that it asks for their layout. Only some releases have it.
+    """(module, function, class) where megatron.training wraps models that it builds of a
+    configuration.
+
+    Both are names in the module: the function that wraps, and the class that it asks for the layout
+    of the buffers. Empty for releases without that function.
     """
     names = ("_ddp_wrap", "DistributedOptimizer")
     with contextlib.suppress(ImportError):
-        found = importlib.import_module(MODEL_BUILDERS)
-        return [(found, *names)] if all(hasattr(found, name) for name in names) else []
+        builders = importlib.import_module(MODEL_BUILDERS)
+        return [(builders, *names)] if all(hasattr(builders, name) for name in names) else []
     return []
 
 
@@ -297,7 +316,7 @@ def is_layer_wise(optimizer: Any) -> bool:
 
 
 def is_layer_wise_buffer(buffer: Any) -> bool:
-    """True for a buffer in which no parameter lies in the slices of two ranks."""
+    """True for a buffer whose layout puts each parameter into the slice of one rank."""
     return any(map(is_managed_by_layer, buffer.params))
 
 
@@ -307,7 +326,7 @@ def is_managed_by_layer(param: Any) -> bool:
 
 
 def is_tagged(param: Any) -> bool:
-    """True for a parameter of a model whose matrices the host was told of before it was wrapped."""
+    """True for a parameter of a model that `tag_matrices` has seen before it was wrapped."""
     return hasattr(param, _MANAGED)
 
 
@@ -318,37 +337,40 @@ def is_of_an_expert(param: Any) -> bool:
 
 def float16_optimizer() -> type:
     """The class of optimizers that keep a whole FP32 master of each of their parameters."""
-    found = module(OPTIMIZER_BASES)
-    require(found, ("Float16OptimizerWithFloat16Params",), OPTIMIZER_BASES)
-    kind: type = found.Float16OptimizerWithFloat16Params
+    bases = module(OPTIMIZER_BASES)
+    require(bases, ("Float16OptimizerWithFloat16Params",), OPTIMIZER_BASES)
+    kind: type = bases.Float16OptimizerWithFloat16Params
     return kind
 
 
 def optimizer_bases() -> list[type]:
     """The classes whose constructors every optimizer of the host runs."""
-    found = module(OPTIMIZER_BASES)
-    require(found, ("ChainedOptimizer", "MegatronOptimizer"), OPTIMIZER_BASES)
-    return [found.MegatronOptimizer, found.ChainedOptimizer]
+    bases = module(OPTIMIZER_BASES)
+    require(bases, ("ChainedOptimizer", "MegatronOptimizer"), OPTIMIZER_BASES)
+    return [bases.MegatronOptimizer, bases.ChainedOptimizer]
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers inside a chain that own masters, in order; stubs own nothing.
+    """The optimizers inside a chain that own masters, in order. Stubs own none and are left out.
 
-    A layer-wise one is a chain itself, and counts as one: it alone knows its ranks and buffers.
+    A layer-wise optimizer is a chain by its class, and counts as one optimizer here: only the chain
+    knows its groups of ranks and its buffers.
     """
-    found = []
-    is_one = is_layer_wise(optimizer) or not hasattr(optimizer, "chained_optimizers")
-    for one in [optimizer] if is_one else optimizer.chained_optimizers:
-        if hasattr(one, "chained_optimizers") and not is_layer_wise(one):
-            found += distributed_optimizers(one)
-        elif not getattr(one, "is_stub_optimizer", False):
-            found.append(one)
-    return found
+    owners = []
+    is_single = is_layer_wise(optimizer) or not hasattr(optimizer, "chained_optimizers")
+    for inner in [optimizer] if is_single else optimizer.chained_optimizers:
+        if hasattr(inner, "chained_optimizers") and not is_layer_wise(inner):
+            owners += distributed_optimizers(inner)
+        elif not getattr(inner, "is_stub_optimizer", False):
+            owners.append(inner)
+    return owners
 
 
 def moments_left_out(optimizer: Any) -> list[str]:
-    """The moments of Adam that some checkpoints of a DistributedOptimizer do not hold, which the
-    host chooses by the name of the optimizer beside it, since 0.19.
+    """The moments of Adam that `fully_reshardable` checkpoints of a DistributedOptimizer leave out.
+
+    Since 0.19 the host chooses the moments to save by the name of the configured optimizer. Beside
+    Muon, say, that leaves out moments of the parameters that Adam updates.
     """
     moments = ("exp_avg", "exp_avg_sq")
     return [name for name in moments if name not in getattr(optimizer, "optimizer_state_keys", moments)]

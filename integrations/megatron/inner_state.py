@@ -1,8 +1,8 @@
-"""The state of the inner optimizers around a load.
+"""The state of the inner optimizers around a save or a load.
 
-Megatron expects the state of fused optimizers. torch's own Adam has another: none before its first
-step, and then a step number for each parameter. Megatron neither saves nor loads these; it keeps
-those of the parameter groups, which therefore count.
+Megatron expects the state of a fused Adam, which counts steps by parameter group. torch's Adam has
+no state before its first step, and then a step number for each parameter. Megatron neither saves
+nor loads step numbers of parameters: after a load they are copied from their group's.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,15 +18,15 @@ Method = Callable[..., Any]
 
 
 def prepare_states(optimizers: Sequence[Any]) -> None:
-    """Make states that the host can build a template of a load from: there, complete and of one
-    step, as it asserts.
+    """Make the states of which the host builds the template of a load.
 
-    RuntimeError where an inner optimizer died in its first step, with states for some parameters
-    only.
+    The host asserts that every parameter has all moments and that all step numbers are equal.
+    RuntimeError where an inner optimizer was interrupted in its first step, with states for some
+    parameters only.
     """
-    counted: list[Any] = []
-    for one in optimizers:
-        inner = one.optimizer
+    with_steps: list[Any] = []  # the states and parameter groups that have a step number
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
         if not inner.state and (type(inner).__module__.startswith("torch.optim") or host.offloads(inner)):
             _begin(inner)
         states = [inner.state.get(param, {}) for param in _parameters(inner)]
@@ -35,36 +35,42 @@ def prepare_states(optimizers: Sequence[Any]) -> None:
                 f"{type(inner).__name__} died in its first step, with states for some of its parameters only: build model and "
                 "optimizer again, and load into those"
             )
-        counted += [held for held in (*states, *inner.param_groups) if "step" in held]
-    last = max((int(held["step"]) for held in counted), default=0)
-    for held in counted:
-        held["step"] = held["step"] * 0 + last
+        with_steps += [entries for entries in (*states, *inner.param_groups) if "step" in entries]
+    last = max((int(entries["step"]) for entries in with_steps), default=0)
+    for entries in with_steps:
+        # A step is an int or a tensor, whose dtype and device stay as they are.
+        entries["step"] = entries["step"] * 0 + last
 
 
 def copy_group_steps(optimizers: Sequence[Any]) -> None:
-    """Give every parameter a step of its own, that of its group, as it was loaded."""
-    for one in optimizers:
-        for group in one.optimizer.param_groups:
+    """Give every parameter a step tensor of its own, with the loaded step of its group."""
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
+        for group in inner.param_groups:
             for param in group["params"] if "step" in group else ():
-                state = one.optimizer.state.get(param, {})
+                state = inner.state.get(param, {})
                 if isinstance(state.get("step"), Tensor):
                     state["step"] = state["step"].new_tensor(float(group["step"]))
-            if host.offloads(one.optimizer):  # its parts count by themselves; it would tell them this in every step
+            # The sub-optimizers of a HybridDeviceOptimizer count by themselves. In every step it
+            # copies its groups to theirs, and would set them back to this number each time.
+            if host.offloads(inner):
                 group.pop("step", None)
 
 
-def reading_states(one: Any) -> Method:
-    """The host's method that returns the master and the state of a parameter: moments as numbers,
-    and no copy of the master.
+def reading_states(optimizer: Any) -> Method:
+    """Wrap the method that returns the master and the moments of a parameter.
 
-    TransformerEngine's fused Adam keeps FP16 and FP8 moments with a scale, which Megatron omits.
+    Moments become unscaled: TransformerEngine's fused Adam stores FP16 and FP8 moments with a
+    scale, which Megatron does not save. The host copy of an offloaded master is left out.
     """
-    read = one._get_main_param_and_optimizer_states
+    read = optimizer._get_main_param_and_optimizer_states
 
     def call(model_param: Any) -> dict[str, Any]:
         tensors: dict[str, Any] = read(model_param)
         tensors.pop(host.HOST_COPY, None)
-        unscaled, master = getattr(one.optimizer, "get_unscaled_state", _unchanged(tensors)), tensors["param"]
+        master = tensors["param"]
+        unscaled = getattr(optimizer.optimizer, "get_unscaled_state", _unchanged(tensors))
+        # BF16 moments have no scale.
         scaled = [name for name in tensors if name != "param" and tensors[name].dtype != torch.bfloat16]
         return {**tensors, "param": to_save(master), **{name: unscaled(master, name) for name in scaled}}
 
@@ -75,22 +81,27 @@ def _unchanged(tensors: Mapping[str, Any]) -> Method:
     return lambda master, name: tensors[name]
 
 
-def filling_states(one: Any) -> Method:
-    """The host's method that fills the master and the state of a parameter from those numbers, but
-    for what a checkpoint does not have: its step, and a copy of the master.
+def filling_states(optimizer: Any) -> Method:
+    """Wrap the method that fills the master and the moments of a parameter from a checkpoint.
+
+    A checkpoint has neither the parameter's step nor the host copy of its master: these keep their
+    values.
     """
-    read, fill = one._get_main_param_and_optimizer_states, one._set_main_param_and_optimizer_states
+    read, fill = optimizer._get_main_param_and_optimizer_states, optimizer._set_main_param_and_optimizer_states
 
     def call(model_param: Any, tensors: dict[str, Any]) -> None:
-        held, set_scaled = read(model_param), getattr(one.optimizer, "set_scaled_state", None)
+        state = read(model_param)
+        set_scaled = getattr(optimizer.optimizer, "set_scaled_state", None)
         if set_scaled is None:
-            fill(model_param, {**tensors, **{name: held[name] for name in ("step", host.HOST_COPY) if name in held}})
+            not_saved = {name: state[name] for name in ("step", host.HOST_COPY) if name in state}
+            fill(model_param, {**tensors, **not_saved})
             return
-        master = held.pop("param")
+        master = state.pop("param")
         master.copy_(tensors["param"])
-        for name in held:
+        for name in state:
             if isinstance(tensors[name], Tensor):
-                set_scaled(master, name, tensors[name].to(master.device, torch.float32, copy=True))  # which it scales
+                # A copy, since `set_scaled_state` scales its argument in place.
+                set_scaled(master, name, tensors[name].to(master.device, torch.float32, copy=True))
 
     return call
 
@@ -100,7 +111,11 @@ def _parameters(inner: Any) -> Iterator[Any]:
 
 
 def _begin(inner: Any) -> None:
-    """State as before the first step: by a step that changes nothing."""
+    """Make the state that an optimizer has before its first step.
+
+    torch's optimizers make state in a step only. This step has a learning rate and gradients of
+    zero, so it changes no master; afterwards the step numbers are set back to zero.
+    """
     rates = [group["lr"] for group in inner.param_groups]
     for param in _parameters(inner):
         param.grad = param.new_zeros(param.shape)

@@ -42,18 +42,25 @@ _installed: "Installation | None" = None
 
 
 class Installation:
-    """An installation in megatron.training, as `install` returns it."""
+    """An installation in megatron.training, as `install` returns it.
+
+    Args:
+        recipe: the recipe given to `install`; None if the command line has it.
+        verify_every: likewise the number of steps between two verifications.
+    """
 
     def __init__(self, recipe: Recipe | None, verify_every: int | None) -> None:
         self._recipe, self._verify_every = recipe, verify_every
+        # Weak: an attachment lives as long as the optimizer whose methods refer to it.
         self._attachments: list[weakref.ref[Attachment]] = []
-        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()  # that setup_model_and_optimizer has built
+        # The optimizers that `setup_model_and_optimizer` has built since `install`.
+        self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._patches = Patches()
 
     @property
     def attachments(self) -> list[Attachment]:
         """The attachments of models that are still alive, oldest first, for `zerocast.verify`."""
-        return [one for ref in self._attachments if (one := ref()) is not None]
+        return [attachment for ref in self._attachments if (attachment := ref()) is not None]
 
     def patches(self) -> Iterator[Patch]:
         """The functions of megatron.training that are replaced until `uninstall`."""
@@ -68,8 +75,8 @@ class Installation:
 
         @functools.wraps(generate)
         def plain_state_dict(*args: Any, **kwargs: Any) -> Any:
-            loads = (kwargs.get("optim_sd_kwargs") or {}).get("is_loading", False)
-            return dequantize_(generate(*args, **kwargs), is_loading=loads)
+            is_loading = (kwargs.get("optim_sd_kwargs") or {}).get("is_loading", False)
+            return dequantize_(generate(*args, **kwargs), is_loading=is_loading)
 
         @functools.wraps(step)
         def checked_step(forward_step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +90,9 @@ class Installation:
         name = "check_param_hashes_across_dp_replicas"
         if hasattr(training, name):
             check = getattr(training, name)
-            yield Patch(training, name, lambda model, **kwargs: check([PlainValues(one) for one in model], **kwargs))
+            yield Patch(
+                training, name, lambda model, **kwargs: check([PlainValues(chunk) for chunk in model], **kwargs)
+            )
         name = "calc_params_l2_norm"
         if hasattr(training, name):
             yield Patch(training, name, _of_masters_on_the_host(getattr(training, name)))
@@ -99,15 +108,15 @@ class Installation:
             self._patches = patches.pop_all()
 
     def uninstall(self) -> None:
-        """Give megatron.training its functions back, and detach what was attached.
+        """Give megatron.training its functions back, and detach all attachments.
 
         Collective where gathers overlap, as `Attachment.detach`.
         """
         global _installed  # noqa: PLW0603
         self._patches.close()
         _installed = None
-        for one in self.attachments:
-            one.detach()
+        for attachment in self.attachments:
+            attachment.detach()
         self._attachments.clear()
 
     def _set_up(self, original: Callable[[], Any]) -> Any:
@@ -125,6 +134,8 @@ class Installation:
                 construction.enter_context(quantized_params())
                 patches.apply(self._building(recipe, verify_every, options, construction, called))
                 built = original()
+            # A host of another shape might have called none of the functions that quantize and
+            # attach, and would then train plain weights.
             if not options.skip_train:
                 host.require_called(called)
         optimizer = built[1]
@@ -133,7 +144,10 @@ class Installation:
         return built
 
     def _chosen(self, options: Any) -> tuple[Recipe | None, int | None]:
-        """The recipe, None for none, and `verify_every`, the same on every rank. Collective."""
+        """The recipe, None without one, and `verify_every`: of `install` or of the command line.
+
+        Collective: an error, or a difference between ranks, raises on all of them.
+        """
         recipe, problem = self._recipe, None
         verify_every = self._verify_every
         if verify_every is None:
@@ -173,7 +187,9 @@ class Installation:
             def quantize(chunks: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
                 called.add("correct_amax_history_if_needed")
                 result = original(chunks, *args, **kwargs)
-                if not options.skip_train:  # which wraps nothing, and has plain weights of the same values
+                # With `--skip-train` the model is not wrapped and has no byte buffers. It loads the
+                # checkpoint's plain values, which are those of the quantized weights.
+                if not options.skip_train:
                     quantize_chunks([host.unwrapped(chunk) for chunk in chunks], recipe)
                 return result
 
@@ -182,11 +198,14 @@ class Installation:
         def build_optimizer(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
             called.add("get_megatron_optimizer")
             optimizer = original_factory(config, model_chunks, *args, **kwargs)
+            # `attach` comes after `quantized_params()`, and before the checkpoint is loaded.
             construction.close()
             self._attachments.append(weakref.ref(attach(optimizer, model_chunks, verify_every)))
             return optimizer
 
         def load(*args: Any, **kwargs: Any) -> Any:
+            # If a checkpoint is loaded without its optimizer, Megatron reads the masters from the
+            # state dict then, and not from the model, whose values are rounded to a format.
             before, options.load_main_params_from_ckpt = options.load_main_params_from_ckpt, True
             try:
                 return original_load(*args, **kwargs)
@@ -204,7 +223,7 @@ class Installation:
 
 
 def _of_masters_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The norm of all masters, which is that of their norms where they lie in host memory."""
+    """Wrap Megatron's norm of all masters: it includes the masters in host memory."""
 
     @functools.wraps(original)
     def norm(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -215,13 +234,13 @@ def _of_masters_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class PlainValues:
-    """A chunk whose quantized weights are plain tensors of their values, for what hashes them."""
+    """A view of a chunk with dequantized weights, for Megatron's comparison of parameter hashes."""
 
     def __init__(self, chunk: nn.Module) -> None:
         self._chunk = chunk
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Names and parameters, with the attribute by which experts are told apart."""
+        """Names and plain tensors, with the attribute by which Megatron recognizes experts."""
         for name, param in self._chunk.named_parameters():
             if is_primary(param):
                 value: Any = weight_of(param).dequantize()
@@ -291,8 +310,8 @@ def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
     """Quantize the unwrapped chunks of this rank's stage. Collective over all ranks.
 
     ValueError, on every rank, for a pattern that matches no weight on any, for no quantized weight
-    on any, for what `quantize_` refuses on one, and for a tensor of TransformerEngine that no byte
-    buffer holds.
+    on any, for weights that `quantize_` refuses on one rank, and for a tensor of TransformerEngine
+    that cannot be cast in a byte buffer.
     """
     world, named = Group.of(None), [_global_names(chunk) for chunk in chunks]
     everything = [name for names in named for name in names.values()]
@@ -319,7 +338,11 @@ def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
 
 
 def _global_names(chunk: nn.Module) -> dict[str, str]:
-    """By the name of each weight of a chunk the one in which layers count through all stages."""
+    """The global name of each weight of a chunk, by its local name.
+
+    In a global name layers count through all pipeline stages, from 0.
+    """
+    # The global prefix of each layer by its local prefix. Megatron's `layer_number` counts from 1.
     numbers = {
         f"{name}.{child}.": f"{name}.{number - 1}."
         for name, module in chunk.named_modules()
@@ -330,5 +353,6 @@ def _global_names(chunk: nn.Module) -> dict[str, str]:
     names = {}
     for name in (name for name, param in chunk.named_parameters() if param.dim() >= 2):
         prefix = next((prefix for prefix in numbers if name.startswith(prefix)), "")
+        # Without a prefix, a weight outside all layers keeps its name.
         names[name] = numbers.get(prefix, "") + name.removeprefix(prefix)
     return names

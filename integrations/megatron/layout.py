@@ -20,18 +20,20 @@ from zerocast.integrations.host_adapter import Patch
 
 from . import host
 
-_ELEMENTS_PER_BLOCK = 32  # no slice cuts a 16-element block, nor sixteen bytes, in a 4-bit bucket
+# The multiple of elements at which the slices of a 4-bit bucket end: 16 bytes, and so no slice cuts
+# a block of 16 elements.
+_ELEMENTS_PER_BLOCK = 32
 
 
 def elements_per_byte(param: Any) -> int:
-    """2 for what the host takes for an NVFP4 tensor, else 1."""
+    """2 for a parameter that the host recognizes as an NVFP4 tensor, else 1."""
     fp4 = host.module(host.FP4)
     is_grouped = getattr(fp4, "is_grouped_nvfp4tensor", fp4.is_nvfp4tensor)  # since 0.19
     return 2 if fp4.is_nvfp4tensor(param) or is_grouped(param) else 1
 
 
 def by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[list[Any], list[int]]]:
-    """The parameters of each buffer and their indices, with equal widths together."""
+    """Sort the parameters of each buffer, and their indices, by width: 8 bits first."""
     sorted_groups = {}
     for key, (params, indices) in groups.items():
         order = sorted(range(len(params)), key=lambda i: elements_per_byte(params[i]))
@@ -49,10 +51,9 @@ def of_one_width(
 ) -> Any:
     """The layout of a buffer, a PerBufferParamLayout, whose buckets have one width each.
 
-    The host's own `lay_out` makes it, run by run.
-
-    Without 4-bit parameters it is the host's, unchanged. Buckets of 4-bit parameters end at
-    multiples of 32 elements a rank.
+    The host's `lay_out` makes a layout of each run of parameters of one width. These layouts are
+    then joined into one, and the buckets of 4-bit parameters padded to a multiple of 32 elements a
+    rank. Without 4-bit parameters the layout is the host's, unchanged.
     """
     runs = [list(run) for _, run in itertools.groupby(params, elements_per_byte)]
     layouts = [(elements_per_byte(run[0]), lay_out(run, bucket_size, ranks, ddp_config, [])) for run in reversed(runs)]
@@ -81,11 +82,11 @@ def of_one_width(
 
 
 def whole_matrices() -> Iterator[Patch]:
-    """The function that wraps models which megatron.training builds of a configuration, with the
-    layout of whole matrices.
+    """The function that wraps models which megatron.training builds of a configuration: they get
+    the layout of whole matrices.
 
-    Megatron makes that layout for models that a script provides. For these it computes that of a
-    DistributedOptimizer, whatever the optimizer, and under Muon none.
+    Megatron makes that layout only for models that a script provides. For models of a configuration
+    it computes the layout of a DistributedOptimizer, for any optimizer, and none under Muon.
     """
     (kind,) = host.layer_wise()
     for module, name, lays_out in host.wrappers_of_built_models():
@@ -104,19 +105,19 @@ def whole_matrices() -> Iterator[Patch]:
 
 
 def of_one_owner(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """The host's function that puts buckets into groups, with the buckets of one optimizer in each
-    where ranks own whole matrices.
+    """Wrap the function that puts buckets into groups: a group has buckets of one optimizer only.
 
-    Megatron puts all buckets of plain parameters into the group of the last byte bucket, also where
-    another optimizer owns them: without overlap that group is gathered once, before the other has
-    stepped, and ranks would go on with what they had.
+    Megatron puts all buckets of plain parameters into the group of the last byte bucket, even where
+    ranks own whole matrices and another optimizer owns the plain parameters. Without overlap that
+    group is gathered once, before the other optimizer has stepped: ranks would go on with stale
+    plain parameters.
     """
 
     @functools.wraps(partition)
     def call(buffers: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        mine = [buffer for buffer in buffers if host.is_layer_wise_buffer(buffer)]
-        rest = [buffer for buffer in buffers if not host.is_layer_wise_buffer(buffer)]
-        return [group for part in (mine, rest) if part for group in partition(part, *args, **kwargs)]
+        layer_wise = [buffer for buffer in buffers if host.is_layer_wise_buffer(buffer)]
+        others = [buffer for buffer in buffers if not host.is_layer_wise_buffer(buffer)]
+        return [group for some in (layer_wise, others) if some for group in partition(some, *args, **kwargs)]
 
     return call
 
@@ -124,7 +125,7 @@ def of_one_owner(partition: Callable[..., Any]) -> Callable[..., Any]:
 def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
     """Set the byte offsets of a buffer with 4-bit parameters.
 
-    Bucket by bucket they are a whole fraction of the element offsets.
+    Within a bucket they are the element offsets divided by the elements per byte, 1 or 2.
 
     ValueError for a bucket of two widths: its layout was not made inside `quantized_params()`.
     """

@@ -1,12 +1,13 @@
 """Optimizer CPU offload: the masters of Megatron's HybridDeviceOptimizer, in host memory alone.
 
-It holds moments, and a copy of every offloaded master, in host memory; a step updates the copies
-and brings them back into the masters. Here the copies are the masters, which are cast where they
-lie, and a `HostMaster` without memory stands on the GPU for each: from the construction of the
-optimizer, or from `attach` on.
+As Megatron has it, that optimizer keeps the moments and a copy of every offloaded master in host
+memory. A step updates the copies and copies them back into the FP32 masters on the GPU. Under
+zerocast the copies are the only masters: they are cast from host memory, and on the GPU each is
+represented by a `HostMaster` that has no memory. That begins at the construction of the optimizer,
+or at `attach`.
 
-With BF16 weights Megatron gives it those weights, and no FP32 masters but its copies. Quantized
-weights have no values that it could start from.
+With BF16 weights Megatron gives the optimizer the weights themselves, and its host copies are the
+only FP32 masters. That is impossible for quantized weights, which have no values to start from.
 """
 
 import contextlib
@@ -26,11 +27,15 @@ from .primary import is_primary
 
 
 class HostMaster(Tensor):
-    """Stands on a device for a master in host memory, `memory`, of its shape and dtype.
+    """Represents on a device a master that is stored in host memory.
 
-    The host sorts it by its device and gives it gradients there. Operators read and write `memory`:
-    a view is another HostMaster, and what else they return lies on the device. It has no address,
-    so kernels that ask for one raise RuntimeError.
+    Megatron sorts masters by their device and gives them gradients there, so a master in host
+    memory needs a tensor on the GPU. Operators on it read and write `memory`. Their results are
+    other HostMasters where they are views of `memory`, else tensors copied to the device. It has no
+    data pointer: kernels that ask for the address raise RuntimeError.
+
+    Attributes:
+        memory: the master's values, of the same shape and dtype, in page-locked host memory.
     """
 
     memory: Tensor
@@ -38,7 +43,7 @@ class HostMaster(Tensor):
 
     @staticmethod
     def __new__(cls, memory: Tensor, device: torch.device) -> "HostMaster":
-        """Stand on `device` for the values in `memory`."""
+        """Represent `memory` on `device`."""
         master: HostMaster = Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=device
         )
@@ -48,30 +53,33 @@ class HostMaster(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run the operator on the host's memory."""
-        kwargs, masters = kwargs or {}, dict[int, HostMaster]()
+        """Run the operator on `memory`, and return its results as tensors of the device."""
+        kwargs = kwargs or {}
+        masters: dict[int, HostMaster] = {}  # by address of their storage, to recognize views
 
-        def memory_of(master: HostMaster) -> Tensor:
+        def unwrap(master: HostMaster) -> Tensor:
             masters[master.memory.untyped_storage().data_ptr()] = master
             return master.memory
 
-        memories = tree_map_only(HostMaster, memory_of, (args, kwargs))
-        given = {id(leaf) for leaf in tree_leaves(memories)}
+        unwrapped_args, unwrapped_kwargs = tree_map_only(HostMaster, unwrap, (args, kwargs))
+        arguments = {id(leaf) for leaf in tree_leaves((unwrapped_args, unwrapped_kwargs))}
         device = next(iter(masters.values())).device
 
-        def placed(result: Tensor) -> Tensor:
+        def wrap(result: Tensor) -> Tensor:
+            # A caller that names a device, as `.to("cpu")` does, gets the tensor there.
             if type(result) is not Tensor or result.device.type != "cpu" or kwargs.get("device") is not None:
                 return result
             master = masters.get(result.untyped_storage().data_ptr())
             if master is None:
-                return result if id(result) in given else result.to(device)  # as it is where it was written
+                # An in-place operator or `out=` returns an argument, which must stay that tensor.
+                return result if id(result) in arguments else result.to(device)
             return master if result is master.memory else HostMaster(result, device)
 
-        return tree_map_only(Tensor, placed, func(*memories[0], **memories[1]))
+        return tree_map_only(Tensor, wrap, func(*unwrapped_args, **unwrapped_kwargs))
 
     @property
     def data(self) -> Tensor:
-        """A view; values that are set are written to the host's memory."""
+        """A view of the master. Setting it copies the values into `memory`."""
         return self.detach()
 
     @data.setter
@@ -88,41 +96,45 @@ class HostMaster(Tensor):
 
 
 def memory_of(master: Tensor) -> Tensor:
-    """The tensor with a master's values, in host memory or on the device."""
+    """The tensor that stores a master's values, in host memory or on the device."""
     return master.memory if isinstance(master, HostMaster) else master
 
 
 def to_save(master: Tensor) -> Tensor:
-    """The master, or a copy of one in host memory: the host brings what is on the device to memory
-    of its own before a save goes on beside the next step, and leaves what does not as it is.
+    """The tensor to save of a master: a copy of one in host memory, else the master itself.
+
+    An asynchronous save runs beside the next step, which overwrites the masters. Megatron copies
+    tensors on the device before that, and does not copy tensors that are on the CPU already.
     """
     return master.memory.clone() if isinstance(master, HostMaster) else master
 
 
 def copying_once(sort: Callable[..., Any]) -> Callable[..., Any]:
-    """The method by which a HybridDeviceOptimizer copies its parameters to the host.
+    """Wrap the method by which a HybridDeviceOptimizer copies its parameters to host memory.
 
-    The host first makes one over the parameters of the model, whose settings it gives to a second
-    one over masters: nothing of primary weights is copied for that, and of masters nothing that
-    lies on the host already.
+    Megatron first builds an optimizer over the parameters of the model, takes its settings, and
+    then builds a second one over the masters. The first one would copy primary weights for nothing,
+    so it copies none. The second one copies no master that is in host memory already.
     """
 
     def call(inner: Any, offload_fraction: float) -> Any:
         if any(is_primary(param) for group in inner.param_groups for param in group["params"]):
             return [], [], {}, {}, {}
         hosted = _hosted(inner)
-        return _sorted(inner, hosted, False) if hosted else sort(inner, offload_fraction)
+        if hosted:
+            return _sorted(inner, hosted, False)
+        return sort(inner, offload_fraction)
 
     return call
 
 
 def one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
-    """The method by which a DistributedOptimizer makes its masters: each that is to be offloaded
-    goes to host memory before the next one is made, so that the device never holds all of them.
+    """Wrap the method by which a DistributedOptimizer makes its masters, to make them one by one.
 
-    It chooses as a HybridDeviceOptimizer does, the first ones up to the fraction. An optimizer that
-    owns no QuantizedWeight here, or FP32 parameters, whose masters are the parameters, waits for
-    `attach`.
+    Each master that is to be offloaded moves to host memory before the next one is made, so that
+    the device never holds all of them. As in a HybridDeviceOptimizer, these are the first masters,
+    up to the fraction. `attach` moves the masters of the other optimizers: those without a
+    QuantizedWeight on this rank, and those with FP32 parameters, which are their own masters.
     """
 
     def call(gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any) -> Any:
@@ -130,132 +142,161 @@ def one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
         in_fp32 = any(param.dtype == torch.float32 for param in params)
         if not config.optimizer_cpu_offload or in_fp32 or not any(isinstance(p, QuantizedWeight) for p in params):
             return build(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
-        room, groups = _threshold(gbuf_ranges, params, config.optimizer_offload_fraction), []
+        to_offload = _elements_to_offload(gbuf_ranges, params, config.optimizer_offload_fraction)
+        groups = []
         for ranges in opt_group_ranges:
-            own = build(gbuf_ranges, param_gbuf_map, [{**ranges, "params": [], "orig_group": {}}], config)
+            # Each call gets an "orig_group" of its own, since the host's method writes the masters
+            # into it. The real one is written below, once it is complete.
+            built = build(gbuf_ranges, param_gbuf_map, [{**ranges, "params": [], "orig_group": {}}], config)
             for param in ranges["params"]:
-                alone = {**ranges, "params": [param], "orig_group": {}}
-                made = build(gbuf_ranges, param_gbuf_map, [alone], config)
-                if room > 0:
-                    (masters,) = made[-1]
-                    room -= masters[0].numel()
+                single = {**ranges, "params": [param], "orig_group": {}}
+                built_single = build(gbuf_ranges, param_gbuf_map, [single], config)
+                if to_offload > 0:
+                    (masters,) = built_single[-1]
+                    to_offload -= masters[0].numel()
                     masters[0] = param.main_param = _on_host(masters[0])
-                for (known,), (new,) in zip(own, made, strict=True):
-                    known.extend(new)
-            ranges["orig_group"]["params"] = list(own[-1][0])
-            groups.append(own)
+                for (group,), (new,) in zip(built, built_single, strict=True):
+                    group.extend(new)
+            ranges["orig_group"]["params"] = list(built[-1][0])
+            groups.append(built)
+        # The host's method returns lists by kind of parameter, each with one entry a group.
         return tuple([group for (group,) in kind] for kind in zip(*groups, strict=True))
 
     return call
 
 
-def _threshold(gbuf_ranges: Any, params: Iterable[Any], fraction: float) -> float:
-    """How many elements are to be offloaded of those that this rank owns of some parameters."""
+def _elements_to_offload(gbuf_ranges: Any, params: Iterable[Any], fraction: float) -> float:
+    """The number of elements to offload: `fraction` of those that this rank owns of `params`."""
     maps = [bucket["param_map"] for ranges in gbuf_ranges for buckets in ranges.values() for bucket in buckets]
-    owned: dict[Any, int] = {param: places["param"].size for one in maps for param, places in one.items()}
+    owned: dict[Any, int] = {param: places["param"].size for param_map in maps for param, places in param_map.items()}
     return fraction * sum(owned[param] for param in params)
 
 
 def _on_host(master: Tensor) -> HostMaster:
-    """The master in page-locked memory of the host, with its attributes."""
-    stands = HostMaster(master.cpu().pin_memory(), master.device)
-    vars(stands).update(vars(master))
-    return stands
+    """Copy a master to page-locked host memory. Its attributes go along."""
+    hosted = HostMaster(master.cpu().pin_memory(), master.device)
+    vars(hosted).update(vars(master))
+    return hosted
 
 
 def keep_on_host(optimizer: Any, patches: Patches) -> None:
-    """Free the device's masters that a HybridDeviceOptimizer updates on the host, until `patches`
-    are undone, which makes them anew.
+    """Free the masters on the device that a HybridDeviceOptimizer updates in host memory.
 
-    A tensor that somebody still holds reads NaN then, and writing it raises.
+    Undoing `patches` makes them again. Until then a reference to such a master that the caller
+    still has reads NaN, and writing it raises.
     """
     inner = optimizer.optimizer
     if not host.offloads(inner):
         return
 
     def move_states() -> None:
-        for one in inner.sub_optimizers:
-            for param, state in one.state.items():
+        for sub_optimizer in inner.sub_optimizers:
+            for param, state in sub_optimizer.state.items():
                 moved = {key: value.to(param.device) for key, value in state.items() if isinstance(value, Tensor)}
                 state.update(moved)
 
     patches.apply(
         [
-            # as it is, it finds no FP32 masters but those that it has made of BF16 parameters
+            # The host's method knows no FP32 masters except those that it made of BF16 parameters.
             Patch(inner, "_update_fp32_params_by_new_state", lambda: None),
-            # as it is, it tells the sides apart by the class of Adam, torch's on both perhaps
+            # The host's method tells CPU from GPU by the class of the sub-optimizer, which may be
+            # torch's Adam on both.
             Patch(inner, "_move_new_state_to_right_device", move_states),
         ]
     )
-    copies = {m: copy for m, copy in host.host_copies(inner).items() if not isinstance(m, HostMaster)}
-    of_the_model = {id(master) for group in optimizer.shard_fp32_groups for master in group}
-    kept = {copies[master]: master for master in copies if id(master) in of_the_model}  # FP32 parameters
-    patches.callback(_bring_back, optimizer, kept)
+    copies = {master: copy for master, copy in host.host_copies(inner).items() if not isinstance(master, HostMaster)}
+    # The masters of FP32 parameters are views of the model's own memory: `_bring_back` reuses them,
+    # and they are not freed below.
+    in_model = {id(master) for group in optimizer.shard_fp32_groups for master in group}
+    in_model_by_copy = {copy: master for master, copy in copies.items() if id(master) in in_model}
+    patches.callback(_bring_back, optimizer, in_model_by_copy)
     patches.apply(
         [
             Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, _hosted(inner), True)),
+            # A step brings nothing back to the device: the masters there have no memory.
             Patch(inner, "_register_param_copy_back_gpu_hook", lambda: None),
         ]
     )
     _replace(optimizer, {master: HostMaster(copy, master.device) for master, copy in copies.items()})
-    for master in (master for master in copies if id(master) not in of_the_model):
+    # The caller may still have references to the old masters. Giving them a one-element storage of
+    # NaN frees their memory without leaving stale values to be read.
+    for master in (master for master in copies if id(master) not in in_model):
         master.data = torch.full((1,), torch.nan, dtype=master.dtype, device=master.device).expand(master.shape)
         torch._C._set_throw_on_mutable_data_ptr(master)
 
 
-def _bring_back(optimizer: Any, kept: Mapping[Tensor, Tensor]) -> None:
-    """Masters on the device again, and their copies on the host as Megatron has them."""
-    inner, copies, others = optimizer.optimizer, {}, {}
-    for stands, memory in _hosted(inner).items():
-        on_device = kept.get(memory)
-        if on_device is None:
-            on_device = torch.empty(memory.shape, dtype=memory.dtype, device=stands.device)
-        on_device.data.copy_(memory)
-        others[stands], copies[on_device] = on_device, memory
-    with Patches() as patches:
-        patches.apply([Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, copies, False))])
-        _replace(optimizer, others)
+def _bring_back(optimizer: Any, in_model_by_copy: Mapping[Tensor, Tensor]) -> None:
+    """Restore the masters on the device, and Megatron's host copies of them.
 
-
-def _replace(optimizer: Any, others: Mapping[Any, Any]) -> None:
-    """Put other tensors in the place of masters, and let the two sides be sorted anew."""
-    for master, other in others.items():
-        vars(other).update((name, value) for name, value in vars(master).items() if name != "memory")
-        other.grad = master.grad
-    host.replace_masters(optimizer, others)
+    `in_model_by_copy` maps host copies of FP32 parameters to the masters that are in the model.
+    """
     inner = optimizer.optimizer
-    before = [group for one in inner.sub_optimizers for group in one.param_groups]
+    copies: dict[Tensor, Tensor] = {}  # by restored master
+    restored: dict[HostMaster, Tensor] = {}
+    for hosted, memory in _hosted(inner).items():
+        on_device = in_model_by_copy.get(memory)
+        if on_device is None:
+            on_device = torch.empty(memory.shape, dtype=memory.dtype, device=hosted.device)
+        on_device.data.copy_(memory)
+        restored[hosted] = on_device
+        copies[on_device] = memory
+    with Patches() as patches:
+        # The host's own sorting would allocate new copies, and moments belong to these.
+        patches.apply([Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, copies, False))])
+        _replace(optimizer, restored)
+
+
+def _replace(optimizer: Any, replacements: Mapping[Any, Any]) -> None:
+    """Replace masters by other tensors, and build the CPU and GPU sub-optimizers again."""
+    for master, replacement in replacements.items():
+        vars(replacement).update((name, value) for name, value in vars(master).items() if name != "memory")
+        replacement.grad = master.grad
+    host.replace_masters(optimizer, replacements)
+    inner = optimizer.optimizer
+    old_groups = [group for sub_optimizer in inner.sub_optimizers for group in sub_optimizer.param_groups]
     inner._init_sub_optimizers()
     inner._sync_hdo_param_groups_to_sub_optimizers()
     if inner.state:
         inner._sync_hdo_state_to_sub_optimizers()
-    after = [group for one in inner.sub_optimizers for group in one.param_groups]
-    for group, anew in zip(before, after, strict=True):
-        anew.update((key, group[key]) for key in ("step",) if key in group)  # where a fused Adam counts
+    new_groups = [group for sub_optimizer in inner.sub_optimizers for group in sub_optimizer.param_groups]
+    # A fused Adam counts its steps in the parameter group, which the host does not carry over.
+    for old, new in zip(old_groups, new_groups, strict=True):
+        if "step" in old:
+            new["step"] = old["step"]
 
 
 def _hosted(inner: Any) -> dict[HostMaster, Tensor]:
+    """The masters of an inner optimizer that are in host memory, and that memory."""
     params = (param for group in inner.param_groups for param in group["params"])
     return {param: param.memory for param in params if isinstance(param, HostMaster)}
 
 
 def _sorted(inner: Any, copies: Mapping[Any, Any], loads_into_copies: bool) -> tuple[Any, ...]:
-    """What the host's method returns, without new copies: groups of each side, maps between a
-    master and its copy, and of those masters whose state is loaded beside the copy.
+    """Sort parameters into CPU and GPU groups as `_get_sub_optimizer_param_groups` does, without
+    new copies.
+
+    Returns what that method returns: the groups of the CPU, the groups of the GPU, the copy by
+    master, the master by copy, and the copy by master for masters whose loaded state belongs to the
+    copy (all of `copies` with `loads_into_copies`).
     """
-    sides: tuple[list[Any], list[Any]] = ([], [])
+    cpu_groups: list[Any] = []
+    gpu_groups: list[Any] = []
     for group in inner.param_groups:
-        for side, hosted in zip(sides, (True, False), strict=True):
-            params = [copies.get(param, param) for param in group["params"] if (param in copies) == hosted]
+        for groups, on_cpu in ((cpu_groups, True), (gpu_groups, False)):
+            params = [copies.get(param, param) for param in group["params"] if (param in copies) == on_cpu]
             if params:
-                side.append({**group, "params": params})
-    return *sides, copies, {copy: master for master, copy in copies.items()}, copies if loads_into_copies else {}
+                groups.append({**group, "params": params})
+    masters = {copy: master for master, copy in copies.items()}
+    return cpu_groups, gpu_groups, copies, masters, copies if loads_into_copies else {}
 
 
 @contextlib.contextmanager
 def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
-    """Inside, the L2 norm of a master in host memory, of one element on the device, is the
-    `main_param` of its parameter: kernels by address take the norm of all masters from those.
+    """Replace the `main_param` of parameters with masters in host memory while the context is open.
+
+    Megatron computes the norm of all parameters from their `main_param` by a kernel that needs
+    addresses on the device. Here `main_param` is the L2 norm of the master, a tensor of one element
+    there: the norm of these norms is the norm of all masters.
     """
     params = [param for chunk in chunks for param in chunk.parameters()]
     masters = {param: param.main_param for param in params if isinstance(vars(param).get("main_param"), HostMaster)}
@@ -270,8 +311,8 @@ def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 def patches(optimizer: Any) -> Iterator[Patch]:
-    """The methods of a DistributedOptimizer that say what all ranks save alike, and that bring back
-    to the device what `offload_to_cpu` moved.
+    """The methods of an offloading optimizer that return the state which all ranks save alike, and
+    that undo `offload_to_cpu`.
     """
     if host.offloads(optimizer.optimizer):
         yield Patch(optimizer, "state_dict", _without_settings(optimizer))
@@ -280,15 +321,16 @@ def patches(optimizer: Any) -> Iterator[Patch]:
 
 
 def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
-    """The host's method that moves all moments to the device, those that a step reads on the host
-    too, without these.
+    """Wrap the method that moves moments to the device: it leaves those of offloaded masters.
+
+    The host's method would move them too, and a step reads them in host memory.
     """
     method = optimizer.restore_from_cpu
 
     def call() -> None:
         inner = optimizer.optimizer
-        state, hosted = inner.state, host.host_copies(inner)
-        inner.state = {master: held for master, held in state.items() if master not in hosted}
+        state, offloaded = inner.state, host.host_copies(inner)
+        inner.state = {master: moments for master, moments in state.items() if master not in offloaded}
         try:
             method()
         finally:
@@ -298,8 +340,10 @@ def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
 
 
 def _without_settings(optimizer: Any) -> Callable[..., Any]:
-    """The host's method that returns what all ranks save alike, without what is said of the two
-    sides: two classes, which the safe reading of a file refuses, and where to copy what.
+    """Wrap the method that returns the state which all ranks save alike: it drops the settings of
+    the HybridDeviceOptimizer from the parameter groups.
+
+    They include two optimizer classes, which `torch.load(weights_only=True)` refuses.
     """
     method = optimizer.state_dict
     settings = inspect.signature(host.hybrid().__init__).parameters
@@ -307,15 +351,17 @@ def _without_settings(optimizer: Any) -> Callable[..., Any]:
     def call() -> Any:
         state = method()
         groups = state["optimizer"]["param_groups"]
-        state["optimizer"]["param_groups"] = [{k: v for k, v in one.items() if k not in settings} for one in groups]
+        state["optimizer"]["param_groups"] = [
+            {key: value for key, value in group.items() if key not in settings} for group in groups
+        ]
         return state
 
     return call
 
 
 def reading_given_values(optimizer: Any) -> Callable[..., None]:
-    """The host's method that makes masters of a state dict, which it leaves out for a
-    HybridDeviceOptimizer.
+    """The method that reads masters from a state dict. It works for a HybridDeviceOptimizer too,
+    for which the host's method ignores the state dict.
     """
     read_given = ownership.of(optimizer).read_given(optimizer)
 
@@ -324,7 +370,8 @@ def reading_given_values(optimizer: Any) -> Callable[..., None]:
         if not host.offloads(inner):
             read_given(state_dict)
             return
-        optimizer.optimizer = None  # which it asks for its class
+        # The host's method looks at the class of the inner optimizer and returns early.
+        optimizer.optimizer = None
         try:
             read_given(state_dict)
         finally:

@@ -1,8 +1,8 @@
-"""What ranks own of each kind of Megatron's optimizers: a table of facts, beside `host.py`.
+"""Ownership: which masters a rank has under each kind of Megatron's optimizers.
 
-A DistributedOptimizer's ranks own slices of buckets. Those of a LayerWiseDistributedOptimizer own
-whole matrices, of dense layers over all data-parallel ranks and of experts over the ranks with the
-same ones.
+Each rank of a DistributedOptimizer owns a slice of every bucket. Each rank of a
+LayerWiseDistributedOptimizer owns whole matrices: those of dense layers are divided over all
+data-parallel ranks, those of experts over the ranks with the same experts.
 """
 
 import functools
@@ -52,7 +52,7 @@ _OF_A_LAYER_WISE_OPTIMIZER = (
     "save_state_dict_to_file",
     "use_buffer_param_sync",
 )
-_OF_ITS_PART = (
+_OF_ITS_INNER_OPTIMIZER = (
     "_copy_main_params_to_model_params",
     "_copy_model_params_to_main_params",
     "float16_groups",
@@ -62,9 +62,13 @@ _OF_ITS_PART = (
 
 
 class OwnedMaster(NamedTuple):
-    """The elements of a parameter that this rank owns: their FP32 master, the host's tensor, the
-    row-major position of the first one, and the same elements in the host's buffer, which is asked
-    for plain parameters.
+    """The elements of a parameter that this rank owns.
+
+    Attributes:
+        param: the whole parameter.
+        master: their FP32 master, the host's own tensor.
+        start: the row-major position of the first element.
+        rounded: returns the same elements in the host's buffer. Called for plain parameters only.
     """
 
     param: Any
@@ -77,9 +81,12 @@ class OwnedMaster(NamedTuple):
 class Share:
     """The part of an optimizer that one group of ranks divides.
 
-    `masters` are those that this rank owns, `buffers` hold the parameters of all ranks of `group`,
-    `replica` is (index of the group of ranks, instance) of what the group saves once, and `suffix`
-    tells apart what one optimizer saves of several shares.
+    Attributes:
+        group: the process group.
+        buffers: the host's buffers, with the parameters of all ranks of `group`.
+        masters: iterates over the masters that this rank owns.
+        replica: (index of the group, instance), which identifies entries that the group saves once.
+        suffix: is appended to the names of entries where one optimizer saves several shares.
     """
 
     group: Any
@@ -91,14 +98,17 @@ class Share:
 
 @dataclass(frozen=True)
 class Ownership:
-    """How one kind of optimizer says what its ranks own, and where it is replaced.
+    """The shares of one kind of optimizer, and the methods of it that are replaced.
 
-    `shares` are one for each group of ranks, alike on all ranks of a group and in the same order.
-    `copier` has the method that copies masters to parameters. `reads` names those that make masters
-    of parameters, as (owner, name); `read_given` is one that makes them of a state dict.
-    `saves_shards` is true if the optimizer saves a state in parts of parameters, false if by whole
-    parameter. `saves` and `loads` are the names of methods that do so and that not every optimizer
-    has.
+    Attributes:
+        shares: lists one share for each group of ranks, in the same order on all ranks of a group.
+        copier: returns the object whose `_copy_main_params_to_model_params` copies masters.
+        reads: lists the methods that read masters from the parameters, as (owner, name).
+        read_given: returns a function that reads masters from a state dict.
+        check: raises RuntimeError for an optimizer without the names that are read or replaced.
+        saves_shards: True if a checkpoint has slices of a parameter's state, False if it has the
+            state of whole parameters.
+        saves, loads: names of further methods that save and load, of this kind only.
     """
 
     shares: Callable[[Any], list[Share]]
@@ -112,12 +122,12 @@ class Ownership:
 
 
 def of(optimizer: Any) -> Ownership:
-    """The table of facts of an optimizer that `distributed_optimizers` returned."""
+    """The ownership of an optimizer that `distributed_optimizers` returned."""
     return WHOLE_MATRICES if host.is_layer_wise(optimizer) else SLICES
 
 
 def shares(optimizer: Any) -> list[Share]:
-    """What each group of ranks divides of an optimizer that `distributed_optimizers` returned."""
+    """The shares of an optimizer that `distributed_optimizers` returned, one a group of ranks."""
     return of(optimizer).shares(optimizer)
 
 
@@ -152,46 +162,50 @@ def _check_slices(optimizer: Any) -> None:
 
 def _whole_matrices(optimizer: Any) -> list[Share]:
     """Dense layers over the data-parallel ranks, and experts over the ranks with the same ones."""
-    groups, found = optimizer.pg_collection, []
+    groups, divided = optimizer.pg_collection, []
     for name, group, saved_by, suffix in (
         ("buffers", optimizer.dp_cp, groups.mp, ""),
         ("expert_parallel_buffers", optimizer.expt_dp, groups.tp_ep_pp, "_of_experts"),
     ):
         mine = [b for chunk in optimizer.model_chunks for b in getattr(chunk, name) if host.is_layer_wise_buffer(b)]
+        # The dense share is there even without buffers: callers take the first one for it.
         if mine or not suffix:
             masters = functools.partial(_masters_of_matrices, optimizer, mine)
-            found.append(Share(group, mine, masters, (saved_by.rank(), 0), suffix))
-    return found
+            divided.append(Share(group, mine, masters, (saved_by.rank(), 0), suffix))
+    return divided
 
 
 def _masters_of_matrices(optimizer: Any, buffers: Sequence[Any]) -> Iterator[OwnedMaster]:
-    part, inside = _part(optimizer), {id(param) for buffer in buffers for param in buffer.params}
-    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+    inner = _inner(optimizer)
+    in_buffers = {id(param) for buffer in buffers for param in buffer.params}
+    for models, mains in zip(inner.float16_groups, inner.fp32_from_float16_groups, strict=True):
         for param, master in zip(models, mains, strict=True):
-            if id(param) in inside:
+            if id(param) in in_buffers:
                 yield OwnedMaster(param, master, 0, functools.partial(getattr, param, "data"))
 
 
-def _part(optimizer: Any) -> Any:
-    """The one optimizer in a layer-wise one, which keeps the masters; ValueError for several."""
-    parts = optimizer.chained_optimizers
-    if len(parts) != 1:
+def _inner(optimizer: Any) -> Any:
+    """The only optimizer in a layer-wise one, which keeps the masters; ValueError for several."""
+    inner = optimizer.chained_optimizers
+    if len(inner) != 1:
         raise ValueError(
-            f"a {type(optimizer).__name__} of {len(parts)} optimizers is not supported: give it the matrices alone, as "
+            f"a {type(optimizer).__name__} of {len(inner)} optimizers is not supported: give it the matrices alone, as "
             "get_megatron_optimizer does where use_distributed_optimizer=True is set in DistributedDataParallelConfig"
         )
-    return parts[0]
+    return inner[0]
 
 
 def _check_whole_matrices(optimizer: Any) -> None:
     host.require(optimizer, _OF_A_LAYER_WISE_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-    host.require(_part(optimizer), _OF_ITS_PART, f"the optimizer, a {type(_part(optimizer)).__name__},")
+    inner = _inner(optimizer)
+    host.require(inner, _OF_ITS_INNER_OPTIMIZER, f"the optimizer, a {type(inner).__name__},")
 
 
 def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
-    """Masters of whole matrices from a state dict, as a DistributedOptimizer finds its own there.
+    """Read masters of whole matrices from a model's state dict.
 
-    The host's layer-wise optimizer takes none.
+    The host's layer-wise optimizer has no such method. A DistributedOptimizer has the lookup of
+    names, which needs nothing of its instance but the model chunks.
     """
     kind = host.module(host.OPTIMIZER).DistributedOptimizer
     finder = kind.__new__(kind)
@@ -204,17 +218,20 @@ def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
 
 SLICES = Ownership(
     shares=_slices,
-    copier=lambda one: one,
-    reads=lambda one: [(one, "_copy_model_params_to_main_params")],
-    read_given=lambda one: one._copy_model_params_to_main_params,
+    copier=lambda optimizer: optimizer,
+    reads=lambda optimizer: [(optimizer, "_copy_model_params_to_main_params")],
+    read_given=lambda optimizer: optimizer._copy_model_params_to_main_params,
     check=_check_slices,
     saves_shards=True,
 )
 WHOLE_MATRICES = Ownership(
     shares=_whole_matrices,
-    copier=_part,
-    reads=lambda one: [(one, "reload_model_params"), (_part(one), "_copy_model_params_to_main_params")],
-    read_given=lambda one: functools.partial(_read_given_by_name, one),
+    copier=_inner,
+    reads=lambda optimizer: [
+        (optimizer, "reload_model_params"),
+        (_inner(optimizer), "_copy_model_params_to_main_params"),
+    ],
+    read_given=lambda optimizer: functools.partial(_read_given_by_name, optimizer),
     check=_check_whole_matrices,
     saves_shards=False,
     saves=("save_state_dict_to_file",),
@@ -228,6 +245,6 @@ def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
     `optimizer` steps, saves and loads; the distributed ones have shards.
     """
     host.require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
-    for one in distributed:
-        of(one).check(one)
-        host.require(one, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(one).__name__},")
+    for inner in distributed:
+        of(inner).check(inner)
+        host.require(inner, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(inner).__name__},")

@@ -1,8 +1,8 @@
 """Primary weights: the parameters in Megatron's byte buffers, of zerocast or TransformerEngine.
 
-A tensor of TransformerEngine is cast through a view, a QuantizedWeight over the tensor's own
-buffers. Only this file knows of them. zerocast's integration of TransformerEngine, and so
-TransformerEngine itself, is imported when a model has such a tensor.
+A tensor of TransformerEngine is cast through a view: a QuantizedWeight over the tensor's own
+buffers. No other file of this integration knows these views. zerocast's integration of
+TransformerEngine, and so TransformerEngine itself, is imported only for a model with such a tensor.
 """
 
 import importlib
@@ -22,7 +22,7 @@ _INTEGRATION = "zerocast.integrations.transformer_engine"
 
 
 def is_primary(param: Any) -> bool:
-    """True if the bytes of a parameter are what Megatron gathers."""
+    """True if Megatron gathers the quantized bytes of a parameter."""
     return isinstance(param, QuantizedWeight) or is_te_tensor(param)
 
 
@@ -38,7 +38,7 @@ def primary_of(bucket_group: Any) -> list[Any]:
 
 
 def weight_of(param: Any) -> QuantizedWeight:
-    """The weight over a primary weight's bytes as they lie now: the parameter, or a view.
+    """The QuantizedWeight over the present bytes of a primary weight: the parameter, or a view.
 
     TypeError or ValueError for a tensor of TransformerEngine that cannot be cast in a byte buffer.
     """
@@ -51,17 +51,19 @@ def weight_of(param: Any) -> QuantizedWeight:
 
 
 def initial_value(param: Any) -> Tensor:
-    """A primary weight's value before quantization where that was kept, else what it holds."""
+    """A primary weight's value before quantization if it is stored, else its dequantized value."""
     if isinstance(param, QuantizedWeight):
         return param.dequantize() if param.high_precision_init_val is None else param.high_precision_init_val
-    kept = param.get_high_precision_init_val() if hasattr(param, "get_high_precision_init_val") else None
-    value: Tensor = param.dequantize() if kept is None else kept.to(param.device)
+    stored = param.get_high_precision_init_val() if hasattr(param, "get_high_precision_init_val") else None
+    # TransformerEngine stores the value in host memory.
+    value: Tensor = param.dequantize() if stored is None else stored.to(param.device)
     return value
 
 
 def release_initial_values(params: Iterable[Any]) -> None:
-    """Free the values before quantization that TransformerEngine keeps on the host, which the host
-    does for a DistributedOptimizer alone.
+    """Free the values before quantization that TransformerEngine stores in host memory.
+
+    Megatron frees them for a DistributedOptimizer only.
     """
     for param in params:
         if is_te_tensor(param) and hasattr(param, "clear_high_precision_init_val"):
@@ -69,27 +71,28 @@ def release_initial_values(params: Iterable[Any]) -> None:
 
 
 def check_primary(param: Any) -> None:
-    """Raise as `weight_of` does, without a look at where the buffers lie."""
+    """Raise as `weight_of` does, without reading the addresses of the buffers."""
     if not isinstance(param, QuantizedWeight):
         _castable_view(param)
 
 
 def shares_codes(param: Any) -> bool:
-    """True for a tensor of TransformerEngine whose one set of codes serves both directions: the
-    host alone would cast each by itself, into the same memory.
+    """True for a tensor of TransformerEngine whose rowwise and columnwise codes are one buffer.
+
+    Megatron's own cast would write each direction by itself, into the same memory.
     """
     return is_te_tensor(param) and bool(_module(".adapters").shares_codes(param))
 
 
 def move_codes(param: Any, storage: Any) -> None:
-    """Move the codes of a tensor of TransformerEngine, both directions of them, into a view of the
+    """Move the codes of a tensor of TransformerEngine, for both directions, into a view of the
     buffer.
     """
     _module("").replace_raw_data(param, storage)
 
 
 def two_directions(what: str) -> ValueError:
-    """The error for a weight whose directions are both gathered."""
+    """The error for a weight of which both directions have to be gathered."""
     return ValueError(
         f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take mxfp8:block=32x32 for it here, in "
         "layers of TransformerEngine by building and training inside square_mxfp8(), or mxfp8 under zerocast.ZeroAdamW or "
@@ -99,8 +102,9 @@ def two_directions(what: str) -> ValueError:
 
 @contextmanager
 def square_mxfp8() -> Iterator[None]:
-    """Within, Megatron's recipe for MXFP8 (`--fp8-recipe mxfp8`) casts weights in tiles of 32x32,
-    by TransformerEngine's `enable_2d_quantization`, which Megatron has no setting for.
+    """Let Megatron's recipe for MXFP8 (`--fp8-recipe mxfp8`) cast weights in tiles of 32x32.
+
+    It sets TransformerEngine's `enable_2d_quantization`, for which Megatron has no setting.
 
         with square_mxfp8():
             pretrain(...)
@@ -121,18 +125,24 @@ def square_mxfp8() -> Iterator[None]:
 
 
 class TETensors:
-    """The tensors of TransformerEngine among some weights. Their buffers may move between steps."""
+    """The tensors of TransformerEngine among some weights.
+
+    TransformerEngine may give a tensor other buffers between steps, so `locate` points the views at
+    the present ones before a cast or a read.
+    """
 
     def __init__(self, names: Iterable[str], params: Iterable[Any], weights: Iterable[QuantizedWeight]) -> None:
         named = zip(names, params, weights, strict=True)
+        # (name, tensor, view of it). For a QuantizedWeight the parameter is the weight itself.
         self._tensors = [(name, param, weight) for name, param, weight in named if param is not weight]
+        # One buffer for all amaxes, so that resetting or reducing them is one launch.
         into_flat_buffer([weight for _, param, weight in self._tensors if _view(param).owns_amax], "amax")
 
     def locate(self) -> None:
-        """Look where the buffers that a cast writes are now.
+        """Point the views at the present buffers that a cast writes.
 
         RuntimeError for a tensor that was given a quantizer of another format, ValueError for one
-        whose codes were dropped or whose options changed to what is not cast.
+        whose codes were dropped or whose options changed to ones that are not cast.
         """
         for name, param, weight in self._tensors:
             view = _view(param)
@@ -144,7 +154,7 @@ class TETensors:
             view.locate(param)
 
     def locate_copies(self) -> None:
-        """Look where all buffers are now, columnwise copies included."""
+        """Point the views at all present buffers, columnwise copies included."""
         self.locate()
         for _, param, _ in self._tensors:
             view = _view(param)
@@ -158,15 +168,15 @@ class TETensors:
 
 
 def make_te_copies(params: Sequence[Any]) -> None:
-    """Make the columnwise copies of gathered tensors, where this GPU's products read any."""
+    """Make the columnwise copies of gathered tensors, if matrix products on this GPU need any."""
     if params:
         _module("").post_all_gather_processing(params)
 
 
 def loaded(param: Any) -> Any:
-    """The tensor that a module may copy into a primary weight that was cast whole.
+    """The tensor that `load_state_dict` may copy into a primary weight that was cast whole.
 
-    It is the weight, or another tensor of TransformerEngine over the same buffers.
+    It is the weight itself, or another tensor of TransformerEngine over the same buffers.
     """
     if isinstance(param, QuantizedWeight):
         return param
@@ -175,7 +185,10 @@ def loaded(param: Any) -> Any:
 
 
 def check_before_forward(chunk: nn.Module, check: Callable[[], None]) -> list[Callable[[], None]]:
-    """Let modules with TE tensors call `check` before they run. Returns what undoes it."""
+    """Let modules with TransformerEngine's tensors call `check` before their forward pass.
+
+    A QuantizedWeight checks by itself when it is read. Returns the functions that remove the hooks.
+    """
     return [
         module.register_forward_pre_hook(lambda *_: check()).remove
         for module in chunk.modules()
@@ -184,13 +197,12 @@ def check_before_forward(chunk: nn.Module, check: Callable[[], None]) -> list[Ca
 
 
 def _castable_view(param: Any) -> Any:
-    """The view of a tensor; ValueError for one that one set of gathered codes does not fill."""
+    """The view of a tensor. ValueError for a tensor with more than one set of codes."""
     if _module(".entry").is_hybrid(param):
         raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
     view = _view(param)
     if view.weight.format.casts_columnwise:
-        what = f"a {type(param).__name__} of 1x32 blocks"
-        raise two_directions(what)
+        raise two_directions(f"a {type(param).__name__} of 1x32 blocks")
     return view
 
 

@@ -1,4 +1,6 @@
-"""The facts of a model in Megatron: what each optimizer owns here, and what gathers it."""
+"""The shards of a model in Megatron: the masters of each optimizer on this rank, their weights, and
+the bucket groups that gather these.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,11 +26,16 @@ _UNKNOWN = "a parameter of another model"
 class OptimizerShards:
     """The part of one optimizer's share that this rank owns.
 
-    Quantized weights stand in the order of its buffers, the same on every rank.
-
-    `params` are the parameters that `weights` stand for, `masters` and `starts` hold None where
-    this rank owns nothing, `bucket_groups` gather the bytes of its buffers, and `detached` is what
-    an attachment before this one has left.
+    Attributes:
+        optimizer, share: the host's optimizer, and its share that one group of ranks divides.
+        detached: the state that an earlier attachment has left; None without one.
+        names, params, weights: the quantized weights in the order of the share's buffers, the same
+            on every rank. For a tensor of TransformerEngine the weight is a view of the parameter.
+        masters: for each weight, the FP32 master of the elements that this rank owns, on the device
+            or in host memory; None where it owns none.
+        starts: for each weight, the row-major position of the master's first element, or None.
+        plain: the parameters that are not quantized, by id.
+        bucket_groups: the host's bucket groups that gather the bytes of the share's buffers.
     """
 
     optimizer: Any
@@ -39,7 +46,7 @@ class OptimizerShards:
     weights: list[QuantizedWeight] = field(default_factory=list)
     masters: list[Tensor | None] = field(default_factory=list)
     starts: list[int | None] = field(default_factory=list)
-    plain: dict[int, PlainShard] = field(default_factory=dict)  # by id of the parameter
+    plain: dict[int, PlainShard] = field(default_factory=dict)
     bucket_groups: list[Any] = field(default_factory=list)
 
     @property
@@ -64,17 +71,18 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
     optimizers = host.distributed_optimizers(optimizer)
-    found = [_shards_of(one, share, names, groups) for one in optimizers for share in ownership.shares(one)]
+    shards = [_shards_of(inner, share, names, groups) for inner in optimizers for share in ownership.shares(inner)]
     host.check_groups(group for group in groups if any(map(is_te_tensor, primary_of(group))))
     _check_gathered(chunks, groups)
-    _check_owned(found, groups, names)
-    return found
+    _check_owned(shards, groups, names)
+    return shards
 
 
 def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
-    """Names by id of the parameter.
+    """Unique names of the parameters of all chunks, by id of the parameter.
 
-    Chunks of one pipeline stage count their layers alike: a later one is named too.
+    Every chunk of a pipeline stage counts its layers from 0. A name that an earlier chunk has is
+    therefore preceded by the number of its chunk.
     """
     names: dict[str, int] = {}
     for number, chunk in enumerate(chunks):
@@ -86,38 +94,39 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
 def _shards_of(
     optimizer: Any, share: ownership.Share, names: Mapping[int, str], groups: Sequence[Any]
 ) -> OptimizerShards:
-    found = OptimizerShards(optimizer, share, state_left_in(optimizer))
-    index: dict[int, int] = {}
+    shards = OptimizerShards(optimizer, share, state_left_in(optimizer))
+    index: dict[int, int] = {}  # position in `shards.weights`, by id of the parameter
     for buffer in share.buffers:
         for param in buffer.params:
             name = names.get(id(param), _UNKNOWN)
             if is_primary(param):
-                index[id(param)] = len(found.weights)
-                found.names.append(name)
-                found.params.append(param)
-                found.weights.append(_weight_of(param, name))
-                found.masters.append(None)
-                found.starts.append(None)
+                index[id(param)] = len(shards.weights)
+                shards.names.append(name)
+                shards.params.append(param)
+                shards.weights.append(_weight_of(param, name))
+                shards.masters.append(None)
+                shards.starts.append(None)
             elif buffer.param_dtype.itemsize == 1:
                 raise TypeError(
                     f"{name} lies in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
                     "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
                 )
             elif param.numel():
-                found.plain[id(param)] = PlainShard(name, param)
+                shards.plain[id(param)] = PlainShard(name, param)
     for param, master, start, rounded in share.masters():
         if is_primary(param):
             at = index[id(param)]
-            found.masters[at], found.starts[at] = memory_of(master), start
+            shards.masters[at], shards.starts[at] = memory_of(master), start
         else:
             name = names.get(id(param), _UNKNOWN)
-            found.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
+            shards.plain[id(param)] = PlainShard(name, param, memory_of(master), start, rounded())
     buckets = {id(bucket) for buffer in share.buffers for bucket in buffer.buckets}
-    found.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
-    return found
+    shards.bucket_groups.extend(group for group in groups if any(id(bucket) in buckets for bucket in group.buckets))
+    return shards
 
 
 def _weight_of(param: Any, name: str) -> QuantizedWeight:
+    """The weight over a parameter's bytes. Its errors begin with the parameter's name."""
     try:
         return weight_of(param)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -125,8 +134,8 @@ def _weight_of(param: Any, name: str) -> QuantizedWeight:
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
-    """ValueError for a trained quantized weight that no gather brings, as one that was quantized
-    after DistributedDataParallel was built.
+    """ValueError for a trained quantized weight in no bucket, such as one that was quantized after
+    DistributedDataParallel was built.
     """
     gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
     for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
@@ -137,15 +146,20 @@ def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
             )
 
 
-def _check_owned(found: Sequence[OptimizerShards], groups: Sequence[Any], names: Mapping[int, str]) -> None:
-    owned = {id(param) for shards in found for param in shards.params}
+def _check_owned(all_shards: Sequence[OptimizerShards], groups: Sequence[Any], names: Mapping[int, str]) -> None:
+    """ValueError for a quantized weight that is gathered, and that no given optimizer owns."""
+    owned = {id(param) for shards in all_shards for param in shards.params}
     orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
     if orphans:
         raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
 
 
 def bytes_not_sent(shards: OptimizerShards) -> str | None:
-    """The error if this rank casts bytes that it does not send, or None."""
+    """The error if this rank casts bytes that it does not send, or None.
+
+    In an all-gather each rank sends an equal slice of a bucket's bytes. Bytes that a rank casts
+    outside its slice are overwritten by another rank's.
+    """
     places = {
         param: (group, bucket)
         for group in shards.bucket_groups
@@ -159,7 +173,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
         data, rowwise = bucket.param_data, weight.rowwise_data
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
             return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
-        offset = rowwise.data_ptr() - data.data_ptr()
+        offset = rowwise.data_ptr() - data.data_ptr()  # of the weight in its bucket, in bytes
         span = shards.span(i)
         first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
         size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
@@ -188,14 +202,14 @@ def elements_without_owner(shards: OptimizerShards) -> str | None:
 
 @torch.no_grad()
 def read_masters(shards: OptimizerShards) -> None:
-    """Make masters of the model as it is, as at the start of a fine-tuning run.
+    """Overwrite the masters with the model's values, as at the start of a fine-tuning run.
 
-    Those of quantized weights are dequantized.
+    The values of quantized weights are dequantized.
     """
     for i, (weight, master) in enumerate(zip(shards.weights, shards.masters, strict=True)):
         if master is not None:
             span = shards.span(i)
             master.copy_(weight.dequantize().view(-1)[span.start : span.stop].view(master.shape))
-    for part in shards.plain.values():
-        if part.master is not None and part.rounded is not None:
-            part.master.copy_(part.rounded)
+    for plain in shards.plain.values():
+        if plain.master is not None and plain.rounded is not None:
+            plain.master.copy_(plain.rounded)

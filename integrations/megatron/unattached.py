@@ -1,11 +1,11 @@
 """The methods that an optimizer refuses before `attach` and after `detach`, while nothing casts the
 masters of its quantized weights.
 
-Once `quantized_params()` is over, Megatron takes a QuantizedWeight for a plain parameter, and its
-own copy of masters to parameters would write their values over the codes. MXFP8Tensors of 32x32
-tiles it would cast as if they had none, both directions into one memory. So every method that
-writes or loads, or prepares to, raises. It is replaced on the optimizer's instance; the host's
-classes stay as they are.
+Outside `quantized_params()` Megatron treats a QuantizedWeight as a plain parameter: its own copy of
+masters to parameters would write values over the codes. It would cast MXFP8Tensors in tiles of
+32x32 as if they had 1x32 blocks, both directions into one memory. So every method that writes or
+loads, or prepares to, raises. Methods are replaced on the optimizer's instance; the host's classes
+stay as they are.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from zerocast.weight.validity import Validity
 from . import host, ownership
 from .primary import shares_codes
 
+# How the names of the refused methods begin.
 _BEGIN = (
     "_copy_main_params",
     "_copy_model_params",
@@ -30,14 +31,19 @@ _BEGIN = (
     "reload_",
     "step",
 )
-_FILLS = "sharded_state_dict"  # it makes what a save writes, or what a load fills
+# Makes the state dict that a save writes, or the template that a load fills.
+_FILLS = "sharded_state_dict"
+# Refused only after an attachment that left its weights partial.
 _SAVES = ("save_parameter_state", "state_dict")
 
 
 @dataclass(frozen=True)
 class DetachedState:
-    """The state that a detached attachment leaves to the next one: delayed scaling by the suffix of
-    a share.
+    """The state that a detached attachment leaves to the next one.
+
+    Attributes:
+        delayed: delayed scaling by the suffix of a share.
+        validity: the validity of the weights, which may be partial.
     """
 
     delayed: Mapping[str, DelayedScaling]
@@ -45,8 +51,8 @@ class DetachedState:
 
 
 class RefusedMethod:
-    """Stands for a method of one optimizer, and raises if that, or one in its chain, owns weights
-    that are not attached.
+    """Replaces a method of an optimizer. It raises if the optimizer, or one in its chain, owns
+    quantized weights that are not attached.
     """
 
     def __init__(self, optimizer: Any, name: str, detached: DetachedState | None) -> None:
@@ -54,34 +60,39 @@ class RefusedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """RuntimeError, or the host's method if all quantized weights are attached."""
-        one = self._optimizer
+        optimizer = self._optimizer
         if not self._saves_complete_weights(args, kwargs) and any(
-            is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(one)
+            is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(optimizer)
         ):
-            self._raise(f"{self._name} of {type(one).__name__}")
-        method = getattr(one, self._name)
-        return getattr(type(one), self._name)(one, *args, **kwargs) if method is self else method(*args, **kwargs)
+            self._raise(f"{self._name} of {type(optimizer).__name__}")
+        # The caller may have stored this method before `attach` replaced it on the instance.
+        method = getattr(optimizer, self._name)
+        if method is self:
+            return getattr(type(optimizer), self._name)(optimizer, *args, **kwargs)
+        return method(*args, **kwargs)
 
     def _saves_complete_weights(self, args: Any, kwargs: Any) -> bool:
         partial = self.detached is not None and self.detached.validity.partial is not None
         return self._name == _FILLS and not host.is_loading(args, kwargs) and not partial
 
-    def _raise(self, what: str) -> NoReturn:
+    def _raise(self, method: str) -> NoReturn:
         if self.detached is None:
             raise RuntimeError(
-                f"{what}, which was built in quantized_params() and is not attached: Megatron's own copy would write over the "
+                f"{method}, which was built in quantized_params() and is not attached: Megatron's own copy would write over the "
                 "codes of its quantized weights. Call attach(optimizer, ddp_chunks) on every rank first"
             )
         partial = self.detached.validity.partial
         after = f" after {partial}" if partial else ""
         raise RuntimeError(
-            f"{what}, which was detached{after}: nothing casts its masters, and Megatron's own copy would write over the codes of "
-            "its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
+            f"{method}, which was detached{after}: nothing casts its masters, and Megatron's own copy would write over the "
+            "codes of its quantized weights. Call attach(optimizer, ddp_chunks) on every rank again"
         )
 
 
 def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
-    """Let what writes raise; after an attachment that left weights partial, what saves too."""
+    """Replace the methods that write, so that they raise. Methods that save raise too after an
+    attachment that left its weights partial.
+    """
     accept(optimizer)
     names = [name for name in dir(type(optimizer)) if name.startswith(_BEGIN)]
     saves = _SAVES if detached is not None and detached.validity.partial else ()
@@ -90,16 +101,16 @@ def refuse(optimizer: Any, detached: DetachedState | None = None) -> None:
 
 
 def accept(optimizer: Any) -> None:
-    """The host's own methods are back."""
+    """Give an optimizer the host's own methods back."""
     for name in _refused_names(optimizer):
         delattr(optimizer, name)
 
 
 def lift(patches: Patches, optimizers: Sequence[Any]) -> None:
-    """The host's own methods are back until `patches` are undone."""
-    for one in optimizers:
-        for name in _refused_names(one):
-            patches.remove(one, name)
+    """Give optimizers the host's own methods back until `patches` are undone."""
+    for optimizer in optimizers:
+        for name in _refused_names(optimizer):
+            patches.remove(optimizer, name)
 
 
 def _refused_names(optimizer: Any) -> list[str]:
@@ -121,14 +132,13 @@ def owns_quantized_weights(optimizer: Any) -> bool:
 
 def params_of(optimizer: Any) -> Iterator[Any]:
     """The parameters in the buffers of an optimizer, or of those in its chain."""
-    inner = [
-        one for one in host.distributed_optimizers(optimizer) if host.is_layer_wise(one) or hasattr(one, "buffers")
-    ]
-    for share in (share for one in inner for share in ownership.shares(one)):
-        for buffer in share.buffers:
-            yield from buffer.params
+    for inner in host.distributed_optimizers(optimizer):
+        if host.is_layer_wise(inner) or hasattr(inner, "buffers"):
+            for share in ownership.shares(inner):
+                for buffer in share.buffers:
+                    yield from buffer.params
 
 
 def is_refused(optimizer: Any) -> bool:
-    """True if it refuses at present."""
+    """True if an optimizer's methods raise at present."""
     return isinstance(vars(optimizer).get("step"), RefusedMethod)

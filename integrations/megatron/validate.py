@@ -1,6 +1,7 @@
 """The settings that `attach` and the construction of a model refuse, and why.
 
-Under them Megatron casts or gathers in its own way.
+Under these settings Megatron casts, stores or gathers quantized weights in a way that would write
+over zerocast's bytes, or not send them.
 """
 
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -21,7 +22,7 @@ _WHOLE_MASTERS = (
 
 
 class Setting(NamedTuple):
-    """A setting of the host, and the values that are refused: by default any that is set."""
+    """A setting of the host, and a predicate of the values to refuse: by default all true ones."""
 
     name: str
     reason: str
@@ -41,7 +42,8 @@ SETTINGS = (
         "mxfp8:block=32x32, or in layers of TransformerEngine square_mxfp8()",
     ),
 )
-OPTIONS = (  # of megatron.training, which `install` refuses besides
+# Options of megatron.training that `install` refuses, besides the settings above.
+OPTIONS = (
     Setting("use_torch_fsdp2", _FSDP),
     Setting(
         "moe_use_upcycling",
@@ -62,14 +64,16 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
         _check_experts(chunk)
         check_layers(chunk, {name for name, param in chunk.named_parameters() if isinstance(param, QuantizedWeight)})
     distributed = host.distributed_optimizers(optimizer)
-    for one in distributed:
-        check_settings([getattr(one, name, None) for name in ("ddp_config", "config")])
+    for inner in distributed:
+        check_settings([getattr(inner, name, None) for name in ("ddp_config", "config")])
     ownership.check_optimizers(optimizer, distributed)
-    for one in distributed:
-        check_masters(one)
-    if not any(map(host.is_layer_wise, distributed)):  # whose configuration names Muon for all of a chain
-        for one in distributed:
-            check_adam(one.config)
+    for inner in distributed:
+        check_masters(inner)
+    # The optimizers of a chain share a configuration. In a chain with Muon it says Muon, though the
+    # plain parameters are updated by Adam.
+    if not any(map(host.is_layer_wise, distributed)):
+        for inner in distributed:
+            check_adam(inner.config)
     _check_first([optimizer, *distributed], [group for chunk in chunks for group in host.bucket_groups(chunk)])
 
 
@@ -91,8 +95,8 @@ def check_owns_slices(optimizer: Any) -> None:
             f"{type(optimizer).__name__} is not supported: its ranks own whole layers, and of those optimizers only the "
             "LayerWiseDistributedOptimizer of megatron-core 0.19 is known; or take optimizer='adam', or Muon as zerocast.ZeroMuon"
         )
-    for one in getattr(optimizer, "chained_optimizers", []):
-        check_owns_slices(one)
+    for inner in getattr(optimizer, "chained_optimizers", []):
+        check_owns_slices(inner)
 
 
 def check_settings(settings: Sequence[Any]) -> None:
@@ -140,7 +144,7 @@ def check_options(options: Any) -> None:
 
 
 def check_layers(chunk: Any, weights: Container[str]) -> None:
-    """ValueError for one of `weights` that is a table of Megatron's embedding, or in a layer of
+    """ValueError if one of `weights` is the table of Megatron's embedding, or belongs to a layer of
     TransformerEngine.
     """
     for name, module in chunk.named_modules():
@@ -158,7 +162,7 @@ def check_layers(chunk: Any, weights: Container[str]) -> None:
 
 
 def check_grouped(module: Any) -> None:
-    """ValueError for a weight of TransformerEngine's that holds several experts."""
+    """ValueError for a weight of TransformerEngine that holds several experts."""
     for name, param in module.named_parameters():
         if host.holds_several(param):
             raise ValueError(
@@ -219,7 +223,7 @@ def check_layer_wise(config: Any) -> None:
 
 
 def check_layout_is_known(options: Any) -> None:
-    """ValueError where megatron.training would lay a model out with matrices that two ranks own."""
+    """ValueError if megatron.training's layout would divide a matrix between two ranks."""
     if not host.lays_out_whole_matrices():
         raise ValueError(
             f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix lies in the "
@@ -232,9 +236,7 @@ def check_layout_is_known(options: Any) -> None:
 
 
 def check_whole_matrices(chunks: Sequence[Any]) -> None:
-    """ValueError unless each quantized weight lies whole in the slice of a bucket that one rank
-    sends.
-    """
+    """ValueError unless the layout puts each quantized weight into the slice of one rank."""
     for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
         if is_primary(param) and not host.is_tagged(param):
             raise ValueError(
@@ -257,10 +259,10 @@ def has_stepped(optimizer: Any) -> bool:
 
 
 def check_checkpoint(optimizer: Any, metadata: Any) -> None:
-    """ValueError, on every rank alike, for a `dp_reshardable` checkpoint of too few parameters, and
-    for a `fully_reshardable` one that leaves out moments.
+    """ValueError, on all ranks, for a checkpoint that Megatron cannot save.
 
-    Megatron would fail an assertion on some ranks alone; and lose moments.
+    A `dp_reshardable` one needs a parameter on every rank: Megatron would fail an assertion on the
+    ranks without one, and the others would wait. A `fully_reshardable` one may leave out moments.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
     if not ownership.of(optimizer).saves_shards:
@@ -276,15 +278,15 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
             slice_numel = bucket.grad_data.numel() // ranks
-            places = [buffer.param_index_map[param][:2] for param in bucket.params_list]
+            spans = [buffer.param_index_map[param][:2] for param in bucket.params_list]
             owners = {
                 rank
-                for start, stop in places
+                for start, stop in spans
                 for rank in _owners(start - bucket.offset, stop - bucket.offset, slice_numel)
             }
             if len(owners) < ranks:
                 raise ValueError(
-                    f"bucket {bucket.bucket_id} with {len(places)} parameters leaves {ranks - len(owners)} of {ranks} ranks "
+                    f"bucket {bucket.bucket_id} with {len(spans)} parameters leaves {ranks - len(owners)} of {ranks} ranks "
                     "without any, which dp_reshardable checkpoints do not provide for: take fully_reshardable, or larger buckets"
                 )
 
@@ -295,13 +297,13 @@ def _owners(start: int, stop: int, slice_numel: int) -> range:
 
 
 def _check_experts(chunk: Any) -> None:
-    """ValueError for a module that keeps all of its experts in one quantized weight.
+    """ValueError for a module with all of its experts in one quantized weight.
 
-    GroupedMLP of older releases does.
+    GroupedMLP of older releases is such a module.
     """
     for name, module in chunk.named_modules():
-        own = module.named_parameters(recurse=False) if hasattr(module, "num_local_experts") else ()
-        for weight, param in own:
+        params = module.named_parameters(recurse=False) if hasattr(module, "num_local_experts") else ()
+        for weight, param in params:
             if isinstance(param, QuantizedWeight):
                 raise ValueError(
                     f"{name}.{weight} holds {module.num_local_experts} experts side by side, and a {type(module).__name__} "
@@ -311,7 +313,12 @@ def _check_experts(chunk: Any) -> None:
 
 
 def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
-    taken = [one for one in optimizers if "step_with_ready_grads" in vars(one) and not unattached.is_refused(one)]
-    taken += [group for group in groups if "start_param_sync" in vars(group)]
-    if taken:
-        raise RuntimeError(f"a {type(taken[0]).__name__} is attached already: detach() first")
+    """RuntimeError if another attachment has replaced methods of an optimizer or a bucket group."""
+    attached = [
+        optimizer
+        for optimizer in optimizers
+        if "step_with_ready_grads" in vars(optimizer) and not unattached.is_refused(optimizer)
+    ]
+    attached += [group for group in groups if "start_param_sync" in vars(group)]
+    if attached:
+        raise RuntimeError(f"a {type(attached[0]).__name__} is attached already: detach() first")

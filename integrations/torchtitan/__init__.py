@@ -1,12 +1,12 @@
 """torchtitan: FSDP2 gathers quantized bytes under its Trainer, and its AdamW may be FusedAdamW.
 
-Importing this package imports torchtitan, and finds out which of two shapes it has. From 0.3 on,
-`quantized` makes a Trainer.Config of a Trainer.Config, and `--module
-zerocast.integrations.torchtitan` has torchtitan's own configurations so. Up to 0.2, it registers
-the converter `quantize.linear.zerocast` and the model `llama3_zerocast`, and has the JobConfig that
-torchtitan merges into its own: `--job.custom_config_module=zerocast.integrations.torchtitan` does
-it all. ImportError or RuntimeError say what was looked for where torchtitan is missing or has
-another shape; a name that is for the other shape raises ImportError.
+Importing this package imports torchtitan and detects which of two interfaces it has. From 0.3 on,
+`quantized` turns a Trainer.Config into one with quantized weights, and `--module
+zerocast.integrations.torchtitan` does so for torchtitan's own configurations. Up to 0.2, importing
+this package registers the converter `quantize.linear.zerocast` and the model `llama3_zerocast`, and
+torchtitan merges its JobConfig with `--job.custom_config_module=zerocast.integrations.torchtitan`.
+If torchtitan is missing or has another interface, ImportError or RuntimeError names what was looked
+for. A name that is for the other interface raises ImportError.
 """
 
 from typing import Any

@@ -1,5 +1,7 @@
-"""torchtitan's own configurations, quantized, by their own names: `--module
-zerocast.integrations.torchtitan --config llama3_8b --zerocast.recipe ...`.
+"""A config registry with quantized versions of torchtitan's own configurations.
+
+They have the same names: `--module zerocast.integrations.torchtitan --config llama3_8b
+--zerocast.recipe ...`.
 """
 
 from collections.abc import Callable
@@ -10,8 +12,8 @@ from .trainer import quantized
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """The function of one of torchtitan's config registries, quantized by the recipe that the
-    command line gives; AttributeError where none has it.
+    """A function that returns torchtitan's configuration `name`, quantized by the command line's
+    recipe. AttributeError if no registry of torchtitan has that name.
     """
     function = None if name.startswith("_") else host.find_configuration(name)
     if function is None:

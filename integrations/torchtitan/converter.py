@@ -1,12 +1,11 @@
-"""The model converter: prepares the weights while torchtitan's model is on the meta device, before
-anything shards it.
+"""The model converter prepares the weights while torchtitan's model is on the meta device.
 
 torchtitan builds a model on the meta device, lets converters change it, then wraps blocks for
-activation checkpointing, compiles and shards them, and last gives parameters storage and initial
-values. `zerocast.fsdp2.prepare` comes before `fully_shard`, so the converter is its place; where
-tensor parallelism slices weights before, they are prepared after that (`parallelize.py`). The step
-of any torch optimizer makes a cast due, which the next forward pass begins with: there is nothing
-to do in torchtitan's hook after the step.
+activation checkpointing, compiles and shards them, and finally allocates and initializes the
+parameters. `zerocast.fsdp2.prepare` has to come before `fully_shard`, so the converter calls it.
+With tensor parallelism weights are sliced first, and prepared after that (`parallelize.py`). A step
+of any torch optimizer marks a cast as due, and the next forward pass begins with it. So
+torchtitan's hook after the step does nothing.
 """
 
 from typing import Any
@@ -29,7 +28,7 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
-        # a seed checkpoint holds masters, on one rank, and shards nothing
+        # A seed checkpoint is written by one rank, which shards nothing, and has only the masters.
         self.enabled = not job_config.checkpoint.create_seed_checkpoint
         self._sliced = parallel_dims.tp > 1
         if not self.enabled:
@@ -45,4 +44,4 @@ class MasterWeightConverter(_Host):  # type: ignore[misc]
             prepare_model(model, self._section)
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
-        """The optimizer step itself has made a cast due."""
+        """Do nothing: the optimizer's step has marked a cast as due."""

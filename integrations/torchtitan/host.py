@@ -1,9 +1,8 @@
-"""The names of torchtitan that this integration is built on; nothing else here knows where they
-are.
+"""The names of torchtitan that this integration uses. No other file here imports torchtitan.
 
-Two shapes of it are known, each detected by being there, never by version. Up to 0.2 a model is a
-TrainSpec, and a JobConfig lists model converters. From 0.3 on a model is a ModelSpec, and functions
-in Python make the Trainer's configuration.
+Two interfaces are known, and each is detected by the presence of its names, never by a version
+number. Up to 0.2 a model is a TrainSpec, and a JobConfig lists model converters. From 0.3 on a
+model is a ModelSpec, and functions in Python make the Trainer's configuration.
 """
 
 import importlib
@@ -17,17 +16,17 @@ def seam(module: str, name: str) -> Any:
     ImportError if torchtitan is not installed or cannot be imported with this torch, with the
     reason; RuntimeError that names what is missing if it has another shape.
     """
-    found = _module(module)
-    if not hasattr(found, name):
+    titan_module = _module(module)
+    if not hasattr(titan_module, name):
         raise RuntimeError(
             f"torchtitan has no {name} in torchtitan.{module}: it has another shape than those that zerocast knows, of 0.2.2 and "
             "0.3.0. integrations/torchtitan/README.md says what was tried"
         )
-    return getattr(found, name)
+    return getattr(titan_module, name)
 
 
 def _module(name: str) -> Any:
-    """The module of torchtitan, or None where it has none of that name; ImportError as `seam`."""
+    """A module of torchtitan, or None if it has none of that name. ImportError as in `seam`."""
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(
             "torchtitan is not installed: integrations/torchtitan/README.md says which version runs with which torch"

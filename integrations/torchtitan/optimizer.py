@@ -1,9 +1,9 @@
-"""The optimizer container: torchtitan's own, whose AdamW may be FusedAdamW, and which checkpoints
-delayed scaling too.
+"""The optimizer container: torchtitan's own, which also checkpoints delayed scaling and may have
+FusedAdamW for its AdamW.
 
-torchtitan's container is an optimizer itself, whose step runs the steps of those inside. The hooks
-of torch run for both, so the container says that its step leaves the amaxes that FusedAdamW
-measured.
+torchtitan's container is a torch optimizer too, whose step runs the steps of the optimizers inside,
+and torch calls the step hooks of both. The hooks of the container would discard the amaxes that
+FusedAdamW has just measured, so the container registers as an optimizer that measures them.
 """
 
 from typing import Any
@@ -26,22 +26,27 @@ class DelayedStates(_Host):  # type: ignore[misc]
     """
 
     def leave_amaxes(self) -> None:
-        """The optimizers inside are FusedAdamW, which measure the amaxes of the next cast."""
-        for manager in managers_behind(parameter for part in self.model_parts for parameter in part.parameters()):
+        """Register this container as one whose step measures the amaxes of the next cast.
+
+        For a container whose optimizers are FusedAdamW.
+        """
+        parameters = (parameter for part in self.model_parts for parameter in part.parameters())
+        for manager in managers_behind(parameters):
             manager.measuring.add(self)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now; every rank calls it. Moments are those in use, step counts and
-        delayed scaling copies.
+        """The present state. Collective. Moments are the tensors in use; step counts and delayed
+        scaling are copies.
         """
         state = {key: _apart(value) for key, value in super().state_dict().items()}
         return state | {f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of the same parameters; every rank calls it. The next gather repeats
-        the last cast.
+        """Load a state of the same parameters. Collective.
+
+        The next gather repeats the last cast.
         """
         super().load_state_dict({key: value for key, value in state_dict.items() if not key.startswith(PREFIX)})
         for part in filter(is_prepared, self.model_parts):
@@ -52,12 +57,12 @@ class DelayedStates(_Host):  # type: ignore[misc]
 
 
 def _apart(value: Any) -> Any:
-    """A copy of a step count, which a reader may fill; other tensors themselves."""
+    """A copy of a step count, into which a load may write; other values themselves."""
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _delayed(model_parts: list[nn.Module]) -> list[tuple[str, str, Tensor]]:
-    """Weight, field and value of the state of delayed scaling."""
+    """(weight, field, value) of the state of delayed scaling of all model parts."""
     states = [fsdp2.state_dict(part) for part in filter(is_prepared, model_parts)]
     return [
         (name, field, value) for state in states for name, fields in state.items() for field, value in fields.items()

@@ -1,12 +1,13 @@
 """A model's own parallelize_fn, with the weights prepared between tensor parallelism and FSDP2.
 
-A weight is prepared after it was sliced and before it is sharded. torchtitan's functions do both in
-one go: tensor and context parallelism, then activation checkpointing, compilation and FSDP2.
+A weight has to be prepared after it was sliced and before it is sharded. torchtitan's functions do
+both in one call: tensor and context parallelism, then activation checkpointing, compilation and
+FSDP2.
 
-* `Parallelize`, for a TrainSpec: each step is taken where `parallel_dims` says that it is enabled,
-  so that two calls, with some of it enabled each time, do the same in the same order.
-* `prepare_between`, for a ModelSpec: activation checkpointing is a policy, which the function is
-  given and builds once weights are sliced. Weights are prepared when it does.
+* `Parallelize`, for a TrainSpec: the function skips each step that `parallel_dims` does not enable.
+  It is called twice, first with the steps before the preparation enabled and then with the others.
+* `prepare_between`, for a ModelSpec: the function gets a policy of activation checkpointing, and
+  calls its `build` between the two. A policy that prepares the weights in `build` is passed to it.
 """
 
 import dataclasses
@@ -18,12 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .section import NAME, Zerocast, prepare_model
 
-FIRST = ("tp", "cp")  # what comes before the weights are prepared
+# The kinds of parallelism that are applied before the weights are prepared.
+FIRST = ("tp", "cp")
 
 
 class Parallelize:
-    """Stands for `parallelize_fn` of a TrainSpec, and differs from it with tensor parallelism
-    and zerocast's converter alone.
+    """Replaces `parallelize_fn` of a TrainSpec. It calls that unchanged unless a job has tensor
+    parallelism and zerocast's converter.
     """
 
     prepares_slices = True
@@ -32,18 +34,19 @@ class Parallelize:
         self._parallelize_fn = parallelize_fn
 
     def __call__(self, model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-        """As torchtitan calls it. Raises as `prepare_model`; slices of parts of blocks raise at
-        the first gather.
+        """Slice, prepare and shard the model. Raises as `prepare_model`; slices that divide a block
+        raise at the first gather.
         """
         if parallel_dims.tp == 1 or NAME not in job_config.model.converters:
-            whole: nn.Module = self._parallelize_fn(model, parallel_dims, job_config)
-            return whole
-        bare = dataclasses.replace(
+            parallelized: nn.Module = self._parallelize_fn(model, parallel_dims, job_config)
+            return parallelized
+        # The first call slices only. These two steps are no part of `parallel_dims`.
+        slicing_only = dataclasses.replace(
             job_config,
             activation_checkpoint=dataclasses.replace(job_config.activation_checkpoint, mode="none"),
             compile=dataclasses.replace(job_config.compile, enable=False),
         )
-        model = self._parallelize_fn(model, _Enabled(parallel_dims, first=True), bare)
+        model = self._parallelize_fn(model, _Enabled(parallel_dims, first=True), slicing_only)
         slices = parallel_dims.get_mesh(["fsdp", "tp"])._flatten("zerocast_slices")
         prepare_model(model, job_config.quantize.linear.zerocast, slices)
         sharded: nn.Module = self._parallelize_fn(model, _Enabled(parallel_dims, first=False), job_config)
@@ -51,8 +54,8 @@ class Parallelize:
 
 
 class _Enabled:
-    """`parallel_dims`, of which only what belongs to one pass is enabled; its sizes and meshes
-    are what they are.
+    """`parallel_dims` with only the steps of one of the two calls enabled. Sizes and meshes are
+    unchanged.
     """
 
     def __init__(self, parallel_dims: Any, first: bool) -> None:
@@ -66,10 +69,11 @@ class _Enabled:
 
 
 def prepare_between(parallelize_fn: Any, section: Zerocast) -> Any:
-    """`parallelize_fn` of a ModelSpec, with the weights prepared that the section's recipe matches.
+    """Wrap `parallelize_fn` of a ModelSpec: it prepares the weights that the section's recipe
+    matches.
 
-    As torchtitan calls it, and raises as `prepare_model`; RuntimeError for a function that builds
-    no policy of activation checkpointing, as flux's. Slices of parts of blocks raise at the first
+    The wrapped function raises as `prepare_model` does, and RuntimeError if `parallelize_fn` builds
+    no policy of activation checkpointing, as flux's. Slices that divide a block raise at the first
     gather.
     """
 
@@ -88,10 +92,16 @@ def prepare_between(parallelize_fn: Any, section: Zerocast) -> Any:
 
 
 class _PreparingPolicy:
-    """Stands for the configuration of activation checkpointing, or for None."""
+    """Replaces the configuration of activation checkpointing, which may be None.
+
+    Attributes:
+        has_prepared: True once `build` was called and the weights are prepared.
+    """
 
     def __init__(self, ac_config: Any, prepare: Callable[[], None]) -> None:
-        self._ac_config, self._prepare, self.has_prepared = ac_config, prepare, False
+        self._ac_config = ac_config
+        self._prepare = prepare
+        self.has_prepared = False
 
     def build(self, **given: Any) -> Any:
         self._prepare()
@@ -99,11 +109,11 @@ class _PreparingPolicy:
         return self if self._ac_config is None else self._ac_config.build(**given)
 
     def apply(self, model: nn.Module) -> None:
-        """Nothing is recomputed without a configuration."""
+        """Do nothing: without a configuration no activation is recomputed."""
 
 
 def _mesh_of_slices(parallel_dims: Any) -> DeviceMesh | None:
-    """All ranks that hold parts of one weight, where tensor parallelism slices it."""
+    """The mesh of all ranks with parts of one weight; None without tensor parallelism."""
     if parallel_dims.tp == 1:
         return None
     axes = ["fsdp", "tp"] if parallel_dims.spmd_backend == "partial_dtensor" else ["dp_shard", "cp", "tp"]

@@ -1,5 +1,5 @@
-"""zerocast's section of a configuration of torchtitan: its name, how its recipe is read, and what
-it makes of a model.
+"""zerocast's section of a torchtitan configuration: its name, its recipe, and the preparation of a
+model by it.
 """
 
 from dataclasses import dataclass, field

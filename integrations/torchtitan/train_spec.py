@@ -35,39 +35,39 @@ def build_optimizers(
     """
     if optimizer_config.implementation != "zerocast":
         return host.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
-    for wrong, what in (
+    for is_set, setting in (
         (optimizer_config.name != "AdamW", f"optimizer.name={optimizer_config.name}"),
         (optimizer_config.early_step_in_backward, "optimizer.early_step_in_backward"),
         (ft_manager is not None and ft_manager.enabled, "TorchFT"),
     ):
-        if wrong:
+        if is_set:
             raise ValueError(
-                f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {what}"
+                f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {setting}"
             )
     options = {name: getattr(optimizer_config, name) for name in ("lr", "eps", "weight_decay")}
     return FusedOptimizers(model_parts, options | {"betas": (optimizer_config.beta1, optimizer_config.beta2)})
 
 
 def with_fused_optimizers(spec: Any) -> Any:
-    """`spec`, whose optimizers may be those of `optimizer.implementation=zerocast`.
+    """A copy of `spec` that knows `optimizer.implementation=zerocast`.
 
-    ValueError for a spec whose optimizers are not torchtitan's plain ones, as those of mixtures of
-    experts, which balance load.
+    ValueError for a spec with other optimizers than torchtitan's plain ones, such as those of
+    mixtures of experts, which also balance load.
     """
-    found = spec.build_optimizers_fn
-    if found is not host.build_optimizers:
+    build = spec.build_optimizers_fn
+    if build is not host.build_optimizers:
         raise ValueError(
-            f"this TrainSpec builds optimizers with {found.__module__}.{found.__qualname__}, whose work would be lost: zerocast's "
+            f"this TrainSpec builds optimizers with {build.__module__}.{build.__qualname__}, whose work would be lost: zerocast's "
             f"take the place of {host.build_optimizers.__module__}.{host.build_optimizers.__qualname__}"
         )
     return dataclasses.replace(spec, build_optimizers_fn=build_optimizers)
 
 
 def with_tensor_parallelism(spec: Any) -> Any:
-    """`spec`, whose weights may be quantized with `parallelism.tensor_parallel_degree` above 1.
+    """A copy of `spec` whose weights may be quantized with a tensor_parallel_degree above 1.
 
-    For a spec whose parallelize_fn asks `parallel_dims` what is enabled and slices before it
-    shards, as those of torchtitan's language models do: it is called once for the one and once for
-    the other.
+    Its parallelize_fn must read from `parallel_dims` which steps are enabled, and slice before it
+    shards, as those of torchtitan's language models do: it is called once to slice and once to
+    shard.
     """
     return dataclasses.replace(spec, parallelize_fn=Parallelize(spec.parallelize_fn))

@@ -1,10 +1,11 @@
-"""quantized: makes a configuration of torchtitan's Trainer one whose weights are gathered as
+"""quantized: turn a configuration of torchtitan's Trainer into one whose weights are gathered as
 quantized bytes.
 
 torchtitan 0.3 makes a configuration in Python, lets the command line change it, and builds the
-Trainer that its class belongs to. So the way in is a class of configurations: torchtitan's own with
-zerocast's section and optimizers, belonging to torchtitan's own Trainer with the weights prepared
-(`parallelize.py`). What is not supported is refused once the command line has been read.
+Trainer to which the class of the configuration belongs. So `quantized` changes that class: a
+subclass of torchtitan's configuration adds zerocast's section and optimizers, and belongs to a
+subclass of torchtitan's Trainer that prepares the weights (`parallelize.py`). Unsupported settings
+are refused when the Trainer is built, after the command line has been read.
 """
 
 import dataclasses
@@ -68,7 +69,7 @@ _Host: Any = host.Trainer
 
 
 class Quantizing(_Host):  # type: ignore[misc]
-    """What a Trainer of torchtitan does besides for a configuration that `quantized` made."""
+    """The part of a Trainer that `config_class` adds to torchtitan's: it prepares the weights."""
 
     def __init__(self, config: Any) -> None:
         recipe_of(config.zerocast)
@@ -79,8 +80,9 @@ class Quantizing(_Host):  # type: ignore[misc]
         )
 
     def init_distributed(self) -> Any:
-        """As torchtitan's, and refuses what is not supported. A seed checkpoint holds masters, on
-        one rank, and shards nothing.
+        """Initialize torch.distributed, then refuse unsupported settings.
+
+        A job that writes a seed checkpoint is not checked: it runs on one rank and shards nothing.
         """
         parallel_dims = super().init_distributed()
         config = self.config

@@ -1,5 +1,6 @@
-"""Refuses options of torchtitan that would give wrong weights, or fail later with less of a
-reason.
+"""The options of torchtitan that are refused, and why.
+
+With them weights would be wrong, or a later error would not name the cause.
 """
 
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from .train_spec import build_optimizers
 
 
 def validate_job(job_config: Any, parallel_dims: Any) -> None:
-    """Of the model converter: RuntimeError for a JobConfig without zerocast's section; ValueError
-    for what is not supported, with the reason.
+    """Check the JobConfig for the model converter.
+
+    RuntimeError if it has no section of zerocast; ValueError, with the reason, for an option that
+    is not supported.
     """
     if not hasattr(job_config.quantize.linear, "zerocast"):
         raise RuntimeError(
@@ -25,8 +28,9 @@ def validate_job(job_config: Any, parallel_dims: Any) -> None:
 
 
 def validate_trainer(config: Any, parallel_dims: Any) -> None:
-    """Of a configuration that `quantized` made: ValueError for what is not supported, with the
-    reason.
+    """Check a configuration that `quantized` made.
+
+    ValueError, with the reason, for an option that is not supported.
     """
     for problem in _of_trainer(config, parallel_dims):
         raise ValueError(problem)

@@ -1,9 +1,9 @@
 """TransformerEngine: zerocast casts its tensors, through calls with its names and arguments.
 
-`redirect()` is a context in which TransformerEngine's own names lead here; `release(model_weights)`
-lets go of what is kept between calls; `zerocast.verify(masters_of(model_weights))` compares what
-the tensors hold with what their masters cast to. `present` lets FSDP2 gather the weights of
-TransformerEngine's modules as its tensors.
+`redirect()` is a context in which TransformerEngine's functions are replaced by these.
+`release(model_weights)` drops the plans that are cached between calls.
+`zerocast.verify(masters_of(model_weights))` compares the bytes of the tensors with a cast of their
+masters. `present` lets FSDP2 gather the weights of TransformerEngine's modules as its tensors.
 """
 
 from . import host
@@ -14,7 +14,8 @@ from .redirect import redirect
 from .sources import masters_of
 from .transposes import post_all_gather_processing
 
-host.module(host.TENSORS)  # an error here, and not at the first call
+# Without TransformerEngine, importing this package raises, and not the first call of it.
+host.module(host.TENSORS)
 
 __all__ = [
     "cast_master_weights_to_fp8",

@@ -1,7 +1,8 @@
-"""The table of adapters: what zerocast must know of the tensors of each quantizer, as data.
+"""The table of adapters: for each quantizer class of TransformerEngine, the format that it casts
+into and the attributes in which its tensors have their buffers.
 
-No other file here names a class of TransformerEngine. Classes that this TransformerEngine has not
-are left out.
+No other file here names a class of TransformerEngine. Classes that the installed TransformerEngine
+does not have are left out of the table.
 """
 
 import functools
@@ -52,12 +53,16 @@ class Option:
 
 @dataclass(frozen=True)
 class Shown:
-    """How a tensor is made over gathered buffers of a format, and what is derived from them.
+    """How to construct a tensor of TransformerEngine over the gathered buffers of a weight.
 
-    `quantizer` makes the quantizer of a FormatSpec on a device. `arguments` are the constructor's
-    names of buffers, `options` what else it is given; it takes the dtype of codes as `codes`.
-    `derived` are the attributes of copies that TransformerEngine makes, and what they are without
-    one.
+    Attributes:
+        tensor: the name of the tensor's class.
+        quantizer: makes the quantizer of a FormatSpec on a device.
+        arguments: the constructor's argument for each buffer, by its name in `layout.BUFFERS`.
+        options: further arguments of the constructor.
+        derived: the attributes of the copies that TransformerEngine makes of the buffers, with
+            their values while there is no copy.
+        codes: the constructor's argument for the dtype of the codes.
     """
 
     tensor: str
@@ -72,13 +77,21 @@ class Shown:
 class Adapter:
     """One format in TransformerEngine's terms.
 
-    `format` makes a FormatSpec of a quantizer, by the attributes that `chooses` names. `of_tensor`
-    and `of_quantizer` say which attribute holds which buffer, by the names in `layout.BUFFERS`.
-    `outdate` drops the columnwise copy, as
-    automatic post-processing asks for, or marks it so that `outdated` is true; `copies` says
-    whether this GPU needs one, `copied` is called with the tensors whose copies were made. `alone`
-    is the reason for which a Hybrid tensor cannot hold one direction of the format. `shares` says
-    whether one set of codes serves both directions. `shown` is for weights that FSDP2 gathers.
+    Attributes:
+        format: makes the FormatSpec of a quantizer.
+        of_tensor: the tensor's attribute for each buffer, by its name in `layout.BUFFERS`.
+        of_quantizer: the quantizer's attribute for each buffer that the quantizer has.
+        options: options that must have one value for a tensor to be cast.
+        chooses: the attributes of a quantizer that `format` reads, besides the element type.
+        outdate: drops the columnwise copy of a tensor, or marks it as outdated. TransformerEngine's
+            next forward pass then makes it.
+        outdated: True for a tensor whose columnwise copy is marked so.
+        copies: True if this GPU's products read a columnwise copy.
+        copied: is called with the tensors whose copies were made.
+        alone: the reason why a Hybrid tensor cannot have this format in one direction; "" if it
+            can.
+        shares: True for a quantizer whose tensors have one set of codes for both directions.
+        shown: how weights that FSDP2 gathers become tensors; None if they cannot.
     """
 
     format: Callable[[Any], FormatSpec]
@@ -117,7 +130,7 @@ class Adapter:
             raise ValueError("its codes are {} and its quantizer makes {}".format(*names))
 
     def choices(self, quantizer: Any) -> tuple[Any, ...]:
-        """What decides the format of a quantizer's tensors, besides its class."""
+        """The values of a quantizer that decide the format of its tensors, besides its class."""
         return tuple(getattr(quantizer, name, None) for name in self.chooses)
 
     def attribute(self, name: str) -> str:
@@ -125,22 +138,22 @@ class Adapter:
         return self.of_tensor.get(name) or f"quantizer's {self.of_quantizer[name]}"
 
     def places(self, names: Iterable[str]) -> list[str]:
-        """Buffers as attributes of a tensor, those of its quantizer dotted."""
+        """The attributes of some buffers, seen from the tensor: for example `_data`, or
+        `_quantizer.scale` for a buffer that the quantizer has.
+        """
         return [self.of_tensor.get(name) or f"_quantizer.{self.of_quantizer[name]}" for name in names]
 
     def checked(self, tensor: Any, quantizer: Any) -> list[str]:
-        """The attributes of a tensor that `check` and `choices` read; those of its quantizer are
-        dotted.
-        """
+        """The attributes that `check` and `choices` read, seen from the tensor as in `places`."""
         options = [option.name for option in self.options]
         of_tensor = [name for name in ("_fp8_dtype", *(f"_{name}" for name in options)) if hasattr(tensor, name)]
         of_quantizer = ("dtype", *options, *self.chooses)
         return of_tensor + [f"_quantizer.{name}" for name in of_quantizer if hasattr(quantizer, name)]
 
     def buffers(self, tensor: Any, quantizer: Any) -> dict[str, Tensor | None]:
-        """The buffers as they are now."""
-        held = {name: getattr(tensor, attribute) for name, attribute in self.of_tensor.items()}
-        return held | {name: getattr(quantizer, attribute) for name, attribute in self.of_quantizer.items()}
+        """The present buffers of a tensor and its quantizer, by name. A missing one is None."""
+        of_tensor = {name: getattr(tensor, attribute) for name, attribute in self.of_tensor.items()}
+        return of_tensor | {name: getattr(quantizer, attribute) for name, attribute in self.of_quantizer.items()}
 
 
 _ELEMENTS = {"kFloat8E4M3": "e4m3", "kFloat8E5M2": "e5m2"}
@@ -174,7 +187,8 @@ def _scaled(name: str, quantizer: Any) -> FormatSpec:
 
 
 def _has_tiles(quantizer: Any) -> bool:
-    return bool(getattr(quantizer, "with_2d_quantization", False))  # older releases do not have it
+    # Older releases do not have this option.
+    return bool(getattr(quantizer, "with_2d_quantization", False))
 
 
 def _mxfp8(quantizer: Any) -> FormatSpec:
@@ -185,7 +199,7 @@ def _mxfp8(quantizer: Any) -> FormatSpec:
 
 
 def _invalidate_transpose(tensor: Any) -> None:
-    # without data, the transpose is all there is
+    # A tensor without rowwise codes has all of its codes in the transpose.
     tensor._transpose_invalid = tensor._data is not None
 
 
@@ -206,7 +220,8 @@ def _copy_amaxes(tensors: Sequence[Any]) -> None:
     for tensor in tensors:
         if tensor._amax_columnwise is None:
             tensor._amax_columnwise = tensor._amax_rowwise.clone()
-    torch._foreach_copy_([one._amax_columnwise for one in tensors], [one._amax_rowwise for one in tensors])
+    columnwise, rowwise = [t._amax_columnwise for t in tensors], [t._amax_rowwise for t in tensors]
+    torch._foreach_copy_(columnwise, rowwise)
 
 
 def _code_dtype(fmt: FormatSpec) -> Any:
@@ -221,8 +236,9 @@ def _new(name: str) -> Any:
 
 
 def _delayed_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
-    one = torch.ones(1, dtype=torch.float32, device=device)
-    return _new("Float8Quantizer")(one, torch.zeros_like(one), _code_dtype(fmt))
+    scale = torch.ones(1, dtype=torch.float32, device=device)
+    amax = torch.zeros_like(scale)
+    return _new("Float8Quantizer")(scale, amax, _code_dtype(fmt))
 
 
 def _current_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
@@ -236,7 +252,7 @@ def _block_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
 
 
 def _mxfp8_quantizer(fmt: FormatSpec, device: torch.device) -> Any:
-    # an older one has no such option
+    # Only for tiles, since the quantizer of older releases does not have this argument.
     options = {"with_2d_quantization": True} if fmt.block == (32, 32) else {}
     return _new("MXFP8Quantizer")(_code_dtype(fmt), **options)
 
@@ -338,19 +354,19 @@ HYBRID = "HybridQuantizer"
 
 @functools.cache
 def table() -> dict[type, Adapter]:
-    """The adapters of the quantizer classes that are there."""
+    """The adapters of the quantizer classes that the installed TransformerEngine has."""
     tensors = host.module(host.TENSORS)
     return {getattr(tensors, name): adapter for name, adapter in _ADAPTERS.items() if hasattr(tensors, name)}
 
 
 @functools.cache
 def hybrid() -> type | None:
-    """The quantizer class of tensors of two formats, where this TransformerEngine has it."""
-    found: type | None = getattr(host.module(host.TENSORS), HYBRID, None)
-    return found
+    """The quantizer class of tensors with two formats; None in a TransformerEngine without it."""
+    kind: type | None = getattr(host.module(host.TENSORS), HYBRID, None)
+    return kind
 
 
-# which quantizer casts a format; formats that are not here have no tensor of TransformerEngine's
+# The quantizer class of each format. TransformerEngine has no tensor for other formats.
 _QUANTIZERS = {
     "fp8_delayed": "Float8Quantizer",
     "fp8_current": "Float8CurrentScalingQuantizer",
@@ -389,10 +405,14 @@ def shown_format(quantizer: Any) -> FormatSpec:
     return adapter.format(quantizer)
 
 
-def same_codes(one: FormatSpec, other: FormatSpec) -> bool:
-    """True if products read codes of two formats alike; the history of amaxes is its owner's."""
-    delayed = one.name == other.name == "fp8_delayed"
-    return one.element == other.element if delayed else one == other
+def same_codes(first: FormatSpec, second: FormatSpec) -> bool:
+    """True if products read the codes of two formats in the same way.
+
+    The length of the amax history, which is a part of fp8_delayed, makes no difference there.
+    """
+    if first.name == second.name == "fp8_delayed":
+        return first.element == second.element
+    return first == second
 
 
 def quantizer_of(tensor: Any) -> Any:
@@ -400,9 +420,9 @@ def quantizer_of(tensor: Any) -> Any:
 
     TypeError for anything else.
     """
-    kept = getattr(tensor, "_quantizer", None)
-    if kept is not None:
-        return kept
+    quantizer = getattr(tensor, "_quantizer", None)
+    if quantizer is not None:
+        return quantizer
     if not hasattr(tensor, "_get_quantizer"):
         raise TypeError(f"it is a {type(tensor).__name__}: a quantized tensor of TransformerEngine is needed")
     return tensor._get_quantizer()
@@ -416,17 +436,17 @@ def shares_codes(tensor: Any) -> bool:
 
 
 def is_quantized(tensor: Any) -> bool:
-    """True if this is a tensor of TransformerEngine or a part of one, of a known kind or not."""
+    """True for a tensor of TransformerEngine or a direction of one, of any quantizer class."""
     return hasattr(tensor, "_get_quantizer")
 
 
 def adapter_of(quantizer: Any) -> Adapter:
-    """The adapter of a quantizer; TypeError for a class that is not in the table.
+    """The adapter of a quantizer. TypeError for a class that is not in the table.
 
-    Subclasses may cast differently.
+    That includes subclasses of those in the table, which may cast differently.
     """
-    found = table().get(type(quantizer))
-    if found is None:
+    adapter = table().get(type(quantizer))
+    if adapter is None:
         known = ", ".join(sorted(kind.__name__ for kind in table()))
         raise TypeError(f"its quantizer is a {type(quantizer).__name__}; known: {known}, and two of them in a Hybrid")
-    return found
+    return adapter

@@ -1,8 +1,7 @@
-"""Entry: one set of codes that a call casts, a tensor of TransformerEngine or one direction of a
-Hybrid one.
+"""Entry: one set of codes that a call casts, with its master.
 
-A Hybrid tensor holds two directions, each a tensor with a quantizer of its own. Both are cast from
-one master.
+The codes are in a tensor of TransformerEngine, or in one direction of a Hybrid tensor. That has two
+directions, each a tensor with a quantizer of its own, and both are cast from one master.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,9 +21,14 @@ from .weight_view import WeightView, view_of
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor with its view and the master of the `span` that this rank owns.
+    """A tensor with its view and the master of the elements that this rank owns.
 
-    `shard` is storage for the codes of that span alone, if it was given.
+    Attributes:
+        tensor: a tensor of TransformerEngine, or a direction of one.
+        view: the QuantizedWeight over the tensor's buffers, and how to find these.
+        master: the flat master of the elements; None where this rank owns none.
+        start: the row-major position of the master's first element; None likewise.
+        shard: flat storage for the codes of these elements alone; None to cast into the tensor.
     """
 
     tensor: Any
@@ -34,11 +38,16 @@ class Entry:
     shard: ShardData | None
 
     def scatter(self) -> None:
-        """Copy codes that were cast beside the tensor into its transpose, in up to three pieces."""
+        """Copy the codes from the scratch buffer into the transpose, if that is where they belong.
+
+        Codes of consecutive elements are not consecutive in a transpose. They are up to three
+        boxes of the matrix: the rest of a row, whole rows and the start of a row.
+        """
         if not self.view.codes_in_transpose or self.master is None or self.start is None or not self.master.numel():
             return
         assert isinstance(self.shard, Tensor)
-        matrix, done = self.view.transpose_of(self.tensor), 0
+        matrix = self.view.transpose_of(self.tensor)
+        done = 0
         for offsets, sizes in Span(self.start, self.start + self.master.numel()).boxes(matrix.shape):
             piece = self.shard[done : done + sizes[0] * sizes[1]].view(sizes)
             matrix[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]].copy_(piece)
@@ -53,7 +62,8 @@ def entries_of(
 ) -> list[Entry]:
     """The entries that a call casts.
 
-    TypeError, ValueError or RuntimeError, with the weight in the message, for what it cannot.
+    TypeError, ValueError or RuntimeError, with the weight's index in the message, for arguments
+    that cannot be cast.
     """
     given = [None] * len(model_weights) if shards is None else shards
     lengths = [len(model_weights), len(master_weights), len(start_offsets), len(given)]
@@ -71,17 +81,17 @@ def entries_of(
 
 
 def parts_of(weight: Any) -> list[Any]:
-    """The tensors that hold the codes of a weight: itself, or the directions of a Hybrid one."""
+    """The tensors with the codes of a weight: itself, or the directions of a Hybrid tensor."""
     return [part for _, part in directions(weight)] if is_hybrid(weight) else [weight]
 
 
 def is_hybrid(tensor: Any) -> bool:
-    """True if a tensor holds its two directions as two tensors."""
+    """True for a Hybrid tensor, whose two directions are two tensors."""
     return type(quantizer_of(tensor)) is hybrid()
 
 
 def directions(tensor: Any) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of the directions that are there."""
+    """(name, tensor) of the directions of a Hybrid tensor that were not dropped."""
     host.require(tensor, ["_rowwise_storage", "_columnwise_storage"])
     for name in ("rowwise", "columnwise"):
         part = getattr(tensor, f"_{name}_storage")
@@ -91,20 +101,20 @@ def directions(tensor: Any) -> Iterator[tuple[str, Any]]:
 
 def _check_hybrid(tensor: Any, master: Tensor | None, start: int | None, shard: Any) -> None:
     """ValueError with the reason where the directions of a Hybrid tensor are not cast."""
-    held = dict(directions(tensor))
-    if not held:
+    present = dict(directions(tensor))
+    if not present:
         raise ValueError("both directions of the Hybrid tensor were dropped: there is nothing to cast into")
-    for name, part in held.items():
+    for name, part in present.items():
         reason = adapter_of(quantizer_of(part)).alone
         if reason:
             kind = type(quantizer_of(part)).__name__
             raise ValueError(f"{kind} is not cast as the {name} direction of a Hybrid tensor: {reason}")
-    if "columnwise" in held and getattr(quantizer_of(tensor), "columnwise_source", "original") != "original":
+    if "columnwise" in present and getattr(quantizer_of(tensor), "columnwise_source", "original") != "original":
         raise ValueError(
             "the columnwise direction of the Hybrid tensor is made from the rowwise one, which is whole only after the "
             "all-gather; keep the rowwise direction alone, or columnwise_source='original'"
         )
-    if master is None or len(held) < 2 or (start == 0 and master.numel() == tensor.numel()):
+    if master is None or len(present) < 2 or (start == 0 and master.numel() == tensor.numel()):
         return
     if not (is_quantized(shard) and is_hybrid(shard) and len(dict(directions(shard))) == 2):
         raise ValueError(
@@ -141,7 +151,9 @@ def _entry(tensor: Any, nominal: torch.dtype, master: Tensor | None, start: int 
 
 
 def _storage(shard: Any, two_payloads: bool) -> ShardData | None:
-    """Flat storage of the owned codes: of a tensor, a pair, or a tensor of TransformerEngine."""
+    """Flat storage for the owned codes, from a tensor, a pair of them (rowwise, columnwise) or a
+    tensor of TransformerEngine.
+    """
     if shard is None:
         return None
     if is_quantized(shard):
@@ -150,8 +162,9 @@ def _storage(shard: Any, two_payloads: bool) -> ShardData | None:
             raise TypeError(
                 f"its shard is a {type(shard).__name__} of tiles, which reads codes twice: give its codes alone"
             )
-        held = adapter_of(quantizer).buffers(shard, quantizer)
-        shard = (held["rowwise_data"], held.get("columnwise_data")) if two_payloads else held["rowwise_data"]
+        buffers = adapter_of(quantizer).buffers(shard, quantizer)
+        rowwise = buffers["rowwise_data"]
+        shard = (rowwise, buffers.get("columnwise_data")) if two_payloads else rowwise
     tensors = tuple(shard) if isinstance(shard, (tuple, list)) else (shard,)
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"its shard is {', '.join(type(t).__name__ for t in tensors)}; tensors of codes are needed")

@@ -1,4 +1,7 @@
-"""Fingerprint: the objects and addresses that a call found, so that the next one can compare."""
+"""Fingerprint: the objects and addresses that a call has read, for the next call to compare.
+
+Comparing identities is cheaper than inspecting every tensor of a model at every step.
+"""
 
 import functools
 import operator
@@ -11,18 +14,24 @@ from torch import Tensor
 
 @functools.cache
 def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """All of these attributes at once; one of them alone would come without a tuple around it."""
+    """A function that reads these attributes of an object and returns a tuple.
+
+    `operator.attrgetter` returns a tuple for two names or more.
+    """
     assert len(names) > 1, names
     return operator.attrgetter(*names)
 
 
 class Fingerprint:
-    """The tensors of a list and, for each, the objects that `watched` attributes held.
+    """The tensors of a list and the values of some of their attributes.
 
-    Dotted names are attributes of those objects.
+    It has strong references to the values, so that their ids stay unique, and weak ones to the
+    tensors of the list.
 
-    Keeps what the attributes held, and no tensor of the list, alive. A tensor with nothing watched
-    need only be the same one.
+    Args:
+        tensors: the list.
+        watched: for each tensor, the names of its attributes; dotted ones are attributes of
+            attributes. A tensor without names need only be the same object.
     """
 
     def __init__(self, tensors: Sequence[Any], watched: Sequence[tuple[str, ...]]) -> None:
@@ -40,7 +49,8 @@ class Fingerprint:
             return False
         try:
             values = self._read(tensors)
-        except AttributeError:  # of something that is None now
+        except AttributeError:
+            # An attribute with a dotted name below it is None now, such as a quantizer.
             return False
         return all(map(operator.is_, values, self._values)) and self._current_addresses() == self._addresses
 

@@ -2,11 +2,11 @@
 
     zerocast.fsdp2.prepare(model, recipe, present=transformer_engine.present)
 
-The FP32 master stays the parameter. What a module finds as its weight within a pass is the tensor
-that TransformerEngine would have for a weight which it cast itself, so that it takes the weight for
-quantized already: nothing is cast again and nothing is kept from one microbatch to the next, with
-`is_first_microbatch` or without. TransformerEngine makes columnwise copies when its backward pass
-asks for them. They are dropped after the input gradient, and at every gather.
+The FP32 master stays the parameter. Within a pass a module's weight is a quantized tensor of
+TransformerEngine over the gathered bytes, the same that TransformerEngine's own cast would make. So
+the module casts nothing, and caches nothing from one microbatch to the next, with or without
+`is_first_microbatch`. TransformerEngine makes columnwise copies when its backward pass asks for
+them. They are dropped after the input gradient, and at every gather.
 """
 
 import functools
@@ -29,10 +29,11 @@ from .adapters import Adapter, adapter_for, is_quantized, same_codes, shown_form
 
 
 def present(module: nn.Module, name: str, parameter: Tensor) -> "GatheredWeight | None":
-    """How `zerocast.fsdp2.prepare` presents a weight: as a tensor of TransformerEngine to its
-    modules, as a QuantizedWeight (None) to all others.
+    """The presentation of a module's weight, for `zerocast.fsdp2.prepare`.
 
-    Raises ValueError for a weight that TransformerEngine's modules cannot take so.
+    Returns a GatheredWeight for a module of TransformerEngine, and None, which is a
+    QuantizedWeight, for all others. Raises ValueError for a weight of TransformerEngine's modules
+    that they cannot use as a quantized tensor.
     """
     if owner_of_tensors(module) != "transformer_engine":
         return None
@@ -46,7 +47,7 @@ def _problem(module: Any, parameter: Tensor) -> str | None:
     if not isinstance(module, host.module(host.MODULES).TransformerEngineBaseModule):
         return "is no weight of a module that takes quantized ones: leave it out of the recipe"
     host.require(module, ["primary_weights_in_fp8", "fsdp_group"])
-    return next((text for is_met, text in _PROBLEMS.items() if is_met(module, parameter)), None)
+    return next((problem for applies, problem in _PROBLEMS.items() if applies(module, parameter)), None)
 
 
 _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
@@ -71,62 +72,70 @@ _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
 
 
 class GatheredWeight:
-    """A weight as the modules of TransformerEngine see it while it is gathered."""
+    """A weight that modules of TransformerEngine see as one of its tensors while it is gathered."""
 
-    _weight: QuantizedWeight  # what was gathered last
-    _shown: Any  # the tensor that a module has computed with last
+    # The weight over the buffers of the last gather.
+    _weight: QuantizedWeight
+    # The tensor of the last forward pass, whose copies are dropped after the input gradient.
+    _shown: Any
 
     def __init__(self) -> None:
-        self._checked: Any = None  # the recipe that was found to compute in the format
+        # The last recipe that was checked to compute in the weight's format.
+        self._checked: Any = None
 
     def check(self, fmt: FormatSpec) -> None:
         """ValueError for a format that no tensor of TransformerEngine holds."""
         adapter_for(fmt)
 
     def attach(self, module: nn.Module, name: str) -> None:
-        """Look at the weight and at the recipe before each forward pass of a module."""
+        """Prepare the tensor and check the recipe before each forward pass of a module."""
         module.register_forward_pre_hook(_BeforeForward(self, name), with_kwargs=True)
 
     def show(self, weight: QuantizedWeight) -> Tensor:
         """A tensor of TransformerEngine's class over the gathered buffers."""
-        adapter, self._weight, self._checked = adapter_for(weight.format), weight, None
+        self._weight = weight
+        self._checked = None
+        adapter = adapter_for(weight.format)
         shown = adapter.shown
         assert shown is not None
-        held = _gathered(weight)
-        made: Tensor = getattr(host.module(host.TENSORS), shown.tensor)(
+        buffers = _gathered(weight)
+        quantizer = shown.quantizer(weight.format, weight.device)
+        tensor: Tensor = getattr(host.module(host.TENSORS), shown.tensor)(
             shape=tuple(weight.shape),
             dtype=weight.dtype,
-            quantizer=(quantizer := shown.quantizer(weight.format, weight.device)),
+            quantizer=quantizer,
             device=weight.device,
             requires_grad=False,
             **{shown.codes: quantizer.dtype},
-            **{argument: held[name] for name, argument in shown.arguments.items()},
+            **{argument: buffers[name] for name, argument in shown.arguments.items()},
             **shown.options,
         )
-        host.require(made, [*adapter.of_tensor.values(), *shown.derived, "_quantizer"])
-        self.restore(made)
-        return made
+        host.require(tensor, [*adapter.of_tensor.values(), *shown.derived, "_quantizer"])
+        self.restore(tensor)
+        return tensor
 
     def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
-        """Hold the gathered buffers and nothing that was derived from earlier ones."""
+        """Give a tensor the buffers of a new gather, and drop the copies of earlier ones."""
         self._weight = weight
         self.restore(shown)
 
     def restore(self, shown: Any) -> None:
-        """Undo what a pass did to the tensor: drop the copies that it made, and hold again what it
-        let go of.
+        """Set a tensor back to the gathered buffers.
+
+        A pass adds columnwise copies, and may drop the buffers that it no longer needs.
         """
-        adapter, held = _adapter(self._weight.format), _gathered(self._weight)
+        adapter, buffers = _adapter(self._weight.format), _gathered(self._weight)
         assert adapter.shown is not None
         for name in adapter.shown.arguments:
-            setattr(shown, adapter.of_tensor[name], held[name])
-        for attribute, without in adapter.shown.derived.items():
-            setattr(shown, attribute, without)
-        # else a forward pass makes the copies that the backward pass asks for
+            setattr(shown, adapter.of_tensor[name], buffers[name])
+        for attribute, without_copy in adapter.shown.derived.items():
+            setattr(shown, attribute, without_copy)
+        # With columnwise usage the forward pass would make the copies already, and they would take
+        # memory until the backward pass.
         shown._quantizer.set_usage(rowwise=True, columnwise=not adapter.shown.derived)
 
     def live(self, shown: Any, weight: QuantizedWeight) -> QuantizedWeight:
-        """The buffers that the tensor holds, without copies that TransformerEngine made of them."""
+        """The buffers in the tensor, without the copies that TransformerEngine has made of them."""
         if not is_quantized(shown):
             raise RuntimeError(
                 f"the gathered weight is a {type(shown).__name__}, no tensor of TransformerEngine any more"
@@ -136,19 +145,21 @@ class GatheredWeight:
         expected = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)
         buffers = {name: buffer for name, buffer in weight.state.buffers.items() if buffer is not None}
         for name in adapter.shown.arguments:
-            buffer, spec, attribute = getattr(shown, adapter.of_tensor[name]), expected[name], adapter.of_tensor[name]
+            attribute = adapter.of_tensor[name]
+            buffer, spec = getattr(shown, attribute), expected[name]
+            # A pass may drop columnwise buffers. `restore` gives them back before the next one.
             if name.startswith("columnwise") and (buffer is None or spec is None):
-                continue  # of a backward pass; the next forward pass finds it again
+                continue
             if buffer is None or spec is None:
                 raise RuntimeError(f"the gathered {type(shown).__name__} has no {attribute}: something dropped it")
             buffers[name] = buffer.detach().view(spec.shape)
         return QuantizedWeight.of_buffers(tuple(weight.shape), weight.format, weight.dtype, buffers)
 
     def before_forward(self, module: nn.Module, name: str) -> None:
-        """Prepare the tensor that the module is about to compute with.
+        """Prepare the tensor for a forward pass of the module.
 
-        RuntimeError for one that was not gathered, whose master was changed since, or that the
-        recipe in use does not compute with.
+        RuntimeError for a weight that was not gathered, whose master has changed since, or whose
+        format is not that of the recipe in use.
         """
         shown = module._parameters[name]
         if not is_quantized(shown):
@@ -162,13 +173,14 @@ class GatheredWeight:
         self.restore(shown)
 
     def after_input_gradient(self) -> None:
-        """Drop the copies that an input gradient was computed with."""
+        """Drop the columnwise copies, which only the input gradient needs."""
         self.restore(self._shown)
 
     def _check_recipe(self, module: nn.Module, name: str) -> None:
         state = host.module(host.QUANTIZATION).FP8GlobalStateManager
+        # Without te.autocast, TransformerEngine dequantizes the weight.
         if not state.is_fp8_enabled():
-            return  # TransformerEngine dequantizes
+            return
         recipe = state.get_fp8_recipe()
         if recipe is self._checked:
             return
@@ -188,15 +200,16 @@ class GatheredWeight:
 
 
 class _BeforeForward:
-    """A forward pre-hook of a module that holds the weight as `name`.
+    """A forward pre-hook of a module whose weight is called `name`.
 
-    An input may live as long as the model, such as a parameter, so it gets one hook for all passes,
-    which does not keep the weight alive.
+    It registers a hook for the gradient of each input. An input, such as a parameter, may live as
+    long as the model: it gets one hook for all passes, which does not keep the weight alive.
     """
 
     def __init__(self, presentation: GatheredWeight, name: str) -> None:
         self._presentation, self._name = presentation, name
-        self._inputs = WeakTensorKeyDictionary()  # those that have the hook
+        # The inputs that have the hook.
+        self._inputs = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> Any:
         return PickledHook, ()
@@ -211,7 +224,7 @@ class _BeforeForward:
 
 
 class _AfterInputGradient:
-    """A hook of the gradient of a module's input, for which columnwise copies were made."""
+    """A hook of the gradient of a module's input: the columnwise copies have served."""
 
     def __init__(self, presentation: GatheredWeight) -> None:
         self._presentation = weakref.ref(presentation)
@@ -228,26 +241,30 @@ def _adapter(fmt: FormatSpec) -> Adapter:
 
 
 def _gathered(weight: QuantizedWeight) -> dict[str, Tensor | None]:
-    """The gathered buffers in the shapes that TransformerEngine has."""
-    held = dict(weight.state.buffers)
+    """The gathered buffers in the shapes that TransformerEngine expects."""
+    buffers = dict(weight.state.buffers)
     if weight.format.columnwise is Columnwise.SHARED:
-        held["columnwise_data"] = held["rowwise_data"]
+        buffers["columnwise_data"] = buffers["rowwise_data"]
+    # Codes of one byte have all dimensions of the weight there, and are a matrix here.
     if weight.format.elements_per_byte == 1:
         for name in ("rowwise_data", "columnwise_data"):
-            buffer = held[name]
+            buffer = buffers[name]
             if buffer is not None and buffer.shape == weight.matrix_shape and len(weight.shape) > 2:
-                held[name] = buffer.view(tuple(weight.shape))
-    return held
+                buffers[name] = buffer.view(tuple(weight.shape))
+    return buffers
 
 
 def _format_of_recipe(recipe: Any) -> FormatSpec:
-    """The format of weights under a recipe; TypeError or ValueError for one that is not
-    gathered.
+    """The format of weights under a recipe.
+
+    TypeError or ValueError for a format that is not gathered.
     """
     if recipe.custom():
         raise ValueError("each module asks its factory for quantizers of its own")
     quantization = host.module(host.QUANTIZATION)
     host.require(quantization, ["RecipeState", "QuantizerRole"])
+    # Recipes do not name the format of weights. So make the quantizers of a linear layer, as
+    # TransformerEngine's modules do, and look at the one for the weight.
     roles = [quantization.QuantizerRole("linear", tensor) for tensor in ("input", "weight", "output")]
     state = quantization.RecipeState.create(
         recipe, mode="forward", num_quantizers=len(roles), device=torch.device("cpu"), roles=roles

@@ -1,4 +1,7 @@
-"""Where TransformerEngine keeps what is read here. Detected by being there, never by version."""
+"""The modules of TransformerEngine that are read here.
+
+A feature is detected by the presence of its names, never by a version number.
+"""
 
 import importlib
 from collections.abc import Iterable
@@ -30,7 +33,7 @@ def require(owner: Any, names: Iterable[str]) -> None:
 
 
 def reads_transposes() -> bool:
-    """True if FP8 products on this GPU read a transposed copy, as TransformerEngine decides it."""
+    """True if FP8 products on this GPU read a transposed copy, by TransformerEngine's own test."""
     utils = module(UTILS)
     if not hasattr(utils, "is_non_tn_fp8_gemm_supported"):
         raise RuntimeError(f"{UTILS} has no is_non_tn_fp8_gemm_supported: this TransformerEngine has another shape")

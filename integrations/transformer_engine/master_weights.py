@@ -1,4 +1,4 @@
-"""quantize_master_weights, with TransformerEngine's arguments and defaults."""
+"""quantize_master_weights: the cast of master shards, with TransformerEngine's arguments."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,24 +35,26 @@ def quantize_master_weights(
             dtypes may differ.
         master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
             nominal dtype; None or an empty tensor where this rank owns nothing.
-        start_offsets: for each, the row-major position of the master's first element; any, odd ones
-            for NVFP4 included.
+        start_offsets: for each, the row-major position of the master's first element. Any position
+            will do, an odd one for NVFP4 too.
         group: the ranks that share the masters; None for the default group, or one process.
         fsdp_shard_model_weights: for each, storage for the owned codes alone; a (rowwise,
             columnwise) pair for MXFP8.
         manual_post_all_gather_processing: False drops columnwise copies, and the next forward pass
             makes them; True leaves that to `post_all_gather_processing`.
 
-    The first call of a list is collective beyond the all-reduce: TypeError, ValueError or
-    RuntimeError on every rank for what is wrong on any, with nothing written. A later one raises on
-    its rank alone, also when it owns other elements than before: `release` the weights on all ranks
-    first. The amax of delayed scaling grows by what was cast; its history is left alone.
+    The first call with a list builds a plan, which is collective beyond the all-reduce: an error on
+    one rank is a TypeError, ValueError or RuntimeError on all, with nothing written. A later call
+    raises on its rank alone, also if the rank owns other elements than before: `release` the
+    weights on all ranks first. The amax of delayed scaling becomes the maximum of itself and the
+    amax of this cast. Its history is not changed, since TransformerEngine rolls it.
     """
     if not model_weights and not master_weights:
         return
     members = Group.of(group)
     check_same_call(members, _CALL)
     given = model_weights, master_weights, start_offsets
+    # The fast path of every step but the first: all objects and addresses are as in the last call.
     unchanged = plans.find_unchanged(*given, members) if model_weights and fsdp_shard_model_weights is None else None
     if unchanged is not None:
         if not manual_post_all_gather_processing:
@@ -61,11 +63,13 @@ def quantize_master_weights(
         return
     cached, entries = _prepare(members, model_weights, master_weights, start_offsets, fsdp_shard_model_weights)
     for weight in model_weights:
-        # masters exist, so nobody needs it any more
+        # TransformerEngine stores the values before quantization for the creation of the masters,
+        # which exist now.
         if hasattr(weight, "clear_high_precision_init_val"):
             weight.clear_high_precision_init_val()
     if not manual_post_all_gather_processing:
         _drop_copies([(entry.tensor, entry.view) for entry in entries])
+    # If the cast raises, the next call must not take the fast path.
     cached.forget_fingerprint()
     for entry in entries:
         entry.view.share(entry.tensor)
@@ -94,10 +98,10 @@ def cast_master_weights_to_fp8(
 
 
 def release(model_weights: Sequence[Any]) -> None:
-    """Let go of what is kept between calls, masters included.
+    """Drop the plans and views that are cached between calls, and so the references to masters.
 
-    Call it on all ranks when masters are cut anew, or when an optimizer goes before its model. The
-    next call of these weights builds everything anew.
+    Call it on all ranks when masters are sharded differently, or when an optimizer is deleted
+    before its model. The next call with these weights builds a new plan.
     """
     for weight in model_weights:
         plans.drop(weight)
@@ -107,22 +111,24 @@ def release(model_weights: Sequence[Any]) -> None:
 
 
 def _drop_copies(parts: Sequence[tuple[Any, WeightView]]) -> None:
-    """Let the host drop the columnwise copies of the last cast, and hold on to none."""
+    """Drop the columnwise copies of the last cast, in the tensors and in the views."""
     for tensor, view in parts:
         view.adapter.outdate(tensor)
-    held = [view.forget_columnwise() for _, view in parts]
-    if any(held):
+    had_copy = [view.forget_columnwise() for _, view in parts]
+    if any(had_copy):
         forget_copies()
 
 
 def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[CachedPlan, list[Entry]]:
-    """The plan of these weights, and what it casts. Ranks agree on it only for a new list, which is
-    new on all of them.
+    """The plan of these weights, and the entries that this call casts.
+
+    Only a new list, which is new on all ranks, is validated across ranks: a later call costs no
+    collective but the all-reduce.
     """
     entries, problem = [], None
     try:
         entries = entries_of(model_weights, *lists)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any class: for a new list the other ranks wait for this one
         if model_weights and model_weights[0] in plans:
             raise
         problem = error

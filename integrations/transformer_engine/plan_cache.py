@@ -1,4 +1,8 @@
-"""PlanCache: the plan behind each list of weights, from one call to the next."""
+"""PlanCache: the plan of each list of weights, from one call to the next.
+
+TransformerEngine's interface is a function without state, and building a plan is collective. So
+plans are cached here.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,15 +26,20 @@ class CachedPlan:
     """A CastPlan over the views of some weights. Building it is collective; every later cast is one
     all-reduce.
 
-    A call that finds what the one before it found casts at once: `remember` notes what that was,
-    `matches` compares.
+    `remember` stores the objects and addresses of a call, and `matches` compares those of the next
+    one. If nothing has changed, `cast_again` casts without inspecting the tensors.
     """
 
     def __init__(self, entries: Sequence[Entry], group: Group) -> None:
         self._views: list[WeightView] = [entry.view for entry in entries]
+        # None until a call has completed that the next one may repeat.
         self._fingerprint: Fingerprint | None = None
-        self._group, self._owned = group, _owned(entries)
-        weights, starts = [view.weight for view in self._views], [entry.start for entry in entries]
+        self._group = group
+        # The (start, numel) that this rank owns of each entry. The plan is valid for these alone.
+        self._owned = _owned(entries)
+        weights = [view.weight for view in self._views]
+        starts = [entry.start for entry in entries]
+        # One buffer for all amaxes, so that resetting them is one launch.
         into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
         masters, shards = _lists(entries)
         self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
@@ -39,44 +48,47 @@ class CachedPlan:
 
     def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
         """True if this was built for these weights and this group."""
-        same = len(views) == len(self._views) and group.handle is self._group.handle
-        return same and all(one is other for one, other in zip(views, self._views, strict=True))
+        is_same = len(views) == len(self._views) and group.handle is self._group.handle
+        return is_same and all(given is own for given, own in zip(views, self._views, strict=True))
 
     def master_views(self) -> MasterViews:
-        """The masters of the last call with the views that they were cast into."""
+        """The masters of the last call, with the weights that they were cast into."""
         (source,) = self._plan.master_views()
         return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:
-        """The first entry of which this rank owns other elements than at first, or None."""
+        """The index of the first entry of which this rank owns other elements than the plan was
+        built for, or None.
+        """
         pairs = enumerate(zip(self._owned, _owned(entries), strict=True))
         return next((index for index, (before, now) in pairs if before != now), None)
 
     def remember(
         self, entries: Sequence[Entry], model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any]
     ) -> None:
-        """Remember what a call without shards has found.
+        """Remember the objects and addresses of a call without shards.
 
-        Nothing is remembered where codes are cast beside their tensors, or in directions of them.
+        Nothing is remembered with a Hybrid tensor, or one whose codes are in its transpose: their
+        cast has steps that `cast_again` does not repeat.
         """
-        whole = len(entries) == len(model_weights) and all(
+        is_repeatable = len(entries) == len(model_weights) and all(
             entry.tensor is weight and not entry.view.codes_in_transpose
             for entry, weight in zip(entries, model_weights, strict=True)
         )
-        if whole:
+        if is_repeatable:
             self._fingerprint = Fingerprint(
                 model_weights, [entry.view.cast_attributes(entry.tensor) for entry in entries]
             )
             self._given = _facts(masters), list(starts)
 
     def forget_fingerprint(self) -> None:
-        """A call has begun that may find something else."""
+        """Forget the last call, at the start of one that may differ from it."""
         self._fingerprint = None
 
     def matches(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> bool:
-        """True if weights, masters and group are those of the call before, all where they were."""
+        """True if weights, masters and group are those of the last call, at the same addresses."""
         if (
             self._fingerprint is None
             or group.handle is not self._group.handle
@@ -90,11 +102,11 @@ class CachedPlan:
         return list(zip(model_weights, self._views, strict=True))
 
     def cast_again(self) -> None:
-        """Cast the masters of the call before."""
+        """Cast the masters of the last call, in their present values."""
         self._plan.cast()
 
     def cast(self, entries: Sequence[Entry]) -> None:
-        """Cast the masters of this call, wherever they lie."""
+        """Cast the masters of this call, which may have moved since the last one."""
         places = _places(entries)
         if places != self._places:
             self._plan.move_masters(*_lists(entries))
@@ -112,22 +124,24 @@ class PlanCache:
 
     def find(self, model_weights: Sequence[Any], views: Sequence[WeightView], group: Group) -> CachedPlan | None:
         """The plan of these weights, if one was built."""
-        found: list[CachedPlan] = self._by_first.get(model_weights[0], [])
-        return next((cached for cached in found if cached.is_of(views, group)), None)
+        candidates: list[CachedPlan] = self._by_first.get(model_weights[0], [])
+        return next((cached for cached in candidates if cached.is_of(views, group)), None)
 
     def find_unchanged(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> CachedPlan | None:
-        """The plan whose last call was of just these weights and masters."""
-        found: list[CachedPlan] = self._by_first.get(model_weights[0], []) if is_quantized(model_weights[0]) else []
-        return next((cached for cached in found if cached.matches(model_weights, masters, starts, group)), None)
+        """The plan whose last call had exactly these weights and masters, or None."""
+        if not is_quantized(model_weights[0]):
+            return None
+        candidates: list[CachedPlan] = self._by_first.get(model_weights[0], [])
+        return next((cached for cached in candidates if cached.matches(model_weights, masters, starts, group)), None)
 
     def add(self, model_weights: Sequence[Any], cached: CachedPlan) -> None:
-        """Remember it; it replaces one of the same weights and group."""
+        """Add the plan of a list of weights."""
         self._by_first.setdefault(model_weights[0], []).append(cached)
 
     def drop(self, weight: Any) -> None:
-        """Let go of the plans of lists that begin with this weight."""
+        """Drop the plans of all lists that begin with this weight."""
         self._by_first.pop(weight, None)
 
     def __contains__(self, weight: Any) -> bool:
@@ -147,7 +161,7 @@ def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None]]
 
 
 def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
-    """Where masters lie and what they are; None for what is no tensor."""
+    """The addresses, sizes and dtypes of masters, to compare; None if one is no tensor."""
     present = [master for master in masters if master is not None]
     if not all(isinstance(master, Tensor) for master in present):
         return None
@@ -161,7 +175,7 @@ def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
 
 
 def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """The addresses of masters and shards; the plan checks what they are when they moved."""
+    """The addresses of masters and shards. If one changes, the plan checks the new tensors."""
     return [tuple((t.data_ptr(), t.dtype) for t in _tensors(entry.shard, entry.master)) for entry in entries]
 
 

@@ -1,4 +1,4 @@
-"""replace_raw_data: the rowwise codes of a tensor, moved into storage of the caller's."""
+"""replace_raw_data: move the rowwise codes of a tensor into the caller's storage."""
 
 from typing import Any
 
@@ -13,13 +13,13 @@ from .entry import directions, is_hybrid
 
 @torch.no_grad()
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
-    """Copy a tensor's rowwise codes into `new_raw_data`, such as a slice of a flat buffer, and let
-    the tensor hold that.
+    """Copy a tensor's rowwise codes into `new_raw_data`, which becomes the tensor's buffer.
 
-    Of a Hybrid tensor the rowwise direction is moved. MXFP8 in tiles of 32x32 reads the same
-    storage by columns. Raises TypeError for what is no tensor of TransformerEngine, ValueError for
-    storage of another dtype, shape or device, NotImplementedError for MXFP8 in blocks of 1x32,
-    whose codes by columns would stay behind.
+    `new_raw_data` is, say, a slice of a flat buffer. Of a Hybrid tensor the rowwise direction is
+    moved. MXFP8 in tiles of 32x32 gets the same storage for its columnwise codes. Raises TypeError
+    for anything but a tensor of TransformerEngine, ValueError for storage of another dtype, shape
+    or device, NotImplementedError for MXFP8 in blocks of 1x32, whose columnwise codes are separate
+    and would not move.
     """
     if is_hybrid(tensor):
         rowwise = dict(directions(tensor)).get("rowwise")
@@ -38,9 +38,9 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     old = getattr(tensor, attribute)
     if old is None:
         raise ValueError(f"the {type(tensor).__name__} has no {attribute}: no raw data to replace")
-    found, needed = [(t.dtype, tuple(t.shape), t.device) for t in (new_raw_data, old)]
-    if found != needed:
-        raise ValueError("the new raw data is {} {} on {}, {} {} on {} is needed".format(*found, *needed))
+    given, needed = [(t.dtype, tuple(t.shape), t.device) for t in (new_raw_data, old)]
+    if given != needed:
+        raise ValueError("the new raw data is {} {} on {}, {} {} on {} is needed".format(*given, *needed))
     new_raw_data.detach().copy_(old)
     setattr(tensor, attribute, new_raw_data)
     if fmt.columnwise is Columnwise.SHARED:

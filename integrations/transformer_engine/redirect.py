@@ -1,5 +1,5 @@
-"""redirect: TransformerEngine's own names lead to zerocast's calls, for callers whose import lines
-are not ours to change.
+"""redirect: replace TransformerEngine's functions by zerocast's, for callers that import
+TransformerEngine's and cannot be edited.
 """
 
 import contextlib
@@ -21,20 +21,20 @@ _MODULES = (f"{host.TENSORS}.utils", host.TENSORS)
 
 @contextlib.contextmanager
 def redirect() -> Iterator[None]:
-    """Within, the four names in TransformerEngine's modules are zerocast's; afterwards as before.
+    """Replace four functions in TransformerEngine's modules while the context is open.
 
-    A caller that imported a name before keeps what it has: enter this first. RuntimeError where
-    TransformerEngine has no cast to redirect.
+    Enter it before the caller imports the functions: a name that was imported earlier still is
+    TransformerEngine's. RuntimeError for a TransformerEngine without a cast to redirect.
     """
     modules = [host.module(path) for path in _MODULES]
-    found = [(module, name) for module in modules for name in _CALLS if hasattr(module, name)]
-    if not any("master_weights" in name for _, name in found):
+    replaced = [(module, name) for module in modules for name in _CALLS if hasattr(module, name)]
+    if not any("master_weights" in name for _, name in replaced):
         raise RuntimeError(
             f"{' and '.join(_MODULES)} have no quantize_master_weights and no cast_master_weights_to_fp8: this "
             "TransformerEngine has another shape"
         )
-    before = [(module, name, getattr(module, name)) for module, name in found]
-    for module, name in found:
+    before = [(module, name, getattr(module, name)) for module, name in replaced]
+    for module, name in replaced:
         setattr(module, name, _CALLS[name])
     try:
         yield

@@ -14,34 +14,33 @@ from .weight_view import WeightView, view_of
 
 
 class MastersOf:
-    """The result of `masters_of`.
-
-    The tensors are looked at anew for every look, wherever their buffers lie by then.
-    """
+    """The result of `masters_of`. `master_views` reads the tensors' present buffers."""
 
     def __init__(self, model_weights: Sequence[Any], group: Group) -> None:
         self._model_weights, self._group = list(model_weights), group
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of the last call of these weights.
+        """The masters of the last call with these weights. Collective.
 
-        Codes that lie in transposes alone are views of their own.
+        Weights whose codes are in transposes alone come as a second, transient MasterViews.
 
-        Raises on every rank what is wrong on any: ValueError for weights that were not cast as this
-        list, TypeError, ValueError or RuntimeError for tensors that a cast would refuse.
+        An error on one rank raises on all: ValueError for weights that were not cast as this list,
+        TypeError, ValueError or RuntimeError for tensors that a cast would refuse.
         """
-        found: list[MasterViews] = []
+        sources: list[MasterViews] = []
         problem = None
         try:
-            found = self._sources()
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+            sources = self._sources()
+        except Exception as error:  # of any class: the other ranks wait for this one
             problem = error
-        lines = [_line(owned) for source in found for owned in source.masters]
+        lines = [_line(owned) for source in sources for owned in source.masters]
         validate_across_ranks(self._group, lines, problem, what="verifies")
-        yield from found
+        yield from sources
 
     def _sources(self) -> list[MasterViews]:
         named = [part for index, weight in enumerate(self._model_weights) for part in _named(index, weight)]
+        # The plan has the masters. Its weights are views of the buffers of the last call, so each
+        # is replaced by a view of the present buffers.
         cached = self._cached([view for _, _, view in named])
         cast = cached.master_views()
         by_state = {id(owned.weight.state): owned for owned in cast.masters}
@@ -53,10 +52,12 @@ class MastersOf:
             if owned is None:
                 left_out.append(name)
             else:
-                shown = copied if view.codes_in_transpose else in_place
-                shown.append(dataclasses.replace(owned, name=name, weight=view.live(tensor)))
+                views = copied if view.codes_in_transpose else in_place
+                views.append(dataclasses.replace(owned, name=name, weight=view.live(tensor)))
         sources = [MasterViews(self._group, tuple(in_place), tuple(left_out))]
-        return [*sources, MasterViews(self._group, tuple(copied), transient=True)] if copied else sources
+        if copied:
+            sources.append(MasterViews(self._group, tuple(copied), transient=True))
+        return sources
 
     def _cached(self, views: list[WeightView]) -> CachedPlan:
         cached = plans.find(self._model_weights, views, self._group) if self._model_weights else None
@@ -69,15 +70,16 @@ class MastersOf:
 
 
 def masters_of(model_weights: Sequence[Any], group: GroupLike = None) -> MastersOf:
-    """Show the masters of a list of weights, as `quantize_master_weights` was given it, to
-    `zerocast.verify` and `zerocast.metrics.Meter`.
+    """Give `zerocast.verify` and `zerocast.metrics.Meter` the masters of a list of weights.
+
+    It is the list that `quantize_master_weights` was called with.
 
         zerocast.verify(masters_of(model_weights, group)).raise_for_differences()
 
     All ranks of the group call `verify` together, when the codes have been gathered: every byte
     that TransformerEngine's products read is compared with an unsharded cast of the masters of the
-    last call, wherever they and the buffers lie by then. A columnwise copy that is there and was
-    made before the last cast is reported, for TransformerEngine would read it.
+    last call, also after masters or buffers moved to other memory. A columnwise copy that is older
+    than the last cast is reported, since TransformerEngine would read it.
     """
     return MastersOf(model_weights, Group.of(group))
 

@@ -1,7 +1,7 @@
 """post_all_gather_processing: columnwise copies of tensors from their gathered rowwise codes.
 
-A call that finds every buffer where the call before it left them makes the copies at once, by
-tables that are kept.
+The tables of addresses that the kernels read are cached by list of tensors. A call whose buffers
+are all where the last call left them launches the kernels at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,103 +19,108 @@ from .entry import is_hybrid, parts_of
 from .fingerprint import Fingerprint
 from .weight_view import WeightView, view_of
 
-# the place in the list of a tensor that needs a copy, the tensor, its view
-_Found = tuple[int, Any, WeightView]
+# A tensor that needs a copy: (its position in the caller's list, the tensor, its view).
+_Copied = tuple[int, Any, WeightView]
 
 
 class _Copies:
-    """The copies of some tensors of a list, with tables of where everything lies.
+    """The columnwise copies of those tensors of a list that need one.
 
-    `fingerprint` is what the last call left behind, None where the next one has to look at every
-    tensor.
+    Attributes:
+        fingerprint: the tensors and buffers of the last call. None if the next call has to inspect
+            every tensor.
     """
 
-    def __init__(self, found: list[_Found], device: torch.device | None) -> None:
-        self._views = [view for _, _, view in found]
+    def __init__(self, copied: list[_Copied], device: torch.device | None) -> None:
+        self._views = [view for _, _, view in copied]
         self.fingerprint: Fingerprint | None = None
-        self._places = [place for place, _, _ in found]
+        # The positions of the tensors in the caller's list.
+        self._indices = [index for index, _, _ in copied]
+        # Rows of `_views` by adapter, since `Adapter.copied` handles its tensors in one launch.
         self._by_adapter: dict[int, list[int]] = {}
         for row, view in enumerate(self._views):
             self._by_adapter.setdefault(id(view.adapter), []).append(row)
         if device is not None:
-            self._made = ColumnwiseCopies([view.weight for view in self._views], backends.choose(device))
+            self._columnwise = ColumnwiseCopies([view.weight for view in self._views], backends.choose(device))
 
-    def are_of(self, found: list[_Found]) -> bool:
-        """True if these were the tensors, at these places of the list."""
-        before = zip(self._places, map(id, self._views), strict=True)
-        return list(before) == [(place, id(view)) for place, _, view in found]
+    def are_of(self, copied: list[_Copied]) -> bool:
+        """True if these are the tensors of this object, at the same positions of the list."""
+        own = zip(self._indices, map(id, self._views), strict=True)
+        return list(own) == [(index, id(view)) for index, _, view in copied]
 
     def make_again(self, weights: Sequence[Any]) -> None:
         """Make the copies of a list that the fingerprint matches."""
-        self._make([weights[place] for place in self._places])
+        self._make([weights[index] for index in self._indices])
 
-    def make(self, found: list[_Found]) -> None:
-        """Wherever the buffers lie now; a tensor without a copy is given one."""
-        self._make([tensor for _, tensor, _ in found], anew=True)
+    def make(self, copied: list[_Copied]) -> None:
+        """Make the copies in the present buffers. A tensor without a copy gets one."""
+        self._make([tensor for _, tensor, _ in copied], gives_copies=True)
 
-    def _make(self, tensors: list[Any], anew: bool = False) -> None:
+    def _make(self, tensors: list[Any], gives_copies: bool = False) -> None:
         if not tensors:
             return
-        self._made.make()
-        if anew:
+        self._columnwise.make()
+        if gives_copies:
             for tensor, view in zip(tensors, self._views, strict=True):
                 view.give_columnwise(tensor)
         for rows in self._by_adapter.values():
             self._views[rows[0]].adapter.copied([tensors[row] for row in rows])
 
 
-_kept: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by the first tensor of a list
+# The last _Copies by the first tensor of a list.
+_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 @torch.no_grad()
 def post_all_gather_processing(model_weights: Any) -> None:
-    """Make the columnwise copies of one tensor or of a list, where this GPU reads any.
+    """Make the columnwise copies of one tensor or of a list, if this GPU's products read any.
 
-    A copy that is there is written again, where it lies. Plain tensors are passed over. TypeError
-    or ValueError for tensors that are not cast, and for tensors on several devices; nothing is
-    written then.
+    An existing copy is overwritten in place. Plain tensors are skipped. TypeError or ValueError for
+    tensors that are not cast, and for tensors on several devices; nothing is written then.
     """
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
-    before: _Copies | None = _kept.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
-    if before is not None and before.fingerprint is not None and before.fingerprint.matches(weights):
-        before.make_again(weights)
+    cached: _Copies | None = _cache.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
+    if cached is not None and cached.fingerprint is not None and cached.fingerprint.matches(weights):
+        cached.make_again(weights)
         return
-    found = list(_copied(weights))
-    devices = {view.weight.device for _, _, view in found}
+    copied = list(_copied(weights))
+    devices = {view.weight.device for _, _, view in copied}
     if len(devices) > 1:
         raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
-    copies = _copies_of(weights, found, before, *devices)
+    copies = _copies_of(weights, copied, cached, *devices)
+    # No fingerprint while the copies are made: if that raises, the next call inspects all tensors.
     copies.fingerprint = None
-    copies.make(found)
-    copies.fingerprint = _fingerprint(weights, found)
+    copies.make(copied)
+    copies.fingerprint = _fingerprint(weights, copied)
 
 
 def forget_copies() -> None:
-    """Hold on to no columnwise copy that a tensor may have dropped."""
-    _kept.clear()
+    """Drop all references to columnwise copies, so that a tensor that drops its own frees it."""
+    _cache.clear()
 
 
 def _copies_of(
-    weights: Sequence[Any], found: list[_Found], before: _Copies | None, device: torch.device | None = None
+    weights: Sequence[Any], copied: list[_Copied], cached: _Copies | None, device: torch.device | None = None
 ) -> _Copies:
-    if before is not None and before.are_of(found):
-        return before
-    copies = _Copies(found, device)
+    """The cached copies if they are of these tensors, else new ones."""
+    if cached is not None and cached.are_of(copied):
+        return cached
+    copies = _Copies(copied, device)
     if weights and isinstance(weights[0], Tensor):
-        _kept[weights[0]] = copies
+        _cache[weights[0]] = copies
     return copies
 
 
-def _fingerprint(weights: Sequence[Any], found: list[_Found]) -> Fingerprint | None:
-    """A fingerprint by which another call recognises these weights.
+def _fingerprint(weights: Sequence[Any], copied: list[_Copied]) -> Fingerprint | None:
+    """A fingerprint by which another call recognizes these weights.
 
-    None where one has directions, which come and go.
+    None with a Hybrid tensor among them, whose directions come and go.
     """
     if not all(isinstance(weight, Tensor) for weight in weights) or any(map(_has_directions, weights)):
         return None
     watched: list[tuple[str, ...]] = [()] * len(weights)
-    for place, tensor, view in found:
-        watched[place] = view.copy_attributes(tensor)
+    for index, tensor, view in copied:
+        watched[index] = view.copy_attributes(tensor)
     return Fingerprint(weights, watched)
 
 
@@ -123,9 +128,10 @@ def _has_directions(weight: Any) -> bool:
     return is_quantized(weight) and is_hybrid(weight)
 
 
-def _copied(weights: Any) -> Iterator[_Found]:
-    """Find the tensors that need a columnwise copy."""
-    needed: dict[int, bool] = {}  # by adapter
+def _copied(weights: Any) -> Iterator[_Copied]:
+    """The tensors that need a columnwise copy."""
+    # By adapter: `Adapter.copies` asks TransformerEngine about the GPU, once a call is enough.
+    needed: dict[int, bool] = {}
     for index, weight in enumerate(weights):
         if isinstance(weight, Tensor) and not is_quantized(weight):
             continue

@@ -69,7 +69,7 @@ def touched(stage: str, fmt: FormatSpec, told: dict[str, Any]) -> list[str]:
     unread = {"packed"} if stage == "partial_cast" and fmt.amax_policy is not AmaxPolicy.CURRENT else set()
     if stage == "transpose" and not fmt.block:
         unread |= {"row_scales", "column_scales"}
-    names = [name for name, value in told.items() if isinstance(value, (tuple, list)) and name not in unread]
+    names = [name for name, value in told.items() if isinstance(value, tuple) and name not in unread]
     return [name for name in names if checks.BUFFER_ARGUMENTS.get(name, name) in {*reached, name} - _unreached(reached)]
 
 
@@ -89,15 +89,19 @@ LIES: dict[str, Callable[[Told], Told]] = {
 
 def lies(stage: str, told: dict[str, Any], name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for lie, change in LIES.items():
-        value = told[name]
+        addresses, dtype, sizes = told[name]
         if lie == "a byte less" and (name == "packed" or name.startswith("column")):
             continue  # there is room beside
         if lie == "no bytes" and name == "table":
             continue  # there is nothing to do
-        changed = [change(one) for one in value] if isinstance(value, list) else change(value)
-        yield f"{stage} {name}: {lie}", {**told, name: changed}
-    if isinstance(told[name], list):
-        yield f"{stage} {name}: none", {**told, name: []}
+        if not isinstance(addresses, list):
+            yield f"{stage} {name}: {lie}", {**told, name: change(told[name])}
+            continue
+        changed = [change((address, dtype, size)) for address, size in zip(addresses, sizes, strict=True)]
+        dtype = changed[0][1]
+        yield f"{stage} {name}: {lie}", {**told, name: ([c[0] for c in changed], dtype, [c[2] for c in changed])}
+    if isinstance(told[name][0], list):
+        yield f"{stage} {name}: none", {**told, name: ([], "", [])}
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -18,9 +18,11 @@ from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.checkpoint.sources import open_source
 from zerocast.inspection.contents import Contents
-from zerocast.inspection.convert import to_checkpoint, to_safetensors
 from zerocast.inspection.format_selection import choose
 from zerocast.serve import Receiver, dequantized
+from zerocast.serve.from_masters import cast_tensors, write_checkpoint
+from zerocast.serve.safetensors_writer import SHARD_BYTES
+from zerocast.serve.write import write_safetensors
 
 RUN = Run((Spec("matrix", (24, 16), "fp8_block"), Spec("vector", (5,))))
 Reader = Callable[[Path], object]
@@ -51,8 +53,9 @@ def convert(path: Path) -> None:
     contents = Contents.of(path)
     names = list(contents.entries)
     chosen = choose(contents.entries, {}, "fp8_block", ["*"], torch.bfloat16)
-    to_checkpoint(contents, names, chosen, path.parent / "checkpoint")
-    to_safetensors(contents, names, chosen, path.parent / "exported", "bf16", torch.bfloat16)
+    write_checkpoint(contents, names, chosen, path.parent / "checkpoint")
+    source = cast_tensors(contents, names, chosen, torch.bfloat16)
+    write_safetensors(source, path.parent / "exported", "bf16", SHARD_BYTES)
 
 
 def decode(path: Path) -> None:

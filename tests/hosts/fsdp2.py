@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.hosts.stopping import Place, around
-from tests.hosts.under_test import Calls, HostUnderTest
+from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
 from zerocast.formats.spec import AmaxPolicy
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.optim import Checkpoints
 
 FORMATS = ("nvfp4", "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3", "mxfp8")
+KINDS = {ALL_KINDS: ("nvfp4", FORMATS[1]), OTHER_FORMATS: ("fp8_current", FORMATS[1])}
 OPTIMIZERS: dict[str, Any] = {"FusedAdamW": FusedAdamW, "AdamW": torch.optim.AdamW}
 TORCH = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 
@@ -40,10 +41,29 @@ class Prepared(HostUnderTest):
         Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
     )
 
+    NAMES: ClassVar[dict[str, str]] = {
+        "quantized": "blocks.0.1.weight",
+        "plain": "blocks.0.0.weight",
+        "frozen quantized": "blocks.1.3.weight",
+        "frozen plain": "blocks.1.0.weight",
+    }
+    BREAKS: ClassVar[dict[str, Place]] = {
+        "step": Place("zerocast.fsdp2.manager:CastManager", "after_step"),
+        "load": Place("zerocast.fsdp2.fused_adamw:FusedAdamW", "load_state_dict"),
+        "cast": Place("zerocast.fsdp2.cast_group:CastGroup", "stamp"),
+    }
+
     def __init__(self, folder: str, variant: str) -> None:
-        self.folder, self._fused = Path(folder), variant == "FusedAdamW"
-        self._model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=False)
-        self._optimizer = OPTIMIZERS[variant](self._model.parameters(), lr=1e-2)
+        self.folder, self._fused = Path(folder), variant != "AdamW"
+        if variant in KINDS:
+            self._width, net = 32, Net(KINDS[variant], 32, 48)
+            for kind in ("frozen quantized", "frozen plain"):
+                net.get_parameter(self.NAMES[kind]).requires_grad_(False)
+            self._model = models.sharded(net)
+        else:
+            self._width = 64
+            self._model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=False)
+        self._optimizer = OPTIMIZERS.get(variant, FusedAdamW)(self._model.parameters(), lr=1e-2)
         self._state, self._checkpoints = TrainingState(self._model, self._optimizer), Checkpoints(folder, keep=2)
 
     @classmethod
@@ -68,11 +88,11 @@ class Prepared(HostUnderTest):
         self._forward()
 
     def _backward(self, number: int) -> None:
-        self._model(models.batch(number, 64)).float().square().mean().backward()
+        self._model(models.batch(number, self._width)).float().square().mean().backward()
 
     def _forward(self) -> None:
         with torch.no_grad():
-            self._model(models.batch(0, 64))
+            self._model(models.batch(0, self._width))
 
     def step_again(self) -> None:
         """A forward pass: torch's optimizer steps over whatever gradients there are."""
@@ -146,6 +166,37 @@ class Prepared(HostUnderTest):
             what: lambda model=model: self._state.load_state_dict({**state, "model": model})  # type: ignore[misc]
             for what, model in (("a missing name", fewer), ("another shape", other))
         }
+
+    @property
+    def model(self) -> Any:
+        return self._model
+
+    def master(self, kind: str) -> Tensor:
+        """The parameter itself."""
+        return self.parameter(kind)
+
+    def recast(self) -> None:
+        """A load of what is there: `refresh` would count as the cast of a step for delayed scaling."""
+        self._state.load_state_dict(self._state.state_dict())
+
+    def product(self, x: Tensor) -> Tensor:
+        return self._model(x)  # type: ignore[no-any-return]
+
+    def live_weight(self) -> zerocast.QuantizedWeight:
+        """The first block stays gathered."""
+        self._model.blocks[0].unshard()
+        return super().live_weight()
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """Of quantized weights alone."""
+        return {name: weight.dequantize() for name, weight in models.unsharded(self._model)}
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return Net(KINDS[OTHER_FORMATS], self._width, 48).recipe
+
+    def another_owner(self) -> FusedAdamW:
+        return FusedAdamW(self._model.parameters())
 
 
 def _read(weight: zerocast.QuantizedWeight) -> Iterator[tuple[str, Tensor]]:

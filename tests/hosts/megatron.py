@@ -3,22 +3,25 @@
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests import casts
 from tests.hosts.stopping import Place, around
-from tests.hosts.under_test import Calls, HostUnderTest
+from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
 from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.offloading import offloaded
 from tests.megatron.training import MIXED, Case
 from tests.workers import error_of
-from zerocast import QuantizedWeight, verify
+from zerocast import QuantizedWeight, ZeroAdamW, verify
 from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.ownership import shares
 from zerocast.integrations.megatron.primary import weight_of
 
 CASES = {
@@ -26,6 +29,8 @@ CASES = {
     "sync": Case(MIXED, experts=True),
     "TransformerEngine": Case("te", te="02"),  # tests/megatron/test_te.py
     "tiles": Case("tiles", te="02"),  # tests/megatron/test_te.py
+    ALL_KINDS: Case("all kinds", kind="frozen"),
+    OTHER_FORMATS: Case("other kinds", kind="frozen"),
     "offload": offloaded(experts=True),  # tests/megatron/test_offload.py
 }
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
@@ -43,6 +48,17 @@ class Megatron(HostUnderTest):
         *(Place(ME, name) for name in ("forward", "update")),
         Place(ME, "update", "after"),
     )
+    NAMES: ClassVar[dict[str, str]] = {
+        "quantized": "module.layers.2.weight",
+        "plain": "module.layers.2.bias",
+        "frozen quantized": "module.layers.0.weight",
+        "frozen plain": "module.layers.1.weight",
+    }
+    BREAKS: ClassVar[dict[str, Place]] = {
+        "step": Place("zerocast.integrations.host_adapter:HostPlan", "cast"),
+        "load": Place("zerocast.integrations.host_adapter:HostPlan", "cast"),
+        "cast": Place("zerocast.integrations.host_adapter:HostPlan", "cast", "after"),
+    }
     why_not = WHY_NOT
 
     def __init__(self, folder: str, variant: str) -> None:
@@ -157,3 +173,43 @@ class Megatron(HostUnderTest):
     @property
     def verified(self) -> Any:
         return self.attachment
+
+    @property
+    def model(self) -> Any:
+        return self.run.ddp
+
+    def master(self, kind: str) -> Tensor:
+        """The shard that the optimizer steps over."""
+        param = self.parameter(kind)
+        masters = [
+            master
+            for one in distributed_optimizers(self.run.optimizer)
+            for share in shares(one)
+            for owned, master, _, _ in share.masters()
+            if owned is param
+        ]
+        return masters[0].detach() if masters else torch.empty(0)
+
+    def recast(self) -> None:
+        self.attachment.refresh()
+
+    def product(self, x: Tensor) -> Tensor:
+        """The first layer takes 64 columns."""
+        return self.run.ddp(torch.cat([x, x], -1))  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor) -> None:
+        self.run.backward(loss)
+
+    def saved(self) -> dict[str, Tensor]:
+        leaves = tree_leaves(self._attached.saved())
+        return {str(number): leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return {"*layers.2.weight": "fp8_block"}
+
+    def detach(self) -> None:
+        self.attachment.detach()
+
+    def another_owner(self) -> ZeroAdamW:
+        return ZeroAdamW((name, p) for name, p in self.model.named_parameters() if p.requires_grad)

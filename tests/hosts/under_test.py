@@ -18,9 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts
+from zerocast import QuantizedWeight
 
 Calls = dict[str, Callable[[], object]]
 PARTIAL = "raised half-way"  # what every message of a host begins with whose masters or weights are of different steps
+
+
+# the variant that `test_matrix.py` builds, with parameters of all kinds, and the same in other formats
+ALL_KINDS, OTHER_FORMATS = "all kinds", "other formats"
 
 
 class HostUnderTest(abc.ABC):
@@ -28,6 +33,10 @@ class HostUnderTest(abc.ABC):
 
     VARIANTS: ClassVar[tuple[str, ...]]
     PLACES: ClassVar[tuple[Any, ...]]  # `stopping.Place`s of a step, a save and a load
+    NAMES: ClassVar[dict[str, str]] = {}  # a parameter of each kind, in ALL_KINDS
+    BREAKS: ClassVar[
+        dict[str, Any]
+    ] = {}  # the `stopping.Place` where a "step", "load" or "cast" breaks off on one rank
     why_not: ClassVar[str] = ""  # the host cannot be imported here
 
     folder: Path
@@ -102,6 +111,70 @@ class HostUnderTest(abc.ABC):
     def step_again(self) -> None:
         """What somebody tries who caught an error: the optimizer alone."""
         self.phases(0)["step"]()
+
+    # -- what `test_matrix.py` asks of the variant ALL_KINDS
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The module that holds the parameters."""
+        raise NotImplementedError
+
+    def parameter(self, kind: str) -> Tensor:
+        """The parameter of this kind, as the model has it."""
+        return dict(self.model.named_parameters())[self.NAMES[kind]]
+
+    def master(self, kind: str) -> Tensor:
+        """The master of that parameter, as somebody writes to it by hand."""
+        raise NotImplementedError
+
+    def recast(self) -> None:
+        """What the documentation says to call after masters were written by hand."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        """A forward pass through all parameters; `x` is `[8, 32]` in bf16."""
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor) -> None:
+        """A backward pass as the host takes it, up to the step."""
+        loss.backward()
+
+    def live_weight(self) -> QuantizedWeight:
+        """The trained quantized weight as products read it."""
+        weight = self.parameter("quantized")
+        assert isinstance(weight, QuantizedWeight)
+        return weight
+
+    def dequantized(self) -> dict[str, Tensor]:
+        """The values of the quantized weights by name, and of the others as they are."""
+        return {
+            name: p.dequantize() if isinstance(p, QuantizedWeight) else p.detach().clone()
+            for name, p in self.model.named_parameters()
+        }
+
+    def saved(self) -> dict[str, Tensor]:
+        """The values of a state dict by name."""
+        return self.whole()
+
+    @property
+    def sender(self) -> Any:
+        """The object that `zerocast.serve` is given."""
+        return self.verified
+
+    other: Any = None  # what another_owner built
+
+    def detach(self) -> None:
+        """Give the host its own methods back."""
+        raise NotImplementedError
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        """The recipe of the variant OTHER_FORMATS."""
+        raise NotImplementedError
+
+    def another_owner(self) -> Any:
+        """Build a second optimizer over the same parameters."""
+        raise NotImplementedError
 
     def complaint(self) -> str:
         """Why nothing goes on, if masters or weights are of different steps."""

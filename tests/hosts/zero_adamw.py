@@ -2,18 +2,18 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import casts
 from tests.hosts.stopping import Place, around
-from tests.hosts.under_test import Calls, HostUnderTest, gathered
+from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
-from zerocast import QuantizedWeight, ZeroConfig, ZeroMuon
+from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.optim import Checkpoints
 
 SPECS = (
@@ -43,10 +43,35 @@ RUNS = {
 GROUP = "zerocast.distributed.group:Group"
 
 
+def all_kinds(fmt: str) -> Run:
+    """Small parameters of all kinds, the first one in this format."""
+    specs = (
+        Spec("nv", (48, 32), fmt),
+        Spec("delayed", (32, 32), "fp8_delayed:amax_history_len=3"),
+        Spec("norm", (32,)),
+        Spec("frozen", (32, 32), "nvfp4"),
+        Spec("frozen_norm", (32,)),
+    )
+    return Run(specs, config=CONFIG, frozen=("frozen", "frozen_norm"))
+
+
+KINDS = {ALL_KINDS: all_kinds("nvfp4"), OTHER_FORMATS: all_kinds("fp8_current")}
+
+
 class Zero(HostUnderTest):
     """A ZeroAdamW, or a ZeroMuon, and its checkpoints."""
 
     VARIANTS = tuple(RUNS)
+    NAMES: ClassVar[dict[str, str]] = {
+        "quantized": "nv",
+        "plain": "norm",
+        "frozen quantized": "frozen",
+        "frozen plain": "frozen_norm",
+    }
+    BREAKS: ClassVar[dict[str, Place]] = {
+        "step": Place("zerocast.optim.device_step:DeviceStep", "end"),
+        "load": Place("zerocast.optim.sharded_weights:ShardedWeights", "recast"),
+    }
     PLACES = (
         *around(GROUP, "all_reduce_max", "all_gather_into", "all_to_all"),
         Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),
@@ -58,7 +83,10 @@ class Zero(HostUnderTest):
 
     def __init__(self, folder: str, variant: str) -> None:
         device = "cuda" if dist.is_initialized() and dist.get_backend() == "nccl" else "cpu"
-        self.folder, self._trainer = Path(folder), Trainer(dataclasses.replace(RUNS[variant], device=device))
+        self.folder, self._trainer = (
+            Path(folder),
+            Trainer(dataclasses.replace({**RUNS, **KINDS}[variant], device=device)),
+        )
         self._optimizer, self._probe = self._trainer.optimizer, self._trainer.probe
         self._checkpoints = Checkpoints(folder, keep=2)
 
@@ -148,3 +176,31 @@ class Zero(HostUnderTest):
             name: lambda model=model: self._optimizer.load_state_dict({**state, "model": model})  # type: ignore[misc]
             for name, model in (("a missing name", fewer), ("another shape", other))
         }
+
+    @property
+    def model(self) -> nn.Module:
+        return self._probe
+
+    def master(self, kind: str) -> Tensor:
+        """The part of this rank, in the state."""
+        parts = [part for _, part in boxes(self._optimizer.state_dict()["model"][self.NAMES[kind]])]
+        return parts[0] if parts else torch.empty(0)
+
+    def recast(self) -> None:
+        """A load of what is there."""
+        self._optimizer.load_state_dict(self._optimizer.state_dict())
+
+    def product(self, x: Tensor) -> Tensor:
+        """All parameters beside each other."""
+        parts = [
+            nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
+            for parameter in self._probe.parameters()
+        ]
+        return torch.cat(parts, -1)
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return {spec.name: spec.fmt for spec in KINDS[OTHER_FORMATS].specs[:2]}
+
+    def another_owner(self) -> ZeroAdamW:
+        return ZeroAdamW(self._probe.named_parameters())

@@ -128,7 +128,7 @@ class Experts(MegatronModule):
 
 
 def with_grouped_experts() -> str:
-    with host(), mock.patch.object(training, "Model", lambda config, te: Experts(config)):
+    with host(), mock.patch.object(training, "Model", lambda config, *_: Experts(config)):
         return error_of(lambda: _attach(_built(Case("experts"))))
 
 

@@ -42,6 +42,13 @@ FORMATS = {
     "mxfp8": {"layers.0.*": "mxfp8"},
     "fp8": {"layers.[02].*": "fp8_block", "layers.[13].*": "fp8_current"},
     "frozen": {"layers.0.*": "mxfp8", "layers.[12].*": NARROW, "layers.3.*": "fp8_block"},
+    # of all kinds, where layers 0 and 1 are frozen
+    "all kinds": {"layers.0.*": "fp8_current", "layers.2.*": NARROW, "layers.3.*": "fp8_delayed:amax_history_len=3"},
+    "other kinds": {
+        "layers.0.*": "fp8_current",
+        "layers.2.*": "fp8_block",
+        "layers.3.*": "fp8_delayed:amax_history_len=3",
+    },
     "experts": {"weight1": "fp8_current"},
     "plain": {},
     "half": {"layers.[01].*": "fp8_current"},

@@ -37,6 +37,7 @@ class Run:
     accumulate: int = 1
     no_sync: bool = True
     assign: bool = False  # gradients are put on the parameters, there is no backward pass
+    frozen: tuple[str, ...] = ()  # parameters that need no gradient
     device: str = "cpu"
     optimizer: type[ZeroAdamW] | type[ZeroMuon] = ZeroAdamW
 
@@ -77,6 +78,8 @@ class Trainer:
 
     def __init__(self, run: Run, group: Any = None) -> None:
         self.run, self.probe = run, Probe(run.specs).to(run.device)
+        for name in run.frozen:
+            self.probe.get_parameter(name).requires_grad_(False)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         groups = self.probe.param_groups(run.options)
         self.optimizer = run.optimizer(groups, group=group, stage=run.stage, config=run.config)

@@ -45,10 +45,12 @@ def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
     table._zerocast_bases = ids, held  # type: ignore[attr-defined]
 
 
-def knows(table: Tensor, bases: Iterable[tuple[str, Sequence[Tensor]]]) -> bool:
-    """True if the rows of a table were checked for these bases when it was built."""
+def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]) -> bool:
+    """True if the rows of a table were checked, when it was built, for these bases of these
+    arguments.
+    """
     known = getattr(table, "_zerocast_bases", None)
-    return known is not None and all(list(map(id, tensors)) == known[0].get(name) for name, tensors in bases)
+    return known is not None and [list(map(id, tensors)) for tensors in bases] == list(map(known[0].get, names))
 
 
 def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:

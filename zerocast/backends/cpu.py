@@ -5,14 +5,13 @@ This module converts tensors to addresses and values to plain data, as the table
 each stage.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, format_of, memory
+from zerocast.backends.extension import DTYPES, format_of, memories, memory
 
 DEVICES = ("cpu",)
 PREFERENCE = 1
@@ -20,14 +19,10 @@ PREFERENCE = 1
 _C = extension.load()
 
 
-def _memories(tensors: Sequence[Tensor]) -> list[tuple[int, str, int]]:
-    return [memory(tensor) for tensor in tensors]
-
-
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("typed", "flat", "data", "optional", "messages", "table", "segments", "groups", "scalars"), memory
 )
-_PLAIN |= dict.fromkeys(("bases", "typed_bases"), _memories)
+_PLAIN |= dict.fromkeys(("bases", "typed_bases"), memories)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int": int, "bool": bool}
 
 

@@ -1,6 +1,7 @@
 """The compiled extension `zerocast.backends._C`: loading it, its GPU targets and its arguments."""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,10 @@ from zerocast.backends.descriptor import Column
 from zerocast.formats import FormatSpec
 
 _FORMATS: dict[str, Any] = {}
+# addresses, names of dtypes, bytes
+Memory = tuple[int, str, int]
+Memories = tuple[list[int], str, list[int]]
+
 # the names of all dtypes; the extension refuses those that it has no use for
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -76,15 +81,35 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
     )
 
 
-def memory(tensor: Tensor | None) -> tuple[int, str, int]:
+def memory(tensor: Tensor | None) -> Memory:
     """The address, dtype and bytes of a tensor without gaps, which the extension compares with what
     a stage will touch; of None, zeros.
     """
     if tensor is None:
         return 0, "", 0
     if not tensor.is_contiguous():
-        raise ValueError(f"a stage takes contiguous tensors, got {tuple(tensor.shape)} of strides {tensor.stride()}")
+        raise _has_gaps(tensor)
     return tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
+
+
+def memories(tensors: Sequence[Tensor]) -> Memories:
+    """The addresses, the dtype and the bytes of tensors without gaps and of one dtype."""
+    if not tensors:
+        return [], "", []
+    if not all(map(Tensor.is_contiguous, tensors)):
+        raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
+    dtypes = set(map(_dtype, tensors))
+    if len(dtypes) > 1:
+        raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, dtypes))}")
+    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtypes.pop()], list(map(_nbytes, tensors))
+
+
+_nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")
+_dtype: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
+
+
+def _has_gaps(tensor: Tensor) -> ValueError:
+    return ValueError(f"a stage takes contiguous tensors, got {tuple(tensor.shape)} of strides {tensor.stride()}")
 
 
 def why_no_kernels(targets: str, device: torch.device) -> str | None:

@@ -110,10 +110,11 @@ def _run(stage: str) -> Callable[..., None]:
     if stage in _CHECKS:
         return lambda backend, *arguments: _run_checked(stage, backend, arguments)
     table = names.index("table")
-    bound = [(name, names.index(name)) for name in ("masters", *checks.BUFFER_ARGUMENTS) if name in names]
+    bound = [name for name in ("masters", *checks.BUFFER_ARGUMENTS) if name in names]
+    places = list(map(names.index, bound))
 
     def run(backend: str, fmt: str, *arguments: Any) -> None:
-        if not checks.knows(arguments[table], [(name, arguments[i]) for name, i in bound]):
+        if not checks.knows(arguments[table], bound, [arguments[place] for place in places]):
             checks.check_stage(stage, backend, get_format(fmt), dict(zip(names, arguments, strict=True)))
         _implementation(stage, backend, fmt)(*arguments)
 
@@ -130,7 +131,7 @@ def _check_adam_step(
     backend: str, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Any
 ) -> None:
     segments, scalars, clip, _ = rest
-    if not checks.knows(segments, [("masters", [master])]):
+    if not checks.knows(segments, ["masters"], [[master]]):
         flats = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         checks.check_segments(backend, flats, segments, scalars, clip)
 

@@ -123,7 +123,8 @@ def _failures(failures: Sequence[Failure]) -> Iterator[str]:
 
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-LONGEST = 4.0  # times the floor at full size, where longer bars are cut and say their length
+# The longest bar of a report at full size, in times of the floor. Longer ones are cut there.
+LONGEST = 4.0
 
 
 def plot(report: Report, path: Path) -> None:
@@ -143,7 +144,8 @@ def plot(report: Report, path: Path) -> None:
     left.axvline(1.0, color="black", linewidth=0.8)
     if report.full:
         left.set(xlim=(0, LONGEST * 1.15))
-    else:  # what is far from its floor by very different factors
+    else:
+        # Small workloads are far from their floors, by very different factors.
         ratios = [m.over_floor(report.copy.rate) for m in report.measurements]
         left.set(xscale="log", xlim=(min(1.0, *ratios, 1.0) / 2, max(1.0, *ratios, 1.0) * 4))
         right.set(xscale="log")
@@ -242,9 +244,9 @@ def _targets(report: StepReport) -> Iterator[str]:
             _line(["---", "---", "---:", "---:", "---"]),
         )
     for target, ratio in measured:
-        what = f"{QUANTITIES[target.quantity]} of {target.row}"
+        quantity = f"{QUANTITIES[target.quantity]} of {target.row}"
         yield _line(
-            [what, target.over, f"{target.limit:.2f}", f"{ratio:.3f}", "yes" if ratio <= target.limit else "no"]
+            [quantity, target.over, f"{target.limit:.2f}", f"{ratio:.3f}", "yes" if ratio <= target.limit else "no"]
         )
 
 

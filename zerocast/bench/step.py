@@ -27,9 +27,12 @@ from zerocast.bench.variant import StepRow, Training, select
 from zerocast.distributed.group import Group
 from zerocast.metrics import TrafficCounter
 
-LR_WARM_UP = 20  # steps
-PROFILED = 2  # steps
-BATCHES = 4  # batches of random tokens, which take turns
+# Steps over which the learning rate rises to its value.
+LR_WARM_UP = 20
+# Steps that are profiled.
+PROFILED = 2
+# Batches of random tokens, which steps take in turn.
+BATCHES = 4
 Result = TypeVar("Result")
 Progress = Callable[[StepMeasurement | StepFailure], None]
 
@@ -44,7 +47,8 @@ class StepBench:
     def __init__(self, config: StepConfig, device: torch.device) -> None:
         self._config, self._device = config, device
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        # whoever waits here outlasts those that wait for a collective of the row
+        # A rank that failed waits here for the others, which may wait in a collective of the row
+        # until that times out. So this group has more patience.
         self._outcomes = Group.of(None).duplicate("gloo", patience=2)
         self._rows = select(config.variants, config.modes)
         self._text = Text.read(config.text) if config.text else None
@@ -74,8 +78,8 @@ class StepBench:
 
     def settings(self) -> dict[str, Any]:
         """The settings that rows depend on; reports with other settings are not compared."""
-        left_out = ("variants", "modes", "out", "compare", "threshold", "json", "profile", "text")
-        settings = {name: value for name, value in asdict(self._config).items() if name not in left_out}
+        irrelevant = ("variants", "modes", "out", "compare", "threshold", "json", "profile", "text")
+        settings = {name: value for name, value in asdict(self._config).items() if name not in irrelevant}
         if self._text:
             settings["text"] = {"name": self._text.name, "bytes": len(self._text.tokens), "sha256": self._text.sha256}
         return settings
@@ -95,21 +99,21 @@ class StepBench:
             return StepFailure(row.name, str(error))
 
     def _together(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`; RuntimeError on every rank where it raised on any."""
+        """The result of `work`. RuntimeError on every rank if it raised on any."""
         result: Result | None = None
-        said: str | None = None
+        problem: str | None = None
         try:
             result = work()
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        everyone = self._outcomes.all_gather_object(said, "how a row went")
-        for rank, problem in enumerate(everyone):
-            if problem is not None:
-                raise RuntimeError(problem if self._world == 1 else f"rank {rank}: {problem}")
+            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        problems = self._outcomes.all_gather_object(problem, "how a row went")
+        for rank, reported in enumerate(problems):
+            if reported is not None:
+                raise RuntimeError(reported if self._world == 1 else f"rank {rank}: {reported}")
         return cast("Result", result)
 
     def _free_memory(self) -> None:
-        """Let go of a row: of its model, of what an error held, and of its compiled graphs."""
+        """Free the memory of a row: its model, the frames of an error, and compiled graphs."""
         torch._dynamo.reset()
         gc.collect()
         if self._device.type == "cuda":
@@ -119,7 +123,7 @@ class StepBench:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         losses = self._train(training)
-        step_ms, host_ms, kept = self._synchronized_steps(training)
+        step_ms, host_ms, kept_bytes = self._synchronized_steps(training)
         free_ms, free_host_ms = self._free_running_steps(training)
         peak = torch.cuda.max_memory_allocated(self._device) - before if self._device.type == "cuda" else None
         return StepMeasurement(
@@ -130,7 +134,7 @@ class StepBench:
             free_ms=self._slowest([free_ms])[0],
             free_host_ms=self._slowest([free_host_ms])[0],
             peak_bytes=peak if peak is None else int(self._slowest([peak])[0]),
-            kept_bytes=kept if kept is None else int(self._slowest([kept])[0]),
+            kept_bytes=kept_bytes if kept_bytes is None else int(self._slowest([kept_bytes])[0]),
             wire_bytes=self._wire_bytes(training),
             losses=losses,
             profile=self._profile(training) if self._config.profile else None,
@@ -171,19 +175,21 @@ class StepBench:
             losses.append(training.step(tokens.to(self._device)))
         mean = torch.stack(losses).float()
         dist.all_reduce(mean)
-        found: list[float] = (mean / self._world).tolist()
-        return found
+        mean_losses: list[float] = (mean / self._world).tolist()
+        return mean_losses
 
     def _synchronized_steps(self, training: Training) -> tuple[list[float], list[float], int | None]:
-        """Milliseconds of steps that start together on idle devices, of the calls of each step on
-        the host, and the bytes that the last forward pass left allocated.
+        """Measure steps that start together on idle devices.
+
+        Returns the milliseconds of each step until all work is done, the milliseconds until its
+        calls on the host return, and the bytes that the last forward pass left allocated.
         """
         step_ms, host_ms = [], []
-        kept: int | None = None
+        kept_bytes: int | None = None
 
         def after_forward() -> None:
-            nonlocal kept
-            kept = self._allocated() - before if self._device.type == "cuda" else None
+            nonlocal kept_bytes
+            kept_bytes = self._allocated() - before if self._device.type == "cuda" else None
 
         for tokens in self._in_turn(self._config.steps):
             self._synchronize()
@@ -193,7 +199,7 @@ class StepBench:
             host_ms.append((time.perf_counter() - start) * 1e3)
             self._synchronize()
             step_ms.append((time.perf_counter() - start) * 1e3)
-        return step_ms, host_ms, kept
+        return step_ms, host_ms, kept_bytes
 
     def _free_running_steps(self, training: Training) -> tuple[float, float]:
         """Milliseconds a step, and of its calls on the host, when nothing waits between steps."""
@@ -226,8 +232,8 @@ class StepBench:
         """The largest of all ranks, for each value."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
-        found: list[float] = tensor.tolist()
-        return found
+        maxima: list[float] = tensor.tolist()
+        return maxima
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0

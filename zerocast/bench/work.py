@@ -151,7 +151,7 @@ def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `add_gradients`: what an owner does with the messages of all ranks."""
+    """Job of `add_gradients`, by which an owner sums the messages of all ranks."""
     quantized = quantize_gradient(workload, fmt, place)
     quantized.run()
     (messages,) = quantized.written()

@@ -35,10 +35,11 @@ class FiniteMasters:
 
     def check(self) -> None:
         """RuntimeError, on every rank, if masters of the last cast were not finite; once a cast."""
-        flags = self._late.take()
-        if flags is None or not flags.any().tolist():
+        late = self._late.take()
+        flags = [] if late is None else late.tolist()  # on the host, where a reduction by torch takes longer
+        if not any(flags):
             return
-        wrong = [name for name, flag in zip(self._names, flags.tolist(), strict=True) if flag]
+        wrong = [name for name, flag in zip(self._names, flags, strict=True) if flag]
         raise not_finite(wrong, f"{len(wrong)} of {len(self._names)} weights")
 
 

@@ -92,8 +92,8 @@ class PackedAmax(AmaxReduction):
         rows = [row for index in gathered for row in _cut_rows_of(self._shards[index])]
         cut_size = sum(row.cuts.numel() * row.across for row in rows)
         first_flag = size + cut_size + 4 * len(self.boundary_bytes)
-        without = [index for index in cast if not self._has_amaxes(index)] if is_stepped else []
-        measured = [index for index in cast if self._has_amaxes(index) or index in without]
+        without = [index for index in cast if not self._has_amaxes(index)]
+        measured = [index for index in cast if is_stepped or self._has_amaxes(index)]
         self.flag_of = {index: first_flag + number for number, index in enumerate(measured)}
         numel = first_flag + len(measured)
         slots = 2 if dtypes and group.size > 1 else 0

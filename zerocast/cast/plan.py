@@ -272,8 +272,9 @@ class CastPlan:
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters with their weights, for `zerocast.verify`; bytes are gathered before.
-        Weights with gaps are left out.
+        Weights with gaps are left out. RuntimeError for weights that are partial.
         """
+        self.validity.check(Use.VERIFY)
         shown = [i for i in range(len(self.weights)) if self._partition.ownership.covers(i)]
         left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)

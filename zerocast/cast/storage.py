@@ -1,9 +1,10 @@
 """StorageTable: many tensors seen as offsets into the few storages that hold them."""
 
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from zerocast.formats.memory import check_storage
 from zerocast.weight import QuantizedWeight
@@ -29,9 +30,13 @@ class Places:
         return self._look() != self._noted
 
     def _look(self) -> list[object]:
-        places: list[object] = [(tensor.data_ptr(), tensor.nbytes, tensor.dtype) for tensor in self._tensors]
-        places += [storage.nbytes() for storage in self._storages]
-        return places
+        """Lists, which the interpreter makes without a loop of ours: this runs in every cast."""
+        tensors, sizes = self._tensors, list(map(UntypedStorage.nbytes, self._storages))
+        return [list(map(Tensor.data_ptr, tensors)), list(map(_nbytes, tensors)), list(map(_dtype, tensors)), sizes]
+
+
+_nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")
+_dtype: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 
 class StorageTable:

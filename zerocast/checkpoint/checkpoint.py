@@ -159,7 +159,12 @@ def read(
         optimizer.check_numbers(state)
     except ValueError as error:
         found.append(str(error))
-    found += problems_of_values(reader, metadata, state["optim"]["state"], group)
+    unread = None
+    try:
+        found += problems_of_values(reader, metadata, state["optim"]["state"], group)
+    except Exception as error:  # a damaged file raises whatever its bytes happen to mean
+        unread = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
+    validate_across_ranks(group, [], unread, LOADS)
     _raise_unfit(path, found, group)
     _tell_unread(path, saved, manifest, known, rest, group)
     with optimizer.overwriting(), torch.no_grad():

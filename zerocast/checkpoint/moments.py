@@ -2,7 +2,6 @@
 of a file are so, before any of them is loaded.
 """
 
-import io
 import math
 import pickle
 from collections.abc import Iterator, Mapping
@@ -57,8 +56,6 @@ def _stored(
         if place.transform_descriptors:
             continue  # compressed by another program: looked at once it is loaded
         with reader.fs.create_stream(Path(reader.path, place.relative_path), "rb") as stream:
-            stream.seek(place.offset)
-            content = io.BytesIO(stream.read(place.length))
-        moment = torch.load(content, map_location="cpu", weights_only=True)
+            moment = torch.load(reader._slice_file(stream, place), map_location="cpu", weights_only=True)
         if type(moment) is Tensor and moment.numel():
             yield name, key, moment

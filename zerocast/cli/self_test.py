@@ -128,7 +128,9 @@ def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: t
     """A weight that is not cast yet, so that only the optimizer's backend takes part."""
     matrix, dtype = _matrix(fmt, draw, generator).to(device), draw.choice(NOMINAL_DTYPES)
     if get_format(fmt).element is None:
-        return nn.Parameter(matrix.to(dtype))
+        # FP16 has no numbers so large, and an optimizer refuses masters that are not finite
+        largest = torch.finfo(dtype).max
+        return nn.Parameter(matrix.clamp(-largest, largest).to(dtype))
     weight = QuantizedWeight.empty(matrix.shape, fmt, dtype, device)
     weight.high_precision_init_val = matrix
     if weight.scale is not None:

@@ -1,1 +1,1 @@
-"""Collectives whose errors name their caller (`group.py`), and checks across ranks."""
+"""Process groups whose collectives name their caller in errors, and checks across ranks."""

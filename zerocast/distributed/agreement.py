@@ -1,4 +1,8 @@
-"""Agreement: compares what all ranks must share; a problem on one rank raises on every rank."""
+"""Agreement between ranks: compare what all ranks must share, and raise a problem of one rank on
+every rank.
+
+A rank that raised alone would leave the others waiting in their next collective.
+"""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +16,23 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.late_copy import LateCopy
 from zerocast.weight.validity import debugging
 
-DIGESTS = 128  # bf16 has every integer up to 256
+# Digests of calls are below this, since they travel with amaxes and bf16 has every integer only up
+# to 256.
+DIGESTS = 128
 
-
-WORDS = 4  # of 62 bits: the digest of a text
+# The digest of a text is this many integers of 62 bits.
+WORDS = 4
 
 
 @dataclass(frozen=True)
 class Reply:
-    """One rank's message to the others where they differ: its call, (class, text) of its problem,
-    a digest of its lines and its settings.
+    """One rank's message to the others once they know that something is wrong or differs.
+
+    Attributes:
+        what: the call in progress, as a verb.
+        problem: (class, text) of the error on this rank, or None.
+        digest: a digest of its lines.
+        settings: its settings, as text by name.
     """
 
     what: str
@@ -39,28 +50,39 @@ def validate_across_ranks(
 ) -> None:
     """Raise on every rank if anything is wrong on any, or if ranks differ.
 
-    `problem` is an error that this rank found, `lines` describe the items that all ranks must
-    share, `settings` what else they must, by name, and `what` is the call in progress, as a verb.
-    If all is well this is one all-reduce of digests, whatever the number of ranks and lines. Raises
-    RuntimeError for ranks in different calls; the problem of the first rank that has one, with the
-    rank in its message if there are several ranks; or ValueError naming the first line that
-    differs, or every setting that does.
+    If all is well this is one all-reduce of digests, independent of the number of lines.
+
+    Args:
+        group: the ranks.
+        lines: one text per item that all ranks must share, such as a weight.
+        problem: an error on this rank, or None.
+        what: the call in progress, as a verb.
+        settings: other values that all ranks must share, by name.
+
+    Raises RuntimeError for ranks in different calls; the problem of the first rank that has one,
+    with the rank in its message if there are several ranks; or ValueError naming the first line
+    that differs, or every setting that differs.
     """
     check_same_call(group, what)
-    digest, shown = _words("\n".join(lines)), {name: repr(value) for name, value in (settings or {}).items()}
+    shown = {name: repr(value) for name, value in (settings or {}).items()}
+    digest = _words("\n".join(lines))
     words = [*_words(what), *digest, *_words(str(shown))]
-    wrong = int(problem is not None)
-    largest = largest_of_ranks(group, [wrong, *words, *(-word for word in words)], f"digests as this rank {what}")
+    has_problem = int(problem is not None)
+    # One MAX all-reduce gives the largest and, from the negatives, the smallest of every word. They
+    # are equal only if the word is the same on all ranks.
+    largest = largest_of_ranks(group, [has_problem, *words, *(-word for word in words)], f"digests as this rank {what}")
     highest, negated = largest[1 : len(words) + 1], largest[len(words) + 1 :]
     if not largest[0] and all(high == -low for high, low in zip(highest, negated, strict=True)):
         return
+    # The class is sent to the other ranks, which raise it with a text alone, so a subclass with
+    # another constructor does not do.
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
-    found = None if problem is None else (kind, str(problem))
-    _raise_difference(group, Reply(what, found, digest, shown), lines)
+    described_problem = None if problem is None else (kind, str(problem))
+    _raise_difference(group, Reply(what, described_problem, digest, shown), lines)
 
 
 def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int]:
-    """The element-wise largest of the ranks' integers; `what` they are, for errors."""
+    """The element-wise maximum of the ranks' integers. `what` says in errors what they are."""
     tensor = torch.tensor(values, dtype=torch.int64, device=group.device)
     group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()
@@ -68,28 +90,28 @@ def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int
 
 
 def raise_together(groups: Sequence[Group], problem: Exception | None, what: str) -> None:
-    """Raise on all ranks of a mesh if there is a problem on any of them: its own on a rank that
-    has one, ValueError on the others.
+    """Raise on all ranks of a mesh if there is a problem on any of them: a rank that has one raises
+    it, the others raise ValueError.
 
-    `groups` are those of each dimension of the mesh, and `what` is the call, as a verb.
+    `groups` are the groups of this rank, one per dimension of the mesh, and `what` is the call, as
+    a verb.
     """
-    wrong = int(problem is not None)
+    has_problem = int(problem is not None)
+    # A maximum along one dimension after the other is the maximum over the whole mesh.
     for group in groups:
         if group.size > 1:
-            (wrong,) = largest_of_ranks(group, [wrong], f"whether a rank that {what} has a problem")
+            (has_problem,) = largest_of_ranks(group, [has_problem], f"whether a rank that {what} has a problem")
     if problem is not None:
         raise problem
-    if wrong:
+    if has_problem:
         raise ValueError(f"another rank that {what} has been given one that does not fit, and its error says why")
 
 
 def check_same_call(group: Group, what: str) -> None:
-    """In debug mode, raise RuntimeError on every rank unless all ranks make this call now.
-
-    A program that gathers objects of its own meanwhile is told apart.
-    """
+    """In debug mode, raise RuntimeError on every rank unless all ranks make this call now."""
     if debugging() and group.size > 1:
         calls = group.all_gather_object(_Call(what), f"calls as this rank {what}")
+        # If another rank is in an all_gather_object of the user's program, its object arrives here.
         _check_calls([call.what if isinstance(call, _Call) else "gathers objects" for call in calls])
 
 
@@ -99,34 +121,43 @@ class _Call:
 
 
 class SameCall:
-    """Checks that all ranks make the same call, by two numbers that ride in the amax all-reduce.
+    """Checks that all ranks make the same call, by two numbers in the amax all-reduce.
 
     The numbers are a digest of the call and its negative. Their maxima are the largest digest of
     all ranks and the negative of the smallest, so every rank sees whether the digests differ,
-    without a further collective. A mere count of casts would always agree, since the n-th cast of
-    one rank meets the n-th of another; the digest therefore covers the caller's step, learning
-    rates and clipping. On a CPU the numbers are checked at once. On a GPU they are copied to the
-    host behind the step and checked before the next one, so that no step waits.
+    without a further collective. A count of casts would always agree, since the n-th cast of one
+    rank meets the n-th of another. The digest therefore covers the caller's step, learning rates
+    and clipping. On a CPU the numbers are checked at once. On a GPU they are copied to the host
+    behind the step and checked before the next step, so that no step waits.
+
+    Args:
+        group: the ranks of the all-reduce.
+        slots: two elements of the packed amaxes, at a fixed address.
     """
 
     def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group, self._slots, self._call = group, slots, ""
+        self._group = group
+        self._slots = slots
+        # The last call that was announced, and whether the slots still hold its digest. The
+        # all-reduce overwrites them.
+        self._call = ""
         self._announced = False
         self._late = LateCopy(slots)
 
     def announce(self, call: str) -> None:
-        """Before a cast, store the digest of this rank's call, a verb phrase.
-
-        It takes one launch, and none to announce the same call again.
-        """
+        """Before a cast, store the digest of this rank's call, a verb phrase."""
         if self._announced and call == self._call:
             return
-        digest, self._call = _digest(call), call
+        digest = _digest(call)
+        self._call = call
+        # One launch writes both numbers: linspace of two elements is (digest, -digest).
         torch.linspace(digest, -digest, 2, out=self._slots)
         self._announced = True
 
     def reduced(self) -> None:
-        """After the all-reduce, check on a CPU; a GPU may be capturing a graph and checks later."""
+        """After the all-reduce, check the numbers on a CPU. On a GPU this may be the capture of a
+        graph, during which the host cannot read them, so they are checked later.
+        """
         self._announced = False
         if not self._late.is_late:
             self._check(self._slots)
@@ -142,8 +173,8 @@ class SameCall:
         self._late.forget()
 
     def check_sent(self) -> None:
-        """Before the next cast, check the numbers that were sent; the device has had a step of
-        work since.
+        """Before the next cast, check the numbers that were sent. The device has had a step of work
+        since, so this does not wait for long.
         """
         numbers = self._late.take()
         if numbers is not None:
@@ -153,6 +184,7 @@ class SameCall:
         """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""
         largest, negated = slots.tolist()
         if largest != -negated:
+            # Digests do not tell the calls. This exchanges them and raises with both.
             validate_across_ranks(self._group, [], None, self._call)
             raise RuntimeError(
                 f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
@@ -161,7 +193,9 @@ class SameCall:
 
 
 def _digest(call: str) -> int:
-    """A number below DIGESTS; calls that collide in one step most likely differ in the next."""
+    """A number below DIGESTS. Different calls may collide in one step, but then most likely not in
+    the next.
+    """
     return hashlib.blake2b(call.encode(), digest_size=1).digest()[0] % DIGESTS
 
 
@@ -189,20 +223,20 @@ def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
 
 
 def _raise_difference(group: Group, own: Reply, lines: Sequence[str]) -> NoReturn:
-    """Raise what `validate_across_ranks` found. Every rank has one reply, and lines travel from two
-    ranks only.
-    """
+    """Raise the error that `validate_across_ranks` describes. All ranks of the group call it."""
     replies: list[Reply] = group.all_gather_object(own, "what differs between ranks")
     _check_calls([reply.what for reply in replies])
     for rank, reply in enumerate(replies):
         if reply.problem is not None:
-            wrong, text = reply.problem
-            raise wrong(text if group.size == 1 else f"rank {rank}: {text}")
+            kind, text = reply.problem
+            raise kind(text if group.size == 1 else f"rank {rank}: {text}")
     first = replies[0]
     for rank, reply in enumerate(replies):
         if reply.digest != first.digest:
-            by_rank_0, found = (group.broadcast_object(list(lines), "a rank's weights", root) for root in (0, rank))
-            _raise_other_lines(by_rank_0, found, rank)
+            # Lines can be long, so they are sent only now, and from two ranks only.
+            lines_of_rank_0 = group.broadcast_object(list(lines), "a rank's weights", 0)
+            lines_of_rank = group.broadcast_object(list(lines), "a rank's weights", rank)
+            _raise_other_lines(lines_of_rank_0, lines_of_rank, rank)
     rank = next(rank for rank, reply in enumerate(replies) if reply.settings != first.settings)
     ours, theirs = first.settings, replies[rank].settings
     different = [
@@ -217,11 +251,12 @@ def _raise_other_lines(first: Sequence[str], lines: Sequence[str], rank: int) ->
     if len(lines) != len(first):
         raise ValueError(f"rank 0 passes {len(first)} weights and rank {rank} {len(lines)}: all pass the same list")
     pairs = enumerate(zip(first, lines, strict=True))
-    index, (expected, found) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
-    raise ValueError(f"weight {index} is {expected} on rank 0 and {found} on rank {rank}: all pass the same list")
+    index, (expected, actual) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    raise ValueError(f"weight {index} is {expected} on rank 0 and {actual} on rank {rank}: all pass the same list")
 
 
 def _words(text: str) -> tuple[int, ...]:
     """A digest of a text, as integers whose negatives fit into 64 bits."""
     digest = hashlib.sha256(text.encode()).digest()
+    # Two of the 64 bits are dropped, so that the negative of a word is an int64 too.
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 2 for i in range(WORDS))

@@ -1,10 +1,10 @@
-"""Gradients that travel as FP8: a reduce-scatter whose contributions are E4M3 codes with one FP32
-scale for 128 elements (docs/formats/fp8_1x128.md).
+"""A reduce-scatter of gradients in FP8: contributions are E4M3 codes with one FP32 scale per 128
+elements (docs/formats/fp8_1x128.md).
 
-Each rank sends every owner its part of a gradient as one message, over one all-to-all, and the
-owner adds what the ranks sent, its own part too, in FP32 in rank order. So the sum does not depend
-on the communication library, and 1.03 bytes an element travel in place of 2 or 4. One rank alone
-sends nothing and rounds all the same: how values are rounded does not depend on the ranks.
+One all-to-all sends each owner its part of the gradient from every rank. The owner adds these
+parts, its own included, in FP32 in rank order. So the sum does not depend on the communication
+library, and 1.03 bytes per element are sent instead of 2 or 4. A single rank sends nothing but
+quantizes as well, so that the rounding of values does not depend on the number of ranks.
 """
 
 import torch
@@ -19,21 +19,21 @@ GRAD_WIRES = ("fp8_1x128",)
 
 
 def check_grad_wire(name: str | None) -> None:
-    """ValueError for what is no name of a wire format."""
+    """ValueError unless `name` is None or the name of a wire format."""
     if name is not None and name not in GRAD_WIRES:
         known = " or ".join(map(repr, GRAD_WIRES))
         raise ValueError(f"grad_wire is None or {known}, got {name!r}")
 
 
 class QuantizedReduceScatter:
-    """One reduction in flight; it has read `full` when it is made.
+    """One reduction in flight. The constructor quantizes `full`, which may be overwritten after it.
 
     Args:
-        full: FP32, bf16 or fp16 `[ranks * n]`, the parts of all owners end to end. Nothing needs to
-            be a multiple of 128.
+        full: FP32, bf16 or fp16 `[ranks * n]`, the parts of all owners end to end. n need not be a
+            multiple of 128.
         group: the ranks.
         backend: a name from `zerocast.backends`; None chooses.
-        what: is reduced, for errors.
+        what: a name of the tensor that is reduced, for errors.
 
     Raises TypeError for another dtype.
     """
@@ -45,6 +45,7 @@ class QuantizedReduceScatter:
         part = GradientMessage(full.numel() // group.size)
         self._sent = full.new_empty(group.size * part.nbytes, dtype=torch.uint8)
         ops.quantize_gradient(self._backend, grad=full, parts=group.size, messages=self._sent)
+        # A single rank decodes its own message.
         self._received = self._sent if group.size == 1 else torch.empty_like(self._sent)
         self._work = None
         if group.size > 1:
@@ -55,13 +56,13 @@ class QuantizedReduceScatter:
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait until all messages are here, on a GPU in the current stream."""
+        """Wait until all messages are received. On a GPU only the current stream waits."""
         if self._work is not None:
             self._work.wait()
 
     def land(self, out: Tensor, divisor: int, adds: bool) -> None:
-        """Write the sum over the ranks, divided once, to `out` f32 `[n]`; or add it to what is
-        there.
+        """Write the sum over the ranks, divided by `divisor`, to `out` f32 `[n]`; if `adds`, add it
+        to the values of `out`.
         """
         self.wait()
         ops.add_gradients(

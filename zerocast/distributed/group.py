@@ -1,8 +1,8 @@
 """Group: the ranks of a cast or an optimizer step, and every collective among them.
 
-All collectives of the package go through here, so that an error of the transport names its tensor,
-step and optimizer; it keeps its class. gloo may end the process instead (SIGABRT, if sizes differ
-between ranks), as NCCL's watchdog does; then only their own logs remain.
+All collectives of the package go through here. An error of the transport keeps its class and names
+its tensor, step and optimizer. gloo may abort the process instead (SIGABRT, if sizes differ between
+ranks), and so may NCCL's watchdog; then only their own logs remain.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 logger = logging.getLogger(__name__)
 
-# how many groups torch was made to count for a name; nobody has as many, so the name is ours
+# The largest number of groups that `_counting_alike` has shown to torch so far. It starts above any
+# number of groups that a program makes, so that no other group has a name with this number.
 _most_groups = 1_000
 
 
@@ -28,7 +29,10 @@ _most_groups = 1_000
 class Caller:
     """The caller of a group's collectives, for messages.
 
-    `number` is the present step or cast, 0 while the caller is being built.
+    Attributes:
+        name: the optimizer or plan.
+        unit: what `number` counts, "step" or "cast".
+        number: the present step or cast; 0 while the caller is being built.
     """
 
     name: str
@@ -40,24 +44,40 @@ class Caller:
 
 
 class Flight:
-    """A collective in flight, which `wait` completes."""
+    """A collective in flight, which `wait` completes.
+
+    Args:
+        work: torch's handle.
+        failing: a context that names the collective in errors (`Group.failing`).
+    """
 
     def __init__(self, work: dist.Work, failing: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._work, self._failing = work, failing
+        self._work = work
+        self._failing = failing
 
     def is_completed(self) -> bool:
         """True if `wait` would return or raise without waiting."""
         return self._work.is_completed()
 
     def wait(self) -> None:
-        """Wait until it is complete, on a GPU in the current stream; errors name the collective."""
+        """Wait until it is complete. On a GPU only the current stream waits. Errors name the
+        collective.
+        """
         with self._failing():
             self._work.wait()
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group, or a single process without one; collectives over one rank do nothing."""
+    """A process group, or a single process without one. Collectives over one rank do nothing but
+    copy their input.
+
+    Attributes:
+        handle: torch's process group; None for a single process.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
+        caller: the optimizer or plan that errors name, or None.
+    """
 
     handle: dist.ProcessGroup | None
     rank: int
@@ -91,66 +111,73 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors that start on the host lie to be sent: the CPU if a backend serves it, else
-        this process's GPU.
+        """The device for tensors that are made on the host to be sent: the CPU if a backend of the
+        group serves it, else this process's GPU.
         """
         kinds = [device.type for device in getattr(self.handle, "_device_types", ())]
         return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
     def duplicate(self, backend: str | None = None, patience: int = 1) -> "Group":
-        """A new process group of the same ranks with the same timeout, or `patience` times that;
-        all of them call it.
+        """A new process group of the same ranks. Collective.
 
-        It has the same backends, unless `backend` names another.
+        It has the same backends, unless `backend` names another, and `patience` times the timeout.
         """
         if self.handle is None:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
-        backend = backend or dist.get_backend_config(self.handle)  # not that of the default group
+        # Without a backend torch would take that of the default group, without a timeout that of
+        # the backend.
+        backend = backend or dist.get_backend_config(self.handle)
         timeout = _timeout(self.handle)
         timeout = timeout and patience * timeout
+        # Local synchronization lets the ranks of this group call new_group alone. Without it all
+        # ranks of the job would have to.
         with self._counting_alike():
             return Group.of(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
 
     @contextlib.contextmanager
     def _counting_alike(self) -> Iterator[None]:
-        """Within, every rank seems to be in as many groups as the others, and in more than before.
+        """Let torch count the same number of groups on every rank while this context is open, and
+        more than ever before.
 
-        torch names a new group by its ranks and by how many groups the process is in, as of 2.14
-        by how many it has made. Ranks find each other by that name: not where one of them is in
-        more groups or has made more, nor where a group was destroyed, whose name and addresses
-        then come again. The count of groups made names those of other calls, too: it is put back.
+        torch names a new group by its ranks and by the number of groups that the process is in, or
+        from 2.14 on by the number that it has made. Ranks find each other by this name. They would
+        not if one rank is in more groups or has made more. And after a group was destroyed, a new
+        group could get its name, and with it the addresses that the store still has.
         """
         global _most_groups  # noqa: PLW0603
         world = dist.distributed_c10d._world
         names, made = world.pg_names, world.group_count
-        most = torch.tensor([max(len(names), made, _most_groups + 1)], device=self.device)
-        self.all_reduce_max(most, "the number of process groups")
-        _most_groups = int(most)
+        most_groups = torch.tensor([max(len(names), made, _most_groups + 1)], device=self.device)
+        self.all_reduce_max(most_groups, "the number of process groups")
+        _most_groups = int(most_groups)
+        # torch counts the entries of this dict, so stand-ins fill it up.
         stand_ins: Any = [object() for _ in range(_most_groups - len(names))]
         names.update(dict.fromkeys(stand_ins, ""))
         world.group_count = _most_groups
         try:
             yield
         finally:
+            # The user's own calls of new_group name groups by this count as well.
             world.group_count = made
             for stand_in in stand_ins:
                 del names[stand_in]
 
     def called_by(self, caller: Caller) -> "Group":
-        """The same group with errors that name the caller, unless they already name one."""
+        """A group of these ranks whose errors name the caller, unless they name one already."""
         return self if self.caller else replace(self, caller=caller)
 
     @contextlib.contextmanager
     def failing(self, kind: str, what: str) -> Iterator[None]:
-        """Re-raise an error of the transport in the body, in its own class, with the
-        collective's name.
+        """Re-raise an error of the transport in the body, in the same class, with the name of the
+        collective.
         """
         try:
             yield
         except torch.OutOfMemoryError:
+            # It is a RuntimeError too, but no other rank is to blame.
             raise
-        # the last two where other objects than these were sent
+        # The last two come from an exchange of objects, if another rank sent something else.
         except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
             caller = f" {self.caller}" if self.caller else ""
             text = (
@@ -161,7 +188,7 @@ class Group:
             raise _like(error, text) from error
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """MAX in place. Callers never pass NaN, with which the result would depend on the rank."""
+        """MAX in place. Callers never pass NaN, since results could then differ between ranks."""
         if self.size > 1:
             with self.failing("all-reduce", what or _described(tensor)):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
@@ -195,7 +222,7 @@ class Group:
         if self.size == 1:
             out.copy_(part)
             return None
-        # renamed in torch 2.13
+        # The name since torch 2.13, else the older one.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         return self._start("all-gather", what or _described(part), all_gather, out, part, async_op=async_op)
 
@@ -207,7 +234,7 @@ class Group:
         if self.size == 1:
             out.copy_(full)
             return None
-        # renamed in torch 2.13
+        # The name since torch 2.13, else the older one.
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         what = what or _described(full)
         return self._start("reduce-scatter", what, reduce_scatter, out, full, dist.ReduceOp.AVG, async_op=async_op)
@@ -222,15 +249,17 @@ class Group:
     ) -> Flight | None:
         """Send slice r of `full` to rank r; `out` receives the slices for this rank, by sender.
 
-        Slices are equal, or `lengths` are the elements of those that arrive and of those that are
-        sent, which may be 0. Ranks give lengths that fit, as nothing here compares them.
+        Slices are of equal length, unless `lengths` gives the elements of (received slices, sent
+        slices) by rank, which may be 0. The lengths of all ranks must fit; nothing here compares
+        them.
         """
         if self.size == 1:
             out.copy_(full)
             return None
-        what, (arriving, sent) = what or _described(full), lengths or (None, None)
+        received, sent = lengths or (None, None)
+        what = what or _described(full)
         exchange = dist.all_to_all_single
-        return self._start("all-to-all", what, exchange, out, full, arriving, sent, async_op=async_op)
+        return self._start("all-to-all", what, exchange, out, full, received, sent, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, what: str = "") -> None:
         """Overwrite the tensor on every rank with that of rank 0 of this group."""
@@ -249,8 +278,8 @@ def _described(tensor: Tensor) -> str:
 
 
 def _like(error: Exception, text: str) -> Exception:
-    """An error of the same class with another text; RuntimeError if the class does not allow
-    that.
+    """An error of the same class with another text, or a RuntimeError if the class cannot be made
+    from a text.
     """
     if not isinstance(error, RuntimeError):
         return RuntimeError(text)
@@ -261,12 +290,13 @@ def _like(error: Exception, text: str) -> Exception:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group, the least of its backends; torch has no public function for it."""
-    found = []
+    """The timeout of a group, the shortest of its backends; None, with a warning, if unknown."""
+    timeouts = []
+    # torch has no public function for the timeout, and not every version has these attributes.
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
-        found.append(getattr(options, "_timeout", None))
-    known = [timeout for timeout in found if isinstance(timeout, timedelta)]
+        timeouts.append(getattr(options, "_timeout", None))
+    known = [timeout for timeout in timeouts if isinstance(timeout, timedelta)]
     if not known:
         logger.warning(
             "the timeout of the process group cannot be read: a group made after it has torch's default timeout"

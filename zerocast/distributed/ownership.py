@@ -1,12 +1,15 @@
-"""Ownership: which rank owns which elements of a list of weights.
+"""Ownership: which rank owns which elements of a list of weights, found without an exchange of all
+spans.
 
-Ranks do not exchange the spans that they own, which would cost every rank the spans of all. Each
-adds up, for every weight, the number of its elements and `h(stop) - h(start)`, where h is a hash of
-a position, and one all-reduce sums these over the ranks. In the sum of spans that lie end to end
-every position but the outer two cancels. So a weight whose sums are those of one span over all of
-it is owned once, element for element. Spans themselves are exchanged where they are needed: of
-weights whose sums are others, since these have a gap or an overlap, and of spans whose ends lie
-inside a unit of the weight: a byte of two codes, or elements that are exchanged together.
+Every rank computes two kinds of numbers per weight from the span that it owns: the number of
+elements, and `h(stop) - h(start)`, where h is a hash of a position. One all-reduce sums them over
+the ranks. If spans follow each other without a gap, the hashes of all positions but the first and
+the last cancel. So a weight whose sums equal those of a single span over the whole weight has
+exactly one owner per element.
+
+Spans are exchanged only of two kinds: those of weights with other sums, which have a gap or an
+overlap, and those that begin or end inside a unit of the weight, which is a byte of two codes or a
+group of elements that are exchanged together.
 """
 
 import functools
@@ -23,7 +26,8 @@ from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 
-HASHES = 2  # of 40 bits each, so that the sums of four million ranks fit into 64 bits
+# Hashes per position, of 40 bits each, so that the sums of four million ranks fit into 64 bits.
+HASHES = 2
 
 
 class Piece(NamedTuple):
@@ -36,8 +40,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Item:
-    """A weight of `numel` elements, and what it is called in errors. Ranks need to know who owns
-    the parts of a `unit` of so many elements that a boundary cuts.
+    """A weight whose elements are owned.
+
+    Attributes:
+        numel: the number of elements.
+        unit: elements that belong together. If a boundary between ranks cuts a unit, all ranks must
+            know the owners of its parts.
+        name: the name in errors.
     """
 
     numel: int
@@ -47,8 +56,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Ownership:
-    """`owned[i]` elements of item i have an owner; `pieces[i]` are the spans of it that ranks
-    exchanged, in order: all spans of an item with gaps, and spans that begin or end inside a unit.
+    """The owners of the elements of some items.
+
+    Attributes:
+        items: the weights.
+        owned: by item, the number of its elements that have an owner.
+        pieces: by index of an item, the spans that ranks exchanged, in order. These are all spans
+            of an item with gaps, and spans that begin or end inside a unit.
     """
 
     items: Sequence[Item]
@@ -67,10 +81,11 @@ class Ownership:
 
 
 def exchange_spans(group: Group, items: Sequence[Item], spans: Sequence[Span]) -> Ownership:
-    """Find who owns what, given the span of each item that this rank owns; all ranks call it.
+    """Find the owners of all items, given the span of each item that this rank owns. Collective.
 
-    At most three collectives, whose bytes grow with the items and not with the ranks, but for the
-    pieces. Raises ValueError on every rank for elements that two ranks own.
+    It takes at most three collectives. Their bytes grow with the number of items; only those of the
+    pieces grow with the number of ranks. Raises ValueError on every rank for elements that two
+    ranks own.
     """
     if not items:
         return Ownership(items, [], {})
@@ -79,24 +94,26 @@ def exchange_spans(group: Group, items: Sequence[Item], spans: Sequence[Span]) -
     sums = sums.cpu()
     owned: list[int] = sums[:, 0].tolist()
     doubtful = _doubtful(items, sums)
-    mine = [
+    # All ranks have the same sums, so they agree on `doubtful` without another exchange.
+    own_rows = [
         [index, span.start, span.stop]
         for index, (item, span) in enumerate(zip(items, spans, strict=True))
         if span.numel and (index in doubtful or span.start % item.unit or span.stop % item.unit)
     ]
-    pieces = _gather_pieces(group, mine)
+    pieces = _gather_pieces(group, own_rows)
     for index in doubtful:
         _check_overlap(index, items[index], pieces.get(index, []))
     return Ownership(items, owned, pieces)
 
 
 def whole_sums(numels: Sequence[int]) -> Tensor:
-    """The sums over all ranks, i64 `[items, 1 + HASHES]`, where each element has one owner."""
+    """The sums over all ranks, i64 `[items, 1 + HASHES]`, if each element has exactly one owner."""
     return torch.tensor([_sums(0, numel) for numel in numels], dtype=torch.int64)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _sums(start: int, stop: int) -> tuple[int, ...]:
+    """(number of elements, differences of the hashes) of a span."""
     return stop - start, *(last - first for first, last in zip(_hashes(start), _hashes(stop), strict=True))
 
 
@@ -106,29 +123,35 @@ def _hashes(position: int) -> list[int]:
 
 
 def _doubtful(items: Sequence[Item], sums: Tensor) -> dict[int, None]:
-    """The items with a gap or an overlap. The first one of which more elements are owned than it
-    has is the last: it raises, so that a rank which passes whole weights does not send them all.
+    """The indices of items with a gap or an overlap, in order, as the keys of a dict.
+
+    The list ends with the first item of which more elements are owned than it has. That item will
+    raise anyway, and a rank that passes whole weights by mistake need not send the spans of all.
     """
-    found: dict[int, None] = {}
-    unlike = (sums != whole_sums([item.numel for item in items])).any(1) & (sums[:, 0] != 0)
-    for index in unlike.nonzero().view(-1).tolist():
-        found[index] = None
+    doubtful: dict[int, None] = {}
+    # An item of which no rank owns an element has no spans to exchange.
+    differs = (sums != whole_sums([item.numel for item in items])).any(1) & (sums[:, 0] != 0)
+    for index in differs.nonzero().view(-1).tolist():
+        doubtful[index] = None
         if sums[index, 0] > items[index].numel:
             break
-    return found
+    return doubtful
 
 
-def _gather_pieces(group: Group, mine: list[list[int]]) -> dict[int, list[Piece]]:
+def _gather_pieces(group: Group, own_rows: list[list[int]]) -> dict[int, list[Piece]]:
     """The pieces of all ranks by item, from rows (item, start, stop) of this rank."""
-    (most,) = largest_of_ranks(group, [len(mine)], "the number of spans to exchange")
-    rows = torch.tensor([*mine, *[[-1, 0, 0]] * (most - len(mine))], dtype=torch.int64, device=group.device).view(-1, 3)
-    by_rank = rows.new_empty(group.size, most, 3)
-    if most:
+    # An all-gather needs the same number of rows from every rank. The rows that fill up the shorter
+    # lists have item -1.
+    (most_rows,) = largest_of_ranks(group, [len(own_rows)], "the number of spans to exchange")
+    padding = [[-1, 0, 0]] * (most_rows - len(own_rows))
+    rows = torch.tensor([*own_rows, *padding], dtype=torch.int64, device=group.device).view(-1, 3)
+    by_rank = rows.new_empty(group.size, most_rows, 3)
+    if most_rows:
         group.all_gather_into(by_rank.view(-1), rows.view(-1), what="spans")
-    ranks = torch.arange(group.size).repeat_interleave(most)
-    found = torch.cat((by_rank.cpu().view(-1, 3), ranks.view(-1, 1)), 1)
+    ranks = torch.arange(group.size).repeat_interleave(most_rows)
+    table = torch.cat((by_rank.cpu().view(-1, 3), ranks.view(-1, 1)), 1)
     pieces: dict[int, list[Piece]] = {}
-    for index, start, stop, rank in sorted(found[found[:, 0] >= 0].tolist()):
+    for index, start, stop, rank in sorted(table[table[:, 0] >= 0].tolist()):
         pieces.setdefault(index, []).append(Piece(start, stop, rank))
     return pieces
 

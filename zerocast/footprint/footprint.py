@@ -20,13 +20,15 @@ from zerocast.weight import QuantizedWeight
 ZERO = {"zero1": 1, "zero2": 2}
 FSDP = ("fsdp2", "hsdp")
 OPTIMIZERS = ("adamw", "muon")
-NS_STEPS = 5  # ZeroMuon's default
-MOST_RANKS = 2**20  # padding of buckets to more ranks would be most of a plan
+# ZeroMuon's default number of Newton-Schulz steps.
+NS_STEPS = 5
+# With more ranks, the padding of buckets would be most of the memory.
+MOST_RANKS = 2**20
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is trained on `ranks` data-parallel ranks.
+    """The sharding and the optimizer of a training on `ranks` data-parallel ranks.
 
     `parallel` is zero1, zero2, fsdp2, or hsdp, which shards over groups of `shard_ranks` and
     replicates across them. `optimizer` is adamw, or muon for ZeroMuon under zero1 and zero2, which
@@ -70,9 +72,10 @@ class Footprint:
         kept: linear weights that stay bf16 because `format` cannot take their shape.
         memory: bytes by purpose.
         collectives: what a step calls.
-        all_amaxes: bytes that it would send in the all-reduce of a cast whose host gathers codes
-            alone (Megatron, Apex, TransformerEngine's calls).
-        busiest: Muon's operations on the rank that has most, in those of the mean; 0 without Muon.
+        all_amaxes: bytes that the rank would send in the all-reduce of a cast whose host gathers
+            codes alone (Megatron, Apex, TransformerEngine's calls).
+        busiest: Muon's operations on the rank with the most, divided by the mean of all ranks; 0
+            without Muon.
     """
 
     format: str
@@ -92,10 +95,10 @@ class Footprint:
     @property
     def wire(self) -> dict[str, int]:
         """Bytes that one rank sends in a step, by kind of collective."""
-        found: dict[str, int] = {}
+        sent: dict[str, int] = {}
         for collective in self.collectives:
-            found[collective.kind] = found.get(collective.kind, 0) + collective.sent
-        return found
+            sent[collective.kind] = sent.get(collective.kind, 0) + collective.sent
+        return sent
 
     @property
     def total_wire(self) -> int:
@@ -109,29 +112,33 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
     """
     spec = get_format("identity" if fmt == "bf16" else fmt)
-    alike: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}  # experts are many and have few shapes
+    # One tensor for all parameters of a shape: experts are many and have few shapes, and the byte
+    # counts are cached by tensor.
+    by_shape: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}
     for parameter in parameters:
-        if (parameter.shape, parameter.linear) not in alike:
-            alike[parameter.shape, parameter.linear] = _on_meta(parameter, spec)
-    made = [(one.name, alike[one.shape, one.linear], one.unit) for one in parameters]
-    costs = {one.name: newton_schulz_flops(one.shape, NS_STEPS) for one in parameters if _is_of_muon(one, setup)}
+        if (parameter.shape, parameter.linear) not in by_shape:
+            by_shape[parameter.shape, parameter.linear] = _on_meta(parameter, spec)
+    placed = [(param.name, by_shape[param.shape, param.linear], param.unit) for param in parameters]
+    costs = {
+        param.name: newton_schulz_flops(param.shape, NS_STEPS) for param in parameters if _is_of_muon(param, setup)
+    }
     busiest = 0.0
     if setup.parallel in ZERO:
-        tensors = [(name, tensor, 0) for name, tensor, _ in made]
+        tensors = [(name, tensor, 0) for name, tensor, _ in placed]
         memory, collectives, busiest = zero(tensors, setup.ranks, ZERO[setup.parallel], setup.config, costs)
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
-        memory, collectives = fsdp(made, shards, setup.ranks // shards, setup.config)
-    quantized = [tensor for _, tensor, _ in made if isinstance(tensor, QuantizedWeight)]
+        memory, collectives = fsdp(placed, shards, setup.ranks // shards, setup.config)
+    quantized = [tensor for _, tensor, _ in placed if isinstance(tensor, QuantizedWeight)]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(
         fmt,
-        sum(tensor.numel() for _, tensor, _ in made),
+        sum(tensor.numel() for _, tensor, _ in placed),
         sum(tensor.numel() for tensor in quantized),
         0 if spec.element is None else linear - len(quantized),
         memory,
         collectives,
-        2 * amax_bytes((tensor for _, tensor, _ in made), setup.ranks) * (setup.ranks - 1) // setup.ranks,
+        2 * amax_bytes((tensor for _, tensor, _ in placed), setup.ranks) * (setup.ranks - 1) // setup.ranks,
         busiest,
     )
 

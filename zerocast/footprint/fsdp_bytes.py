@@ -1,12 +1,12 @@
 """The bytes of one rank under FSDP2 and HSDP, for a rank with a full share.
 
 Every parameter is cut along its first dimension, as torch's `fully_shard` cuts it. Every block is a
-unit that is resharded after its forward pass and gathered again for its backward pass; parameters
-outside of blocks form the root, gathered once. The FP32 shard is the parameter; next to it lie the
-scales of its blocks, and the codes of the unit that is being gathered, or all codes where they are
-kept: few of them, or a shard group of one rank. At the peak the root and two blocks are unsharded,
-the one that computes and the next one, with one columnwise copy, and the gradients of two units.
-Traffic is that of a step with one micro-batch and with torch's norm of gradients.
+unit that is resharded after its forward pass and gathered again for its backward pass. Parameters
+outside of blocks form the root, which is gathered once. A rank has the FP32 shard, which is the
+parameter, the scales of its blocks, and the codes of the unit that is being gathered. It has all
+codes if they are few, or if the shard group has one rank. At the peak the root and two blocks are
+unsharded, the one that computes and the next one, with one columnwise copy and the gradients of two
+units. Traffic is that of a step with one micro-batch and with torch's norm of gradients.
 """
 
 import functools
@@ -34,45 +34,48 @@ from zerocast.weight import QuantizedWeight
 
 
 def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
-    """(bytes in memory by purpose, the collectives of a step) of a rank with full shards."""
-    every = [tensor for _, tensor, _ in tensors]
-    owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in every)
-    grad = (config.grad_dtype or torch.bfloat16).itemsize
+    """The bytes in memory by purpose, and the collectives of a step, of a rank with full shards."""
+    all_tensors = [tensor for _, tensor, _ in tensors]
+    owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in all_tensors)
+    grad_bytes = (config.grad_dtype or torch.bfloat16).itemsize
     units: dict[int, list[Tensor]] = {}
     for _, tensor, unit in tensors:
         units.setdefault(unit, []).append(tensor)
-    weights = quantized(every)
-    sent = {unit: sum(_sent(tensor, shards) for tensor in held) for unit, held in units.items()}
-    whole = _at_the_most({unit: shards * nbytes for unit, nbytes in sent.items()})
-    scales = _at_the_most({unit: sum(map(scale_bytes, quantized(held))) for unit, held in units.items()})
-    gradients = sorted(sum(tensor.numel() for tensor in held) for held in units.values())[-2:]
-    reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in held) for held in units.values()]
+    weights = quantized(all_tensors)
+    # By unit: the bytes that this rank sends, and the elements of its shard of the gradients.
+    sent = {unit: sum(_sent(tensor, shards) for tensor in members) for unit, members in units.items()}
+    reduced = [sum(_rows(t, shards) * (t.numel() // t.shape[0]) for t in members) for members in units.values()]
+    unsharded = _at_the_peak({unit: shards * nbytes for unit, nbytes in sent.items()})
+    scales = _at_the_peak({unit: sum(map(scale_bytes, quantized(members))) for unit, members in units.items()})
+    gradients = sorted(sum(tensor.numel() for tensor in members) for members in units.values())[-2:]
     packed = _cut_amaxes(weights, shards)
-    codes = [sum(_codes(weight, shards) for weight in quantized(held)) for held in units.values()]
-    keep = shards == 1 or sum(codes) <= MOST_KEPT
+    codes = [sum(_codes(weight, shards) for weight in quantized(members)) for members in units.values()]
+    # Without all codes in memory, those of the largest unit are there while it is gathered.
+    keeps_codes = shards == 1 or sum(codes) <= MOST_KEPT
+    not_kept = 0 if keeps_codes else sum(codes) - max(codes)
     memory = {
-        "weights": sum(_sent(w, shards) for w in weights) + (0 if keep else max(codes) - sum(codes)) + whole,
+        "weights": sum(_sent(weight, shards) for weight in weights) - not_kept + unsharded,
         "columnwise copies": max(map(copy_bytes, weights), default=0),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
         "moments": 2 * owned * config.moment_dtype.itemsize,
         "gradients": owned * FP32,
-        "buckets": sum(gradients) * grad,
+        "buckets": sum(gradients) * grad_bytes,
     }
     others = shards - 1
     gathers = {unit: 1 if unit == ROOT else 2 for unit in units}
-    part = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
+    sent_in_step = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
     return memory, [
         gradient_collective([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], shards, config),
-        all_reduce("gradients", len(units), owned * grad if replicas > 1 else 0, replicas),
+        all_reduce("gradients", len(units), owned * grad_bytes if replicas > 1 else 0, replicas),
         all_reduce("the norm", 1, FP32, shards),
         all_reduce("amaxes", 1, packed, shards),
-        Collective("all-gather", "weights", sum(gathers.values()), part * others, shards),
+        Collective("all-gather", "weights", sum(gathers.values()), sent_in_step * others, shards),
     ]
 
 
-def _at_the_most(by_unit: dict[int, int]) -> int:
-    """The bytes of the root and of the two largest blocks."""
+def _at_the_peak(by_unit: dict[int, int]) -> int:
+    """The bytes of the root and of the two largest blocks, which are unsharded together."""
     blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
     return by_unit.get(ROOT, 0) + sum(blocks[-2:])
 
@@ -100,7 +103,7 @@ def _sent(tensor: Tensor, shards: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _codes(weight: QuantizedWeight, shards: int) -> int:
-    """The bytes of these that are codes."""
+    """The bytes of codes among those that a rank contributes to one all-gather."""
     return GatherLayout(_geometry(weight, shards)).codes_nbytes
 
 

@@ -15,18 +15,23 @@ from zerocast.weight import QuantizedWeight
 
 FP32, FP64 = torch.float32.itemsize, torch.float64.itemsize
 SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")
-Placed = tuple[str, Tensor, int]  # name, tensor, number of its unit or bucket
+# (name, tensor, number of its unit or bucket)
+Placed = tuple[str, Tensor, int]
 Bytes = dict[str, int]
 
 
 def all_reduce(content: str, calls: int, nbytes: int, ranks: int) -> Collective:
-    """All-reduces of `nbytes` bytes together, each of which a rank sends twice but for its part."""
+    """`calls` all-reduces of `nbytes` bytes together.
+
+    A rank sends each byte twice, except those of its own slice.
+    """
     return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks)
 
 
 def gradient_collective(parts: Sequence[tuple[int, torch.dtype]], ranks: int, config: ZeroConfig) -> Collective:
-    """How gradients reach their owners; `parts` are what one of them is sent: elements, and the
-    dtype that is reduced.
+    """The collective by which gradients reach their owners.
+
+    `parts` has (elements, reduced dtype) of each message to one owner.
     """
     if config.grad_wire:
         sent = sum(GradientMessage(numel).nbytes for numel, _ in parts) * (ranks - 1)
@@ -36,19 +41,19 @@ def gradient_collective(parts: Sequence[tuple[int, torch.dtype]], ranks: int, co
 
 
 def quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
-    """The quantized weights among them."""
+    """The quantized weights among some tensors."""
     return [tensor for tensor in tensors if isinstance(tensor, QuantizedWeight)]
 
 
 @functools.lru_cache(maxsize=1024)
 def scale_bytes(weight: QuantizedWeight) -> int:
-    """The bytes of scale buffers, amax and delayed scaling, in flat buffers; without the scales of
-    a columnwise copy.
+    """The bytes of a weight's scales, amax and delayed scaling in flat buffers, without the scales
+    of a columnwise copy.
     """
-    found = buffers(weight.format, weight.matrix_shape, weight.dtype)
+    layout = buffers(weight.format, weight.matrix_shape, weight.dtype)
     transposed = weight.format.columnwise is Columnwise.TRANSPOSE
     names = [name for name in SCALES if not (name == "columnwise_scale_inv" and transposed)]
-    return sum(_in_flat_buffer(found[name]) for name in names)
+    return sum(_in_flat_buffer(layout[name]) for name in names)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -57,16 +62,17 @@ def copy_bytes(weight: QuantizedWeight) -> int:
     fmt = weight.format
     if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
-    found = buffers(fmt, weight.matrix_shape, weight.dtype)
+    layout = buffers(fmt, weight.matrix_shape, weight.dtype)
     names = ["columnwise_data", "columnwise_scale_inv"] if fmt.block else ["columnwise_data"]
-    return sum(_in_flat_buffer(found[name]) for name in names)
+    return sum(_in_flat_buffer(layout[name]) for name in names)
 
 
 def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
     weights = quantized(tensors)
     counts = [sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights]
-    # behind its amaxes each weight has a flag, whether its masters are finite
+    # After its amaxes each weight has a flag that says whether its masters are finite. With several
+    # ranks, two more numbers compare the ranks' calls.
     amaxes = sum(counts) + sum(count > 0 for count in counts)
     return 2 * (amaxes + (2 if amaxes and ranks > 1 else 0))
 

@@ -50,7 +50,9 @@ def zero(
     computed = quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
     gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
     reduced, own = _packed_amaxes(buckets, ranks)
-    kept = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors) if stage == 1 else 0
+    # Stage 1 keeps all gradients of this rank until the step.
+    all_gradients = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors)
+    kept_gradients = all_gradients if stage == 1 else 0
     copies = list(map(copy_bytes, weights)) or [0]
     memory = {
         "weights": sum(_flat(bucket, bucket.storage.codes) for bucket in buckets),
@@ -58,25 +60,25 @@ def zero(
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
         "moments": 2 * cut * config.moment_dtype.itemsize + (shard - cut) * FP32,
-        "gradients": flat_numel(layout.gradients) * FP32 + kept,
+        "gradients": flat_numel(layout.gradients) * FP32 + kept_gradients,
         "buckets": _in_flight(tensors, layout.gradients, ranks, stage, config),
     }
     others = ranks - 1
     gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in layout.gradients]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
-    part = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
+    own_bytes = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
     collectives = [
         gradient_collective(gradients, ranks, config),
         all_reduce("the norm", 1, FP64, ranks),
         *([_exchange(layout, ranks, config)] if costs else []),
         all_reduce("amaxes", 1, reduced, ranks),
-        Collective("all-gather", "weights", gathers, part * others, ranks),
+        Collective("all-gather", "weights", gathers, own_bytes * others, ranks),
     ]
     return memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0
 
 
 def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
-    """How reduced gradients reach the owners of matrices."""
+    """The all-to-all by which reduced gradients reach the owners of matrices."""
     calls = len(rounds(layout, ranks, config.bucket_size)) if ranks > 1 else 0
     return Collective("all-to-all", "gradients for owners", calls, most_sent(layout, ranks) * FP32, ranks)
 
@@ -96,7 +98,7 @@ def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
 
 
 def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
-    """The dtype in which autograd brings a gradient."""
+    """The dtype of a gradient as autograd produces it."""
     widened = isinstance(tensor, QuantizedWeight) and config.grad_dtype is torch.float32
     return torch.float32 if widened else tensor.dtype
 
@@ -121,12 +123,14 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
         storage, gone = bucket.storage, arrived[id(bucket)]
         in_place = bucket.is_one_gradient and dtype is storage.grad_dtype
         packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
-        peak = max(peak, waiting + packed)  # the bucket before has landed
+        # The collective of the bucket before has completed by now.
+        peak = max(peak, waiting + packed)
         waiting -= gone
         flying = (packed or gone) + _result(bucket, ranks, config)
         peak = max(peak, waiting + flying)
+        # Gradients are quantized before they are sent, and freed then.
         if config.grad_wire:
-            flying -= packed or gone  # codes are made of them before they are sent
+            flying -= packed or gone
     return peak
 
 

@@ -1,7 +1,6 @@
-"""Weight formats as values: one file a format, found by its file name.
+"""Weight formats as values. Each format has a file of its name.
 
-A format file defines `build(...) -> FormatSpec`; the keywords of `build` are the options of the
-format.
+The file defines `build(...) -> FormatSpec`; the keywords of `build` are the options of the format.
 """
 
 import dataclasses
@@ -17,6 +16,7 @@ from zerocast.formats.spec import AmaxPolicy, Block, Columnwise, FormatSpec, Sca
 
 __all__ = ["AmaxPolicy", "Block", "Columnwise", "Element", "FormatSpec", "ScaleRule", "format_names", "get_format"]
 
+# The modules of this package that do not define a format.
 _NOT_FORMATS = {"element", "layout", "memory", "recipe", "shared_amax", "spec"}
 _LITERALS: dict[str, Any] = {"True": True, "False": False}
 
@@ -30,8 +30,8 @@ def format_names() -> tuple[str, ...]:
 def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
     """The format called `name`.
 
-    Options go by keyword, or inline as in ``"fp8_block:power_of_2_scale=False"``, which is also
-    what `str(fmt)` prints. Raises ValueError for an unknown name, an option that this format does
+    Options are keywords, or inline as in ``"fp8_block:power_of_2_scale=False"``, the text that
+    `str(fmt)` returns. Raises ValueError for an unknown name, an option that this format does
     not have, or a value outside its range, TypeError for an option of another type.
     """
     if isinstance(name, FormatSpec):
@@ -42,6 +42,8 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
         raise TypeError(f"a format is a name or a FormatSpec, got {name!r}")
     if not options:
         return _build(name, ())
+    # The types are a part of the key of the cache. Without them True would hit the entry of 1, and
+    # a wrong type would not raise.
     return _build(name, tuple(sorted((option, type(value), value) for option, value in options.items())))
 
 
@@ -59,6 +61,7 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
         if option not in known:
             raise ValueError(f"format {name} has no option {option!r}; it has: {', '.join(known) or 'none'}")
         expected = type(known[option].default)
+        # `0` stands for `0.0`. Types are compared exactly, since a bool is an int to isinstance.
         if expected is float and type(value) is int:
             chosen[option] = value = float(value)
         if type(value) is not expected:
@@ -70,6 +73,7 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
 
 
 def _parse(text: str, inline: str) -> dict[str, Any]:
+    """The options in `inline`, the part of `text` after the colon."""
     options: dict[str, Any] = {}
     for item in inline.split(",") if inline else ():
         key, equals, value = item.partition("=")
@@ -80,6 +84,7 @@ def _parse(text: str, inline: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
+    """The value of an option that is given as text: a bool, an int, a float or the text itself."""
     if text in _LITERALS:
         return _LITERALS[text]
     for number in (int, float):

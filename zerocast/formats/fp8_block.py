@@ -1,4 +1,4 @@
-"""fp8_block: FP8 with one FP32 scale a 128x128 block (docs/formats/fp8_block.md)."""
+"""fp8_block: FP8 with one FP32 scale per 128x128 block (docs/formats/fp8_block.md)."""
 
 from zerocast.formats.element import fp8
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule

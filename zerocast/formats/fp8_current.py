@@ -1,4 +1,4 @@
-"""fp8_current: FP8 with one FP32 scale a tensor, from this step's amax (docs/formats)."""
+"""fp8_current: FP8 with one FP32 scale per tensor, from this step's amax (docs/formats)."""
 
 from zerocast.formats.element import fp8
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule

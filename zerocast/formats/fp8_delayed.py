@@ -1,4 +1,4 @@
-"""fp8_delayed: FP8 with one FP32 scale a tensor, from amaxes of earlier steps (docs/formats)."""
+"""fp8_delayed: FP8 with one FP32 scale per tensor, from amaxes of earlier steps (docs/formats)."""
 
 from zerocast.formats.element import fp8
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule

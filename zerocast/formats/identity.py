@@ -4,8 +4,8 @@ from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
 
 
 def build() -> FormatSpec:
-    """Unquantized storage: lets a mixed model use one plan, one set of buffers and one
-    collective.
+    """Unquantized storage, so that a model with weights of several formats needs only one plan, one
+    set of buffers and one collective.
     """
     return FormatSpec(
         name="identity",

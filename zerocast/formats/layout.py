@@ -47,6 +47,8 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
+    # Leading dimensions are folded into the rows, so a block could reach from one matrix into the
+    # next.
     for block in (fmt.exchange_block, fmt.columnwise_block):
         if block and len(shape) > 2 and shape[-2] % block[0]:
             raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
@@ -79,8 +81,8 @@ class Span:
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def boxes(self, shape: Sequence[int]) -> Iterator[tuple[Shape, Shape]]:
-        """Cut the span into (offsets, sizes) boxes of `shape`, in order: at most three for a
-        matrix.
+        """Cut the span into boxes (offsets, sizes) of a tensor of `shape`, in order. A matrix gives
+        at most three: the end of a row, whole rows, the start of a row.
         """
         yield from _boxes(self.start, self.stop, tuple(shape))
 
@@ -91,14 +93,17 @@ def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]
     if len(shape) <= 1:
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
+    # `first` and `last` are rows of `inner` elements. The span starts inside row `first`, up to
+    # `head_stop`, and ends inside row `last`; whole rows may come between.
     inner = math.prod(shape[1:])
     first, last = start // inner, stop // inner
     head_stop = min(stop, round_up(start, inner))
     for offsets, sizes in _boxes(start - first * inner, head_stop - first * inner, shape[1:]):
         yield (first, *offsets), (1, *sizes)
-    whole = round_up(start, inner) // inner
-    if whole < last:
-        yield (whole,) + (0,) * len(shape[1:]), (last - whole, *shape[1:])
+    first_whole = round_up(start, inner) // inner
+    if first_whole < last:
+        yield (first_whole,) + (0,) * len(shape[1:]), (last - first_whole, *shape[1:])
+    # If the head has reached `stop` already, the span is inside a single row and has no tail.
     if last * inner >= head_stop:
         for offsets, sizes in _boxes(0, stop - last * inner, shape[1:]):
             yield (last, *offsets), (1, *sizes)
@@ -127,16 +132,15 @@ def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
 
 
 def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
-    """Number of packed amaxes of a weight in its rowwise grid and in its own columnwise grid,
-    unpadded.
+    """(rowwise, columnwise) numbers of packed amaxes of a weight, without padding. The second is 0
+    unless the format casts columnwise codes in blocks of their own.
     """
     if fmt.amax_policy is AmaxPolicy.NONE:
         return 0, 0
-    own = fmt.columnwise is Columnwise.OWN_GRID
-    return (
-        math.prod(amax_grid(fmt.block, rows, columns)),
-        math.prod(amax_grid(fmt.columnwise_block, rows, columns)) if own else 0,
-    )
+    rowwise = math.prod(amax_grid(fmt.block, rows, columns))
+    if fmt.columnwise is not Columnwise.OWN_GRID:
+        return rowwise, 0
+    return rowwise, math.prod(amax_grid(fmt.columnwise_block, rows, columns))
 
 
 @dataclass(frozen=True)
@@ -180,16 +184,17 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
     if fmt.block is None:
         return Buffer((1,), torch.float32, 1.0)
     down, across = amax_grid(fmt.block, rows, columns)
+    # The paddings are those of cuBLAS: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
     if fmt.scale_rule is ScaleRule.FP32:
         return Buffer((down, round_up(across, 4)), torch.float32, 1.0)
     return Buffer((round_up(rows, 128), round_up(across, 4)), torch.uint8)
 
 
 def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """The scale buffer of the columnwise data: the rowwise one of the transposed weight.
+    """The scale buffer of the columnwise data: that of the rowwise data of the transposed weight.
 
-    mxfp8 has one row of scales for 32 rows instead, with a scale for each column, padded to
-    multiples of (4, 128).
+    mxfp8 instead has one row of scales per 32 rows of the weight, with one scale per column, padded
+    to multiples of (4, 128).
     """
     if fmt.columnwise is Columnwise.NONE:
         return None
@@ -200,45 +205,52 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
 
 
 def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Buffer]:
-    """The E4M3 codes `[rows, columns]` of an upcast weight, or of its transpose, and their f32
-    scales, one a scale group: the buffers of fp8_block.
+    """The buffers of an upcast weight, or of its transpose: E4M3 codes `[rows, columns]` and one
+    f32 scale per scale group. These are the buffers of fp8_block.
     """
     down, across = amax_grid(fmt.scale_group, rows, columns)
     return Buffer((rows, columns), torch.uint8), Buffer((down, round_up(across, 4)), torch.float32, 1.0)
 
 
 def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
-    """How many elements lie to each entry of the scale buffers that a cast fills, by name.
+    """The number of elements per entry of each scale buffer that a cast fills, by buffer name.
 
-    Rows of blocks then lie in a buffer in proportion to their elements: one that ends at element e
-    of the weight ends at entry e / n. So the buffer can be cut where the codes are. Empty where it
-    cannot: a buffer is padded or repeated, or a scale depends on the amax of the tensor.
+    With n elements per entry, a row of blocks that ends at element e of the weight ends at entry
+    e / n of the buffer. So the buffer can be cut at the same boundaries as the codes. Empty if it
+    cannot: a buffer is padded or repeats its scales, or a scale depends on the tensor amax.
     """
     by_name = {"rowwise_scale_inv": (fmt.block, rowwise_scale_inv(fmt, *matrix))}
     if fmt.columnwise is Columnwise.OWN_GRID:
         by_name["columnwise_scale_inv"] = fmt.columnwise_block, columnwise_scale_inv(fmt, *matrix)
-    found = {}
+    elements = {}
     for name, (block, buffer) in by_name.items():
         if block is None or buffer is None or fmt.has_tensor_amax:
             return {}
+        # A block at an edge may have fewer elements, and a padded buffer has more entries than
+        # blocks. The ratio would then differ between parts of the buffer.
         whole_blocks = all(extent % size == 0 for extent, size in zip(matrix, block, strict=True))
         if not whole_blocks or buffer.shape != amax_grid(block, *matrix):
             return {}
-        found[name] = math.prod(block)
-    return found
+        elements[name] = math.prod(block)
+    return elements
 
 
 def whole_block_rows(fmt: FormatSpec, matrix: Block, span: Span) -> Span:
-    """The elements of the rows of exchange blocks that a span holds in whole; an empty span at some
-    position within it if there are none. The last row of a matrix may be lower than the others.
+    """The part of a span that consists of whole rows of exchange blocks. If there are none, an
+    empty span at some position within it.
     """
     assert fmt.exchange_block
-    (rows, columns), unit = matrix, fmt.exchange_block[0] * matrix[1]
+    rows, columns = matrix
+    # The elements of a row of blocks. The last one of a matrix may have fewer rows, so the end of
+    # the matrix also ends a row of blocks.
+    unit = fmt.exchange_block[0] * columns
     start = round_up(span.start, unit)
     stop = span.stop if span.stop == rows * columns else span.stop // unit * unit
     return Span(start, stop) if start < stop else Span(span.stop, span.stop)
 
 
+# The names of a weight's buffers. The order matters: products read the first four, and the fifth if
+# scales have two levels.
 BUFFERS = (
     "rowwise_data",
     "rowwise_scale_inv",
@@ -254,41 +266,41 @@ def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> dict[str, Buf
     """Every buffer of a weight by the names in `BUFFERS`; None for a buffer that the format
     lacks.
     """
-    delayed = fmt.amax_policy is AmaxPolicy.DELAYED
-    one = Buffer((1,), torch.float32)
+    is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
     return {
         "rowwise_data": rowwise_data(fmt, *matrix, dtype),
         "rowwise_scale_inv": rowwise_scale_inv(fmt, *matrix),
         "columnwise_data": columnwise_data(fmt, *matrix),
         "columnwise_scale_inv": columnwise_scale_inv(fmt, *matrix),
-        "amax": one if fmt.has_tensor_amax else None,
-        "scale": Buffer((1,), torch.float32, 1.0) if delayed else None,
-        "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if delayed else None,
+        "amax": Buffer((1,), torch.float32) if fmt.has_tensor_amax else None,
+        "scale": Buffer((1,), torch.float32, 1.0) if is_delayed else None,
+        "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if is_delayed else None,
     }
 
 
 @dataclass(frozen=True)
 class GradientMessage:
-    """The bytes in which `numel` elements of a gradient travel to one rank: E4M3 codes, then the
-    f32 `scale_inv` of each group of `GROUP` elements, both with zeros up to a multiple of 16 bytes
-    (docs/formats/fp8_1x128.md).
+    """The layout of the bytes in which `numel` elements of a gradient are sent to one rank: E4M3
+    codes, then one f32 `scale_inv` per group of `GROUP` elements, each part padded with zeros to a
+    multiple of 16 bytes (docs/formats/fp8_1x128.md).
     """
 
     numel: int
 
-    GROUP: ClassVar[int] = 128  # elements a scale; the last group may be short
+    # Elements per scale. The last group may have fewer.
+    GROUP: ClassVar[int] = 128
 
     @property
     def groups(self) -> int:
-        """The number of scales: one for every group of elements."""
+        """The number of scales, one per group of elements."""
         return -(-self.numel // self.GROUP)
 
     @property
     def scales_at(self) -> int:
-        """Where the scales begin, in bytes."""
+        """The offset of the scales in bytes."""
         return round_up(self.numel, 16)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole message: codes, then scales."""
+        """The size of the message in bytes."""
         return self.scales_at + round_up(4 * self.groups, 16)

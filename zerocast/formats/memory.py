@@ -1,7 +1,7 @@
-"""Checks that a tensor has the memory that a layout says it has.
+"""Checks that a tensor has the shape, dtype and memory that a layout specifies.
 
-Kernels are given addresses. Over a tensor that is smaller than its weight, or over storage that was
-freed or shrunk, they would read and write what belongs to others.
+Kernels get plain addresses. Given a tensor that is smaller than its weight, or storage that was
+freed or shrunk, they would read and write memory of other tensors.
 """
 
 import math
@@ -14,20 +14,20 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import BUFFERS, Buffer, buffers
 
-# what a product reads, so that no weight is without them
+# Every product reads these buffers, so no weight may lack them.
 _NEEDED = ("rowwise_data", "rowwise_scale_inv")
 
 
 def check_buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype, held: Mapping[str, object]) -> None:
-    """TypeError or ValueError, which names the buffer, unless `held` are the buffers of a weight of
-    `matrix` (rows, columns), each as the layout has it and all on one device.
+    """Check the buffers of a weight of `matrix` (rows, columns), given by name as `held`.
 
-    A columnwise copy may be missing, and so may what only a cast writes. Reads no element, so it
-    takes fake tensors and tensors on the meta device.
+    TypeError or ValueError, which names the buffer, unless each is as the layout specifies and all
+    are on one device. A columnwise copy may be missing, and so may buffers that only a cast writes.
+    No element is read, so fake and meta tensors can be checked.
     """
     expected = buffers(fmt, matrix, dtype)
     if fmt.columnwise is Columnwise.SHARED:
-        # a host may keep these codes twice
+        # The rowwise codes serve both directions, but a host may store them twice.
         expected["columnwise_data"] = expected["rowwise_data"]
     unknown = [name for name, tensor in held.items() if tensor is not None and name not in BUFFERS]
     if unknown:
@@ -46,20 +46,22 @@ def check_buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype, held: Mapp
 def check_tensor(
     name: str, tensor: object, buffer: Buffer | None, fmt: FormatSpec, device: torch.device | None = None
 ) -> Tensor:
-    """The tensor. TypeError or ValueError unless it is contiguous, has the shape and dtype of a
-    buffer, is on `device` if one is given, and has memory for all its elements.
+    """Check one buffer and return it. TypeError or ValueError unless it is contiguous, has the
+    shape and dtype of `buffer`, is on `device` if one is given, and has memory for all its
+    elements.
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}, a tensor is needed")
     if buffer is None:
         raise ValueError(f"a {fmt} weight has no {name}, got {tensor.dtype} {tuple(tensor.shape)}")
     kind = type(tensor).__name__
-    found = tuple(tensor.shape), tensor.dtype, tensor.layout
-    if found != (buffer.shape, buffer.dtype, torch.strided) or not tensor.is_contiguous():
-        lies = f"strides {tensor.stride()}" if tensor.layout is torch.strided else f"{tensor.layout}"
+    actual = tuple(tensor.shape), tensor.dtype, tensor.layout
+    if actual != (buffer.shape, buffer.dtype, torch.strided) or not tensor.is_contiguous():
+        # A sparse tensor has no strides.
+        arrangement = f"strides {tensor.stride()}" if tensor.layout is torch.strided else f"{tensor.layout}"
         raise ValueError(
             f"{name} needs contiguous {_described(buffer)}, for this {fmt} weight; got {tensor.dtype} {tuple(tensor.shape)}, "
-            f"{tensor.numel() * tensor.element_size():,} bytes, {lies}"
+            f"{tensor.numel() * tensor.element_size():,} bytes, {arrangement}"
         )
     if device is not None and tensor.device != device:
         raise ValueError(f"{name} needs contiguous {_described(buffer)} on {device}; got one on {tensor.device}")
@@ -72,19 +74,22 @@ def check_tensor(
 
 def check_storage(name: str, tensor: Tensor) -> None:
     """ValueError for a contiguous tensor whose storage ends before its last element."""
-    size, there = tensor.element_size(), tensor.untyped_storage().nbytes()
-    needed = (tensor.storage_offset() + tensor.numel()) * size
-    if tensor.numel() and needed > there:
+    available = tensor.untyped_storage().nbytes()
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.numel() and needed > available:
         raise ValueError(
-            f"{name} ends at byte {needed:,} of a storage that has {there:,}: it was freed or made smaller "
+            f"{name} ends at byte {needed:,} of a storage that has {available:,}: it was freed or made smaller "
             "(untyped_storage().resize_), so give it memory, or build the weight again"
         )
 
 
 def _check_pair(fmt: FormatSpec, held: Mapping[str, object]) -> None:
-    """A columnwise copy is codes and scales; a scale a tensor serves both directions."""
-    codes, scales = (held.get(f"columnwise_{what}") is not None for what in ("data", "scale_inv"))
-    if codes and not scales and fmt.columnwise is not Columnwise.NONE and fmt.block:
+    """ValueError for columnwise codes without their block scales. One scale per tensor needs none,
+    since the rowwise scale serves both directions.
+    """
+    has_codes = held.get("columnwise_data") is not None
+    has_scales = held.get("columnwise_scale_inv") is not None
+    if has_codes and not has_scales and fmt.columnwise is not Columnwise.NONE and fmt.block:
         raise ValueError(f"columnwise_scale_inv is missing, and a {fmt} weight with columnwise_data needs it")
 
 

@@ -1,4 +1,4 @@
-"""mxfp4: E2M1 with an E8M0 scale a 32x32 tile, exact in FP8 (docs/formats/mxfp4.md)."""
+"""mxfp4: E2M1 with one E8M0 scale per 32x32 tile, exact in FP8 (docs/formats/mxfp4.md)."""
 
 from zerocast.formats.element import E2M1
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
@@ -10,8 +10,8 @@ def build(scale_rounding: str = "up", exact_in_fp8: bool = True) -> FormatSpec:
     """Microscaling FP4 for weights: square tiles, round to nearest even.
 
     `scale_rounding` is "up", so that no element saturates, or "floor", the rule of the OCP
-    specification. With `exact_in_fp8` no scale of a 128x128 block is below 2**-14 of its largest
-    one: every value is then an E4M3 number under one scale a block.
+    specification. With `exact_in_fp8` no scale in a 128x128 block is below 2**-14 of the largest
+    scale in it. Every value is then an E4M3 number under one scale per block.
     """
     if scale_rounding not in ROUNDINGS:
         raise ValueError(f"scale_rounding must be one of {ROUNDINGS}, got {scale_rounding!r}")

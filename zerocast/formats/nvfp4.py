@@ -1,4 +1,6 @@
-"""nvfp4: E2M1 with an E4M3 scale a 16x16 tile under one FP32 scale (docs/formats/nvfp4.md)."""
+"""nvfp4: E2M1 with one E4M3 scale per 16x16 tile and one FP32 scale per tensor
+(docs/formats/nvfp4.md).
+"""
 
 from zerocast.formats.element import E2M1
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule

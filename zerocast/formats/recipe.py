@@ -12,15 +12,20 @@ from zerocast.formats.shared_amax import Patterns, SharedAmax, check_group, grou
 class Recipe:
     """A format for each parameter name: `Recipe({"*.mlp.*": "nvfp4"}, default="identity")`.
 
-    Patterns are globs, tried in order; values are FormatSpecs or format names. Where a recipe is
-    asked for, such a mapping may stand for it. Raises TypeError for patterns that are no mapping,
-    ValueError for an unknown format.
+    Functions that take a recipe also take the mapping alone.
 
-    `share_amax` lets weights that engines fuse take one tensor amax, that of the largest: groups of
-    patterns, such as `[("*.q_proj.weight", "*.k_proj.weight")]`, or "llama" for query, key and
-    value, and for gate and up. Weights belong together whose names match patterns of one group with
-    the same text in place of the `*`. It concerns nvfp4 and fp8_current; formats without a tensor
-    amax share nothing. ValueError for formats that differ within a group, and for fp8_delayed.
+    Args:
+        patterns: globs of parameter names, tried in order, with a FormatSpec or a format name each.
+        default: the format of parameters that no pattern matches.
+        share_amax: groups of patterns whose weights share one tensor amax, the largest of theirs,
+            since inference engines fuse them: `[("*.q_proj.weight", "*.k_proj.weight")]`, or
+            "llama" for query, key and value, and for gate and up. Weights are in one group if their
+            names match its patterns with the same text in place of the `*`. This concerns nvfp4 and
+            fp8_current; formats without a tensor amax share nothing.
+
+    Raises TypeError for patterns that are no mapping, ValueError for an unknown format. Weights of
+    different formats in one group, and fp8_delayed in a group, raise ValueError in
+    `shared_amaxes`.
     """
 
     patterns: tuple[tuple[str, FormatSpec], ...]
@@ -43,15 +48,17 @@ class Recipe:
 
     @classmethod
     def of(cls, recipe: "RecipeLike") -> "Recipe":
-        """The recipe itself, or the one that a mapping stands for."""
+        """The given recipe, or a recipe of the given mapping."""
         return recipe if isinstance(recipe, Recipe) else cls(recipe)
 
     @classmethod
     def parse(cls, entries: Sequence[str], option: str) -> "Recipe":
-        """The recipe of entries `pattern=format`, as `option` of a command line or a configuration
-        takes them. ValueError for none, for something else, and for an unknown format.
+        """The recipe of entries `pattern=format` from a command line or a configuration, where
+        `option` is their name for errors. ValueError for an empty list, for an entry of another
+        form, and for an unknown format.
         """
-        split = [entry.partition("=") for entry in entries]  # a format may have options
+        # Only the first "=" splits, since a format may have options with more of them.
+        split = [entry.partition("=") for entry in entries]
         wrong = [entry for entry, (pattern, _, fmt) in zip(entries, split, strict=True) if not pattern or not fmt]
         if wrong or not entries:
             raise ValueError(
@@ -69,8 +76,8 @@ class Recipe:
         return next((fmt for pattern, fmt in self.patterns if fnmatch.fnmatchcase(name, pattern)), self.default)
 
     def shared_amaxes(self, names: Iterable[str]) -> dict[str, SharedAmax]:
-        """The group of each weight that shares its tensor amax. ValueError for formats that cannot,
-        and if there is no group at all.
+        """The group of each weight that shares its tensor amax, by name. ValueError for formats
+        that cannot share one, and if `share_amax` matches no group.
         """
         groups = groups_of(self.share_amax, names)
         if self.share_amax and not groups:

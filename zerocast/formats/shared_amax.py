@@ -1,8 +1,8 @@
-"""Weights that share one tensor amax, since engines compute their products in one.
+"""Groups of weights that share one tensor amax, because inference engines fuse their products.
 
-An engine that lays query, key and value behind each other keeps one global scale for the three. If
-theirs differ, it takes one of them and decodes the others wrongly. Weights that share the amax of
-the largest have equal scales from the start.
+An engine that concatenates query, key and value keeps one global scale for the three. If their
+scales differ, it takes one of them and decodes the others wrongly. Weights that share the largest
+of their amaxes have equal scales from the start.
 """
 
 import re
@@ -13,7 +13,8 @@ from typing import TypeVar
 from zerocast.formats.spec import AmaxPolicy, FormatSpec
 
 K = TypeVar("K")
-Patterns = tuple[tuple[str, ...], ...]  # of globs, one tuple a kind of group
+# Globs of parameter names, one inner tuple per kind of group.
+Patterns = tuple[tuple[str, ...], ...]
 
 PRESETS: Mapping[str, Patterns] = {
     "llama": (
@@ -25,7 +26,7 @@ PRESETS: Mapping[str, Patterns] = {
 
 @dataclass(frozen=True)
 class SharedAmax:
-    """The names of weights with one tensor amax."""
+    """The names of the weights that share one tensor amax."""
 
     names: tuple[str, ...]
 
@@ -34,8 +35,8 @@ class SharedAmax:
 
 
 def patterns_of(share_amax: str | Sequence[Sequence[str]]) -> Patterns:
-    """The patterns of a preset, or as they are given; ValueError for an unknown preset and for a
-    group of one pattern.
+    """The patterns of a preset, or the given groups of patterns as tuples. ValueError for an
+    unknown preset and for a group with fewer than two patterns.
     """
     if isinstance(share_amax, str):
         if share_amax not in PRESETS:
@@ -50,20 +51,22 @@ def patterns_of(share_amax: str | Sequence[Sequence[str]]) -> Patterns:
 
 def groups_of(patterns: Patterns, names: Iterable[str]) -> list[SharedAmax]:
     """The weights that match patterns of one group with the same text in place of the `*`."""
-    found: dict[tuple[int, tuple[str, ...]], list[str]] = {}
+    # (index of the group of patterns, text in place of each "*") -> names of the weights.
+    members_of: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for name in names:
         for number, group in enumerate(patterns):
             match = next((match for pattern in group if (match := _match(pattern, name))), None)
             if match is not None:
-                found.setdefault((number, match.groups()), []).append(name)
+                members_of.setdefault((number, match.groups()), []).append(name)
                 break
-    return [SharedAmax(tuple(members)) for members in found.values() if len(members) > 1]
+    return [SharedAmax(tuple(members)) for members in members_of.values() if len(members) > 1]
 
 
 def check_group(group: SharedAmax, formats: Mapping[str, FormatSpec]) -> bool:
-    """True if these formats have a tensor amax to share. ValueError for formats that differ, and
-    for delayed scaling, whose scales come from the past of each weight.
+    """True if the weights of a group have a tensor amax to share. ValueError if their formats
+    differ, and for delayed scaling, where scales come from the amax history of each weight.
     """
+    # A dict instead of a set, so that the error names the formats in the order of the weights.
     kinds = list(dict.fromkeys(formats[name] for name in group.names))
     if len(kinds) > 1:
         raise ValueError(
@@ -78,17 +81,18 @@ def check_group(group: SharedAmax, formats: Mapping[str, FormatSpec]) -> bool:
 
 
 def groups_cast_together(weights: Mapping[K, tuple[SharedAmax | None, FormatSpec]]) -> list[list[K]]:
-    """The weights of each group whose tensor amax is shared, of all that one reduction covers.
+    """The keys of the weights in each group that shares a tensor amax. `weights` are all weights
+    whose amaxes one all-reduce covers, each with its group and format.
 
-    ValueError where one of a group is not among them, for then its amax is reduced elsewhere, and
-    for what `check_group` refuses.
+    ValueError if a weight of a group is missing, since its amax is then reduced elsewhere, and for
+    groups that `check_group` refuses.
     """
-    found: dict[SharedAmax, list[K]] = {}
+    members_of: dict[SharedAmax, list[K]] = {}
     for key, (group, _) in weights.items():
         if group is not None:
-            found.setdefault(group, []).append(key)
+            members_of.setdefault(group, []).append(key)
     shared = []
-    for group, members in found.items():
+    for group, members in members_of.items():
         if len(members) != len(group.names):
             raise ValueError(
                 f"{len(members)} of the weights {group} are cast here, and {len(group.names)} share a tensor amax: cast them "

@@ -13,9 +13,10 @@ from typing import Any
 
 from zerocast.formats.element import Element
 
+# (rows, columns) of a block of elements, or of a matrix.
 Block = tuple[int, int]
-# E2M1 values times 2**UPCAST_EXPONENT, and down to 2**(UPCAST_EXPONENT - SCALE_SPREAD), are E4M3
-# numbers.
+# An E2M1 value times 2**n is an E4M3 number for every n from UPCAST_EXPONENT - SCALE_SPREAD to
+# UPCAST_EXPONENT.
 UPCAST_EXPONENT, SCALE_SPREAD = 6, 14
 
 
@@ -24,8 +25,8 @@ class ScaleRule(enum.IntEnum):
 
     NONE = 0  # identity: no scale
     FP32 = 1  # fp8_max / amax, optionally floored to a power of two; FP32 scale_inv
-    E8M0 = 2  # one biased-exponent byte a block, rounded up
-    TWO_LEVEL = 3  # an E4M3 byte a block under one FP32 scale from the tensor amax
+    E8M0 = 2  # one biased-exponent byte per block, rounded up
+    TWO_LEVEL = 3  # one E4M3 byte per block, and one FP32 scale from the tensor amax
 
 
 class Columnwise(enum.IntEnum):
@@ -33,8 +34,8 @@ class Columnwise(enum.IntEnum):
 
     NONE = 0  # the rowwise buffer serves both directions
     TRANSPOSE = 1  # the same codes and scales, transposed after the all-gather
-    OWN_GRID = 2  # its own blocks and codes, cast from the master; not transposed
-    SHARED = 3  # the rowwise codes; the scales of the same blocks in a columnwise buffer
+    OWN_GRID = 2  # codes in columnwise blocks, cast from the master; not transposed
+    SHARED = 3  # the rowwise codes, with the scales of the same blocks in a columnwise buffer
 
 
 class AmaxPolicy(enum.IntEnum):
@@ -50,13 +51,24 @@ class FormatSpec:
     """A weight format as data. Build one with `zerocast.get_format`.
 
     Attributes:
+        name: the name of the format, without its options.
         element: type of the codes; None stores values of the nominal dtype.
+        scale_rule: how scales are computed from amaxes.
+        columnwise: the source of the columnwise copy.
+        amax_policy: the amax that scales a cast.
         block: (rows, columns) that share one rowwise scale; None for the whole tensor.
-        columnwise_block: the same for a columnwise grid of its own; None where there is none.
-        scale_group: (rows, columns) of the blocks none of whose E8M0 scales is below
-            2**-SCALE_SPREAD of the largest; None where scales are independent.
-        scale_rounding: "up" or "floor", of the exponent of E8M0 scales.
+        columnwise_block: (rows, columns) that share one scale of columnwise codes with blocks of
+            their own; None for other formats.
+        scale_group: (rows, columns) in which every E8M0 scale is at least 2**-SCALE_SPREAD of the
+            largest; None if scales are independent.
+        scale_rounding: the rounding of the exponent of E8M0 scales, "up" or "floor".
         multiple: (rows, columns) of a weight must be divisible by it.
+        power_of_2_scale: True if FP32 scales are rounded down to a power of two.
+        amax_epsilon: lower bound of the amaxes that scales are computed from.
+        margin: delayed scaling leaves 2**-margin of headroom.
+        amax_history_len: the number of past amaxes that delayed scaling keeps.
+        amax_compute_algo: the amax that delayed scaling takes, "max" of the history or
+            "most_recent".
         key: the text that builds this format, as `str()` returns it.
     """
 
@@ -82,46 +94,46 @@ class FormatSpec:
 
     @property
     def bits(self) -> int | None:
-        """Width of a code in bits, or None where values of the nominal dtype are stored."""
+        """Width of a code in bits; None if values of the nominal dtype are stored."""
         return self.element.bits if self.element else None
 
     @property
     def elements_per_byte(self) -> int:
-        """How many codes a byte holds: 2 for 4-bit codes, else 1."""
+        """Codes per byte: 2 for 4-bit codes, else 1."""
         return 2 if self.bits == 4 else 1
 
     @property
     def exchange_block(self) -> Block | None:
-        """(rows, columns) of the elements that rowwise scales depend on.
+        """(rows, columns) of the blocks that determine rowwise scales; None for the whole tensor.
 
-        A boundary that cuts it has amaxes to reduce, and a slice of tensor parallelism holds whole
-        ones.
+        If a boundary between ranks cuts such a block, the ranks reduce its amaxes. A slice of
+        tensor parallelism consists of whole blocks.
         """
         return self.scale_group or self.block
 
     @property
     def casts_in_one_pass(self) -> bool:
-        """True if stage `adam_cast` takes it: the scale of an element depends on its exchange block
-        alone, and there is one set of codes.
+        """True if the stage `adam_cast` takes the format: a scale depends only on the elements of
+        its exchange block, and there is one set of codes.
         """
         local = self.amax_policy is AmaxPolicy.CURRENT and self.scale_rule in (ScaleRule.FP32, ScaleRule.E8M0)
         return local and self.block is not None and self.columnwise is not Columnwise.OWN_GRID
 
     @property
     def casts_columnwise(self) -> bool:
-        """True if columnwise codes are cast from the master too, and gathered."""
+        """True if columnwise codes are cast from the master and gathered, like rowwise codes."""
         return self.columnwise is Columnwise.OWN_GRID
 
     @property
     def is_exact_in_fp8(self) -> bool:
-        """True if stage `upcast` turns its codes into E4M3 ones of the same values."""
+        """True if the stage `upcast` turns the codes into E4M3 codes of the same values."""
         return self.scale_group is not None
 
     def scale_repeat(self, columnwise: bool = False) -> Block:
-        """(rows, columns) of a scale buffer that one scale fills.
+        """(rows, columns) of entries of a scale buffer that hold the same scale.
 
-        Kernels read byte scales of 1x16, 1x32 or 32x1 elements, so those of a larger block are
-        repeated.
+        Tensor cores read byte scales per 1x16, 1x32 or 32x1 elements, so the scale of a larger
+        block is repeated.
         """
         if self.block is None or self.scale_rule is ScaleRule.FP32:
             return 1, 1

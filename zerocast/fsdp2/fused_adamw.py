@@ -31,7 +31,7 @@ from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.device_step import check_capturable
-from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes
+from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.update_rule import ADAMW
 from zerocast.weight.validity import Use, Validity, transaction
 
@@ -301,13 +301,7 @@ class FusedAdamW(CapturableOptimizer):
         shard the parameters call it. ValueError on all of them, with nothing changed, for moments
         and hyper-parameters that cannot be, and for other parameters.
         """
-        problem = None
-        try:
-            self._check_state(state_dict)
-        except KeyError as error:
-            problem = ValueError(f"the state does not fit this optimizer: it lacks {error}")
-        except (AttributeError, TypeError, ValueError) as error:
-            problem = ValueError(str(error))
+        problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
         raise_together(self._meshes(), problem, "loads the state of a FusedAdamW")
         held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []

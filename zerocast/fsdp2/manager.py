@@ -77,6 +77,8 @@ class CastManager:
         self._is_due = True  # a cast, at the next gather
         self._stepped = True  # an optimizer step made it due
         self._steps = 0  # casts after an optimizer step
+        # that have stepped over masters: of several none says which weights it has changed
+        self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._verified = 0  # the step after which weights were verified
         # whose steps leave amaxes in the cast groups
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -117,6 +119,7 @@ class CastManager:
         if by is None:
             self.param_groups.discard()
         else:
+            self._steppers.add(by)
             self.param_groups.after_step()
 
     def before_step_within_backward(self) -> None:
@@ -181,11 +184,13 @@ class CastManager:
         record.addresses.note()
         record.generation += 1
         self._steps += not repeat
-        self._is_due = self._stepped = False
-        self.param_groups.after_cast()
         written, record.written = record.written, []
         for weight in written:
             weight.mark_cast()
+        for weight in self.weights if self._stepped and len(self._steppers) == 1 else written:
+            weight.validity.changed()
+        self._is_due = self._stepped = False
+        self.param_groups.after_cast()
         for weight in self.weights if debugging() else ():
             weight.validity.cast()
 

@@ -305,7 +305,9 @@ class MasterAddresses:
         plains = [local.plain for local in locals_]
         self._locals = list(map(weakref.ref, locals_))
         self._addresses = list(map(Tensor.data_ptr, plains))
-        self._sizes = [plain.untyped_storage().nbytes() for plain in plains]
+        # One master of each storage, and the bytes of that: a shard shares its storage with many.
+        first = {plain.untyped_storage().data_ptr(): index for index, plain in enumerate(plains)}
+        self._sizes = {index: plains[index].untyped_storage().nbytes() for index in first.values()}
         self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
         self.note()
 
@@ -317,10 +319,10 @@ class MasterAddresses:
 
     def check_memory(self) -> None:
         """ValueError for a master whose storage was freed or made smaller since."""
-        for index, (local, size) in enumerate(zip(self._locals, self._sizes, strict=True)):
-            found = local()
-            if found is not None and found.plain.untyped_storage().nbytes() < size:
-                check_storage(self._params[index]()._param_fqn or "a master", found.plain)
+        for index, size in self._sizes.items():
+            local = self._locals[index]()
+            if local is not None and local.plain.untyped_storage().nbytes() < size:
+                check_storage(self._params[index]()._param_fqn or "a master", local.plain)
 
     def note(self) -> None:
         """Writes that autograd has counted so far were cast. Dispatch sees all but those of

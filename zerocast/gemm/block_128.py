@@ -1,5 +1,5 @@
-"""Path block_128: FP8 weights with a scale a 128x128 block, inputs with a scale for 128 elements of
-a row.
+"""Path block_128: FP8 weights with one scale per 128x128 block, inputs with one scale per 128
+elements of a row.
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_block1x128_block128x128`; cuBLAS,
 "Scaling factors layouts"): A `[rows, k]` row-major with f32 scales `[rows, k/128]` of strides
@@ -9,13 +9,13 @@ read as its transpose: nothing is copied. Only the call that names its scaling c
 `torch._scaled_mm` takes unpadded scales and then gives wrong numbers (pytorch/pytorch#166752), so
 it is not used here.
 
-Hopper only, with cuBLAS 12.9 or later; no fast accumulation, which this scaling does not know. Rows
-are padded to a multiple of 16, both extents of the weight must be multiples of 128. Inputs and
-gradients are E4M3, as is usual with blocks this small (TransformerEngine, "FP8 Blockwise Scaling";
-DeepSeek-V3), their scales powers of two where those of the weight are.
+Hopper only, with cuBLAS 12.9 or later. This scaling has no fast accumulation. Rows are padded to a
+multiple of 16; both extents of the weight must be multiples of 128. Inputs and gradients are E4M3,
+as is usual with blocks this small (TransformerEngine, "FP8 Blockwise Scaling"; DeepSeek-V3). Their
+scales are powers of two if those of the weight are.
 
-The codes of mxfp4 become such a weight without rounding (stage upcast), for the one product that
-reads it: the weight stays 4 bits an element in memory.
+The stage `upcast` turns the codes of mxfp4 into such a weight without rounding, for the duration of
+one product. In memory the weight stays at 4 bits an element.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ FIRST_CUDA = (12, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """FP32 scales in 128x128 blocks, or codes that become E4M3 ones with such scales."""
+    """FP32 scales in 128x128 blocks, or codes that `upcast` turns into E4M3 with such scales."""
     return BLOCK_SHAPE in (fmt.block if fmt.scale_rule is ScaleRule.FP32 else None, fmt.scale_group)
 
 
@@ -64,17 +64,19 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
     """
     rows = scaling.padded(x.reshape(-1, x.shape[-1]), scaling.ROWS)
     codes, scale_inv = inputs.groups(rows, BLOCK, E4M3, _has_power_of_2_scales(fmt))
+    # cuBLAS reads the scales with strides [1, rows]. The kernels write them so, and then
+    # contiguous() copies nothing; the plain operations write them row by row.
     return codes, scale_inv.t().contiguous().t()
 
 
 def quantize_both_ways(
     x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The result of `quantize`, and for the weight gradient, which sums over tokens, groups of
-    128 tokens; if `is_square`, blocks of 128x128.
+    """The result of `quantize`, and the operand of the weight gradient, which sums over tokens.
 
-    These are (codes `[k, tokens]`, scale_inv f32 `[k, tokens / 128]` column by column, or
-    `[L4, k / 128]`), padded with zeros alike.
+    The second has one scale per 128 tokens of a feature: codes `[k, tokens]` and scale_inv f32
+    `[k, tokens / 128]` column by column. If `is_square` it has one scale per 128x128 block, and
+    scale_inv is `[L4, k / 128]`. Tokens are padded with zeros to a multiple of 16.
     """
     rows = x.reshape(-1, x.shape[-1])
     codes, scale_inv, *turned = inputs.groups_both_ways(rows, BLOCK, E4M3, _has_power_of_2_scales(fmt), is_square)
@@ -82,20 +84,22 @@ def quantize_both_ways(
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x` from what `quantize_both_ways` gave for both."""
-    (left, left_scale_inv), (right, right_scale_inv) = grad, x
-    in_groups = right_scale_inv.shape == (right.shape[0], -(-right.shape[1] // BLOCK))
-    of_x = "BlockWise1x128" if in_groups else "BlockWise128x128"
+    """`grad.T @ x` as `dtype`, from the second results of `quantize_both_ways` for both."""
+    (grad_codes, grad_scale_inv), (x_codes, x_scale_inv) = grad, x
+    # The setting may have changed since the forward pass, so the shape of the scales tells whether
+    # the input was quantized in groups or in square blocks.
+    in_groups = x_scale_inv.shape == (x_codes.shape[0], -(-x_codes.shape[1] // BLOCK))
+    x_scaling = "BlockWise1x128" if in_groups else "BlockWise128x128"
     return torch_api.scaled_mm(
-        left, left_scale_inv, right.t(), right_scale_inv, ["BlockWise1x128"], [of_x], None, dtype
+        grad_codes, grad_scale_inv, x_codes.t(), x_scale_inv, ["BlockWise1x128"], [x_scaling], None, dtype
     )
 
 
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight, the rows of the padding
-    included.
+    """The product of quantized rows with one direction of the weight. The result includes the rows
+    of the padding.
     """
     assert not transposed
     codes, scale_inv = operands

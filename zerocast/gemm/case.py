@@ -1,4 +1,4 @@
-"""Case: what the choice of a path depends on, as a value."""
+"""Case: a hashable record of everything that the choice of a GEMM path depends on."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,11 +15,17 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """A product `x @ W.T` (`x @ W` when `transposed`) for W `[M, K]`; `dtype` is that of the input
-    and of the result.
+    """A product `x @ W.T` (`x @ W` when `transposed`) for a weight W.
 
-    `capability` is the CUDA compute capability, None where there is none; `cuda` the toolkit that
-    torch was built with.
+    Args:
+        format: the format of the weight.
+        matrix_shape: (M, K) of the weight as stored.
+        dtype: the dtype of the input and of the result.
+        device: the type of the device, such as "cuda".
+        capability: the CUDA compute capability; None without an NVIDIA GPU.
+        cuda: the version of the CUDA toolkit that torch was built with; None without NVIDIA GPU.
+        transposed: True for `x @ W`.
+        aligned: True if all buffers begin at multiples of `OPERAND_ALIGNMENT_BYTES`.
     """
 
     format: FormatSpec
@@ -33,9 +39,9 @@ class Case:
 
     @staticmethod
     def of(weight: Any, dtype: torch.dtype, transposed: bool) -> "Case":
-        """The case of a QuantizedWeight where it lies now."""
+        """The case of a QuantizedWeight with its present storage."""
         device = weight.state.rowwise_data.device
-        # ROCm devices call themselves cuda too
+        # torch calls ROCm devices "cuda" as well.
         nvidia = device.type == "cuda" and torch.version.cuda is not None
         return Case(
             format=weight.format,
@@ -50,15 +56,15 @@ class Case:
 
     @property
     def capability_text(self) -> str:
-        """As it is usually written: 9.0."""
+        """The compute capability as text, such as "9.0"."""
         return ".".join(map(str, self.capability or ()))
 
     def unsupported_reasons(self, multiple: int) -> Iterator[str]:
         """The reasons why no path but dequantize can run, one sentence each.
 
-        `multiple` is what both extents of the weight must be divisible by: either is the inner
-        dimension of one product and the outer one of the other, since a path serves forward and
-        input gradient alike.
+        Both extents of the weight must be divisible by `multiple`. A path serves the forward
+        product and the input gradient, and the inner dimension of one is the outer dimension of the
+        other.
         """
         if self.dtype not in SIXTEEN_BITS:
             yield f"results are bfloat16 or float16, not {str(self.dtype).removeprefix('torch.')}"
@@ -71,7 +77,7 @@ class Case:
 
 
 def _aligned(tensor: torch.Tensor | None) -> bool:
-    """True if a buffer, if there is one, begins well inside its storage, which every allocator
-    aligns to more than `OPERAND_ALIGNMENT_BYTES`.
-    """
+    """True if there is no buffer, or if it begins at an aligned offset of its storage."""
+    # Every allocator aligns a storage to more than OPERAND_ALIGNMENT_BYTES. The address itself
+    # would not do: fake tensors of a compiler have none.
     return tensor is None or tensor.storage_offset() * tensor.element_size() % OPERAND_ALIGNMENT_BYTES == 0

@@ -1,5 +1,5 @@
-"""The choice of a path: made once for a weight, an input dtype and a preference, and kept until the
-weight's storage moves.
+"""The choice of a GEMM path. It is made once per weight, input dtype and preference, and kept until
+the weight's storage moves.
 """
 
 import functools
@@ -28,10 +28,10 @@ class Path(Protocol):
         """True if this is the path of weights of this format."""
 
     def hardware(self, case: Case) -> Iterator[str]:
-        """Why the device cannot run it, one sentence each; none if it can."""
+        """The reasons why the device cannot run this path, one sentence each."""
 
     def unsupported_reasons(self, case: Case) -> Iterator[str]:
-        """Why it cannot run on a device that could, one sentence each; none if it can."""
+        """The reasons other than the device why this path cannot run, one sentence each."""
 
     def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> Operands:
         """Quantize an input `[..., k]` or an output gradient for a product."""
@@ -45,33 +45,33 @@ class Path(Protocol):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The product of what `quantize` gave with one direction of the weight, `[rows, features]`
-        of `dtype`.
+        """The product of the operands from `quantize` with one direction of the weight, `[rows,
+        features]` of `dtype`.
 
-        Forward it is `x @ W.T + bias` of the rowwise copy, backward `grad @ W` of the columnwise
-        copy; a transposed weight exchanges `W` and `W.T`.
+        In the forward pass it is `x @ W.T + bias` from the rowwise copy, in the backward pass `grad
+        @ W` from the columnwise copy. A transposed weight exchanges `W` and `W.T`.
         """
 
 
 class GradientPath(Protocol):
-    """The further functions of a path that computes weight gradients on tensor cores too."""
+    """Further functions of a path that also computes weight gradients on tensor cores."""
 
     def quantize_both_ways(
         self, x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
     ) -> tuple[Operands, Operands]:
-        """The result of `quantize`, and the operand that a weight gradient on tensor cores, which
-        sums over tokens, takes in place of the same input or output gradient.
+        """The result of `quantize`, and the operand of the weight gradient from the same input or
+        output gradient. The weight gradient sums over tokens, so it needs another layout.
 
-        `is_square` allows the input the square blocks of a weight in place of groups of tokens.
+        If `is_square`, an input may have the square blocks of a weight instead of groups of tokens.
         """
 
     def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """`grad.T @ x` as `dtype`, from what `quantize_both_ways` gave for both."""
+        """`grad.T @ x` as `dtype`, from the second results of `quantize_both_ways` for both."""
 
 
 class OperatorPath(Protocol):
-    """The further functions of a path whose product is one operator of torch. A graph holds it as
-    it is: a compiler calls it with less host work than an op of ours.
+    """Further functions of a path whose product is one operator of torch. A compiled graph holds
+    that operator itself, which takes less host work to call than an op of ours.
     """
 
     def multiply_codes(
@@ -86,6 +86,8 @@ class OperatorPath(Protocol):
         """`Path.multiply` with (codes, scale_inv) of that direction of the weight."""
 
 
+# Paths by name. `PATHS` is in order of preference: the first path that takes a format and that the
+# device can run is used. `dequantize` takes every format, so it is last.
 GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
 OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor}
 PATHS: dict[str, Path] = {
@@ -94,19 +96,24 @@ PATHS: dict[str, Path] = {
     "mxfp8": mxfp8,
     "mxfp4": mxfp4,
     "nvfp4": nvfp4,
-    "dequantize": dequantize,  # takes every format: whatever no other path does
+    "dequantize": dequantize,
 }
 PREFERENCES = ("auto", "dequantize", "scaled_mm")
 WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
-# elsewhere a scaled product is emulated: slower than dequantizing, and other bits
+# Devices on which "auto" takes a scaled product. The CPU emulates it, which is slower than
+# dequantizing and gives other bits.
 AUTOMATIC_DEVICES = ("cuda",)
+# The settings of the process, set by `use`.
 _preference = "auto"
 _weight_gradients = "nominal"
 
 
 class Choice(NamedTuple):
-    """The name of a path, None if the one asked of `use` cannot run here; `reason` says why it is
-    not one on tensor cores.
+    """The path of a product.
+
+    Attributes:
+        path: the name of the path; None if the one that `use` asks for cannot run.
+        reason: why the path is not one on tensor cores; empty if it is.
     """
 
     path: str | None
@@ -122,15 +129,15 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
     torch has it; a product that cannot raises RuntimeError with the reason. The two give
     different bits, since the scaled one quantizes the input as well.
 
-    `weight_gradients` is "nominal" (the default), a product of input and output gradient as they
-    came, in the nominal dtype or FP32; or "fp8", where a product with an FP8 weight runs on tensor
-    cores: the product of both quantized, and the quantized input is what is kept for it. Where the
-    weight has blocks of 128x128, so has the input here, beside output gradients in groups of 128
-    tokens; "fp8_groups" takes groups of 128 tokens for both, whose product Hopper computes in 1.4
-    times the time. What is None stays as it is.
+    `weight_gradients` is "nominal" (the default): the weight gradient is a product of the input and
+    the output gradient in the nominal dtype or FP32. With "fp8" both are quantized if products with
+    the weight run on FP8 tensor cores, and autograd keeps the quantized input only. If the weight
+    has blocks of 128x128, the input then has such blocks as well, and the output gradient has
+    groups of 128 tokens. With "fp8_groups" both have groups of 128 tokens, and the product takes
+    Hopper 1.4 times as long. An argument that is None changes nothing.
 
-    A backward pass takes the way of its forward pass. Compiled functions are compiled again. Raises
-    ValueError for any other value.
+    A backward pass uses the settings of its forward pass. Compiled functions are compiled again.
+    Raises ValueError for any other value.
     """
     if preference not in (None, *PREFERENCES):
         raise ValueError(f"a GEMM path is chosen by one of {', '.join(PREFERENCES)}, got {preference!r}")
@@ -148,7 +155,7 @@ def _set(preference: str, weight_gradients: str) -> None:
 
 
 def settings() -> tuple[str, str]:
-    """The last arguments of `use`."""
+    """The present (preference, weight_gradients) of `use`."""
     return _preference, _weight_gradients
 
 
@@ -158,13 +165,15 @@ def settings_of(weight: Any) -> tuple[Any, ...]:
 
 
 def weight_gradients_of(path: str) -> str:
-    """How products of this path compute their weight gradients now, as `use` names it."""
+    """The present setting of weight gradients for products of this path, as `use` names it."""
     return _weight_gradients if path in GRADIENTS else "nominal"
 
 
 def warn_nominal(weight: Any, path: str) -> None:
-    """Log once for a layer that `use(weight_gradients=...)` is not met: autograd has recorded a
-    product before this package sees it, as within a DTensor, and multiplies what came.
+    """Log once per layer that its weight gradient stays nominal although `use` asks for another.
+
+    This happens below a DTensor or torch.func: autograd has recorded the product before this
+    package sees it, and computes the gradient by its own formula.
     """
     if weight_gradients_of(path) != "nominal":
         _warn_nominal(weight.state.name or repr(weight))
@@ -176,13 +185,16 @@ def _warn_nominal(layer: str) -> None:
 
 
 def _path_of(case: Case) -> tuple[str, str]:
-    """The name of the first path that takes the format on this device, or the first that takes the
-    format, and then why the device can run none.
+    """(name, reason) of the path for a format and a device.
+
+    It is the first path that takes the format and that the device can run, with an empty reason. If
+    there is none, it is the first path that takes the format, with the reasons of all such paths
+    why the device cannot run them.
     """
     names = [name for name, path in PATHS.items() if path.supports(case.format)]
     reasons = {name: next(PATHS[name].hardware(case), "") for name in names if name != "dequantize"}
-    able = next((name for name, reason in reasons.items() if not reason), None)
-    return (able, "") if able else (names[0], "; ".join(reasons.values()))
+    runnable = next((name for name, reason in reasons.items() if not reason), None)
+    return (runnable, "") if runnable else (names[0], "; ".join(reasons.values()))
 
 
 @functools.cache
@@ -221,7 +233,7 @@ def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
 
 
 def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice, bool]:
-    """The choice, and whether it is a fallback."""
+    """The choice, and whether it is a fallback (`falls_back`). Kept with the weight's storage."""
     if weight.dim() != 2:
         return Choice(None, "products take a weight of two dimensions"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
@@ -238,8 +250,8 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
 def falls_back(case: Case, preference: str) -> bool:
     """True if a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
     name, reason = _path_of(case)
-    able = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
-    return able and preference == "auto" and decide(case, preference).path == "dequantize"
+    has_tensor_cores = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
+    return has_tensor_cores and preference == "auto" and decide(case, preference).path == "dequantize"
 
 
 @functools.cache

@@ -1,7 +1,8 @@
-"""The quantizers of `inputs.py` for FP8 as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same
-bytes, with little host work.
+"""The FP8 quantizers of `inputs.py` as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same bytes
+with less host work.
 
-Groups take one launch, in both directions too; a whole tensor takes two and a word to clear.
+Groups take one launch, for one direction or for both. A whole tensor takes two launches, one for
+its amax, and a clear of one word before them.
 """
 
 import torch
@@ -24,7 +25,7 @@ def serves(device: torch.device) -> bool:
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """The same bytes as `inputs.per_tensor`, in two launches."""
+    """Quantize `x` to the same bytes as `inputs.per_tensor`, in two launches."""
     x = _aligned(x)
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
@@ -34,8 +35,11 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """`inputs.per_tensor_both_ways`, with `amax` f32[1] where it is known; one more launch for f32
-    and for columns that are no multiple of 16.
+    """Quantize `x` to the same bytes as `inputs.per_tensor_both_ways`.
+
+    `amax` is f32[1], or None if it is not known.
+
+    An f32 input, or one whose columns are no multiple of 16, takes one more launch.
     """
     x = _aligned(x)
     amax = _amax(x) if amax is None else amax
@@ -44,7 +48,10 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
     if x.dtype is torch.float32 or x.shape[1] % OPERAND_ALIGNMENT_BYTES:
         _C.cuda.quantize_tensor(memory(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
         return codes, scale_inv, scaling.turned(codes)
-    rowwise, columnwise = (x.shape[0], *results), (turned.shape[1], turned.data_ptr(), 0)
+    # (rows, codes, scale_inv) of each direction. The kernel pads the rows with zeros. Both
+    # directions have the same scale, which is written once.
+    rowwise = x.shape[0], *results
+    columnwise = turned.shape[1], turned.data_ptr(), 0
     _C.cuda.quantize_tensor_both_ways(
         memory(x), *x.shape, element.name, rowwise, columnwise, amax.data_ptr(), stream_of(x)
     )
@@ -58,7 +65,9 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """`inputs.groups`, `width` being `GROUP`; the scales lie column by column."""
+    """Quantize `x` to the same bytes as `inputs.groups`, for a `width` of `GROUP`. The scales are
+    stored column by column.
+    """
     assert width == GROUP, width
     x = _aligned(x)
     rows, columns = x.shape
@@ -70,7 +79,9 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> scaling.BothWays:
-    """`inputs.groups_both_ways`, `width` being `GROUP`; f32 takes a launch for each direction."""
+    """Quantize `x` to the same bytes as `inputs.groups_both_ways`, for a `width` of `GROUP`. An f32
+    input takes one launch per direction.
+    """
     assert width == GROUP, width
     if x.dtype is torch.float32:
         return scaling.both_ways_by(groups, x, width, element, power_of_2, is_square)
@@ -85,5 +96,6 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
 
 
 def _aligned(x: Tensor) -> Tensor:
+    """`x`, contiguous, at an address that the kernels' loads of 16 bytes can take."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % OPERAND_ALIGNMENT_BYTES else x

@@ -1,7 +1,7 @@
-"""Path dequantize: one stage turns the weight into a temporary of the input's dtype, a product of
-plain tensors follows (`plain.py`).
+"""Path dequantize: dequantize the weight into a temporary of the input's dtype, then multiply plain
+tensors (`plain.py`).
 
-Takes every format on every device. The temporary lives as long as the product does.
+This path takes every format on every device. The temporary lives as long as the product runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,14 +31,14 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The input as it is, with its leading dimensions."""
+    """The input unchanged, with its leading dimensions."""
     return (x,)
 
 
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`x @ W.T + bias`, or `x @ W` where just one of `columnwise` and `transposed` says so."""
+    """`x @ W.T + bias`, or `x @ W` if exactly one of `columnwise` and `transposed` is True."""
     (x,) = operands
     w: Tensor = weight.read(columnwise, dtype)
     if columnwise:

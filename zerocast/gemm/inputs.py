@@ -1,18 +1,17 @@
-"""The other operand: activations and output gradients, quantized to match a weight, by plain torch
-ops on any device.
+"""Quantize activations and output gradients to match a weight, by plain torch ops on any device.
 
 FP8 takes one pass for the amaxes, a few operations on the amaxes, and one pass that multiplies in
-f32 and stores codes. That pass ends in torch's own float8 conversion, which rounds to nearest even
-in every version; versions differ in what overflow and Inf become, and neither reaches it:
-`|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above `largest`.
-On CUDA tensors `cuda_inputs.py` does the same in a launch or two, and `triton_inputs.py` where the
-extension has no kernels for the GPU, unless a compiler is at work, which fuses plain operations
-itself.
+f32 and stores codes. The last pass ends in torch's own float8 conversion, which rounds to nearest
+even in every version. Versions differ in the result for overflow and Inf, but neither reaches the
+conversion: `|x| * scale` is at most `largest * (1 + 2**-22)`, and overflow begins half a step above
+`largest`. On CUDA tensors `cuda_inputs.py` does the same in a launch or two, or `triton_inputs.py`
+if the extension has no kernels for the GPU. Under a compiler the plain operations stay, since it
+fuses them itself.
 
-Scales follow docs/formats/common.md, with one difference: where the amax is not finite the scale is
-no number, so that the whole tensor (the whole group) comes out as NaN. A weight saturates there,
-with scale 1; an activation that overflowed must not look like an ordinary one afterwards. Epsilons
-are options of weights and are not applied.
+Scales follow docs/formats/common.md, with one difference: if the amax is not finite, the scale is
+NaN, and so is the whole tensor or group. A weight would saturate, with scale 1. An activation that
+overflowed must not look like an ordinary one afterwards. Epsilons are options of weights and are
+not applied.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ E8M0_NAN = 0xFF
 
 @functools.cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The module that quantizes on this GPU; None leaves it to plain operations."""
+    """The module with the kernels for this GPU; None if only plain operations are left."""
     with contextlib.suppress(ImportError):
         cuda = importlib.import_module("zerocast.gemm.cuda_inputs")
         if cuda.serves(device):
@@ -65,6 +64,9 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def _fused(x: Tensor) -> ModuleType | None:
+    """The module with kernels for `x`; None on a CPU and under a compiler, which could fuse nothing
+    with a kernel.
+    """
     return _kernels(x.device) if x.device.type == "cuda" and not is_traced(x) else None
 
 
@@ -78,7 +80,9 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 def _amax(x: Tensor) -> Tensor:
     """The greatest magnitude as f32[1]."""
-    if is_traced(x):  # a norm of the rows, or an activation, takes the amaxes of its rows along
+    if is_traced(x):
+        # In two steps, since a compiler fuses a reduction over rows with the norm or the activation
+        # that made `x`, and a reduction over the whole tensor is a kernel by itself.
         of_rows: Tensor = x.abs().amax(1)
         return of_rows.amax().float().view(1)
     amax: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
@@ -86,7 +90,7 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, a scale for
+    """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, with one scale per
     `width` elements of a row.
     """
     if (fused := _fused(x)) is not None:
@@ -98,16 +102,16 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> BothWays:
-    """`groups` of `x [rows, k]` and of its transpose, from one read of it.
+    """`groups` of `x [rows, k]` and of its transpose, from one read of `x`.
 
-    (codes `[rows, k]`, scale_inv f32 `[rows, k / width]`, codes `[k, rows]`, scale_inv f32
-    `[k, rows / width]`, rounded up); both scales lie column by column, rows are padded with zeros
-    to a multiple of 16. If `is_square`, the last scale_inv is `[rows / width, k / width]`, one for
-    `width x width` elements, with zeros up to a multiple of 4 rows. It stays one op in a graph: a
-    compiler would read `x` once for each direction.
+    Returns (codes `[rows, k]`, scale_inv f32 `[rows, k / width]`, codes `[k, rows]`, scale_inv f32
+    `[k, rows / width]`, rounded up). Both scales are stored column by column, and rows are padded
+    with zeros to a multiple of 16. If `is_square`, the last scale_inv is `[rows / width, k /
+    width]`, one scale per `width x width` elements, with zeros up to a multiple of 4 rows.
     """
     options = width, element, power_of_2, is_square
     if is_traced(x):
+        # One op in the graph. A compiler would read `x` once per direction.
         made: BothWays = torch.ops.zerocast.groups_both_ways(x, width, element.name, power_of_2, is_square)
         return made
     if (fused := _fused(x)) is not None:
@@ -117,11 +121,10 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
 
 def per_tensor_both_ways(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
     """(codes `[rows, k]`, scale_inv f32[1], codes `[k, rows]`) of `x [rows, k]`, k a multiple of
-    16; the last are padded with zeros to a multiple of 16 rows.
-
-    In a graph the amax fuses with what made `x`; the codes are one op.
+    16. The transposed codes are padded with zeros to a multiple of 16 rows.
     """
     if is_traced(x):
+        # The amax stays outside of the op, where a compiler fuses it with the operation before.
         made: tuple[Tensor, Tensor, Tensor] = torch.ops.zerocast.tensor_both_ways(x, _amax(x), element.name)
         return made
     if (fused := _fused(x)) is not None:
@@ -161,29 +164,33 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
     """(bytes u8 `[rows, k/2]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
-    docs/formats/mxfp4.md with a scale for 1x32 elements, each for itself.
+    docs/formats/mxfp4.md with one scale per 1x32 elements, where a scale depends on no other.
     """
     codes, scales = _microscaled(get_format("mxfp4", exact_in_fp8=False), x)
     return pack(codes), scales
 
 
 def _microscaled(fmt: FormatSpec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scale buffer) of `x` with an E8M0 scale for 32 elements of a row."""
+    """(codes, scale buffer) of `x` with one E8M0 scale per 32 elements of a row."""
     codes, scales, _ = _quantize(fmt, (1, 32), x)
+    # The quantizer of weights saturates. A group that is not finite gets the scale NaN instead.
     finite = x.unflatten(1, (-1, 32)).isfinite().all(2)
     scales[: finite.shape[0], : finite.shape[1]].masked_fill_(~finite, E8M0_NAN)
     return codes, scales
 
 
 def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, f32[1] that both
-    levels are decoded with).
+    """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, decode factor
+    f32[1] of the tensor) of `x [rows, k]`.
 
-    docs/formats/nvfp4.md with a scale for 1x16 elements, as for activations; rounds to nearest,
+    docs/formats/nvfp4.md with one scale per 1x16 elements, as for activations; rounds to nearest,
     without Hadamard transform.
     """
-    codes, scales, amax = _quantize(get_format("nvfp4"), (1, 16), x)
-    return pack(codes), scales, decode_factor(get_format("nvfp4"), amax.masked_fill(~x.isfinite().all(), torch.nan))
+    fmt = get_format("nvfp4")
+    codes, scales, amax = _quantize(fmt, (1, 16), x)
+    # E4M3 scales saturate, so the factor of the tensor carries the NaN of an input that overflowed.
+    amax = amax.masked_fill(~x.isfinite().all(), torch.nan)
+    return pack(codes), scales, decode_factor(fmt, amax)
 
 
 def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
@@ -192,8 +199,8 @@ def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scale buffer, tensor amax) of `x` in the rowwise direction of `fmt` with blocks of
-    another extent.
+    """(codes, scale buffer, tensor amax) of `x`, quantized as the rowwise copy of a weight of `fmt`
+    with blocks of the extent `block`.
     """
     fmt = dataclasses.replace(fmt, block=block)
     assert fmt.element
@@ -203,5 +210,6 @@ def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor,
     value = x.float()
     grid = block_amax(value, block)
     amax = grid.amax()
-    codes = encode(fmt.element, value * expand(encode_scales(fmt, grid, amax, None), block, rows, columns))
+    scales = expand(encode_scales(fmt, grid, amax, None), block, rows, columns)
+    codes = encode(fmt.element, value * scales)
     return codes, fill_scales(stored_scales(fmt, grid, amax, None), fmt.scale_repeat(), buffer), amax

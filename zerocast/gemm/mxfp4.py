@@ -28,7 +28,8 @@ from zerocast.gemm.case import Case
 from zerocast.gemm.swizzle import of_weight, swizzle
 
 SCALING = ["BlockWise1x32"]
-KERNELS = ("USE_FBGEMM_GENAI", "USE_MSLK")  # what a build of torch that has the product was built with
+# Options of torch's build. The product needs one of the two.
+KERNELS = ("USE_FBGEMM_GENAI", "USE_MSLK")
 
 
 def supports(fmt: FormatSpec) -> bool:
@@ -73,5 +74,6 @@ def multiply(
     data, _ = weight.direction(columnwise)
     a, b = codes.view(torch.float4_e2m1fn_x2), data.view(torch.float4_e2m1fn_x2).t()
     a_scale, b_scale = (s.view(torch.float8_e8m0fnu) for s in (scales, of_weight(weight, columnwise)))
+    # The kernel ignores a bias, so none is passed and it is added afterwards.
     y = torch_api.scaled_mm(a, a_scale, b, b_scale, SCALING, SCALING, None, dtype, ["SWIZZLE_32_4_4"])
     return y if bias is None else y + bias

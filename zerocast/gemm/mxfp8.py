@@ -6,11 +6,11 @@ bytes of the input, the swizzle and the operands that the call is handed are tes
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mxfp8_mxfp8`): A `[rows, k]`, B
 `[k, n]`; E8M0 scales of `[rup(rows, 128), rup(k/32, 4)]` and `[rup(n, 128), rup(k/32, 4)]`,
-swizzled (swizzle.py), contiguous. B is the rowwise data read as its transpose forward. In the
-backward pass it is the columnwise data as it lies, `[M, K]` row-major: its blocks run down the
-columns, so turning it is not a transpose of codes. Blackwell reads B in either order, GeForce cards
-(12.x) only in the first (pytorch/pytorch#198126), hence 10.x alone. Gradients are E4M3 like
-everything in this format.
+swizzled (swizzle.py), contiguous. In the forward pass B is the rowwise data read as its transpose.
+In the backward pass it is the columnwise data as stored, `[M, K]` row-major. Its blocks run down
+the columns, so a transpose of the rowwise codes would not give it. Data-centre Blackwell (10.x)
+reads B in either order. GeForce cards (12.x) read only the first (pytorch/pytorch#198126), so they
+are left out. Gradients are E4M3, as everything in this format.
 """
 
 from collections.abc import Iterator, Sequence
@@ -55,9 +55,8 @@ def multiply(
     assert not transposed
     codes, scale_inv = operands
     data, _ = weight.direction(columnwise)
-    b = data.view(torch.float8_e4m3fn)
+    # Both copies are stored as [M, K]. B is `[k, n]`: W for the input gradient, W.T forward.
+    b = data.view(torch.float8_e4m3fn) if columnwise else data.view(torch.float8_e4m3fn).t()
     b_scale_inv = of_weight(weight, columnwise).view(torch.float8_e8m0fnu)
-    how = ["BlockWise1x32"]
-    return torch_api.scaled_mm(
-        codes, scale_inv, b if columnwise else b.t(), b_scale_inv, how, how, bias, dtype, ["SWIZZLE_32_4_4"]
-    )
+    scaling = ["BlockWise1x32"]
+    return torch_api.scaled_mm(codes, scale_inv, b, b_scale_inv, scaling, scaling, bias, dtype, ["SWIZZLE_32_4_4"])

@@ -1,5 +1,5 @@
-"""Path nvfp4: E2M1 with an E4M3 scale for 16 elements along the inner dimension and an FP32 factor
-a tensor, on both sides.
+"""Path nvfp4: E2M1 with one E4M3 scale per 16 elements along the inner dimension and one FP32
+factor per tensor, on both sides.
 
 NEVER RUN: written from torch's documented interface, no Blackwell GPU was at hand. The choice, the
 bytes of the input, the swizzle and the operands that the call is handed are tested on any machine.
@@ -7,8 +7,8 @@ bytes of the input, the swizzle and the operands that the call is handed are tes
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_nvfp4_nvfp4`): A `[rows, k/2]`
 bytes, B `[k/2, n]` bytes column-major, the even element in the low nibble; E4M3 scales of
 `[rup(rows, 128), rup(k/16, 4)]` and `[rup(n, 128), rup(k/16, 4)]`, swizzled (swizzle.py),
-contiguous; one f32 factor each, whose product the result is multiplied by. 16 bytes of k, so 32
-elements.
+contiguous; one f32 factor each, and the result is multiplied by both. k must be a multiple of 16
+bytes, which are 32 elements.
 
 Inputs and gradients round to nearest. Stochastic rounding and Hadamard transforms of gradients, as
 in NVIDIA's recipe for pre-training, are left out.
@@ -48,7 +48,7 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(bytes `[rows, k/2]`, swizzled E4M3 scales, f32[1] that both are decoded with) of an input
+    """(bytes `[rows, k/2]`, swizzled E4M3 scales, decode factor f32[1] of the tensor) of an input
     or an output gradient.
     """
     data, scales, factor = inputs.nvfp4(x.reshape(-1, x.shape[-1]))

@@ -1,10 +1,10 @@
-"""Operands of products, shared: one quantization of an input serves all that read it (q, k and v;
-gate and up).
+"""Quantized inputs, shared between products: one quantization of an input serves all products that
+read it (q, k and v; gate and up).
 
-The last one is kept, for the object it was made of, while autograd's own count of writes to it
-stands. It is dropped with the object, by the next input and by the next backward pass, so that it
-adds nothing to what a step holds at its peak. Graphs, of compilers and of CUDA, get their own: a
-compiler finds common subexpressions itself, and a replay must quantize anew.
+Only the last quantized input is kept, and only while the input's version counter has not moved. It
+is dropped with the input, by the next input, and by the next backward pass, so it adds nothing to
+the peak memory of a step. Graphs do not share: a compiler finds common subexpressions itself, and
+the replay of a CUDA graph must quantize the input of that replay.
 """
 
 import weakref
@@ -19,27 +19,42 @@ from zerocast.gemm.scaling import is_traced
 
 
 class _Shared(NamedTuple):
+    """A quantized input.
+
+    Attributes:
+        x: the input.
+        version: the version counter of the input when it was quantized.
+        use: the path, the format, the setting of weight gradients, and the CUDA stream.
+        operands: the operands of the product.
+        of_gradient: the operands of the weight gradient. Empty if that takes the input itself,
+            which would otherwise be kept alive by this record.
+    """
+
     x: "weakref.ref[Tensor]"
     version: int
     use: tuple[Any, ...]
     operands: Operands
-    of_gradient: Operands  # none for the input as it is, which would keep itself alive
+    of_gradient: Operands
 
 
 _last: _Shared | None = None
 
 
 def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nominal") -> tuple[Operands, Operands]:
-    """The operands of the product and of its weight gradient, made of an input with elements; the
-    nominal weight gradient takes the input as it is.
+    """(operands of the product, operands of its weight gradient) for an input that is not empty.
+    A nominal weight gradient takes the input itself.
     """
     global _last  # noqa: PLW0603
     if not _is_shareable(x):
         return _made(path, x, fmt, weight_gradients)
-    last, use = _last, (path, fmt, weight_gradients, _stream(x))
+    # Read the global once, since another thread may replace it. The stream is a part of the use:
+    # operands that one stream is still writing must not be read on another.
+    last = _last
+    use = path, fmt, weight_gradients, _stream(x)
     if last is not None and last.x() is x and last.version == x._version and last.use == use:
         return last.operands, last.of_gradient or (x,)
     operands, of_gradient = _made(path, x, fmt, weight_gradients)
+    # The path `dequantize` returns the input itself. There is nothing to share then.
     if operands[0] is not x:
         _last = _Shared(weakref.ref(x, _drop), x._version, use, operands, () if of_gradient[0] is x else of_gradient)
     return operands, of_gradient
@@ -53,18 +68,21 @@ def _made(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str) -> tuple
 
 
 def forget() -> None:
-    """Drop all quantized operands that are kept."""
+    """Drop the quantized input that is kept."""
     global _last  # noqa: PLW0603
     _last = None
 
 
 def _drop(x: "weakref.ref[Tensor]") -> None:
+    """Called when an input is freed. By then another input may have taken its place."""
     if _last is not None and _last.x is x:
         forget()
 
 
 def _is_shareable(x: Tensor) -> bool:
-    """True if autograd recorded it, and with that relies on the same count of writes."""
+    """True if the operands of an input may be shared."""
+    # autograd itself relies on the version counter of tensors that it recorded. Of other tensors
+    # nothing says that every write moves the counter.
     return x.grad_fn is not None and not is_traced(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

@@ -1,13 +1,13 @@
-"""Path per_tensor: FP8 weights with one scale a tensor, through `torch._scaled_mm`.
+"""Path per_tensor: FP8 weights with one scale per tensor, through `torch._scaled_mm`.
 
 Layout (torch: aten/src/ATen/native/cuda/ScaledBlas.cpp, `_scaled_mm_out_cuda`): A `[rows, k]`
-row-major, B `[k, n]` column-major, which is the other copy of the weight read as its transpose; k
-and n multiples of 16, rows free; both scales one f32 with which codes are decoded; not two E5M2
-operands. The bias, of the result's dtype, is added before the result is rounded.
+row-major, B `[k, n]` column-major, which is one copy of the weight read as its transpose. k and n
+are multiples of 16, rows any number. Each scale is one f32 decode scale. Not both operands may be
+E5M2. The bias has the result's dtype and is added before the result is rounded.
 
-Elements: inputs are E4M3. Gradients are E5M2, whose range they need more than its precision
-("hybrid", NVIDIA's FP8 primer in the user guide of TransformerEngine), except beside E5M2 weights,
-where the tensor cores want E4M3.
+Elements: inputs are E4M3. Gradients are E5M2, since they need range more than precision ("hybrid",
+NVIDIA's FP8 primer in the user guide of TransformerEngine). With E5M2 weights they are E4M3, since
+the tensor cores do not multiply E5M2 with E5M2.
 
 Accumulation: fast (about 14 bits on Hopper) forward, full in the backward pass, the setting of
 TransformerEngine (`pytorch/module/base.py`: `_2X_ACC_FPROP = False`, `_2X_ACC_DGRAD = True`).
@@ -28,7 +28,7 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """FP32 scales, one a tensor: current and delayed scaling."""
+    """One FP32 scale per tensor: current and delayed scaling."""
     return fmt.scale_rule is ScaleRule.FP32 and fmt.block is None
 
 
@@ -52,17 +52,19 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 
 
 def _element(fmt: FormatSpec, gradient: bool) -> Element:
+    """The element of an input or of an output gradient; the module docstring says why."""
     return E5M2 if gradient and fmt.element != E5M2 else E4M3
 
 
 def quantize_both_ways(
     x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The result of `quantize`, and for the weight gradient, which sums over tokens, the same codes
-    as `[k, tokens]`, padded with zeros to a multiple of 16.
+    """The result of `quantize`, and the operand of the weight gradient, which sums over tokens: the
+    same codes as `[k, tokens]`, with tokens padded with zeros to a multiple of 16.
     """
     if scaling.is_traced(x) and not gradient:
-        # plain operations, which the backward pass of a graph repeats: their codes need not be kept
+        # Plain operations instead of one op. A partitioner can repeat them in the backward graph,
+        # so that the forward graph need not save the transposed codes.
         codes, scale_inv = quantize(x, fmt, gradient)
         return (codes, scale_inv), (scaling.turned(codes), scale_inv)
     rows = x.reshape(-1, x.shape[-1])
@@ -71,18 +73,18 @@ def quantize_both_ways(
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x`, accumulated in full, from what
-    `quantize_both_ways` gave for both.
+    """`grad.T @ x` as `dtype` with full accumulation, from the second results of
+    `quantize_both_ways` for both.
     """
-    (left, left_scale_inv), (right, right_scale_inv) = grad, x
-    return torch._scaled_mm(left, right.t(), left_scale_inv, right_scale_inv, out_dtype=dtype)
+    (grad_codes, grad_scale_inv), (x_codes, x_scale_inv) = grad, x
+    return torch._scaled_mm(grad_codes, x_codes.t(), grad_scale_inv, x_scale_inv, out_dtype=dtype)
 
 
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight; accumulates fast in the
-    forward pass alone.
+    """The product of quantized rows with one direction of the weight. Only the forward product uses
+    fast accumulation.
     """
     assert not transposed
     return multiply_codes(operands, weight.direction(columnwise), weight.format, columnwise, bias, dtype)
@@ -96,9 +98,10 @@ def multiply_codes(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`multiply` with (codes, scale_inv) of that direction."""
+    """`multiply` with (codes, scale_inv) of the direction as `weight`."""
     (codes, scale_inv), (data, weight_scale_inv) = operands, weight
     assert fmt.element and weight_scale_inv is not None, fmt
+    # `data` is `[n, k]` row-major, in either copy. Its transpose is B, column-major as required.
     return torch._scaled_mm(
         codes,
         data.view(fmt.element.dtype).t(),

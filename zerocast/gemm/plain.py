@@ -1,9 +1,8 @@
-"""Products of plain tensors, for weights that are dequantized and for ones that never were
-quantized.
+"""Products of plain tensors, for dequantized weights and for weights that were never quantized.
 
-torch's bf16 products on a CPU without bf16 instructions reach a tenth of the speed of its FP32
-ones. There operands are widened, which is exact, the product is computed in FP32 and rounded once.
-Everywhere else it is torch's own product of the operands as they are.
+On a CPU without bf16 instructions torch's bf16 products reach a tenth of the speed of its FP32
+products. There the operands are widened, which is exact, and the FP32 product is rounded once.
+Everywhere else this is torch's own product of the operands.
 """
 
 import functools
@@ -26,7 +25,7 @@ def _has_bf16_products() -> bool:
         return False
 
 
-# asked once, since compilers trace the functions below and take a constant as it is
+# Asked once, at import. Compilers trace the functions below, and a constant is no graph break.
 HAS_BF16_PRODUCTS = _has_bf16_products()
 
 
@@ -38,15 +37,14 @@ def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
 
 @functools.cache
 def log_fp32_products() -> None:
-    """Say once, on rank 0, that products of bf16 weights are computed in FP32."""
+    """Log once, on rank 0, that products of bf16 weights are computed in FP32."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
         logger.info("this CPU has no bf16 instructions: products of bf16 weights are computed in FP32 and rounded")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` as the dtype of `x`. A quantized weight and a DTensor have products of
-    their own.
-    """
+    """`x @ weight.T + bias` in the dtype of `x`."""
+    # A QuantizedWeight and a DTensor bring their own products, by torch's override of `linear`.
     dtype = product_dtype(x.dtype, x.device.type)
     if dtype is x.dtype or type(weight) not in (Tensor, torch.nn.Parameter):
         return torch.nn.functional.linear(x, weight, bias)
@@ -55,13 +53,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` as the dtype of `x`."""
+    """`x @ matrix` in the dtype of `x`."""
     dtype = product_dtype(x.dtype, x.device.type)
     return (x.to(dtype) @ matrix.to(dtype)).to(x.dtype)
 
 
 def grouped_mm(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
-    """Multiply groups of rows, as torch does, with the result in the dtype of `x`."""
-    # what torch tells compilers of this operator knows bf16 alone
+    """The product of groups of rows by torch, with the result in the dtype of `x`."""
+    # The fake implementation that compilers trace accepts only bf16, so nothing is widened there.
     dtype = x.dtype if is_traced(x) else product_dtype(x.dtype, x.device.type)
     return torch._grouped_mm(x.to(dtype), matrices.to(dtype), offs=offs).to(x.dtype)

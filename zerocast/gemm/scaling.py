@@ -1,5 +1,5 @@
-"""Scales and codes of an operand by plain torch ops, and the memory that an operand takes in both
-directions: what the quantizers of `inputs.py`, `cuda_inputs.py` and `triton_inputs.py` share.
+"""Helpers of the quantizers in `inputs.py`, `cuda_inputs.py` and `triton_inputs.py`: scales and
+codes by plain torch ops, and the memory for the results in both directions.
 """
 
 from collections.abc import Callable
@@ -12,27 +12,31 @@ from zerocast import backends
 from zerocast.backends import ops
 from zerocast.formats import Element
 
-# codes `[rows, k]` and their scales, codes `[k, rows]` and theirs
+# (codes `[rows, k]`, their decode scales, codes `[k, rows]`, their decode scales)
 BothWays = tuple[Tensor, Tensor, Tensor, Tensor]
 
-ROWS = 16  # products whose inner dimension is the rows take multiples of this, and so do blocked ones
+# Rows are padded to a multiple of this. cuBLAS needs it of an inner dimension, which the rows are
+# in a weight gradient, and of the rows of an operand with block scales.
+ROWS = 16
 FLT_MAX = torch.finfo(torch.float32).max
 
 
 def is_traced(x: Tensor) -> bool:
-    """True if a tensor has no memory of its own, as while a compiler traces, which it does not
-    say of itself in every version.
-    """
+    """True if a tensor is fake, as while a compiler traces."""
+    # `torch.compiler.is_compiling()` is not True in every version of torch while a graph is traced.
     return type(x) is not Tensor and is_fake(x)
 
 
 def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    """`largest / amax` in f32, floored to a power of two if asked for, 1 for an amax of 0, NaN for
-    one that is not finite.
+    """The encode scale `largest / amax` in f32, rounded down to a power of two if `power_of_2`. It
+    is 1 for an amax of 0, and NaN for an amax that is not finite.
     """
+    # A subnormal amax would give Inf.
     scale = _quotient(largest, amax).clamp(max=FLT_MAX)
     if power_of_2:
+        # Clearing sign and mantissa leaves the power of two below.
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    # amax - amax is 0 for a finite amax, otherwise NaN.
     return scale.masked_fill(amax == 0, 1.0) + (amax - amax)
 
 
@@ -42,29 +46,32 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def _quotient(number: float, divisor: Tensor) -> Tensor:
-    """In f64, which rounds to the same f32: compilers divide f32 approximately, and torch
-    multiplies by a reciprocal.
-    """
+    """`number / divisor`, correctly rounded to f32."""
+    # Compilers divide f32 approximately, and torch multiplies by a reciprocal if the dividend is a
+    # number. A division of f64 tensors that is rounded to f32 gives the same bits everywhere.
     divisor = divisor.double()
     return torch.div(torch.full_like(divisor, number), divisor).float()
 
 
 def codes_of(x: Tensor, scale: Tensor, element: Element) -> Tensor:
-    """`x * scale` in f32, stored as codes, in one pass."""
+    """The codes of `x * scale`, which is computed in f32, in one pass over `x`."""
     if is_traced(x):
         return (x * scale).to(element.dtype).contiguous()
+    # `out=` converts on the way to memory. The f32 product is never stored.
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     return torch.mul(x, scale, out=codes)
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:
-    """`x [rows, k]` with rows of zeros up to a multiple."""
+    """`x [rows, k]` with zero rows appended up to a multiple of `multiple`."""
     missing = -x.shape[0] % multiple
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def turned(codes: Tensor) -> Tensor:
-    """FP8 codes `[rows, k]` as `[k, rows]`, with zeros up to a multiple of `ROWS`."""
+    """The transpose `[k, rows]` of FP8 codes `[rows, k]`, with rows padded with zeros to a multiple
+    of `ROWS`.
+    """
     codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
     if is_traced(codes):
         return codes.t().contiguous()
@@ -74,23 +81,27 @@ def turned(codes: Tensor) -> Tensor:
 
 
 def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> BothWays:
-    """Memory for the results of `groups_both_ways`."""
-    rows, k = -(-x.shape[0] // ROWS) * ROWS, x.shape[1]
-    bands, dtype = -(-rows // width), element.dtype
-    of_columns = (k // width, -(-bands // 4) * 4) if is_square else (bands, k)
-    codes, turned = x.new_empty((rows, k), dtype=dtype), x.new_empty((k, rows), dtype=dtype)
-    scale_inv, turned_scale_inv = (
-        x.new_empty((k // width, rows), dtype=torch.float32),
-        x.new_empty(of_columns, dtype=torch.float32),
-    )
+    """Uninitialized memory for the results of `inputs.groups_both_ways`."""
+    rows = -(-x.shape[0] // ROWS) * ROWS
+    k = x.shape[1]
+    row_groups = -(-rows // width)
+    codes = x.new_empty((rows, k), dtype=element.dtype)
+    turned = x.new_empty((k, rows), dtype=element.dtype)
+    # cuBLAS reads scales column by column, so they are allocated transposed. Scales of square
+    # blocks have their number of rows padded to a multiple of 4, as those of a weight.
+    turned_shape = (k // width, -(-row_groups // 4) * 4) if is_square else (row_groups, k)
+    scale_inv = x.new_empty((k // width, rows), dtype=torch.float32)
+    turned_scale_inv = x.new_empty(turned_shape, dtype=torch.float32)
     return codes, scale_inv.t(), turned, turned_scale_inv.t()
 
 
 def tensor_both_ways_like(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for the results of `per_tensor_both_ways`."""
+    """Uninitialized memory for the results of `inputs.per_tensor_both_ways`."""
     rows, k = x.shape
+    codes = x.new_empty((rows, k), dtype=element.dtype)
+    scale_inv = x.new_empty(1, dtype=torch.float32)
     turned = x.new_empty((k, -(-rows // ROWS) * ROWS), dtype=element.dtype)
-    return x.new_empty((rows, k), dtype=element.dtype), x.new_empty(1, dtype=torch.float32), turned
+    return codes, scale_inv, turned
 
 
 def both_ways_by(
@@ -101,15 +112,19 @@ def both_ways_by(
     power_of_2: bool,
     is_square: bool,
 ) -> BothWays:
-    """`groups_both_ways` from two calls of a `groups`, the second one of a transpose."""
-    made = both_ways_like(x, width, element, is_square)
-    of_rows = quantize(padded(x, ROWS), width, element, power_of_2)
+    """`groups_both_ways` by two calls of `quantize`, an implementation of `groups`: one for `x` and
+    one for its transpose.
+    """
+    results = both_ways_like(x, width, element, is_square)
+    rowwise = quantize(padded(x, ROWS), width, element, power_of_2)
     turned = padded(x, width).t().contiguous()
-    of_columns = (_squares if is_square else quantize)(turned, width, element, power_of_2)
-    for ours, theirs in zip(made, (*of_rows, *of_columns), strict=True):
-        ours[: len(theirs)].copy_(theirs[:, : ours.shape[1]])
-        ours[len(theirs) :] = 0
-    return made
+    columnwise = (_squares if is_square else quantize)(turned, width, element, power_of_2)
+    # The calls pad to whole groups, which may be more columns than the result has, and do not pad
+    # the rows of square scales. So copy the common part and fill the rest with zeros.
+    for result, computed in zip(results, (*rowwise, *columnwise), strict=True):
+        result[: len(computed)].copy_(computed[:, : result.shape[1]])
+        result[len(computed) :] = 0
+    return results
 
 
 def _squares(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:

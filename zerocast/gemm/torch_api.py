@@ -1,5 +1,5 @@
-"""`torch.nn.functional.scaled_mm`: the scaled matrix multiply that is told how its operands are
-scaled.
+"""A call of `torch.nn.functional.scaled_mm`, the matrix multiply that takes the kind of scaling of
+each operand as an argument.
 """
 
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerocast.gemm.case import Case
 
-# of the operator, in the order in which it takes them
+# The arguments of `aten::_scaled_mm_v2`, in order. `scaled_mm` passes them by position.
 ARGUMENTS = [
     "self",
     "mat2",
@@ -28,7 +28,7 @@ ARGUMENTS += ["contraction_dim", "use_fast_accum"]
 
 
 def hardware(case: Case, major: int, name: str) -> Iterator[str]:
-    """Anything but an NVIDIA GPU of compute capability `major`.x."""
+    """A reason for every device but an NVIDIA GPU of compute capability `major`.x."""
     if case.capability is None:
         yield f"runs on {name} GPUs (compute capability {major}.x), not on {case.device} tensors"
     elif case.capability[0] != major:
@@ -36,7 +36,7 @@ def hardware(case: Case, major: int, name: str) -> Iterator[str]:
 
 
 def unsupported_reasons() -> Iterator[str]:
-    """A torch without the function."""
+    """A reason if this torch does not have the function."""
     if not hasattr(torch.nn.functional, "scaled_mm"):
         yield "this torch has no torch.nn.functional.scaled_mm"
 
@@ -52,8 +52,8 @@ def scaled_mm(
     dtype: torch.dtype,
     swizzle: Sequence[str] = (),
 ) -> Tensor:
-    """`a [rows, k] @ b [k, n] + bias` as `dtype`; scalings name members of `ScalingType`,
-    `swizzle` of `SwizzleType`.
+    """`a [rows, k] @ b [k, n] + bias` as `dtype`. The scalings are names of members of
+    `ScalingType`, `swizzle` those of `SwizzleType`, and the latter serves both operands.
     """
     recipes = _numbers("ScalingType", *a_scaling), _numbers("ScalingType", *b_scaling)
     swizzles = _numbers("SwizzleType", *swizzle)
@@ -67,14 +67,15 @@ def scaled_mm(
 
 @functools.cache
 def _numbers(kind: str, *names: str) -> list[int]:
+    """The values of members of an enum, which the operator takes."""
     members: Any = getattr(torch.nn.functional, kind)
     return [getattr(members, name).value for name in names]
 
 
 @functools.cache
 def _operator() -> Callable[..., Tensor] | None:
-    """The operator that the function calls, which takes the host twice as long for its lists of
-    members; None in a torch that has it with other arguments.
+    """The operator that torch's function calls; None if this torch does not have it, or has it with
+    other arguments. The function itself takes the host twice as long, for its lists of members.
     """
     packet: Any = getattr(torch.ops.aten, "_scaled_mm_v2", None)
     if packet is None or [argument.name for argument in packet.default._schema.arguments] != ARGUMENTS:
@@ -94,6 +95,7 @@ def _by_function(
     dtype: torch.dtype,
     swizzle: Sequence[str],
 ) -> Tensor:
+    """`scaled_mm` by torch's public function, for a torch without the operator as known here."""
     functional: Any = torch.nn.functional
     swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
     y: Tensor = functional.scaled_mm(

@@ -1,10 +1,10 @@
-"""The quantizers of `inputs.py` for FP8 as Triton kernels: the same bytes, with the scales worked
-out on the way.
+"""The FP8 quantizers of `inputs.py` as Triton kernels: the same bytes, with scales computed in the
+same kernel.
 
-Groups take one pass over the input; a whole tensor takes one for its amax, which is torch's, and
-one for its codes. Codes come from integer logic, since Triton's own float8 conversions differ from
-the format and from compiler to interpreter. Values are in range by construction (`inputs.py`), so
-nothing saturates here. Multiply and add are never contracted.
+Groups take one pass over the input. A whole tensor takes one pass for its amax, by torch, and one
+for its codes. Codes come from integer logic, since Triton's own float8 conversions deviate from the
+format, and differ between compiler and interpreter. Values are in range by construction
+(`inputs.py`), so nothing saturates here. Multiply and add are never contracted.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ from torch import Tensor
 from zerocast.formats import Element
 from zerocast.gemm import scaling
 
+# Bits of the mantissa by element.
 MANTISSA = {"e4m3": 3, "e5m2": 2}
+# Rows per program of `_groups`, and elements per program of `_whole`.
 ROWS = 32
 ELEMENTS = 4096
 
@@ -30,13 +32,14 @@ FLT_MAX = tl.constexpr(0x7F7FFFFF)
 
 @triton.jit
 def _magnitude(x):
-    """Bits of |x| as int32: they order as the values do, with NaN above Inf."""
+    """The bits of |x| as int32. They are ordered like the values, with NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def _load(x, at, mask):
-    """f32 values. bf16 comes as int16: Triton's interpreter converts bf16 subnormals wrongly."""
+    """Load values as f32."""
+    # bf16 comes as int16, since Triton's interpreter converts bf16 subnormals wrongly.
     value = tl.load(x + at, mask=mask, other=0)
     if x.dtype.element_ty == tl.int16:
         value = (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -56,16 +59,16 @@ def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def _encode(x, MANTISSA: tl.constexpr):
-    """f32 in the range of the element to its codes: RNE, NaN to 0x7F. The bias of E4M3 is 7,
-    that of E5M2 15.
+    """The codes of f32 values in the range of the element, rounded to nearest even; NaN is 0x7F.
+    The exponent bias of E4M3 is 7, that of E5M2 15.
     """
     bias: tl.constexpr = 7 if MANTISSA == 3 else 15
     drop: tl.constexpr = 23 - MANTISSA
     half: tl.constexpr = (1 << (drop - 1)) - 1
     bits = _magnitude(x)
     normal = ((bits + half + ((bits >> drop) & 1)) >> drop) - ((127 - bias) << MANTISSA)
-    # Below the smallest normal the code counts multiples of 2**(1 - bias - mantissa): the last
-    # place of this sum.
+    # Below the smallest normal the code counts multiples of 2**(1 - bias - mantissa). Adding `unit`
+    # makes that the last place of the sum, so the hardware's addition rounds to it.
     unit: tl.constexpr = (151 - bias - MANTISSA) << 23
     shifted = bits.to(tl.float32, bitcast=True) + (bits * 0 + unit).to(tl.float32, bitcast=True)
     code = tl.where(bits < ((128 - bias) << 23), shifted.to(tl.int32, bitcast=True) - unit, normal)
@@ -89,6 +92,7 @@ def _groups(
     """One group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv
     `[columns / WIDTH, rows]`.
     """
+    # Offsets are int64, since a tensor may have more than 2**31 elements.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     group = tl.program_id(1)
     here = row < rows
@@ -117,12 +121,13 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments
 
 
 def _loadable(x: Tensor) -> Tensor:
+    """`x`, contiguous, with bf16 as int16 for `_load`."""
     x = x.contiguous()
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """The same bytes as `inputs.per_tensor`, in two launches."""
+    """Quantize `x` to the same bytes as `inputs.per_tensor`, in two launches."""
     amax = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(1, device=x.device, dtype=torch.float32)
@@ -133,7 +138,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """`inputs.groups`; the scales lie column by column."""
+    """Quantize `x` to the same bytes as `inputs.groups`. Scales are stored column by column."""
     rows, columns = x.shape
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     scale_inv = torch.empty(columns // width, rows, device=x.device, dtype=torch.float32)
@@ -144,11 +149,11 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> scaling.BothWays:
-    """`inputs.groups_both_ways`, a launch for each direction."""
+    """Quantize `x` to the same bytes as `inputs.groups_both_ways`, one launch per direction."""
     return scaling.both_ways_by(groups, x, width, element, power_of_2, is_square)
 
 
 def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """`inputs.per_tensor_both_ways`; a known `amax` is worked out again."""
+    """Quantize `x` to the same bytes as `inputs.per_tensor_both_ways`. `amax` is not used."""
     codes, scale_inv = per_tensor(x, element)
     return codes, scale_inv, scaling.turned(codes)

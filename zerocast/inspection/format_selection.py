@@ -1,4 +1,4 @@
-"""Which weight is cast to which format: as the checkpoint recorded it, or as the caller asks."""
+"""Choose the format of each weight of a checkpoint: the recorded one, or the caller's."""
 
 import fnmatch
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,11 @@ DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bf
 
 @dataclass(frozen=True)
 class Chosen:
-    """Format and nominal dtype by weight name; `kept` are selected weights whose shape does not
-    fit.
+    """The format and the nominal dtype of weights.
+
+    Attributes:
+        formats: (format, nominal dtype) by weight name.
+        kept: selected weights that the format cannot take because of their shape.
     """
 
     formats: Mapping[str, tuple[FormatSpec, torch.dtype]]
@@ -38,8 +41,10 @@ def choose(
     Raises ValueError for an unknown format and for a glob that matches no weight.
     """
     if fmt is None:
-        known = {name: one for name, one in stored.items() if name in masters}
-        return Chosen({name: (get_format(one.format), getattr(torch, one.dtype)) for name, one in known.items()})
+        known = {name: record for name, record in stored.items() if name in masters}
+        return Chosen(
+            {name: (get_format(record.format), getattr(torch, record.dtype)) for name, record in known.items()}
+        )
     spec = get_format(fmt)
     matrices = {name: entry for name, entry in masters.items() if len(entry.shape) >= 2}
     for glob in weights:

@@ -1,9 +1,9 @@
 """HostAdapter: a training host as a table of facts, and what follows from them for every host.
 
-A host owns the optimizer and the gathers. It says where its masters and weights lie, what gathers
-their bytes, and which of its methods are replaced. The rest follows from that, here once for all
-hosts: one plan, the cast after a step and the one from masters that were written by hand, the
-masters as `zerocast.verify` compares them, and the way back to the host as it was.
+A host (Megatron-Core, Apex) owns the optimizer and the gathers. Its integration fills in a
+HostAdapter: the masters, the weights, and the function that gathers their bytes. HostPlan does the
+rest for all hosts: the plan, the cast after a step or of masters that were written by hand, and the
+masters for `zerocast.verify`. Patches replace methods of the host, and give them back.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ def _nothing() -> None:
 
 
 def _flat(master: Tensor | None) -> Tensor | None:
-    """A master as a plan takes it: itself, or a flat view that shares its version counter."""
+    """A master in the shape that a plan needs: itself, or a flat view with its version counter."""
     return master if master is None or master.dim() == 1 else master.detach().view(-1)
 
 
-def _place(master: Tensor | None) -> int:
+def _address(master: Tensor | None) -> int:
     return 0 if master is None else master.data_ptr()
 
 
@@ -83,12 +83,13 @@ class HostAdapter:
             this rank owns none.
         gather: all-gathers the bytes of the last cast and makes the columnwise copies
             (`plan.post_all_gather` makes all of them). Collective.
-        before_cast: what precedes every cast, such as a look at where the host has moved its
-            buffers.
-        before_reading: what precedes a look at all bytes: gathers those of the last cast, if the
-            host gathers later. Collective.
+        before_cast: is called before every cast, for example to find buffers that the host has
+            moved.
+        before_reading: is called before all bytes are read. It gathers those of the last cast, if
+            the host gathers later. Collective.
         plain: the parameters that are not quantized, if a cast is to round them to their dtype.
-        validity: of all that the host writes together: give all adapters of one host the same.
+        validity: the validity of all weights that the host writes together. All adapters of one
+            host get the same object.
     """
 
     owner: str
@@ -107,23 +108,37 @@ class HostAdapter:
 class HostPlan:
     """The casts of one HostAdapter.
 
-    Building it is collective: what is wrong on any rank raises on all of them.
+    Building it is collective: an error on one rank raises on all.
+
+    Attributes:
+        host: the adapter.
+        plan: the CastPlan over its weights and masters.
+        claim: the host's claim on the weights, for as long as this object lives.
     """
 
     def __init__(self, host: HostAdapter) -> None:
         self.host = host
         delayed = [weight for weight in host.weights if weight.amax_history is not None]
+        # One buffer for all scales and one for all histories, so that an update of all weights is
+        # one launch.
         for name in ("scale", "amax_history"):
-            into_flat_buffer(delayed, name)  # so that what is done to all of them is one launch
+            into_flat_buffer(delayed, name)
+        # The flat masters that the plan has. `_follow_masters` compares them with the host's.
         self._flat = [_flat(master) for master in host.masters]
         self.plan = CastPlan(
             host.weights, self._flat, host.starts, host.group, names=host.names, validity=host.validity.part()
         )
         self.plan.validity.owner = weakref.ref(self)
         self.claim = self.plan.claim(host.owner)
-        plain = [(one.rounded, one.master) for one in host.plain if one.rounded is not None and one.master is not None]
+        plain = [
+            (shard.rounded, shard.master)
+            for shard in host.plain
+            if shard.rounded is not None and shard.master is not None
+        ]
+        # Pairs on one device are copied by one foreach launch, masters in host memory one by one.
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
         self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
+        self._watch_masters()
 
     @torch.no_grad()
     def cast(self, *, repeat: bool = False) -> None:
@@ -134,6 +149,10 @@ class HostPlan:
         self.host.before_cast()
         self._follow_masters()
         self.plan.cast(repeat=repeat)
+        # The optimizers of a host step together, so all weights have changed. Autograd functions of
+        # the host that have saved a weight for a backward pass notice it by its version.
+        self.plan.validity.changed()
+        torch.autograd.graph.increment_version(self.host.weights)
         if self._plain:
             rounded, masters = map(list, zip(*self._plain, strict=True))
             torch._foreach_copy_(rounded, masters)
@@ -141,16 +160,24 @@ class HostPlan:
             write_rounded(master, on_device)
 
     def _follow_masters(self) -> None:
-        """Look for masters that the host has given other memory (`.data =`), where views of them
-        stay behind.
+        """Give the plan the present memory of the masters.
+
+        A host may set `master.data`. A flat view of the master then still has the old memory.
         """
         pairs = zip(self.host.masters, self._flat, strict=True)
-        if any(flat is not master and _place(flat) != _place(master) for master, flat in pairs):
+        if any(flat is not master and _address(flat) != _address(master) for master, flat in pairs):
             self._flat = [_flat(master) for master in self.host.masters]
             self.plan.move_masters(self._flat)
+            self._watch_masters()
+
+    def _watch_masters(self) -> None:
+        """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
+        of_plain = [master for _, master in (*self._plain, *self._plain_of_host)]
+        quantized = [master for master in self._flat if master is not None]
+        self.plan.validity.watch([*quantized, *of_plain], sharded=self.plan.group.size > 1)
 
     def leave_memory(self) -> None:
-        """Keep no memory in use that the host has moved masters out of. Local."""
+        """Drop the references to memory that the host has moved masters out of. Local."""
         self._follow_masters()
         self.plan.forget_places()
 
@@ -161,8 +188,8 @@ class HostPlan:
     def refresh(self) -> None:
         """Cast and gather masters that were loaded or written by hand. Collective.
 
-        This completes what a cast or a gather left partial, and not what a step did: its masters
-        are not worth a cast, so a host checks for that first.
+        This completes weights that a cast or a gather left partial. It does not help after a step
+        that broke off, whose masters are partly old: a host checks for that first.
         """
         self._write(repeat=True)
 
@@ -193,12 +220,14 @@ class Patch(NamedTuple):
 class Patches(contextlib.ExitStack):
     """The attributes that are replaced in a host.
 
-    Leaving the context gives everything back as it was, in reverse order.
+    Leaving the context restores them in reverse order, so that several patches of one attribute
+    come off like layers.
     """
 
     def apply(self, patches: Iterable[Patch]) -> None:
         """Replace one attribute after the other; a later patch may wrap an earlier one."""
         for owner, name, value in patches:
+            # A method that an instance has from its class is restored by deleting the attribute.
             if name in vars(owner):
                 self.callback(setattr, owner, name, vars(owner)[name])
             else:
@@ -206,6 +235,6 @@ class Patches(contextlib.ExitStack):
             setattr(owner, name, value)
 
     def remove(self, owner: Any, name: str) -> None:
-        """Delete an attribute of an instance, below which its class may have another."""
+        """Delete an attribute of an instance, so that the one of its class is used."""
         self.callback(setattr, owner, name, vars(owner)[name])
         delattr(owner, name)

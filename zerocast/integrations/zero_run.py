@@ -1,5 +1,7 @@
-"""What ZeroAdamW needs of trainers that know whole tensors and DistributedDataParallel: its own
-files in their checkpoints, and gradients that stay on a rank where they accumulate.
+"""zero_run: the functions by which trainers run ZeroAdamW in place of DistributedDataParallel.
+
+Such trainers (Lightning, accelerate, transformers) know only whole tensors. ZeroAdamW needs files
+of its own in their checkpoints, and gradients that stay on the rank while they accumulate.
 """
 
 import contextlib
@@ -34,9 +36,9 @@ def check_place(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def is_same_device(one: torch.device, other: torch.device) -> bool:
-    """True for one type and one index; without an index it is that of the current device."""
-    return one.type == other.type and (one.index == other.index or _index(one) == _index(other))
+def is_same_device(first: torch.device, second: torch.device) -> bool:
+    """True for the same type and index. `cuda` without an index is the current device."""
+    return first.type == second.type and (first.index == second.index or _index(first) == _index(second))
 
 
 def _index(device: torch.device) -> int:
@@ -46,11 +48,11 @@ def _index(device: torch.device) -> int:
 
 
 def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module]) -> None:
-    """RuntimeError for a parameter of these quantized models that requires a gradient and that none
-    of these ZeroAdamWs has.
+    """RuntimeError for a parameter of a quantized model that requires a gradient and that none of
+    these ZeroAdamWs has.
 
-    For several ranks, where such a model is not wrapped: each rank would go on with its own
-    gradient of it, in its step and in norms that clip the others.
+    Quantized models are not wrapped in DistributedDataParallel, so with several ranks the gradient
+    of such a parameter would differ between them, and so would gradient norms.
     """
     owned = {
         id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
@@ -73,8 +75,9 @@ def check_together(optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Modu
 
 @contextlib.contextmanager
 def without_reduction(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> Iterator[None]:
-    """Gradients of the model's parameters stay on this rank within, and are reduced by the next
-    backward pass.
+    """Accumulate gradients of the model on this rank while the context is open.
+
+    The next backward pass after it reduces them.
     """
     with contextlib.ExitStack() as stack:
         for optimizer in of_model(optimizers, model):
@@ -83,28 +86,35 @@ def without_reduction(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> 
 
 
 def of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[ZeroOptimizer]:
-    """Those that have any parameter of the model."""
+    """The optimizers that have any parameter of the model."""
     ids = {id(parameter) for parameter in model.parameters()}
-    return [one for one in optimizers if any(id(p) in ids for group in one.param_groups for p in group["params"])]
+    return [
+        optimizer
+        for optimizer in optimizers
+        if any(id(parameter) in ids for group in optimizer.param_groups for parameter in group["params"])
+    ]
 
 
 def save(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
-    """Masters, moments, and what the models have beside: frozen parameters and persistent buffers.
-    Each rank writes its part, also over an earlier save. ValueError for quantized models without a
-    ZeroAdamW.
+    """Save masters and moments, and the frozen parameters and persistent buffers of the models.
+
+    Each rank writes its part. An earlier save in the folder is replaced. Collective. ValueError for
+    quantized models without a ZeroAdamW.
     """
     check_together(optimizers, models)
     group = group_of(optimizers[0]) if optimizers else None
     for index, optimizer in enumerate(optimizers):
         with Checkpoints(folder / str(index), keep=1) as checkpoints:
             checkpoints.save(optimizer, 0, model=_beside(index, optimizers, models))
-    if group is not None:  # of an earlier save with more of them
+    # An earlier save may have had more optimizers. `load` counts the folders, so theirs must go.
+    if group is not None:
         on_rank_0(group, lambda: discard(map(retire, _saved(folder)[len(optimizers) :])))
 
 
 def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
-    """What `save` wrote, on any number of ranks. ValueError where it is missing or does not fit,
-    such as another number of ZeroAdamWs.
+    """Load a folder that `save` wrote, on any number of ranks. Collective.
+
+    ValueError if it is missing or does not fit, for example with another number of ZeroAdamWs.
     """
     check_together(optimizers, models)
     saved = _saved(folder)
@@ -114,23 +124,31 @@ def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.
         raise ValueError(
             f"{folder} holds the states of {len(saved)} ZeroAdamWs, and {len(optimizers)} were given: give as many"
         )
-    for index, (one, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-        Checkpoints(one, keep=1).load(optimizer, model=_beside(index, optimizers, models))
+    for index, (state_folder, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
+        Checkpoints(state_folder, keep=1).load(optimizer, model=_beside(index, optimizers, models))
 
 
 def _saved(folder: Path) -> list[Path]:
-    """The folders of ZeroAdamWs in their order."""
+    """The folders of the saved ZeroAdamWs, in the order of the optimizers."""
     numbered = [path for path in folder.glob("*") if path.name.isdecimal()]
     return sorted(numbered, key=lambda path: int(path.name))
 
 
 def _beside(index: int, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> nn.Module:
-    """What the checkpoint of an optimizer holds beside its masters: of the first one, all that no
-    optimizer trains.
+    """The module that is saved beside the masters of an optimizer.
+
+    For the first optimizer it has everything that no other optimizer trains. For the others it is
+    empty.
     """
     if index > 0:
         return nn.Module()
-    return _Untrained(models, {id(p) for one in optimizers[1:] for group in one.param_groups for p in group["params"]})
+    trained_by_others = {
+        id(parameter)
+        for optimizer in optimizers[1:]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    return _Untrained(models, trained_by_others)
 
 
 class _Untrained(nn.Module):
@@ -143,6 +161,6 @@ class _Untrained(nn.Module):
         self._trained_by_others = trained_by_others
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The others by name; those of models begin with `model_<number>`."""
+        """The remaining parameters. Their names begin with `model_<number>`."""
         named = super().named_parameters(*args, **kwargs)
         return ((name, parameter) for name, parameter in named if id(parameter) not in self._trained_by_others)

@@ -1,9 +1,10 @@
-"""CastMeter: what the last cast did to every quantized weight, element by element.
+"""CastMeter: counts the effects of the last cast on every quantized weight, such as saturated,
+flushed and unchanged elements.
 
-A rank reads its own elements only; one all-gather of eight numbers a weight and rank makes the sums
-known to all ranks. Nothing runs between two measurements. To find codes that have not changed since
-the last one, a rank keeps a copy of those that it owns: 1 byte an element of its shard, half of
-that for nvfp4. Under FSDP2 a measurement gathers one group of parameters after another.
+A rank reads only its own elements. One all-gather of eight numbers per weight makes the sums known
+to all ranks. Nothing runs between two measurements. To count codes that have not changed since the
+last one, a rank keeps a copy of the codes that it owns: 1 byte per element of its shard, half a
+byte for nvfp4. Under FSDP2 a measurement gathers one group of parameters after another.
 """
 
 import math
@@ -23,7 +24,7 @@ from zerocast.verification.master_views import MasterViews, owners_of
 
 @dataclass(frozen=True)
 class CastCounts:
-    """Counts over masters m and their decoded values y; sums, so that parts can be added up.
+    """Counts over masters m and their decoded values y. They are sums, so parts can be added up.
 
     Attributes:
         elements: the number of masters.
@@ -48,9 +49,13 @@ class CastCounts:
 
     @staticmethod
     def together(parts: Iterable["CastCounts"]) -> "CastCounts":
-        """The counts of all parts together: sums in their order, and the largest amax."""
+        """The counts of all parts together. Floating-point sums are in the order of the parts."""
         columns = list(zip(*map(astuple, parts), strict=True))
-        values = [*map(sum, columns[:-1]), max(columns[-1])] if columns else []
+        if not columns:
+            return CastCounts()
+        # The amax is the last field, and the only one that is no sum.
+        *sums, amaxes = columns
+        values = [*map(sum, sums), max(amaxes)]
         return CastCounts(*values)
 
     @property
@@ -59,8 +64,8 @@ class CastCounts:
         return math.sqrt(self.square_error / self.square_sum) if self.square_sum else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Numbers to log: shares in percent, the relative error, the amax and the number of
-        nonfinite.
+        """Numbers to log: shares in percent, the relative error, the amax and the number of masters
+        that are not finite.
         """
         share = 100.0 / max(self.elements, 1)
         return {
@@ -74,13 +79,14 @@ class CastCounts:
 
 
 FIELDS = len(CastCounts.__dataclass_fields__)
+# Buffers that an all-gather of the weights may write to.
 GATHERED = ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv")
 
 
 class CastMeter:
-    """Counts over the quantized weights of an owner of masters; takes what `zerocast.verify` takes.
+    """Counts over the quantized weights of an owner of masters, as `zerocast.verify` accepts it.
 
-    All ranks of the owner's group construct one and call `measure` together. Weights of format
+    All ranks of the owner's group construct a meter and call `measure` together. Weights of format
     `identity` have no codes and are left out.
 
     Attributes:
@@ -93,9 +99,12 @@ class CastMeter:
 
     def __init__(self, owner: Any) -> None:
         self._owners, _, _ = owners_of(owner)
+        # Copies of the owned codes at the last measurement, by the name of the weight.
         self._before: dict[str, Tensor] = {}
         self.device = torch.device("cpu")
+        # True if any weight is gathered for a measurement only, as under FSDP2.
         self._transient = False
+        # The buffers of all other weights, refreshed by each walk over the sources.
         self._buffers: list[dict[str, Tensor | None]] = []
         for source in self._sources():
             self._before |= {name: part.data().clone() for name, part in _parts(source).items()}
@@ -105,15 +114,15 @@ class CastMeter:
 
     @property
     def gathered_into(self) -> list[Tensor] | None:
-        """The present buffers of the weights; reading them starts no gather, as gathers are
-        measured.
-        """
+        """The present buffers of the weights."""
         if self._transient:
             return None
-        held = [buffers[name] for buffers in self._buffers for name in GATHERED]
-        return [tensor for tensor in held if tensor is not None]
+        # Not through the properties of a weight, which wait for gathers: these are to be measured.
+        tensors = [buffers[name] for buffers in self._buffers for name in GATHERED]
+        return [tensor for tensor in tensors if tensor is not None]
 
     def _sources(self) -> Iterator[MasterViews]:
+        """Yield the masters of all owners. Collective, and each item is valid until the next."""
         self._buffers = []
         for owner in self._owners:
             for source in owner.master_views():
@@ -135,17 +144,21 @@ class CastMeter:
         return counts
 
     def _measure(self, group: Group, parts: dict[str, OwnedPart]) -> dict[str, CastCounts]:
-        here = torch.stack([_count(part, self._codes_before(name, part)) for name, part in parts.items()])
-        everywhere = here.new_empty(group.size, *here.shape)
-        group.all_gather_into(everywhere.view(-1), here.view(-1), what="what a meter has counted")
+        """Counts by weight name over the ranks of `group`."""
+        own_counts = torch.stack([_count(part, self._codes_before(name, part)) for name, part in parts.items()])
+        # Not an all-reduce: every rank adds in rank order, so all ranks have the same sums.
+        gathered = own_counts.new_empty(group.size, *own_counts.shape)
+        group.all_gather_into(gathered.view(-1), own_counts.view(-1), what="what a meter has counted")
         for name, part in parts.items():
             self._before[name].copy_(part.data())
-        by_rank = [[_counts(row) for row in rows] for rows in everywhere.tolist()]
+        by_rank = [[_counts(row) for row in rows] for rows in gathered.tolist()]
         by_weight = zip(*by_rank, strict=True)
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
 
     def _codes_before(self, name: str, part: OwnedPart) -> Tensor:
-        """The codes of the last measurement; others than those of now after a switch of formats."""
+        """The codes at the last measurement. For a weight that is new, or that has another format
+        since, they are made to differ from the present codes everywhere.
+        """
         codes, before = part.data(), self._before.get(name)
         if before is None or before.shape != codes.shape:
             self._before[name] = codes.bitwise_not()
@@ -159,14 +172,14 @@ def _parts(source: MasterViews) -> dict[str, OwnedPart]:
 
 
 def _by_group(source: MasterViews) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
-    """The weights by the group over which their counts add up.
+    """Yield (group, weights by name): the counts of these weights add up over this group.
 
-    Slices of tensor parallelism add up over the ranks of all slices.
+    Slices of a weight under tensor parallelism add up over the ranks of all its slices.
     """
     parts = _parts(source)
-    whole = {name: part for name, part in parts.items() if part.owned.slices is None}
-    if whole:
-        yield source.group, whole
+    unsliced = {name: part for name, part in parts.items() if part.owned.slices is None}
+    if unsliced:
+        yield source.group, unsliced
     sliced = {name: part for name, part in parts.items() if part.owned.slices is not None}
     groups = [part.owned.slices for part in sliced.values() if part.owned.slices is not None]
     if groups:
@@ -174,6 +187,7 @@ def _by_group(source: MasterViews) -> Iterator[tuple[Group, dict[str, OwnedPart]
 
 
 def _counts(row: list[float]) -> CastCounts:
+    """The counts from a row of f64 numbers, of which the first five are integers."""
     return CastCounts(*map(int, row[:5]), *row[5:])
 
 
@@ -183,6 +197,7 @@ def _count(part: OwnedPart, before: Tensor) -> Tensor:
     data = part.data()
     for piece in part.pieces():
         counts = _count_piece(part, piece, data, before)
+        # The last field, the amax, is a maximum and no sum.
         amax = torch.maximum(total[-1], counts[-1])
         total += counts
         total[-1] = amax
@@ -190,16 +205,21 @@ def _count(part: OwnedPart, before: Tensor) -> Tensor:
 
 
 def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> Tensor:
-    master, value, code = part.master(piece), part.values(piece), part.codes(piece, data)
+    """The `CastCounts` of a piece, in the order of its fields, as f64[FIELDS] on the device."""
+    master = part.master(piece)
+    value = part.values(piece)
+    code = part.codes(piece, data)
     magnitude, finite = master.abs(), master.isfinite()
-    at_top = (code & _magnitude_bits(part.element)) == largest_code(part.element)
-    beyond = (magnitude > value.abs() * overshoot(part.element)) & (value != 0)
+    # A saturated element has the largest code. An element that was merely rounded down to it has
+    # this code too, but is within half a step of the value.
+    has_largest_code = (code & _magnitude_bits(part.element)) == largest_code(part.element)
+    is_beyond = (magnitude > value.abs() * overshoot(part.element)) & (value != 0)
     error = torch.where(finite, value - master, 0.0)
     finite_master = torch.where(finite, master, 0.0)
     counts = [
         torch.full((), piece.numel, device=master.device),
         (~finite).sum(),
-        (at_top & beyond).sum(),
+        (has_largest_code & is_beyond).sum(),
         ((magnitude > 0) & (value == 0)).sum(),
         (code == part.codes(piece, before)).sum(),
         error.double().square().sum(),
@@ -210,4 +230,5 @@ def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> 
 
 
 def _magnitude_bits(element: Element) -> int:
+    """The mask of all bits of a code but its sign."""
     return (1 << (element.bits - 1)) - 1

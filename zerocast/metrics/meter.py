@@ -1,4 +1,4 @@
-"""Meter: measures one training step in so many; a Sample holds the numbers."""
+"""Meter: measures every n-th training step; a Sample holds the numbers."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -43,7 +43,11 @@ class Sample:
 
 @dataclass
 class Measurement:
-    """One step; `sample` is set after a measured step and stays None otherwise."""
+    """One training step, measured or not.
+
+    Attributes:
+        sample: the numbers, set at the end of a measured step; None for any other step.
+    """
 
     _trace: StepTrace | None = None
     sample: Sample | None = None
@@ -74,9 +78,10 @@ class Meter:
             optimizer under `zerocast.fsdp2`, or the result of a host's `attach`.
         every: steps between two measurements, over which `unchanged` codes are counted.
 
-    All ranks of the owner's group construct one and take the same steps with it: a measurement ends
-    with one small all-gather. Other steps run nothing, send nothing and never wait for the device.
-    Raises ValueError for `every` below 1, TypeError for an object that owns no masters.
+    All ranks of the owner's group construct a meter and take the same steps with it, since a
+    measurement ends with one small all-gather. Other steps run nothing, send nothing and never wait
+    for the device. Raises ValueError for `every` below 1, TypeError for an object that owns no
+    masters.
     """
 
     def __init__(self, owner: Any, every: int = 100) -> None:
@@ -96,5 +101,7 @@ class Meter:
         measured = Measurement(trace)
         with trace:
             yield measured
-        times, nbytes = trace.milliseconds(), dict(sorted(trace.nbytes.items()))
+        # Counting may gather weights, so it comes after the trace and is not in its numbers.
+        times = trace.milliseconds()
+        nbytes = dict(sorted(trace.nbytes.items()))
         measured.sample = Sample(self._casts.measure(), times, nbytes)

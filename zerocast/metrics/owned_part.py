@@ -1,4 +1,4 @@
-"""OwnedPart: the owned elements of a weight, as masters, as codes and as decoded values."""
+"""OwnedPart: the elements of a weight that this rank owns, as masters, codes and decoded values."""
 
 import functools
 from collections.abc import Iterator
@@ -15,12 +15,13 @@ from zerocast.formats import Element, ScaleRule
 from zerocast.formats.layout import Span, byte_range, round_up
 from zerocast.verification.master_views import MasterView
 
-PIECE = 2**20  # elements; a measurement needs about ten times as many bytes of memory
+# Elements of a piece. A measurement needs temporary memory of about ten times as many bytes.
+PIECE = 2**20
 
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """A quantized weight and its owned masters; reading its bytes waits for a gather in flight."""
+    """A quantized weight and its owned masters. Reading the bytes waits for a gather in flight."""
 
     owned: MasterView
 
@@ -37,15 +38,17 @@ class OwnedPart:
         return element
 
     def data(self) -> Tensor:
-        """A view of the bytes with the owned codes; a byte at an end may also hold another
-        rank's code.
+        """A view of the bytes with the owned codes. With 4-bit codes, the first and the last byte
+        may also hold a code of another rank.
         """
         weight = self.owned.weight
         first, last = byte_range(weight.format, weight.matrix_shape, self._span, weight.dtype)
         return weight.rowwise_data.view(-1)[first:last]
 
     def pieces(self) -> Iterator[Span]:
-        """Cut the owned span at whole rows of blocks into pieces of about PIECE elements."""
+        """Cut the owned span into pieces of about PIECE elements, at boundaries of block rows, so
+        that `values` need not decode a block twice.
+        """
         rows, columns = self.owned.weight.matrix_shape
         height = self._block_rows
         step = max(1, PIECE // (columns * height)) * height
@@ -62,28 +65,34 @@ class OwnedPart:
         return self.owned.master.detach()[start : start + piece.numel].to(self.owned.weight.device).float()
 
     def codes(self, piece: Span, data: Tensor) -> Tensor:
-        """The codes of a piece, flat uint8, one a byte; `data` is bytes as `data()` returns
-        them.
+        """The codes of a piece, flat uint8, one per byte. `data` is the result of `data()`, now or
+        at an earlier time.
         """
         if self.owned.weight.format.elements_per_byte == 1:
             start = piece.start - self._span.start
             return data[start : start + piece.numel]
-        first = self._span.start // 2
-        both = unpack(data[piece.start // 2 - first : -(-piece.stop // 2) - first])
-        return both[piece.start % 2 : piece.start % 2 + piece.numel]
+        # Two codes per byte: unpack whole bytes, then drop the code before an odd start.
+        first_byte = self._span.start // 2
+        unpacked = unpack(data[piece.start // 2 - first_byte : -(-piece.stop // 2) - first_byte])
+        return unpacked[piece.start % 2 : piece.start % 2 + piece.numel]
 
     def values(self, piece: Span) -> Tensor:
         """The decoded values of a piece, flat, as f32."""
+        # Decode whole rows, from the beginning of a block row, so that the scales of the part begin
+        # at a row of the scale buffer.
         weight = self.owned.weight
         rows, columns = weight.matrix_shape
         first = piece.start // columns // self._block_rows * self._block_rows
         last = min(rows, round_up(piece.stop, columns) // columns)
         scale = weight.rowwise_scale_inv
-        if scale is not None and weight.format.block:  # FP32 scales: a row for each block row
-            scale = scale[first // (self._block_rows if weight.format.scale_rule is ScaleRule.FP32 else 1) :]
-        data, backend = weight.rowwise_data[first:last], backends.choose(weight.device)
-        fixed = weight.amax, last - first, columns, False, torch.float32
-        value: Tensor = ops.dequantize(backend, str(weight.format), data, scale, *fixed)
+        if scale is not None and weight.format.block:
+            # A buffer of FP32 scales has a row per block row, one of byte scales a row per row.
+            has_row_per_block = weight.format.scale_rule is ScaleRule.FP32
+            scale = scale[first // (self._block_rows if has_row_per_block else 1) :]
+        data = weight.rowwise_data[first:last]
+        backend = backends.choose(weight.device)
+        options = weight.amax, last - first, columns, False, torch.float32
+        value: Tensor = ops.dequantize(backend, str(weight.format), data, scale, *options)
         start = piece.start - first * columns
         return value.view(-1)[start : start + piece.numel]
 
@@ -105,7 +114,10 @@ def largest_code(element: Element) -> int:
 
 @functools.cache
 def overshoot(element: Element) -> float:
-    """The factor above the largest value beyond which a value is clipped rather than rounded."""
+    """The largest ratio of |x| to the largest finite value at which x is still rounded to it. A
+    larger x is clipped.
+    """
     top = largest_code(element)
     below, largest = decode(element, torch.tensor([top - 1, top], dtype=torch.uint8)).tolist()
+    # Half a step above the largest value, if the format went on.
     return 1.0 + 0.5 * float(largest - below) / float(largest)

@@ -1,7 +1,8 @@
-"""StepTrace: where the time of a step goes and what it sends, observed at torch's dispatcher.
+"""StepTrace: the times of the stages of a step and the bytes that it sends, observed at torch's
+dispatcher.
 
-A dispatch mode sees every operator, whoever calls it. It slows each operator down a little, so it
-is entered for single steps only.
+A dispatch mode sees every operator, no matter which code calls it. It slows each operator down a
+little, so it is entered for single steps only.
 """
 
 import contextlib
@@ -21,10 +22,10 @@ Moment = torch.cuda.Event | float
 
 
 class Clock:
-    """Marks on the timeline of a device; each label has the time up to the next mark.
+    """Marks on the timeline of a device. A label has the time from its mark to the next mark.
 
-    On a GPU the marks are CUDA events, which nothing waits for until times are read; otherwise they
-    are times of the calling thread.
+    On a GPU the marks are CUDA events, so nothing waits until times are read. Otherwise they are
+    times of the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -36,8 +37,8 @@ class Clock:
         self._marks.append((label, self._now()))
 
     def milliseconds(self) -> dict[str, float]:
-        """The total time of each label; waits for the device. The last mark only ends the one
-        before.
+        """The total time of each label. Waits for the device. The last mark only ends the label
+        before it.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -55,12 +56,14 @@ class Clock:
 
 
 def _between(start: Moment, end: Moment) -> float:
+    """Milliseconds between two marks of the same clock."""
     if isinstance(start, float) or isinstance(end, float):
         return 1e3 * (float(end) - float(start))  # type: ignore[arg-type]
     elapsed: float = start.elapsed_time(end)
     return elapsed
 
 
+# Operator -> the stage of a cast that it is.
 STAGES = {
     "zerocast::adam_amax": "adam",
     "zerocast::adam_cast": "adam",
@@ -80,10 +83,13 @@ GATHER, REST = "all_gather", "rest"
 class TrafficCounter(TorchDispatchMode):
     """While entered, adds up the bytes of this process's collectives by operation.
 
-    The size of a collective is that of its full side: the output of an all-gather, the input of a
-    reduce-scatter, this rank's part included (a ring sends (n - 1) / n of it). All-gathers into the
-    storages of `weights`, or all of them if `weights` is None, count as `weight_gather`; all others
-    count under the name of the operation.
+    The size of a collective is that of its larger side, this rank's part included: the output of an
+    all-gather, the input of a reduce-scatter (a ring sends (n - 1) / n of it). All-gathers into the
+    storages of `weights`, or all of them if `weights` is None, count as `weight_gather`. All other
+    collectives count under the name of the operation.
+
+    Attributes:
+        nbytes: bytes so far, by operation.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None) -> None:
@@ -100,6 +106,8 @@ class TrafficCounter(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
+        # The first two arguments of the operators of c10d are outputs and inputs. An all-reduce has
+        # its tensors in the first and none in the second.
         outputs, inputs = _tensors(args[0]), _tensors(args[1])
         is_weight = "allgather" in name and any(self._is_weight(tensor) for tensor in outputs)
         self.nbytes["weight_gather" if is_weight else name] += max(_nbytes(outputs), _nbytes(inputs))
@@ -111,16 +119,19 @@ class TrafficCounter(TorchDispatchMode):
 class StepTrace(TrafficCounter):
     """A TrafficCounter that also times the caller's phases and the stages of a cast within them.
 
-    A stage ends with its operator, except that a collective continues after its call: the time
-    until the next stage counts as the collective's if it is waited for there. The all-gather is
-    assumed to be waited for, since no work is left at that point. Without `weights`, as under
-    FSDP2, it overlaps the passes and is no stage.
+    A stage ends with its operator. A collective continues after its call, so the time up to the
+    next mark counts as its own. After an all-gather of weights the time counts as the gather's
+    until the phase ends, since a step has no other work left at that point. Without `weights`, as
+    under FSDP2, the gather overlaps the forward and backward passes and is no stage.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None, device: torch.device) -> None:
         super().__init__(weights)
         self._stages = {op: stage for op, stage in STAGES.items() if weights is not None or stage != GATHER}
-        self._clock, self._phase, self._waits_for = Clock(device), "", ""
+        self._clock = Clock(device)
+        # The present phase, and the stage that the time between operators counts for; else empty.
+        self._phase = ""
+        self._waits_for = ""
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -133,7 +144,8 @@ class StepTrace(TrafficCounter):
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if stage == GATHER:
             self._waits_for = GATHER
-        elif func.namespace != "c10d":  # a collective is still on its way
+        elif func.namespace != "c10d":
+            # A collective is not over when its call returns, so only other stages end here.
             self._clock.mark(self._label(self._waits_for or REST))
         return out
 
@@ -160,12 +172,12 @@ class StepTrace(TrafficCounter):
         self._clock.mark(REST)
 
     def milliseconds(self) -> dict[str, float]:
-        """Times by phase, by stage within a phase (`step/adam`) and in `total`; waits for the
+        """Times by phase, by stage within a phase (`step/adam`) and in `total`. Waits for the
         device.
         """
-        found = self._clock.milliseconds()
-        times = {"total": sum(found.values())}
-        for label, value in found.items():
+        by_label = self._clock.milliseconds()
+        times = {"total": sum(by_label.values())}
+        for label, value in by_label.items():
             phase, _, stage = label.partition("/")
             times[phase] = times.get(phase, 0.0) + value
             if stage and stage != REST:

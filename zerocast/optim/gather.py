@@ -76,15 +76,20 @@ class WeightGather:
             if id(buffer) not in self._flying:
                 buffer.foreign_writes.check_unwritten()
 
+    def check_moved(self) -> bool:
+        """True if parameters have other storage than ours; RuntimeError if that holds other
+        values. All are looked at before anything changes.
+        """
+        moved = [b.foreign_writes.check_moved() for b in self._buffers if id(b) not in self._flying]
+        return any(moved)
+
     def ready(self) -> None:
         """Before a cast writes: nothing in flight, every weight where the gather will write, and
         written by nobody else.
         """
         self.land()
         self.check_unwritten()
-        # all of them, before anything changes
-        moved = [buffer.foreign_writes.check_moved() for buffer in self._buffers]
-        if any(moved):
+        if self.check_moved():
             self.reclaim()
 
     def reclaim(self) -> None:

@@ -263,6 +263,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _check_unwritten(self, use: Use) -> None:
         """RuntimeError for parameters that others wrote: masters do not know of it."""
         self._weights.gathers.check_unwritten()
+        if use is Use.SAVE:  # a step looks for it by itself, and brings such parameters back
+            self._weights.gathers.check_moved()
 
     def _prepare_clipping(self, max_norm: float) -> None:
         """The same for a graph that clips: it overwrites the factor of a clip before it."""
@@ -343,7 +345,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._group.handle
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """The masters of all parameters, for `zerocast.verify`."""
+        """The masters of all parameters, for `zerocast.verify`; RuntimeError for partial ones."""
+        self._validity.check(Use.VERIFY)
         return (self._weights.master_views(),)
 
     def switch_part(self) -> SwitchPart:

@@ -1,12 +1,12 @@
-"""ChangedBytes: which bytes of a flat buffer changed, and what they are now.
+"""ChangedBytes: the positions and the new values of the changed bytes of a flat buffer.
 
 Positions are stored in the way that takes the fewest bytes: as a bitmap, 1/8 byte for each byte of
 the buffer, or as the distance from each changed byte to the one before, in one or two bytes. A
 distance that does not fit is bridged by bytes that did not change: they are sent as they are, and
 change nothing. Where nearly everything changed, all bytes are sent, without positions.
 
-A digest of the whole buffer goes with them. Whoever applies the changes compares it with their own
-bytes, and so notices any that were not those of the sender before.
+A digest of the whole buffer goes with them. The receiver compares it with its own bytes after the
+changes, and so notices bytes that differed from the sender's before.
 """
 
 from dataclasses import dataclass
@@ -39,8 +39,9 @@ class ChangedBytes:
 
     @staticmethod
     def between(old: Tensor, new: Tensor) -> "ChangedBytes":
-        """The changes from one buffer to the other, both u8 and flat; the host waits for the
-        device.
+        """The changes from one buffer to another, both u8 and flat, in the smallest encoding.
+
+        The host waits for the device.
         """
         changed = old != new
         where = changed.nonzero().view(-1)
@@ -49,7 +50,7 @@ class ChangedBytes:
         bridged = {GAPS_8: _bridges(where, 255), GAPS_16: _bridges(where, 65535)}
         counts = {encoding: where.numel() + int(more.sum()) for encoding, more in bridged.items()}
         sizes |= {GAPS_8: 2 * counts[GAPS_8], GAPS_16: 3 * counts[GAPS_16]}
-        encoding = min(sizes, key=lambda one: (sizes[one], one))
+        encoding = min(sizes, key=lambda candidate: (sizes[candidate], candidate))
         if encoding == WHOLE:
             return ChangedBytes(new.numel(), WHOLE, new.numel(), after, new.clone())
         if encoding == BITMAP:
@@ -69,8 +70,8 @@ class ChangedBytes:
         if self.encoding == WHOLE:
             places = torch.arange(self.count, device=written.device)
         elif self.encoding == BITMAP:
-            found = (written[:, None] & torch.tensor(_BITS, dtype=torch.uint8, device=written.device)).view(-1)
-            places = found.nonzero().view(-1)
+            bits = (written[:, None] & torch.tensor(_BITS, dtype=torch.uint8, device=written.device)).view(-1)
+            places = bits.nonzero().view(-1)
         else:
             gaps = written if self.encoding == GAPS_8 else written.clone().view(torch.uint16)
             places = gaps.to(torch.int64).cumsum(0) + torch.arange(gaps.numel(), device=gaps.device)
@@ -93,12 +94,14 @@ def _gaps(places: Tensor) -> Tensor:
 
 
 def _bridges(places: Tensor, largest: int) -> Tensor:
-    """How many bytes that did not change have to be sent before each position."""
+    """The number of unchanged bytes that have to be sent before each position."""
     return _gaps(places) // (largest + 1)
 
 
 def _bridge(places: Tensor, bridges: Tensor, largest: int) -> Tensor:
-    """The positions with those of bridges, `largest + 1` apart."""
+    """The positions of changed bytes and of the bridges before them, which are `largest + 1`
+    apart.
+    """
     if not places.numel():
         return places
     repeated = torch.repeat_interleave(places - bridges * (largest + 1), bridges + 1)

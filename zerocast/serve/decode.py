@@ -1,9 +1,9 @@
-"""The values of stored weights, as `QuantizedWeight.dequantize` gives them.
+"""Decode stored weights to the values that `QuantizedWeight.dequantize` returns.
 
-For readers that compute in bf16, such as a plain model of transformers that generates beside a run.
+For readers that compute in bf16, such as a plain model of transformers that generates during a run.
 Dtypes, names and shapes tell how a weight is stored (`zerocast.serve.namings`). The tensor amax of
-an NVFP4 weight is found again from the global scale that was made of it, so that values are equal
-to the bit where the nominal dtype is bf16.
+an NVFP4 weight is recovered from the stored global scale, so that values are bitwise equal where
+the nominal dtype is bf16.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,15 +14,17 @@ from torch import Tensor
 from zerocast.formats import FormatSpec, ScaleRule, get_format, layout
 from zerocast.weight import QuantizedWeight
 
-TOP = 6.0 * 448.0  # the largest code times the largest scale
-Stored = Mapping[str, Tensor]  # by what follows the name of the weight
+# The largest code of nvfp4 times its largest scale.
+TOP = 6.0 * 448.0
+# The tensors of a weight by the suffix after its name.
+Stored = Mapping[str, Tensor]
 _SUFFIXES = ("_packed", "_global_scale", "_scale", "_scale_2", "_scale_inv")
 
 
 def dequantized(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) of each weight that these stored tensors hold, quantized ones in `dtype`, which
-    is their nominal dtype, one at a time; what is not quantized as it is.
+    """Decode stored tensors one at a time, as (name, value).
 
+    Quantized weights come in `dtype`, which must be their nominal dtype, other tensors unchanged.
     ValueError for tensors that no naming stores.
     """
     weights: dict[str, dict[str, Tensor]] = {}
@@ -40,7 +42,7 @@ def _is_weight(name: str, tensors: Mapping[str, Tensor]) -> bool:
     return name in tensors or f"{name}_packed" in tensors
 
 
-# by the dtypes of codes and scales
+# The format by the dtypes of codes and scales.
 _FORMATS = {
     (torch.uint8, torch.uint8): "mxfp4",
     (torch.uint8, torch.float8_e4m3fn): "nvfp4",
@@ -94,15 +96,16 @@ def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def _padded(name: str, fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) -> Tensor:
-    """Scales in a buffer of the format, with its padding. ValueError unless there is one for each
-    block.
+    """Scales in a buffer of the format, with its padding.
+
+    ValueError unless there is one scale for each block.
     """
     layout.check_shape(fmt, shape)
     buffer = layout.rowwise_scale_inv(fmt, *shape)
     assert buffer is not None
     if len(buffer.shape) == 1:
         return scales.float()
-    found = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=scales.device)
+    padded = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=scales.device)
     down, across = layout.amax_grid(fmt.block, *shape)
     down = down if fmt.scale_rule is ScaleRule.FP32 else shape[0]
     if scales.shape[0] != down or scales.numel() != down * across:
@@ -110,5 +113,5 @@ def _padded(name: str, fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) 
             f"{name} has scales {tuple(scales.shape)}, and a {fmt} weight of {shape[0]}x{shape[1]} has {down}x{across}"
         )
     scales = scales.reshape(down, across)
-    found[:down, :across] = scales.view(buffer.dtype)
-    return found
+    padded[:down, :across] = scales.view(buffer.dtype)
+    return padded

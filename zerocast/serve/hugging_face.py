@@ -1,4 +1,4 @@
-"""A folder of a transformers model: weights, config.json, and the files that go with them."""
+"""Write the folder of a transformers model: weights, config.json, and tokenizer files."""
 
 import json
 import logging
@@ -36,7 +36,8 @@ FILES = (
     "vocab.json",
     "vocab.txt",
 )
-MOST_BYTES = 2**28  # of such a file
+# The largest size of such a file.
+MOST_BYTES = 2**28
 
 
 def write_hf(
@@ -61,8 +62,8 @@ def write_hf(
     check_stored(stored, pieces)
     quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)
     dtype = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
-    modules = {fmt: [name.removesuffix(WEIGHT) for name in found] for fmt, found in quantized.items()}
-    ignore = stored.modules_besides({name for found in modules.values() for name in found})
+    modules = {fmt: [name.removesuffix(WEIGHT) for name in stored_names] for fmt, stored_names in quantized.items()}
+    ignore = stored.modules_besides({name for module_names in modules.values() for name in module_names})
     described = _config(stored, dtype, quantization_config(naming, modules, ignore))
     given = {} if files_from is None else _given_files(files_from)
 
@@ -76,15 +77,18 @@ def write_hf(
         return [name for name, content in texts.items() if content is not None]
 
     def plain(name: str, tensor: Tensor) -> Tensor:
-        kept = dtype is None or name in stored.buffers or stored.keeps_float32(name) or not tensor.is_floating_point()
-        return tensor if kept else tensor.to(dtype)
+        if dtype is None or name in stored.buffers or stored.keeps_float32(name) or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
 
     return write(source, folder, naming, shard_bytes, lambda name, _: pieces[name], finish, plain, allow_unequal_scales)
 
 
 def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
-    """The pieces that store a tensor of the source: as `names` says, else as those of a parameter
-    of the model, else the whole tensor.
+    """The pieces that store a tensor of the source.
+
+    They are those in `names`, else those of the model's parameter of that name and shape, else the
+    whole tensor.
     """
     if name not in names and name in stored.pieces and stored.shapes[name] == tuple(shape):
         if name in stored.fused:
@@ -99,10 +103,11 @@ def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names
 def quantized_pieces(
     stored: StoredModel, source: WeightSource, pieces: Mapping[str, Sequence[Piece]], naming: str
 ) -> dict[str, list[str]]:
-    """Names of stored quantized weights by format; ValueError for one that readers do not find or
-    misread.
+    """The names of stored quantized weights by format.
+
+    ValueError for a weight that readers would not find, or would decode to other values.
     """
-    found: dict[str, list[str]] = {}
+    by_format: dict[str, list[str]] = {}
     for name, fmt in source.formats.items():
         layout = layout_of(naming, name, fmt)
         for piece in pieces[name]:
@@ -118,13 +123,14 @@ def quantized_pieces(
                     f"{piece.name} is {fmt} and not the weight of a Linear, [out, in]: readers of quantized weights do not "
                     "look for it; match it with 'identity', or export it as bf16"
                 )
-            found.setdefault(fmt.name, []).append(piece.name)
-    return found
+            by_format.setdefault(fmt.name, []).append(piece.name)
+    return by_format
 
 
 def _check_blocks(piece: Piece) -> None:
-    """ValueError where a reader that divides a weight into equal blocks, as many as there are
-    scales, would not notice that the last one is smaller.
+    """ValueError for a shape whose last block is smaller, if transformers would not notice that.
+
+    It divides a weight into as many equal blocks as there are scales.
     """
     for size in piece.shape:
         count = -(-size // 128)
@@ -148,13 +154,14 @@ def _config(stored: StoredModel, dtype: torch.dtype | None, quantization: Mappin
 
 
 def _generation_config(model: Any) -> bytes | None:
-    found: Callable[..., str] | None = getattr(getattr(model, "generation_config", None), "to_json_string", None)
-    return None if found is None else found().encode()
+    to_json: Callable[..., str] | None = getattr(getattr(model, "generation_config", None), "to_json_string", None)
+    return None if to_json is None else to_json().encode()
 
 
 def _given_files(folder: Path) -> dict[str, bytes]:
-    """Files about text and generation; no others are read. Raises ValueError for a FIFO, a device
-    or a file beyond all measure in place of one.
+    """The contents of the FILES in a folder, by name. No other file is read.
+
+    ValueError if one is a FIFO, a device or larger than MOST_BYTES.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder of a model: files_from names one")

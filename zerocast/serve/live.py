@@ -1,9 +1,9 @@
-"""Live weights: the bytes of a run that goes on, in the layout of a checkpoint, bucket by bucket.
+"""Live weights: the weights of a running training in the layout of a checkpoint, bucket by bucket.
 
-`named_tensors` gives what `export_hf` would write, without writing it: names and tensors for an
-engine's own loader, or for a `Receiver`. Codes are views of the weights. What must be copied is
-copied into the bucket that is being filled, and a bucket is given up when the next one is asked
-for, so no more than one of them takes memory.
+`named_tensors` yields the names and tensors that `export_hf` would write, for an engine's own
+loader or for a `Receiver`. Codes are views of the weights. Other tensors are copies, made when
+their bucket is filled. A bucket becomes invalid when the next one is asked for, so that the copies
+of one bucket at most take memory.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,20 +43,20 @@ class Bucket(Sequence[tuple[str, Tensor]]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[tuple[str, Tensor]]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        return self._held[index]
+        return self._valid_pairs[index]
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._valid_pairs)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._held)
+        return iter(self._valid_pairs)
 
     def give_up(self) -> None:
-        """Let go of the tensors, which are not valid any more."""
+        """Drop the tensors. Reading the bucket raises from now on."""
         self._pairs = None
 
     @property
-    def _held(self) -> tuple[tuple[str, Tensor], ...]:
+    def _valid_pairs(self) -> tuple[tuple[str, Tensor], ...]:
         if self._pairs is None:
             raise RuntimeError(
                 "this bucket was given up when the next one was asked for: use or copy its tensors before, and do not collect "
@@ -82,18 +82,18 @@ def named_tensors(
             Megatron-Core or Apex, which give the parameters that they have masters of. Under FSDP2
             the model, which is gathered one group at a time.
         naming: `compressed-tensors`, `modelopt`, `deepseek` or `bf16`, as for `export_hf`.
-        bucket_bytes: most bytes of a bucket, unless a single tensor is larger. Under FSDP2 a bucket
-            also ends with a gathered group.
-        config: the PreTrainedConfig, config.json or folder of one that describes the model which
-            reads; by default a transformers model's own. Names and shapes are then held against it,
-            and experts are given one by one.
+        bucket_bytes: the largest size of a bucket, unless a single tensor is larger. Under FSDP2 a
+            bucket also ends with a gathered group.
+        config: the PreTrainedConfig, config.json or folder of one that describes the reading model;
+            by default a transformers model's own. Names and shapes are then compared with it, and
+            experts are given one by one.
         names: for parameters with names of their own, such as Megatron's: by parameter the stored
             name, or stored names with the ranges of rows that each of them has. Others keep their
             names.
-        dtype: of what is not quantized; by default what it computes in, which is its own dtype, or
-            the one of FSDP2's mixed precision.
-        allow_unequal_scales: do not raise where weights that engines fuse have tensor amaxes of
-            their own.
+        dtype: the dtype of tensors that are not quantized; by default the dtype that they compute
+            in, which is their own, or that of FSDP2's mixed precision.
+        allow_unequal_scales: do not raise for weights that engines fuse and that have different
+            tensor amaxes.
 
     Tensors are contiguous and on the device of the weights; writing to one may write the weight.
     Under FSDP2 and in hosts with gathers to come all ranks call this and read to the end together;
@@ -110,7 +110,12 @@ def named_tensors(
 
 
 class LiveWeights:
-    """The stored tensors of a run, checked once; the arguments are those of `named_tensors`."""
+    """The live weights of a run as stored tensors. The arguments are those of `named_tensors`.
+
+    Attributes:
+        naming: the naming of the stored tensors.
+        source: yields the live weights.
+    """
 
     def __init__(
         self,
@@ -126,11 +131,15 @@ class LiveWeights:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
         self._bucket_bytes = bucket_bytes
-        self.naming, self.source, self._dtype = naming, live_source_of(what), dtype
+        self.naming = naming
+        self.source = live_source_of(what)
+        self._dtype = dtype
         is_described = config is not None or is_stored_by_transformers(what)
         self._stored = _stored_model(what, config) if is_described else None
         self._pieces = self._named_pieces(names or {})
-        self._is_whole, self._allow_unequal_scales = isinstance(what, torch.nn.Module), allow_unequal_scales
+        # A model has all weights that a reader expects. An optimizer has those that it trains.
+        self._is_whole = isinstance(what, torch.nn.Module)
+        self._allow_unequal_scales = allow_unequal_scales
         self._check()
 
     @property
@@ -139,7 +148,8 @@ class LiveWeights:
         return [piece.name for pieces in self._pieces.values() for piece in pieces]
 
     def buckets(self) -> Iterator[Bucket]:
-        """The tensors in buckets, each valid until the next; formats may have changed since."""
+        """The tensors in buckets, each valid until the next one is asked for."""
+        # Again, since formats may have changed since the constructor.
         self._check()
         casts: Casts | None = None
         pairs: list[tuple[str, Tensor]] = []
@@ -187,8 +197,9 @@ class LiveWeights:
     def _plain_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         if not tensor.is_floating_point():
             return tensor.dtype
-        kept = self._stored is not None and (name in self._stored.buffers or self._stored.keeps_float32(name))
-        return tensor.dtype if kept else self._dtype or self.source.dtype_of(name, tensor)
+        if self._stored is not None and (name in self._stored.buffers or self._stored.keeps_float32(name)):
+            return tensor.dtype
+        return self._dtype or self.source.dtype_of(name, tensor)
 
     def _named_pieces(self, names: Names) -> Mapping[str, Sequence[Piece]]:
         shapes = self.source.shapes
@@ -202,12 +213,12 @@ class LiveWeights:
         return {name: pieces_of(self._stored, name, shape, names) for name, shape in shapes.items()}
 
     def _check(self) -> None:
-        found: dict[str, str] = {}
+        parameter_of: dict[str, str] = {}  # by stored name
         for name, pieces in self._pieces.items():
             for piece in pieces:
-                if piece.name in found:
-                    raise ValueError(f"{found[piece.name]} and {name} are both called {piece.name}")
-                found[piece.name] = name
+                if piece.name in parameter_of:
+                    raise ValueError(f"{parameter_of[piece.name]} and {name} are both called {piece.name}")
+                parameter_of[piece.name] = name
         check_pieces(self.source, self.naming, lambda name, _: self._pieces[name])
         if self._stored is not None:
             check_stored(self._stored, self._pieces, self._is_whole)

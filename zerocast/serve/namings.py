@@ -1,4 +1,4 @@
-"""Namings: the tensors in which readers of quantized checkpoints expect a weight, and their names.
+"""Namings: the names and layouts under which readers of quantized checkpoints expect a weight.
 
 | naming | weights | tensors of `<name>.weight` |
 |---|---|---|
@@ -33,28 +33,37 @@ from zerocast.formats.element import E2M1, E4M3
 from zerocast.formats.layout import amax_grid
 from zerocast.weight import QuantizedWeight
 
-TOP = 6.0 * 448.0  # of nvfp4: the largest code times the largest scale
+# The largest code of nvfp4 times its largest scale.
+TOP = 6.0 * 448.0
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that stores a weight. Each of its rows stands for `height` rows of the weight as a
-    matrix; None for a tensor that holds for all rows.
+    """One of the tensors that store a weight.
+
+    Attributes:
+        tensor: its value.
+        height: the rows of the weight, as a matrix, for which one row of `tensor` stands; None for
+            a tensor that belongs to all rows, such as a global scale.
     """
 
     tensor: Tensor
     height: int | None = 1
 
 
-Parts = dict[str, Part]  # by what follows the name of the weight
+# By the suffix after the weight's name.
+Parts = dict[str, Part]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a naming stores the weights of one format, and what it calls that.
+    """The tensors by which a naming stores weights of one format.
 
-    `shares_amax` says that engines take one tensor amax for the weights which they fuse, and
-    `misread_experts` that transformers takes other values for experts.
+    Attributes:
+        algorithm: the naming's own name for the format.
+        parts: makes the tensors of a weight.
+        shares_amax: True if engines use one tensor amax for weights that they fuse.
+        misread_experts: True if transformers decodes experts to other values.
     """
 
     algorithm: str
@@ -73,7 +82,7 @@ def layout_of(naming: str, name: str, fmt: FormatSpec) -> Layout:
 
 
 def check_naming(naming: str) -> None:
-    """ValueError for a naming that there is not."""
+    """ValueError for an unknown naming."""
     if naming not in NAMINGS:
         raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
 
@@ -92,7 +101,8 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
 
 def _amax(weight: QuantizedWeight) -> Tensor:
     assert weight.amax is not None
-    # zeros: factor 1
+    # A weight of zeros has an amax of 0, by which the global scale would divide. The amax here
+    # makes the scale 1.
     return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))
 
 

@@ -1,8 +1,9 @@
-"""Piece: rows of a weight that have a name of their own on the disk.
+"""Piece: rows of a weight that are stored under a name of their own.
 
-A weight is a matrix of its rows, whatever its dimensions, `[prod(leading), last]`. Experts in one
-tensor, and projections that a model computes in one product, are stored apart by most readers: each
-piece is some ranges of rows. Codes and scales are cut at the same rows.
+A weight of any dimensions is a matrix here, `[prod(leading), last]`. Most readers of checkpoints
+expect separate tensors for experts that a model has in one parameter, and for projections that it
+computes in one product. Each of these tensors is a piece: some ranges of rows. Codes and scales are
+cut at the same rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from zerocast.serve.namings import Part
 from zerocast.weight import QuantizedWeight
 
 Rows = range
-# by parameter the stored name, or stored names with the ranges of rows that each of them has
+# By parameter: its stored name, or its stored names with the ranges of rows that each of them has.
 Names = Mapping[str, str | Mapping[str, Sequence[Rows]]]
 
 
@@ -42,31 +43,33 @@ def named_pieces(name: str, shape: Sequence[int], names: Names) -> list[Piece]:
     given = names.get(name, name)
     if isinstance(given, str):
         return [whole(given, shape)]
-    (held,), columns = whole(name, shape).rows, shape[-1:] if len(shape) > 1 else ()
+    (all_rows,) = whole(name, shape).rows
+    columns = shape[-1:] if len(shape) > 1 else ()
     for key, rows in given.items():
-        wrong = [r for r in rows if not (r.step == 1 and held.start <= r.start < r.stop <= held.stop)]
+        wrong = [r for r in rows if not (r.step == 1 and all_rows.start <= r.start < r.stop <= all_rows.stop)]
         if wrong:
-            raise ValueError(f"names gives {key} the rows {wrong[0]} of {name}, whose rows are {held}")
+            raise ValueError(f"names gives {key} the rows {wrong[0]} of {name}, whose rows are {all_rows}")
     return [Piece(key, tuple(rows), (sum(map(len, rows)), *columns)) for key, rows in given.items()]
 
 
 def ranges(rows: Tensor) -> tuple[range, ...]:
-    """Row numbers, int64 in their order, as ranges of consecutive ones."""
+    """Ranges of consecutive numbers among row numbers, int64[n], in their order."""
     if not rows.numel():
         return ()
     cuts = (rows.diff() != 1).nonzero().view(-1) + 1
-    return tuple(range(int(part[0]), int(part[-1]) + 1) for part in rows.tensor_split(cuts))
+    return tuple(range(int(run[0]), int(run[-1]) + 1) for run in rows.tensor_split(cuts))
 
 
 def cut(tensor: Tensor, piece: Piece) -> Tensor:
-    """The rows of a plain tensor."""
+    """The rows of a plain tensor that belong to a piece."""
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
     return _rows(rows, piece.rows).reshape(piece.shape)
 
 
 def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
-    """The rows of a part that a piece of a weight of so many `rows` has; ValueError where they
-    divide a block.
+    """The ranges of a part's rows that belong to a piece of a weight with `rows` rows.
+
+    ValueError for a piece that divides a block, whose scale it would share with another piece.
     """
     assert part.height is not None
     if any(r.start % part.height or (r.stop % part.height and r.stop != rows) for r in piece.rows):
@@ -78,25 +81,24 @@ def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
 
 
 def cut_part(part: Part, piece: Piece, rows: int) -> Tensor:
-    """The rows of a part of a weight of so many `rows`; ValueError where they divide a block."""
+    """The rows of a part that belong to a piece. ValueError as in `part_rows`."""
     return part.tensor if part.height is None else _rows(part.tensor, part_rows(part, piece, rows))
 
 
 def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, int]:
-    """(a weight over the whole blocks of these rows, the first row that it has); nothing is
-    copied.
-    """
+    """A weight over the blocks that contain these rows, and its first row. Nothing is copied."""
     height = weight.format.block[0] if weight.format.block else 1
-    last, columns = weight.matrix_shape
-    first, end = rows.start // height * height, min(round_up(rows.stop, height), last)
-    held = {"rowwise_data": weight.rowwise_data[first:end]}
+    num_rows, columns = weight.matrix_shape
+    first, end = rows.start // height * height, min(round_up(rows.stop, height), num_rows)
+    buffers = {"rowwise_data": weight.rowwise_data[first:end]}
     scales, amax = weight.rowwise_scale_inv, weight.amax
     if scales is not None:
-        step = height // weight.format.scale_repeat()[0]  # rows of the weight to a row of scales
-        held["rowwise_scale_inv"] = scales[first // step : -(-end // step)] if weight.format.block else scales
+        # The rows of the weight for which one row of scales holds.
+        step = height // weight.format.scale_repeat()[0]
+        buffers["rowwise_scale_inv"] = scales[first // step : -(-end // step)] if weight.format.block else scales
     if amax is not None:
-        held["amax"] = amax
-    return QuantizedWeight.of_part((end - first, columns), weight.format, weight.dtype, held), first
+        buffers["amax"] = amax
+    return QuantizedWeight.of_part((end - first, columns), weight.format, weight.dtype, buffers), first
 
 
 def _rows(matrix: Tensor, rows: Sequence[range]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Receiver: the bytes of a run, kept up to date by the messages of a Sender.
+"""Receiver: a copy of the weights of a run, updated by the messages of a Sender.
 
-It holds tensors in checkpoint layout, and knows which refit of which run they are. A message that
-is damaged or does not follow is refused before it changes anything, and refits only go forward. The
-bytes themselves are compared with the sender's by a digest after they are written. While a refit is
-under way, and after one that broke off, the tensors are partly of two steps and are not given out.
+It has tensors in checkpoint layout, and knows the run and the refit that they are of. A message
+that is damaged, or is not the next one, is refused before it changes anything, and refits only go
+forward. After the bytes are written they are compared with the sender's by a digest. During a
+refit, and after an interrupted one, the tensors are partly of two steps: reading them raises.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class Receiver:
 
     Args:
         tensors: contiguous tensors that are written in place, such as those of an engine; None to
-            allocate what the first refit brings.
+            allocate the tensors of the first refit.
         device: where to allocate.
 
     Raises ValueError for tensors that are not contiguous or share memory.
@@ -37,22 +37,23 @@ class Receiver:
         self._tensors, self._is_given = dict(tensors or {}), tensors is not None
         _check_given(self._tensors)
         self._device = torch.device(device)
-        # The newest refit that has begun here, by run; the last run is the present one.
+        # The newest refit that has begun here, by run. The last run in it is the present one.
         self._begun: dict[str, int] = {}
-        # Run and refit that all tensors are of; None while they are partly of two.
+        # The run and refit of all tensors; None while they are partly of two.
         self._complete: tuple[str, int] | None = None
-        # Kind, run and refit of the messages that come now, and the index of the next of them.
+        # (kind, run, refit) of the refit under way, and the index of its next message.
         self._arriving: tuple[str, str, int] | None = None
         self._next = 0
-        # Of the last full refit: its naming, and by bucket the names and the layout of its tensors.
+        # The naming of the last full refit, and by bucket the names and the layout of its tensors.
         self._naming = ""
         self._buckets: list[list[str]] = []
         self._layouts: list[str] = []
 
     @property
     def refit(self) -> int:
-        """The number of the refit that the tensors are of, for `Sender.named_deltas`; 0 before the
-        first, and while the tensors are partly of two refits.
+        """The number of the last complete refit, for `Sender.named_deltas`.
+
+        It is 0 before the first one, and while the tensors are partly of two refits.
         """
         return self._complete[1] if self._complete else 0
 
@@ -70,12 +71,14 @@ class Receiver:
         return self._tensors
 
     def buffers(self, header: Header) -> list[Tensor]:
-        """Where the tensors of a message may be received: those of a full refit in place.
+        """Tensors into which the tensors of a message may be received.
 
-        Raises what `accept` raises for a message that does not follow.
+        For a full refit they are the receiver's own. Raises what `accept` raises for a message that
+        is not the next one.
         """
         self._admit(header)
         if header["kind"] == FULL:
+            # The caller will write into them.
             self._complete = None
             return [self._tensors[name] for name, _, _ in header["tensors"]]
         device = self._bucket()[0].device if header["kind"] == DELTA else self._device
@@ -83,12 +86,12 @@ class Receiver:
 
     @torch.no_grad()
     def accept(self, header: Header, tensors: Sequence[Tensor]) -> list[str]:
-        """Apply a message: a header, and its tensors or what `buffers` gave with the bytes in it.
-        Returns the names of the tensors that have changed.
+        """Apply a message: a header and its tensors, or the filled tensors of `buffers`. Returns
+        the names of the tensors that have changed.
 
-        Raises RefitError: with nothing changed for a message that is damaged, is not the one that
-        has to come, or is of tensors in another format; afterwards for bytes that are not those of
-        the sender, and for tensors that the sender does not have. A full refit follows then.
+        Raises RefitError. Nothing has changed if the message is damaged, is not the next one, or
+        has tensors of another format. If the bytes then differ from the sender's, or the sender
+        lacks tensors, they were written: ask the sender for a full refit.
         """
         check_header(header)
         sizes, expected = [tensor.nbytes for tensor in tensors], _sizes(header)
@@ -113,15 +116,16 @@ class Receiver:
         return names
 
     def _admit(self, header: Header) -> None:
-        """Make ready for a message; RefitError, with nothing changed, unless it has to come now."""
+        """Prepare for a message. RefitError, with nothing changed, unless it is the next one."""
         check_header(header)
         index, arriving = header["index"], self._arriving
+        # The last message of a refit has a kind of its own, END.
         kind = arriving[0] if arriving and header["kind"] == END else header["kind"]
-        place = kind, header["run"], header["refit"]
-        begins = place != arriving and index == 0 and kind != END
+        refit = kind, header["run"], header["refit"]
+        begins = refit != arriving and index == 0 and kind != END
         if begins:
             self._check_begins(header)
-        elif place != arriving or index != self._next:
+        elif refit != arriving or index != self._next:
             expected = f"{self._next} of refit {arriving[2]}" if arriving else "0 of none"
             raise RefitError(
                 f"message {index} of refit {header['refit']} came, and message {expected} was expected: {ASK}"
@@ -136,8 +140,8 @@ class Receiver:
             self._allocate(header)
 
     def _check_begins(self, header: Header) -> None:
-        """RefitError unless a refit begins that is newer than all before it, in memory that is
-        there.
+        """RefitError unless the refit that begins is newer than all before it, and the tensors
+        still have their memory.
         """
         run, refit, newest = header["run"], header["refit"], self._begun.get(header["run"])
         try:
@@ -168,8 +172,8 @@ class Receiver:
             seen.add(name)
             if not self._is_given or self._fits(name, dtype, shape):
                 continue
-            held = self._tensors.get(name)
-            state = "nothing" if held is None else f"{held.dtype} {tuple(held.shape)}"
+            tensor = self._tensors.get(name)
+            state = "nothing" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
             raise RefitError(
                 f"the sender has {name} as {dtype} {shape}, and this receiver {state}: they store weights in different formats"
             )
@@ -183,7 +187,7 @@ class Receiver:
             self._buckets, self._layouts = [], []
 
     def _allocate(self, header: Header) -> None:
-        """Makes the tensors of the next bucket of a full refit, as far as they are not there."""
+        """Allocate the tensors of the next bucket of a full refit that are missing."""
         for name, dtype, shape in _layout(header):
             if not self._fits(name, dtype, shape):
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
@@ -191,11 +195,11 @@ class Receiver:
         self._layouts.append(layout_digest(header["tensors"]))
 
     def _fits(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
-        held = self._tensors.get(name)
-        return held is not None and (held.dtype, tuple(held.shape)) == (dtype, shape)
+        tensor = self._tensors.get(name)
+        return tensor is not None and (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
 
     def _copy(self, tensors: Sequence[Tensor]) -> list[str]:
-        """Takes over the tensors of a bucket; their names."""
+        """Copy the tensors of a bucket, unless they were received in place. Returns their names."""
         names = self._buckets[self._next]
         for name, tensor in zip(names, tensors, strict=True):
             own = self._tensors[name]
@@ -204,22 +208,22 @@ class Receiver:
         return names
 
     def _changes(self, header: Header, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Places in the bucket, in their order, and what is there now."""
+        """(positions in the bucket, int64 in their order, the new bytes there)."""
         segments, changes = header["segments"], []
         payloads = payload.to(self._bucket()[0].device).split([nbytes for *_, nbytes in segments])
-        for span, part, (numel, encoding, count, after, _) in zip(
-            self._parts(len(segments)), payloads, segments, strict=True
-        ):
+        spans = self._parts(len(segments))
+        for span, segment_payload, (numel, encoding, count, after, _) in zip(spans, payloads, segments, strict=True):
             if numel != span.numel:
                 raise RefitError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
-            changed = ChangedBytes(numel, encoding, count, after, part)
+            changed = ChangedBytes(numel, encoding, count, after, segment_payload)
             changes.append((changed.places() + span.start, changed.values()))
         return torch.cat([places for places, _ in changes]), torch.cat([values for _, values in changes])
 
     def _write(self, places: Tensor, values: Tensor) -> list[str]:
-        """Write bytes at places of a bucket; the names of the tensors that they are in."""
+        """Write bytes at positions of a bucket. Returns the names of the tensors that changed."""
         names = self._buckets[self._next]
         ends = list(itertools.accumulate(tensor.nbytes for tensor in self._bucket()))
+        # The positions are sorted, so those of a tensor are a slice, [first, cut).
         cuts = torch.searchsorted(places, torch.tensor(ends, device=places.device)).tolist()
         written, start, first = [], 0, 0
         for name, end, cut in zip(names, ends, cuts, strict=True):
@@ -233,8 +237,8 @@ class Receiver:
         if self._next != len(self._buckets):
             raise RefitError(f"a refit ended after {self._next} of {len(self._buckets)} buckets: {ASK}")
         self._arriving, self._next = None, 0
-        brought = {name for names in self._buckets for name in names}
-        missing = sorted(set(self._tensors) - brought)
+        received = {name for names in self._buckets for name in names}
+        missing = sorted(set(self._tensors) - received)
         if missing and self._is_given:
             raise RefitError(f"the sender has no {', '.join(missing[:4])}: it stores other weights than this receiver")
         for name in missing:
@@ -242,15 +246,15 @@ class Receiver:
         self._complete = header["run"], header["refit"]
 
     def _bucket(self) -> list[Tensor]:
-        """The tensors of the bucket that comes now."""
+        """The tensors of the next message's bucket."""
         return [self._tensors[name] for name in self._buckets[self._next]]
 
     def _parts(self, ranks: int) -> list[Span]:
-        """By rank of the sender, the bytes of this bucket that it reports."""
+        """The part of this bucket's bytes that each rank of the sender reports, by rank."""
         return equal_parts(sum(tensor.nbytes for tensor in self._bucket()), ranks)
 
     def _check_digests(self, digests: Sequence[int]) -> None:
-        """RefitError unless the bytes of the bucket that has come are the sender's."""
+        """RefitError unless the bucket's bytes now are the sender's."""
         own = self._bucket()
         if [digest_of_span(own, span) for span in self._parts(len(digests))] != list(digests):
             raise RefitError(
@@ -272,14 +276,14 @@ def _sizes(header: Header) -> list[int]:
 
 
 def _check_given(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError for tensors that cannot be written byte by byte, each on its own."""
+    """ValueError for tensors that are not contiguous or share memory."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous, strides {tensor.stride()}: changes are written byte by byte")
-    places = sorted(
+    ranges = sorted(
         (str(t.device), t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.nbytes
     )
-    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(places):
+    for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(ranges):
         if device == other_device and start < end:
             raise ValueError(
                 f"{name} and {other} share memory, so each would be written over by the other: give every name a tensor of its own"

@@ -1,11 +1,10 @@
-"""Sender: refits of an inference engine by a run that goes on, in full or by what changed.
+"""Sender: send the live weights of a run to an inference engine, in full or by the changed bytes.
 
 A refit is a sequence of messages: one for each bucket of live weights, and one that ends it. Each
-has a header, plain values that any serializer takes, and tensors. The first refit holds everything.
-A later one may hold the bytes that changed since the one before, each rank's part of them
-gathered. Each rank keeps its share of the bytes that were sent last and compares it with the live
-bytes, so it does not matter who changed them (a step, a load, an average that was swapped) or how
-often since.
+has a header, of plain values that any serializer takes, and tensors. The first refit has all bytes.
+A later one may have only the bytes that changed since the refit before. To find these, each rank
+stores its share of the bytes that were sent last, and compares it with the live bytes. So changes
+of any origin are found (a step, a load, a swapped average), and any number of them since then.
 """
 
 import secrets
@@ -25,8 +24,11 @@ from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, la
 
 
 class Message:
-    """One part of a refit: `header`, and tensors that are valid until the next message is asked
-    for.
+    """One message of a refit: a header and tensors, which are valid until the next message is
+    asked for.
+
+    Attributes:
+        header: plain values, as `refit_header` describes them.
     """
 
     def __init__(self, header: Header, bucket: Bucket) -> None:
@@ -34,7 +36,7 @@ class Message:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The tensors of a full refit, or one of changed bytes, u8."""
+        """The tensors of a bucket in a full refit; one u8 tensor in a refit of changed bytes."""
         return [tensor for _, tensor in self._bucket]
 
     @property
@@ -76,8 +78,10 @@ class Sender:
         settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
         validate_across_ranks(self._group, self._live.stored_names, None, "serves live weights", settings)
         self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
+        # The number of the last refit that has begun, and whether it was read to its end.
         self._refit, self._is_complete = 0, False
-        # This rank's part of each bucket as it was sent last.
+        # By bucket: a copy of this rank's part of the bytes that were sent last, and a digest of
+        # the layout of its tensors.
         self._kept: list[Tensor] = []
         self._layouts: list[str] = []
 
@@ -88,13 +92,13 @@ class Sender:
 
     @property
     def kept_bytes(self) -> int:
-        """The bytes that this rank keeps of the last refit, to compare the next one with."""
+        """The size of this rank's copy of the last refit, which the next one is compared with."""
         return sum(kept.nbytes for kept in self._kept)
 
     def named_tensors(self) -> Iterator[Message]:
-        """A full refit: every tensor, by name, in checkpoint layout.
+        """A full refit: all tensors in checkpoint layout.
 
-        Reading on after another refit has begun raises RefitError, here as in `named_deltas`.
+        RefitError when it is read on after another refit has begun, here as in `named_deltas`.
         """
         number = self._begin()
         self._kept, self._layouts = [], []
@@ -108,10 +112,10 @@ class Sender:
         yield self._end()
 
     def named_deltas(self, since: int) -> Iterator[Message]:
-        """A refit by what changed since refit `since`, which has to be the last one.
+        """A refit of the bytes that changed since refit `since`, which must be the last one.
 
         RefitError, with nothing sent, for any other refit, after one that was not read to its end,
-        and where weights are stored otherwise than then: send `named_tensors()`.
+        and if tensors have other shapes or dtypes than then: send `named_tensors()`.
         """
         self._check_since(since)
         return self._deltas(since)
@@ -142,7 +146,7 @@ class Sender:
         yield self._end()
 
     def _begin(self) -> int:
-        """The number of a refit that begins."""
+        """Begin a refit, and return its number."""
         self._refit, self._is_complete = self._refit + 1, False
         return self._refit
 
@@ -162,15 +166,15 @@ class Sender:
             )
 
     def _message(self, kind: str, index: int, bucket: Bucket, **fields: Any) -> Message:
-        place = {"kind": kind, "run": self._run, "refit": self._refit, "index": index, "naming": self._live.naming}
-        return Message(with_digest({**place, **fields}), bucket)
+        position = {"kind": kind, "run": self._run, "refit": self._refit, "index": index, "naming": self._live.naming}
+        return Message(with_digest({**position, **fields}), bucket)
 
     def _end(self) -> Message:
         self._is_complete = True
         return self._message(END, len(self._kept), Bucket([]))
 
     def _part(self, bucket: Bucket) -> Tensor:
-        """A copy of the bytes of a bucket that this rank reports changes of."""
+        """A copy of this rank's part of a bucket's bytes, for which it reports the changes."""
         own = equal_parts(bucket.nbytes, self._group.size)[self._group.rank]
         return flat_bytes([tensor for _, tensor in bucket], own)
 
@@ -179,26 +183,29 @@ class Sender:
         if self._group.size == 1:
             return [list(numbers)]
         own = torch.tensor([numbers], dtype=torch.int64).to(device)
-        found = own.new_empty(self._group.size, len(numbers))
-        self._group.all_gather_into(found, own, what="the sizes of changes")
-        rows: list[list[int]] = found.tolist()
+        gathered = own.new_empty(self._group.size, len(numbers))
+        self._group.all_gather_into(gathered, own, what="the sizes of changes")
+        rows: list[list[int]] = gathered.tolist()
         return rows
 
     def _gathered(self, own: ChangedBytes) -> tuple[list[list[int]], Tensor]:
-        """(numel, encoding, count, digest and payload bytes of each rank, the payloads end to
-        end).
+        """Gather the changes of all ranks.
+
+        Returns (numel, encoding, count, digest, payload bytes) by rank, and the payloads of all
+        ranks one after the other, u8.
         """
         numbers = [own.numel, own.encoding, own.count, own.digest, own.payload.numel()]
         segments = self._gathered_numbers(numbers, own.payload.device)
         if self._group.size == 1:
             return segments, own.payload
-        most = max(row[-1] for row in segments)
-        part = own.payload.new_zeros(1, most)
-        part[0, : own.payload.numel()] = own.payload
-        found = part.new_empty(self._group.size, most)
-        if most:
-            self._group.all_gather_into(found, part, what="changed bytes")
-        return segments, torch.cat([row[: numbers[-1]] for row, numbers in zip(found, segments, strict=True)])
+        # An all-gather needs equal sizes, so every payload is padded to the largest one.
+        largest = max(row[-1] for row in segments)
+        padded = own.payload.new_zeros(1, largest)
+        padded[0, : own.payload.numel()] = own.payload
+        gathered = padded.new_empty(self._group.size, largest)
+        if largest:
+            self._group.all_gather_into(gathered, padded, what="changed bytes")
+        return segments, torch.cat([row[: numbers[-1]] for row, numbers in zip(gathered, segments, strict=True)])
 
 
 def _layout(bucket: Bucket) -> list[list[Any]]:

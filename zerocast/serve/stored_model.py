@@ -1,9 +1,9 @@
-"""StoredModel: how transformers stores a model: names, shapes, experts one by one.
+"""StoredModel: the names and shapes under which transformers stores the parameters of a model.
 
-It is read off a model of the same configuration without memory, and off the model's own conversion
-mapping, by which `save_pretrained` and `from_pretrained` turn parameters into stored tensors and
-back. Row numbers go through that mapping in place of weights: what comes out says which rows have
-which name.
+They are read from a model of the same configuration on the meta device, and from the conversion
+mapping by which `save_pretrained` and `from_pretrained` turn parameters into stored tensors and
+back (experts, for example, are stored one by one). Row numbers are sent through that mapping in
+place of weights: the result shows which rows are stored under which name.
 """
 
 import functools
@@ -25,12 +25,13 @@ WEIGHT = ".weight"
 
 
 class StoredModel:
-    """The parameters and buffers of a transformers model, and where they are stored.
+    """The parameters and buffers of a transformers model, and the pieces that store them.
 
     Attributes:
-        config: its PreTrainedConfig.
-        shapes: of parameters, shared ones once, and persistent buffers, by name.
-        pieces: what is stored of each of them.
+        config: the model's PreTrainedConfig.
+        shapes: the shapes of parameters, shared ones once, and persistent buffers, by name.
+        buffers: the names of all buffers.
+        pieces: the pieces that store each of them, by name.
         fused: names of parameters that the mapping stores together with others.
     """
 
@@ -47,15 +48,15 @@ class StoredModel:
 
     @staticmethod
     def of(model: Any) -> "StoredModel":
-        """The model's own; TypeError for what is no transformers model."""
+        """The stored form of a model. TypeError for anything but a model of transformers."""
         if not is_stored_by_transformers(model):
             raise TypeError(
                 f"export_hf takes a model of transformers, got {type(model).__name__}: give the config of the model that "
                 "readers are to build, and names if yours are others"
             )
-        # fully_shard makes a class of its own
-        own = next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
-        return StoredModel(model.config, own)
+        # fully_shard gives the model a subclass of its class and of FSDPModule.
+        model_class = next(kind for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+        return StoredModel(model.config, model_class)
 
     @staticmethod
     def of_config(config: Any) -> "StoredModel":
@@ -72,10 +73,10 @@ class StoredModel:
             check_regular(path)
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
         name = next(iter(config.architectures or ()), None)
-        found = getattr(transformers, name, None) if name else None
-        if found is None:
-            found = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-        return StoredModel(config, found)
+        model_class = getattr(transformers, name, None) if name else None
+        if model_class is None:
+            model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
+        return StoredModel(config, model_class)
 
     @property
     def architecture(self) -> str:
@@ -84,7 +85,7 @@ class StoredModel:
 
     @functools.cached_property
     def stored(self) -> dict[str, tuple[str, Piece]]:
-        """(parameter, piece) by the name of what is stored."""
+        """(parameter, piece) by stored name."""
         return {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
 
     def is_matrix_product(self, stored: str) -> bool:
@@ -98,8 +99,9 @@ class StoredModel:
         return len(self.shapes[self.stored[stored][0]]) > 2
 
     def modules_besides(self, quantized: set[str]) -> list[str]:
-        """Names of the modules whose matrices are not quantized, as readers find them: what is
-        stored, and what only shares a weight. Embeddings are not among them.
+        """Names of the modules whose matrices are not quantized, by the names that readers use.
+
+        They include modules that are not stored because they share a weight, and no embeddings.
         """
         embeddings = {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Embedding)}
         matrices = {name.removesuffix(WEIGHT) for name, (_, piece) in self.stored.items() if len(piece.shape) > 1}
@@ -109,32 +111,40 @@ class StoredModel:
         return sorted((matrices | linears) - embeddings - quantized)
 
     def keeps_float32(self, name: str) -> bool:
-        """True for a parameter that readers hold in FP32 whatever the dtype of the model."""
-        kept = getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ()
-        return any(f".{part}." in f".{name}." for part in kept)
+        """True for a parameter that readers keep in FP32 for any dtype of the model."""
+        in_fp32 = getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ()
+        return any(f".{module}." in f".{name}." for module in in_fp32)
 
     def _stored(self) -> tuple[dict[str, list[Piece]], set[str]]:
-        found = {name: self._pieces(name, shape) for name, shape in self.shapes.items()}
-        pieces = {name: [whole(name, self.shapes[name])] if parts is None else parts for name, parts in found.items()}
+        """`pieces` and `fused`."""
+        known = {name: self._pieces(name, shape) for name, shape in self.shapes.items()}
+        pieces = {name: [whole(name, self.shapes[name])] if parts is None else parts for name, parts in known.items()}
         # A mapping that joins parameters gives each of them, reverted alone, the name of the whole.
         parameters_of = Counter(piece.name for parts in pieces.values() for piece in parts)
         joined = {name for name, parts in pieces.items() if any(parameters_of[piece.name] > 1 for piece in parts)}
-        return pieces, joined | {name for name, parts in found.items() if parts is None}
+        return pieces, joined | {name for name, parts in known.items() if parts is None}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
         """The pieces that store a parameter; None unless these are rows of it alone."""
         rows = shape[:-1] if len(shape) > 1 else shape
         numbers = torch.arange(torch.Size(rows).numel()).view(*rows, *([1] if len(shape) > 1 else []))
         try:
-            found = dict(self._revert({name: numbers}))
+            stored_numbers = dict(self._revert({name: numbers}))
             shapes = dict(self._revert({name: torch.empty(shape, device="meta")}))
-        except (IndexError, KeyError, RuntimeError, TypeError, ValueError):  # it takes others as well
+        except (IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            # The mapping needs other parameters as well, and fails without them in its own ways.
             return None
-        if found.keys() != shapes.keys() or sum(value.numel() for value in found.values()) != numbers.numel():
+        num_stored = sum(value.numel() for value in stored_numbers.values())
+        if stored_numbers.keys() != shapes.keys() or num_stored != numbers.numel():
             return None
-        if len(shape) > 1 and any(tuple(found[key].shape) != (*shapes[key].shape[:-1], 1) for key in found):
+        # A mapping that transposes does not leave the last dimension, here of size 1, in its place.
+        if len(shape) > 1 and any(
+            tuple(stored_numbers[key].shape) != (*shapes[key].shape[:-1], 1) for key in stored_numbers
+        ):
             return None
-        return [Piece(key, ranges(value.reshape(-1)), tuple(shapes[key].shape)) for key, value in found.items()]
+        return [
+            Piece(key, ranges(value.reshape(-1)), tuple(shapes[key].shape)) for key, value in stored_numbers.items()
+        ]
 
     def _revert(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
@@ -148,10 +158,13 @@ def is_stored_by_transformers(model: Any) -> bool:
 
 
 def check_stored(model: StoredModel, pieces: Mapping[str, Sequence[Piece]], is_whole: bool = True) -> None:
-    """ValueError unless these pieces are what the model's reader looks for, or some of it."""
-    found = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
-    problems = [f"{name} is missing" for name in model.stored if is_whole and name not in found]
-    for name, shape in found.items():
+    """ValueError unless these are the pieces that the model's reader expects.
+
+    Without `is_whole` they may be some of them.
+    """
+    shapes = {piece.name: piece.shape for parts in pieces.values() for piece in parts}
+    problems = [f"{name} is missing" for name in model.stored if is_whole and name not in shapes]
+    for name, shape in shapes.items():
         if name not in model.stored:
             problems.append(f"{name} is in no place of the model (is its head tied in config.json and not here?)")
         elif shape != model.stored[name][1].shape:

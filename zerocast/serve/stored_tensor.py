@@ -1,8 +1,8 @@
-"""StoredTensor: a tensor in which readers expect a weight, or a piece of one, made when asked for.
+"""StoredTensor: a tensor of a checkpoint with a weight, or a piece of one, made when asked for.
 
-Codes and scales are views of the weight wherever its layout allows: whole rows without padding.
-What has to be copied (scales with padding, rows from several places, values that are dequantized)
-is copied when `make` is called, so that whoever collects tensors knows their sizes before.
+Codes and scales are views of the weight where its layout allows it: whole rows without padding.
+Others (scales with padding, rows from several places, dequantized values) are copied, and only when
+`make` is called. So a caller that fills buckets knows the sizes before memory is taken.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from zerocast.weight.validity import Use
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor by its stored name; `make` gives it, contiguous."""
+    """A tensor and its stored name. `make` returns it, contiguous."""
 
     name: str
     dtype: torch.dtype
@@ -75,13 +75,13 @@ def _cut_plain(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantized(weight: QuantizedWeight, piece: Piece) -> Tensor:
-    """The values of a piece, bf16; of one of several, without dequantizing the others."""
+    """The values of a piece, bf16, without dequantizing the other pieces of the weight."""
     rows, columns = weight.matrix_shape
     if piece.rows == (range(rows),):
         return weight.dequantize().to(torch.bfloat16).view(piece.shape)
-    found = torch.empty(piece.shape, dtype=torch.bfloat16, device=weight.device)
-    places = found.view(-1, columns).split([len(r) for r in piece.rows])
-    for place, r in zip(places, piece.rows, strict=True):
-        some, first = block_rows(weight, r)
-        place.copy_(some.dequantize()[r.start - first : r.stop - first])
-    return found
+    values = torch.empty(piece.shape, dtype=torch.bfloat16, device=weight.device)
+    destinations = values.view(-1, columns).split([len(r) for r in piece.rows])
+    for destination, r in zip(destinations, piece.rows, strict=True):
+        blocks, first = block_rows(weight, r)
+        destination.copy_(blocks.dequantize()[r.start - first : r.stop - first])
+    return values

@@ -1,7 +1,7 @@
-"""stored_weights: what save_pretrained wrote, under the names and shapes of the model's parameters.
+"""stored_weights: a view of a folder of save_pretrained by the names and shapes of the parameters.
 
-transformers stores experts one by one and holds them in one tensor. `load_masters` reads through
-this view; no more is read than the elements that a rank owns.
+transformers stores experts one by one, and a model has them in one parameter. `load_masters` reads
+through this view, and reads no more than the elements that a rank owns.
 """
 
 import os
@@ -37,13 +37,13 @@ class StoredWeights:
             for name, pieces in model.pieces.items()
             if [piece.name for piece in pieces] != [name] and all(piece.name in source.entries for piece in pieces)
         }
-        taken = {piece.name for pieces in self._pieces.values() for piece in pieces}
-        kept = {name: entry for name, entry in source.entries.items() if name not in taken}
+        joined = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        unchanged = {name: entry for name, entry in source.entries.items() if name not in joined}
         made = {
             name: Entry(model.shapes[name], source.entries[pieces[0].name].dtype)
             for name, pieces in self._pieces.items()
         }
-        self._entries = kept | made
+        self._entries = unchanged | made
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -63,7 +63,7 @@ class StoredWeights:
         parts = [
             self._source.read(piece, (row, columns[0]), (count, columns[1]))
             for wanted in _rows(shape[:-1], offsets[:-1], sizes[:-1])
-            for piece, row, count in _found(self._pieces[name], wanted)
+            for piece, row, count in _stored_rows(self._pieces[name], wanted)
         ]
         return torch.cat([torch.empty(0, columns[1], dtype=parts[0].dtype), *parts]).view(*sizes)
 
@@ -75,18 +75,18 @@ def _rows(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
         return
     below = torch.Size(shape[1:]).numel()
     for index in range(offsets[0], offsets[0] + sizes[0]):
-        for part in _rows(shape[1:], offsets[1:], sizes[1:]):
-            yield range(index * below + part.start, index * below + part.stop)
+        for inner in _rows(shape[1:], offsets[1:], sizes[1:]):
+            yield range(index * below + inner.start, index * below + inner.stop)
 
 
-def _found(pieces: Sequence[Piece], wanted: range) -> Iterator[tuple[str, int, int]]:
-    """(stored name, its row, rows) that hold the wanted rows, in their order."""
-    held = []
+def _stored_rows(pieces: Sequence[Piece], wanted: range) -> Iterator[tuple[str, int, int]]:
+    """(stored name, first row in it, number of rows) of the wanted rows, in their order."""
+    overlaps = []
     for piece in pieces:
         before = 0
         for rows in piece.rows:
             first, last = max(rows.start, wanted.start), min(rows.stop, wanted.stop)
             if first < last:
-                held.append((first, piece.name, before + first - rows.start, last - first))
+                overlaps.append((first, piece.name, before + first - rows.start, last - first))
             before += len(rows)
-    yield from ((name, row, count) for _, name, row, count in sorted(held))
+    yield from ((name, row, count) for _, name, row, count in sorted(overlaps))

@@ -1,8 +1,8 @@
-"""WeightSource: where the tensors of a served model come from, one batch after another.
+"""WeightSource: yields the tensors of a model that is exported or served, in batches.
 
-A model of whole weights, in one process or under ZeroAdamW, gives one tensor at a time. Under FSDP2
-a batch is what one group gathers: all ranks iterate together, and what one of them does with a
-batch is done before the next is gathered.
+A model of whole weights, in one process or under ZeroAdamW, yields one tensor at a time. Under
+FSDP2 a batch has the weights that one group gathers: all ranks iterate together, and a batch is
+processed before the next one is gathered.
 """
 
 from abc import ABC, abstractmethod
@@ -21,6 +21,7 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.verification.master_views import OwnsMasters, owners_of
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.validity import Use
 
 Batch = Sequence[tuple[str, Tensor]]
 Casts = tuple[tuple[int, ...], ...]
@@ -44,8 +45,8 @@ class WeightSource(Protocol):
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
-        """Formats of quantized weights, so that what cannot be expressed is known before any
-        tensor is read.
+        """The formats of quantized weights, so that a naming can refuse them before any tensor is
+        read.
         """
         ...
 
@@ -179,9 +180,11 @@ class WholeWeights(ABC):
         return groups[0] if groups else ONE_PROCESS
 
     def batches(self) -> Iterator[Batch]:
-        """The tensors, one at a time; what the next forward pass of a host would gather is gathered
-        first.
+        """The tensors, one at a time.
+
+        Bytes that a host would gather in its next forward pass are gathered first.
         """
+        # Iterating over the views of the masters starts and finishes these gathers.
         for owner in self.owners():
             for _ in owner.master_views():
                 pass
@@ -189,8 +192,8 @@ class WholeWeights(ABC):
 
     def casts(self) -> Casts:
         """Counters of the casts and changes of all weights."""
-        found = {id(weight.state.validity): weight.state.validity for _, weight in self._quantized()}
-        return tuple((id(validity), validity.casts, validity.version) for validity in found.values())
+        validities = {id(weight.state.validity): weight.state.validity for _, weight in self._quantized()}
+        return tuple((id(validity), validity.casts, validity.version) for validity in validities.values())
 
     def _quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
         yield from ((name, tensor) for name, tensor in self.tensors() if isinstance(tensor, QuantizedWeight))
@@ -207,7 +210,7 @@ class WholeModel(WholeWeights):
         yield from tensors_of(self.model)
 
     def owners(self) -> Sequence[OwnsMasters]:
-        """The owners of the masters, as far as weights know them."""
+        """The owners of the masters that the weights refer to."""
         return owners_of(self.model)[0]
 
 
@@ -229,20 +232,23 @@ class OwnedWeights(WholeWeights):
                 yield name, weight if weight.format.element else weight.rowwise_data.view(weight.shape)
 
     def owners(self) -> Sequence[OwnsMasters]:
-        """The one owner of the masters."""
+        """The owner of the masters, alone."""
         return [self._owner]
 
 
 class ShardedModel:
-    """A model under FSDP2, prepared by zerocast or not: groups gather one after another."""
+    """A model under FSDP2, prepared by zerocast or not.
+
+    Its groups gather one after another, so that one of them at a time is whole in memory.
+    """
 
     is_transient = True
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        found = list(torch_fsdp.sharded_parameters(model))
-        self._parameters = {name: parameter for name, parameter, _ in found}
-        self._dtypes = {name: dtype for name, _, dtype in found}
+        sharded = list(torch_fsdp.sharded_parameters(model))
+        self._parameters = {name: parameter for name, parameter, _ in sharded}
+        self._dtypes = {name: dtype for name, _, dtype in sharded}
         self._buffers = {name: t for name, t in tensors_of(model) if name not in self._parameters}
         owners = [getattr(_local(parameter), "master_owner", None) for parameter in self._parameters.values()]
         self._owners = list({id(owner): owner for owner in owners if owner is not None}.values())
@@ -278,7 +284,7 @@ class ShardedModel:
         return self.group
 
     def batches(self) -> Iterator[Batch]:
-        """The weights of each group, which one gather brings, then plain tensors one by one."""
+        """The weights of each group after its gather, then plain tensors one by one."""
         seen: set[str] = set()
         for owner in self._owners:
             for views in owner.master_views():
@@ -290,19 +296,22 @@ class ShardedModel:
                         )
                 batch = [(str(view.name), view.weight) for view in views.masters]
                 seen |= {name for name, _ in batch}
+                owner.check(Use.SEND)  # what all ranks learn by the gather, such as masters that are NaN
                 yield batch
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]
 
     def casts(self) -> Casts:
-        """The casts of all models; the first gather may add one."""
+        """Counters of the casts of all prepared models. The first gather may add a cast."""
         return tuple((id(owner), *owner.casts) for owner in self._owners)
 
     def _prepared(self) -> Iterator[tuple[str, Any]]:
         """(name, FSDPWeight) of the prepared parameters."""
-        found = ((name, getattr(_local(tensor), "weight", None)) for name, tensor in self._parameters.items())
-        yield from ((name, weight) for name, weight in found if weight is not None)
+        for name, tensor in self._parameters.items():
+            weight = getattr(_local(tensor), "weight", None)
+            if weight is not None:
+                yield name, weight
 
 
 def _local(tensor: Tensor) -> Any:

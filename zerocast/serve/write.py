@@ -1,7 +1,7 @@
 """Write the tensors of a source into a folder that appears complete.
 
-Weights are encoded and written one by one. Where ranks share the source, rank 0 writes; each batch
-is written before the next is gathered, and what goes wrong there is raised on every rank.
+Weights are encoded and written one by one. If ranks share the source, rank 0 writes: each batch is
+written before the next one is gathered, and an error on rank 0 is raised on every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,8 @@ from zerocast.serve.stored_tensor import of_plain, of_weight
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
 
-Pieces = Callable[[str, Sequence[int]], Sequence[Piece]]  # of a tensor's name and shape
+# Returns the pieces of a tensor from its name and shape.
+Pieces = Callable[[str, Sequence[int]], Sequence[Piece]]
 Plain = Callable[[str, Tensor], Tensor]
 
 
@@ -38,15 +39,17 @@ def write(
 ) -> list[Path]:
     """Write the pieces of each tensor of a source into a folder that appears complete.
 
-    `plain` converts what is not quantized; `finish` adds files to the folder before it is complete
-    and names them. Unequal scales of weights that engines fuse are logged, or raise. Raises on
-    every rank of the source what was wrong on any.
+    `plain` converts tensors that are not quantized; `finish` adds files to the folder before it
+    appears, and returns their names. Unequal scales of weights that engines fuse are logged, or
+    raise. An error on one rank of the source raises on all.
     """
     check_naming(naming)
     if shard_bytes < 1:
         raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
     check_pieces(source, naming, pieces)
-    at = WholeFolder(folder.absolute())  # "." has no name to write beside
+    # Absolute, since the partial folder is written beside this one and named after it, and "." has
+    # no name.
+    at = WholeFolder(folder.absolute())
     writer, fused = SafetensorsWriter(at.partial, naming, shard_bytes), FusedAmaxes(naming, allow_unequal_scales)
     _on_rank_0(source.group, lambda: _begin(at))
     try:
@@ -111,4 +114,4 @@ def _add(
         else:
             value = plain(name, tensor)
             stored = of_plain(value, parts, value.dtype)
-        writer.add({one.name: one.make() for one in stored})
+        writer.add({entry.name: entry.make() for entry in stored})

@@ -1,1 +1,1 @@
-"""Compares the live bytes of weights with an unsharded cast of their masters (`verify.py`)."""
+"""Verification: compare the live bytes of weights with an unsharded cast of their masters."""

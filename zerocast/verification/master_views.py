@@ -1,8 +1,9 @@
-"""MasterViews: masters behind cast weights, for `zerocast.verify` and `zerocast.metrics`.
+"""MasterViews: the master weights behind cast weights, for `zerocast.verify` and
+`zerocast.metrics`.
 
-An optimizer, a plan or a host provides them by one method, `master_views()`: one for each group
-that masters are sharded over, or for each part of a model whose bytes exist at the same time. The
-attribute `master_owner` of a parameter names the object that has this method.
+An optimizer, a plan or a host yields them from one method, `master_views()`. There is one
+MasterViews per group over which masters are sharded, or per part of a model whose bytes exist at
+the same time. The attribute `master_owner` of a parameter is the object with this method.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,14 +20,16 @@ from zerocast.weight import QuantizedWeight
 
 @dataclass(frozen=True)
 class MasterView:
-    """A weight and the flat master of the elements owned here, `span` of the row-major weight.
+    """A weight, and the master of its elements that this rank owns.
 
     Attributes:
-        name: None if the owner knows no names.
+        name: the name of the weight; None if the owner knows no names.
         weight: the weight with the live bytes.
+        master: the flat master of the owned elements; None if this rank owns none.
+        span: the owned elements of the row-major weight.
         scale: f32[1], the scale of the last cast, for delayed scaling only.
-        slices: the ranks of all slices of a weight that tensor parallelism cuts; they share the
-            tensor amax.
+        slices: the ranks with the slices of a weight under tensor parallelism, which share its
+            tensor amax; None for a weight that is not sliced.
     """
 
     name: str | None
@@ -39,14 +42,15 @@ class MasterView:
 
 @dataclass(frozen=True)
 class MasterViews:
-    """The masters of some weights, in the same order on every rank of `group`. Spans of the ranks
-    do not overlap.
+    """The masters of some weights, in the same order on every rank of `group`.
 
     Attributes:
+        group: the ranks over which the masters are sharded.
+        masters: one view per weight. The spans of the ranks do not overlap.
         left_out: names of weights that are not included, because some of their elements have no
             master on any rank.
-        transient: True if the bytes were gathered for this call only; a step gathers into other
-            memory.
+        transient: True if the bytes were gathered for this call only, and are freed after it. A
+            step then gathers into other memory.
     """
 
     group: Group
@@ -59,8 +63,8 @@ class OwnsMasters(Protocol):
     """An object that `zerocast.verify` accepts besides a model."""
 
     def master_views(self) -> Iterable[MasterViews]:
-        """Yield the present masters. All ranks iterate together; each item is valid until the
-        next.
+        """Yield the present masters. Collective: all ranks iterate together. An item is valid until
+        the next one.
         """
         ...
 
@@ -73,14 +77,16 @@ def owners_of(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, 
     """
     if hasattr(what, "master_views"):
         return [what], {}, ()
+    # By id, since several weights have the same owner and owners may not hash.
     owners: dict[int, OwnsMasters] = {}
     names, without = {}, []
     for name, parameter in _parameters(what):
-        held = getattr(parameter, "_local_tensor", parameter)  # the local shard of a DTensor
-        if not hasattr(held, "master_owner"):
+        # Under FSDP2 a parameter is a DTensor. Its local shard has the attribute.
+        local = getattr(parameter, "_local_tensor", parameter)
+        if not hasattr(local, "master_owner"):
             continue
-        names[id(getattr(held, "state", None))] = name
-        owner = held.master_owner
+        names[id(getattr(local, "state", None))] = name
+        owner = local.master_owner
         if owner is None:
             without.append(name)
         else:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 
 class VerificationError(RuntimeError):
-    """Live bytes differ from the cast of their masters, or masters are not finite; the message is
-    the report.
+    """Raised if live bytes differ from the cast of their masters, or if masters are not finite. The
+    message is the report.
     """
 
 
@@ -15,10 +15,13 @@ class Difference:
     """One buffer of one weight on one rank that differs from the expected bytes.
 
     Attributes:
+        name: the name of the weight.
+        format: the format of the weight.
+        rank: the rank.
         buffer: a name in `zerocast.formats.layout.BUFFERS`.
         wrong: the number of bytes that differ, of `total`.
         offset: the byte offset of the first difference in the buffer.
-        found: the byte there.
+        found: the live byte at the offset.
         expected: the byte that the master casts to.
     """
 
@@ -48,11 +51,11 @@ class VerifyReport:
         nbytes: the bytes compared on each rank.
         ranks: the number of ranks.
         differences: every buffer that differs on any rank.
-        without_masters: quantized weights that were not compared, since some masters have no owner
-            here.
-        not_finite: (name, number of NaN and Inf) of masters. They are cast as formats say, so their
-            bytes are no difference.
-        allow_nonfinite: masters that are not finite are reported and nothing else.
+        without_masters: quantized weights that were not compared, since some of their elements have
+            no known master.
+        not_finite: (name, number of NaN and Inf elements) of masters. Formats define the cast of
+            such elements, so their bytes are no difference.
+        allow_nonfinite: True if masters that are not finite are reported but are no failure.
     """
 
     weights: int
@@ -65,30 +68,30 @@ class VerifyReport:
 
     @staticmethod
     def of(parts: "Sequence[VerifyReport]", without: tuple[str, ...], allow_nonfinite: bool = False) -> "VerifyReport":
-        """Merge reports into one; `ranks` is their largest number of ranks, 1 of no report."""
+        """Merge reports into one. `ranks` is the largest of their numbers of ranks, or 1."""
         return VerifyReport(
-            sum(part.weights for part in parts),
-            sum(part.nbytes for part in parts),
-            max((part.ranks for part in parts), default=1),
-            tuple(difference for part in parts for difference in part.differences),
-            (*without, *(name for part in parts for name in part.without_masters)),
-            tuple(found for part in parts for found in part.not_finite),
-            allow_nonfinite,
+            weights=sum(part.weights for part in parts),
+            nbytes=sum(part.nbytes for part in parts),
+            ranks=max((part.ranks for part in parts), default=1),
+            differences=tuple(difference for part in parts for difference in part.differences),
+            without_masters=(*without, *(name for part in parts for name in part.without_masters)),
+            not_finite=tuple(master for part in parts for master in part.not_finite),
+            allow_nonfinite=allow_nonfinite,
         )
 
     @property
     def ok(self) -> bool:
-        """True if no buffer differs on any rank, and masters are finite or may be otherwise."""
+        """True if no buffer differs on any rank, and all masters are finite or need not be."""
         return not self.differences and (self.allow_nonfinite or not self.not_finite)
 
     def __str__(self) -> str:
-        what = f"{self.weights:,} weights, {self.nbytes:,} bytes on each of {self.ranks} ranks"
+        compared = f"{self.weights:,} weights, {self.nbytes:,} bytes on each of {self.ranks} ranks"
         differ = f"{len(self.differences)} buffers differ"
-        found = differ if self.differences else "all are what the masters cast to"
+        result = differ if self.differences else "all are what the masters cast to"
         masters = [
             f"the master of {name} has {count:,} elements that are NaN or Inf" for name, count in self.not_finite
         ]
-        return "\n".join([f"{what}: {found}", *map(str, self.differences), *masters])
+        return "\n".join([f"{compared}: {result}", *map(str, self.differences), *masters])
 
     def raise_for_differences(self) -> None:
         """Raise VerificationError, with the report as its message, unless the report is `ok`."""

@@ -1,13 +1,13 @@
-"""verify: compares the live bytes of every weight with an unsharded cast of its gathered master.
+"""verify: compare the live bytes of every weight with an unsharded cast of its gathered master.
 
-The plan is under test, so no part of it is used. Every rank gathers a piece of a master, casts it
-with the reference's `quantize`, and compares the result with the bytes that its products read. A
-piece is 512 rows or a million elements, whichever is more, so memory does not grow with the weight;
-a format with a tensor amax gathers its pieces twice.
+The cast plan is what is tested, so no part of it is used. Every rank gathers a piece of a master,
+casts it with the reference's `quantize`, and compares the result with the bytes that its products
+read. A piece is 512 rows or a million elements, whichever is more, so memory does not grow with the
+weight. A format with a tensor amax gathers its pieces twice.
 
-Stale columnwise copies are skipped, since reading one raises. No master determines the scale of the
-next delayed cast and the amax history; they are compared with those of rank 0, unless a host keeps
-them.
+Stale columnwise copies are skipped, since reading them raises. The scale of the next delayed cast
+and the amax history do not follow from a master. They are compared with those of rank 0, unless a
+host keeps them.
 """
 
 import dataclasses
@@ -28,8 +28,12 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.verification.master_views import MasterView, MasterViews, owners_of
 from zerocast.verification.report import Difference, VerifyReport
 
-PIECE = 2**20  # elements
-ROWS = 512  # multiples of it cut neither a block nor the padding of a scale buffer
+# Elements of a piece, if that is more than `ROWS` rows.
+PIECE = 2**20
+# A boundary between pieces is at a multiple of this. It then cuts neither a block nor the padding
+# of a scale buffer.
+ROWS = 512
+# Buffers that do not follow from the master.
 UNDETERMINED = ("scale", "amax_history")
 
 
@@ -38,13 +42,17 @@ def verify(model_or_optimizer: Any, group: GroupLike = None, *, allow_nonfinite:
     """Compare the live bytes, scales, amaxes and columnwise copies of every weight with an
     unsharded cast of its master.
 
-    Accepts an owner of masters (a ZeroAdamW, a CastPlan, the result of a host's `attach`), a model
-    whose weights have such an owner, or a model or optimizer under `zerocast.fsdp2`. All ranks of
-    its group call it, between steps. It waits for gathers in flight and for the device, and
-    performs a cast or gather that the next forward pass would begin with; nothing else changes.
-    `group` is the ranks that the report covers, by default those that share the masters. Each of
-    them gets the same report, whose `raise_for_differences()` raises, also where a master has
-    elements that are NaN or Inf, unless `allow_nonfinite`.
+    All ranks call it, between steps. It waits for gathers in flight and for the device. A cast or
+    gather that the next forward pass would begin with is performed; nothing else changes.
+
+    Args:
+        model_or_optimizer: an owner of masters (a ZeroAdamW, a CastPlan, the result of a host's
+            `attach`), a model whose weights have such an owner, or a model or optimizer under
+            `zerocast.fsdp2`.
+        group: the ranks that the report covers; by default those that share the masters. Each of
+            them gets the same report.
+        allow_nonfinite: if False, `raise_for_differences()` of the report also raises for masters
+            with elements that are NaN or Inf.
 
     Raises TypeError for any other argument, ValueError for a model without any known master and for
     ranks that hold different weights.
@@ -63,23 +71,27 @@ def verify(model_or_optimizer: Any, group: GroupLike = None, *, allow_nonfinite:
 
 
 def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
+    """The report of one MasterViews, the same on every rank of `ranks`."""
     named = [_named(view, index, names) for index, view in enumerate(views.masters)]
+    # Ranks with different weights would wait for each other in the collectives below.
     validate_across_ranks(views.group, [_describe(view) for view in named], None, "verifies")
     shared = _shared_amaxes(named, views.group)
     compared = [_compare(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
-    found = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
-    by_rank = ranks.all_gather_object(found, "what ranks found as they verify")
+    own_differences = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
+    by_rank = ranks.all_gather_object(own_differences, "what ranks found as they verify")
+    not_finite = [(str(view.name), count) for view, (_, _, count) in zip(named, compared, strict=True) if count]
     return VerifyReport(
-        len(named),
-        sum(nbytes for _, nbytes, _ in compared),
-        ranks.size,
-        tuple(difference for differences in by_rank for difference in differences),
-        views.left_out,
-        tuple((str(view.name), count) for view, (_, _, count) in zip(named, compared, strict=True) if count),
+        weights=len(named),
+        nbytes=sum(nbytes for _, nbytes, _ in compared),
+        ranks=ranks.size,
+        differences=tuple(difference for differences in by_rank for difference in differences),
+        without_masters=views.left_out,
+        not_finite=tuple(not_finite),
     )
 
 
 def _named(view: MasterView, index: int, names: Mapping[int, str]) -> MasterView:
+    """The view with a name: its own, that of the model's parameter, or a number."""
     if view.name is not None:
         return view
     return dataclasses.replace(view, name=names.get(id(view.weight.state), f"weight {index}"))
@@ -91,83 +103,91 @@ def _describe(view: MasterView) -> str:
 
 
 def _compare(view: MasterView, group: Group, shared: Tensor | None) -> tuple[list[Difference], int, int]:
-    """(differences on this rank, bytes compared, elements of the master that are not finite); with
-    the tensor amax that the weight shares, if it does.
+    """(differences on this rank, bytes compared, elements of the master that are not finite).
+
+    `shared` is the tensor amax that the weight shares with others; None for a weight that shares
+    none.
     """
     weight = view.weight
     weight.wait()
-    held = dict(weight.state.buffers)
+    live = dict(weight.state.buffers)
     if not weight.state.columnwise_is_fresh():
-        held["columnwise_data"] = held["columnwise_scale_inv"] = None
-    if weight.state.external_scaling_state:  # the host updates amax and scale between casts
-        held["amax"] = held["scale"] = None
-    comparisons = {name: _Comparison(tensor) for name, tensor in held.items() if tensor is not None}
+        live["columnwise_data"] = live["columnwise_scale_inv"] = None
+    if weight.state.external_scaling_state:
+        # The host updates these two between casts, so they do not belong to the last cast.
+        live["amax"] = live["scale"] = None
+    comparisons = {name: _Comparison(tensor) for name, tensor in live.items() if tensor is not None}
     for name in UNDETERMINED:
         if name in comparisons:
             comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
-    pieces, not_finite = _pieces(weight.matrix_shape), 0
-    in_parts = len(pieces) > 1 or view.slices is not None
+    columns = weight.matrix_shape[1]
+    pieces = _pieces(weight.matrix_shape)
+    # `quantize` takes the amax from its input, unless that is only a part of the tensor.
+    is_cast_in_parts = len(pieces) > 1 or view.slices is not None
     amax = shared
-    if amax is None and weight.format.has_tensor_amax and in_parts:
+    if amax is None and weight.format.has_tensor_amax and is_cast_in_parts:
         amax = _tensor_amax(view, pieces, group)
+    not_finite = 0
     for piece in pieces:
-        whole = _gather(view, piece, group).view(-1, weight.matrix_shape[1])
-        not_finite += int((~whole.isfinite()).sum())
-        quantized = quantize(weight.format, whole, weight.dtype, view.scale, amax)
-        for name, expected, origin in _expected(
-            weight.format, quantized, piece.start // whole.shape[1], whole.shape[1]
-        ):
+        master = _gather(view, piece, group).view(-1, columns)
+        not_finite += int((~master.isfinite()).sum())
+        quantized = quantize(weight.format, master, weight.dtype, view.scale, amax)
+        for name, expected, origin in _expected(weight.format, quantized, piece.start // columns, columns):
             if name in comparisons:
                 comparisons[name].take(expected, origin)
-    of = str(view.name), str(weight.format)
-    differences = [comparison.difference(*of, name) for name, comparison in comparisons.items() if comparison.wrong]
+    name, fmt = str(view.name), str(weight.format)
+    differences = [
+        comparison.difference(name, fmt, buffer) for buffer, comparison in comparisons.items() if comparison.wrong
+    ]
     return differences, sum(comparison.compared for comparison in comparisons.values()), not_finite
 
 
 def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
+    """Cut a matrix at multiples of `ROWS` rows into spans of at least `PIECE` elements or so."""
     rows, columns = matrix_shape
     step = max(1, PIECE // (ROWS * columns)) * ROWS
     return [Span(first * columns, min(first + step, rows) * columns) for first in range(0, rows, step)]
 
 
 def _gather(view: MasterView, piece: Span, group: Group) -> Tensor:
-    """Gather a piece of the master from all ranks, f32.
-
-    The all-reduce sums bits as integers; ranks that own nothing of the piece add 0.
-    """
-    whole = torch.zeros(piece.numel, dtype=torch.float32, device=view.weight.device)
+    """Gather a piece of the master from all ranks, f32."""
+    gathered = torch.zeros(piece.numel, dtype=torch.float32, device=view.weight.device)
     common = view.span.intersect(piece)
     if view.master is not None and common.numel:
-        part = view.master[common.start - view.span.start : common.stop - view.span.start]
-        whole[common.start - piece.start : common.stop - piece.start] = part
-    group.all_reduce_sum(whole.view(torch.int32), "a master to verify")
-    return whole
+        own_values = view.master[common.start - view.span.start : common.stop - view.span.start]
+        gathered[common.start - piece.start : common.stop - piece.start] = own_values
+    # Only one rank owns an element, the others add 0. The bits are summed as integers, which keeps
+    # -0.0 and the payload of NaN.
+    group.all_reduce_sum(gathered.view(torch.int32), "a master to verify")
+    return gathered
 
 
 def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax | None, Tensor]:
-    """The tensor amax of each group of weights that share one. Members that are gathered at another
-    time enter with the amax of their live bytes.
+    """The tensor amax of each group of weights that share one.
+
+    If some members of a group are not among the views, since they are gathered at another time, the
+    `amax` buffer that the last cast wrote stands for theirs.
     """
-    found: dict[SharedAmax | None, Tensor] = {}
+    amaxes: dict[SharedAmax | None, Tensor] = {}
     members: dict[SharedAmax, int] = {}
     for view in views:
         shared = view.weight.state.shared_amax
         if shared is not None and view.weight.format.has_tensor_amax:
             amax = _tensor_amax(view, _pieces(view.weight.matrix_shape), group)
-            found[shared] = torch.maximum(found.get(shared, amax), amax)
+            amaxes[shared] = torch.maximum(amaxes.get(shared, amax), amax)
             members[shared] = members.get(shared, 0) + 1
     for view in views:
         shared = view.weight.state.shared_amax
-        if (
-            shared is not None
-            and members.get(shared, len(shared.names)) < len(shared.names)
-            and view.weight.amax is not None
-        ):
-            found[shared] = torch.maximum(found[shared], view.weight.amax)
-    return found
+        if shared is None or view.weight.amax is None:
+            continue
+        is_incomplete = members.get(shared, len(shared.names)) < len(shared.names)
+        if is_incomplete:
+            amaxes[shared] = torch.maximum(amaxes[shared], view.weight.amax)
+    return amaxes
 
 
 def _tensor_amax(view: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
+    """The amax f32[1] of a whole master, over all slices of a weight under tensor parallelism."""
     amax = torch.zeros(1, dtype=torch.float32, device=view.weight.device)
     for piece in pieces:
         x = round_nominal(_gather(view, piece, group).view(-1, view.weight.matrix_shape[1]), view.weight.dtype)
@@ -180,54 +200,70 @@ def _tensor_amax(view: MasterView, pieces: Sequence[Span], group: Group) -> Tens
 def _expected(
     fmt: FormatSpec, quantized: Quantized, row: int, columns: int
 ) -> Iterator[tuple[str, Tensor, tuple[int, int]]]:
-    """(name, expected part, its (row, column) in the buffer) for the rows from `row` on."""
+    """Yield (buffer name, expected part, its (row, column) in the buffer) for a piece of the weight
+    that starts at `row`.
+    """
+    # The buffers of a weight that ends at `row` are as large as the offsets of the piece.
     before = layout.buffers(fmt, (row, columns), torch.float32)
     for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax"):
         expected, buffer = getattr(quantized, name), before[name]
+        # A value per tensor is compared once, with the first piece.
         if expected is None or buffer is None or (expected.dim() == 1 and row):
             continue
-        transposed = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
-        axis = 1 if transposed else 0
+        is_transposed = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
+        axis = 1 if is_transposed else 0
         start = buffer.shape[axis] if row else 0
-        yield name, expected, (0, start) if transposed else (start, 0)
+        yield name, expected, (0, start) if is_transposed else (start, 0)
         if name == "rowwise_data" and fmt.columnwise is Columnwise.SHARED:
-            yield "columnwise_data", expected, (start, 0)  # where a host keeps a copy of the codes
+            # A host may keep the codes twice.
+            yield "columnwise_data", expected, (start, 0)
 
 
 class _Comparison:
-    """A live buffer that is compared part by part."""
+    """A live buffer that is compared part by part.
+
+    Attributes:
+        wrong: the number of bytes that differ so far.
+        compared: the number of bytes compared so far.
+    """
 
     def __init__(self, live: Tensor) -> None:
         self._live = live.detach().view(1, -1) if live.dim() < 2 else live.detach()
-        self.wrong = self.compared = 0
-        self._first = (0, 0, 0)  # offset, found, expected
+        self.wrong = 0
+        self.compared = 0
+        # (byte offset, live byte, expected byte) of the first difference, if `wrong` is not 0.
+        self._first = (0, 0, 0)
 
     def of_rank_0(self, group: Group) -> Tensor:
-        """The same buffer as rank 0 has it."""
-        theirs = self._live.clone()
-        group.broadcast(theirs, "a buffer to verify")
-        return theirs
+        """Rank 0's values of the buffer."""
+        values = self._live.clone()
+        group.broadcast(values, "a buffer to verify")
+        return values
 
     def take(self, expected: Tensor, origin: tuple[int, int]) -> None:
-        """Compare the part that starts at (row, column) `origin`."""
+        """Compare the part that starts at (row, column) `origin` with its expected values."""
         expected = expected.view(1, -1) if expected.dim() < 2 else expected
         (row, column), (height, width) = origin, expected.shape
-        a = _bytes(self._live[row : row + height, column : column + width])
-        b = _bytes(expected)
-        self.compared += b.numel()
-        differs = a != b
+        live_bytes = _bytes(self._live[row : row + height, column : column + width])
+        expected_bytes = _bytes(expected)
+        self.compared += expected_bytes.numel()
+        differs = live_bytes != expected_bytes
         wrong = int(differs.sum())
         if not wrong:
             return
-        place = int(differs.view(-1).byte().argmax())
+        # argmax is the first index of the largest value. It does not take bool.
+        index = int(differs.view(-1).byte().argmax())
+        # From the index in the part to the byte offset in the buffer.
+        part_row, part_byte = divmod(index, expected_bytes.shape[1])
         size = expected.element_size()
-        offset = (row + place // b.shape[1]) * self._live.shape[1] * size + column * size + place % b.shape[1]
-        first = offset, int(a.view(-1)[place]), int(b.view(-1)[place])
+        offset = ((row + part_row) * self._live.shape[1] + column) * size + part_byte
+        first = offset, int(live_bytes.view(-1)[index]), int(expected_bytes.view(-1)[index])
+        # Parts of a transposed buffer do not come in the order of their bytes.
         self._first = min(first, self._first) if self.wrong else first
         self.wrong += wrong
 
     def difference(self, name: str, fmt: str, buffer: str) -> Difference:
-        """The difference that was found on this rank."""
+        """The difference on this rank. `_verify` sets the rank."""
         total = self._live.numel() * self._live.element_size()
         return Difference(name, fmt, 0, buffer, self.wrong, total, *self._first)
 

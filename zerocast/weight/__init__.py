@@ -1,11 +1,15 @@
-"""A weight in low precision: what it looks like to torch, its storage, how old its copies are,
-and its products.
+"""QuantizedWeight, the tensor subclass for a weight in low precision: its behaviour under torch,
+its storage, the validity of its bytes, and its products.
 """
 
-from zerocast.weight import compiled_ops as _compiled_ops  # noqa: F401 - the products, for graphs
-from zerocast.weight import tensor_ops as _tensor_ops  # noqa: F401 - torch's operators learn what to do with a weight
+# Both modules are imported for their side effects. `compiled_ops` registers the products as
+# torch.library ops, `tensor_ops` the handlers that `__torch_dispatch__` calls.
+from zerocast.weight import compiled_ops as _compiled_ops  # noqa: F401
+from zerocast.weight import tensor_ops as _tensor_ops  # noqa: F401
 from zerocast.weight.weight import QuantizedWeight, _restore
 
-_restore.__module__ = __name__  # files that were saved name it here
+# A pickle stores this function by its module and name, and torch.load(weights_only=True) compares
+# both with its list of safe globals. The package's name stays when the module moves.
+_restore.__module__ = __name__
 
 __all__ = ["QuantizedWeight"]

@@ -1,5 +1,5 @@
-"""WeightBuffers: the buffers of a QuantizedWeight as attributes. Their layouts:
-docs/formats/common.md.
+"""WeightBuffers: the data, scale and amax buffers of a QuantizedWeight as attributes. Their layouts
+are in docs/formats/common.md.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from zerocast.weight.state import WeightState
 
 
 class WeightBuffers(Tensor):
-    """The buffers of `state` by name. Bytes that a gather is bringing are waited for."""
+    """The buffers of `state` by name. Reading data or scales waits for an all-gather in flight."""
 
     state: WeightState
 
@@ -83,13 +83,16 @@ class WeightBuffers(Tensor):
 
     @property
     def master_owner(self) -> Any:
-        """Who shows the masters of this weight to `zerocast.verify`; None where nobody does."""
+        """The object that shows the master weights to `zerocast.verify`, such as an optimizer or a
+        plan. None if there is none, or if it is gone.
+        """
         owner = self.state.validity.owner
         return None if owner is None else owner()
 
     def wait(self) -> None:
-        """Wait for any gather in flight."""
-        # read once: another thread may complete the last gather meanwhile
+        """Wait for the all-gather of this weight, if one is in flight."""
+        # Read the attribute once. Another thread that completes the last gather sets it to None,
+        # which could happen between a test and a second read.
         finish = self.state.validity.finish
         if finish is not None:
             finish(self)

@@ -1,10 +1,9 @@
-"""Products as torch.library ops, for graphs: what a compiler sees of a product with a
-QuantizedWeight.
+"""Products with a QuantizedWeight as torch.library ops, for compiled graphs.
 
-Paths of `zerocast.gemm` that multiply codes by one operator of torch leave that in the graph. The
-others' ops are given the plain buffers of a weight and say nothing of how they compute. A compiler
-can neither inline a dequantized weight nor keep one, or a transposed copy, for the backward pass,
-which therefore holds quantized bytes.
+A path of `zerocast.gemm` that multiplies codes by one operator of torch (`torch._scaled_mm`) leaves
+that operator in the graph. The other paths become the ops below. An op takes the plain buffers of a
+weight and is opaque: a compiler cannot inline the dequantized weight, and cannot keep it, or a
+transposed copy, for the backward pass. So a compiled backward pass holds quantized bytes, too.
 """
 
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from zerocast.backends import ops
 from zerocast.weight import grouped
 from zerocast.weight.stored import StoredWeight
 
+# The schema of `QuantizedWeight.as_arguments()`, from which an op makes a `StoredWeight`.
 _WEIGHT = (
     "int[] shape, str format, ScalarType nominal, bool on_demand, "
     "Tensor row_data, Tensor? row_scale, Tensor? column_data, Tensor? column_scale, Tensor? amax"
@@ -52,6 +52,8 @@ def _multiply_fake(
 def _columnwise_copy(
     fmt: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int, after: Tensor
 ) -> tuple[Tensor, Tensor]:
+    # `after` is not read. It makes the copy depend on the output gradient, so that a partitioner
+    # cannot put the copy into the forward graph and save it (`QuantizedWeight.direction_in_graph`).
     backend = backends.choose(row_data.device)
     return ops.transposed_copy(backend, fmt, row_data, row_scale, rows, columns)
 

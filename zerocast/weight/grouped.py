@@ -1,10 +1,10 @@
-"""Grouped products: rows of an input, group by group, with one matrix each of a QuantizedWeight of
+"""Grouped products: each group of rows of an input times its own matrix of a QuantizedWeight of
 three dimensions.
 
 Such a weight holds the experts of a layer, `[experts, M, K]`. torch's grouped product takes plain
-tensors, so one stage turns the codes into a temporary of the nominal dtype, of all experts, for as
-long as a product takes; autograd keeps the quantized weight. The forward pass reads the rowwise
-copy, the input gradient the columnwise copy, as other products do.
+tensors, so the weight of all experts is dequantized to the nominal dtype for the duration of one
+product; autograd keeps the quantized weight. The forward pass reads the rowwise copy, the input
+gradient reads the columnwise copy, as in other products.
 """
 
 from collections.abc import Callable
@@ -32,8 +32,12 @@ class _Grouped(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, offs = ctx.saved_tensors
-        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        # torch._grouped_mm has requirements on strides, and a gradient may come expanded.
+        grad = grad.contiguous()
+        grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
+            # A cast writes the buffers below autograd. The version counter of the weight, which
+            # `saved_tensors` compares, does not move, so the weight's own version is compared.
             weight.state.validity.check_recorded(ctx.recorded)
             grad_x = multiply(grad, weight, offs, columnwise=True)
         if ctx.needs_input_grad[1]:
@@ -48,6 +52,7 @@ def multiply(x: Tensor, weight: Any, offs: Tensor, columnwise: bool) -> Tensor:
     if weight.is_traced:
         traced: Tensor = torch.ops.zerocast.grouped_multiply(x, offs, columnwise, *weight.as_arguments())
         return traced
+    # `read` gives [rows, columns] for either copy, so the orientation depends on the product alone.
     matrices = weight.read(columnwise, weight.dtype).view(weight.shape)
     return gemm.plain.grouped_mm(x, matrices if columnwise else matrices.transpose(-2, -1), offs)
 
@@ -60,8 +65,10 @@ def grouped_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """torch.nn.functional.grouped_mm with `weight.transpose(-2, -1)` as the second operand, and
-    neither bias nor another dtype.
+    """torch.nn.functional.grouped_mm with `weight.transpose(-2, -1)` as the second operand.
+
+    RuntimeError for a bias, for another dtype than the weight's nominal one, or for a weight whose
+    gradients have another dtype.
     """
     weight = getattr(mat2, "transposed_of", None)
     if weight is None or weight.dim() != 3 or input.dim() != 2 or offs is None:
@@ -83,14 +90,16 @@ def grouped_mm(
 
 
 def transpose(weight: Any, dim0: int, dim1: int) -> Any:
-    """torch.transpose of the last two dimensions: the same weight, read the other way."""
-    last = {weight.dim() - 1, weight.dim() - 2}
-    if {dim0 % weight.dim(), dim1 % weight.dim()} != last:
+    """torch.transpose of the last two dimensions. Nothing moves: the result is a transposed reading
+    of the same weight.
+    """
+    last_two = {weight.dim() - 1, weight.dim() - 2}
+    if {dim0 % weight.dim(), dim1 % weight.dim()} != last_two:
         raise RuntimeError(f"a QuantizedWeight is transposed in its last two dimensions, got {dim0} and {dim1}")
     return weight.transposed()
 
 
-# torch 2.9 has the first alone
+# torch 2.9 has only `torch._grouped_mm`; later versions have the public function as well.
 _NAMES = ((torch, "_grouped_mm"), (torch.nn.functional, "grouped_mm"))
 PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.transpose: transpose,

@@ -1,15 +1,15 @@
-"""Products with a QuantizedWeight: forward from the rowwise copy, input gradient from the
-columnwise copy.
+"""Products with a QuantizedWeight: the forward product reads the rowwise copy, the input gradient
+reads the columnwise copy.
 
-The weight gradient has the nominal dtype, or FP32 when the weight's `grad_dtype` says so; it never
-needs the weight. The other two are computed by a path of `zerocast.gemm`, the same one for a
-forward pass and its backward pass. What autograd keeps for the backward pass is the quantized
-weight and the input as it came, or quantized where the weight gradient is computed from that.
+A path of `zerocast.gemm` computes both; a backward pass uses the path of its forward pass. The
+weight gradient never needs the weight. It has the nominal dtype, or FP32 if the weight's
+`grad_dtype` says so. For the backward pass autograd keeps the quantized weight and the input. The
+input is kept quantized if the weight gradient is computed from its codes, otherwise unchanged.
 
-A compiler traces the same functions. It sees how an input is quantized, as plain operations that it
-fuses with what made the input. The product itself is one operator, of torch where that computes
-with the codes, else of ours (`compiled_ops.py`): nothing that is dequantized for it, or transposed,
-can be kept.
+torch.compile traces the same functions. It sees the quantization of an input as plain operations,
+which it fuses with the operation that made the input. The product itself is a single operator: one
+of torch if it multiplies the codes, otherwise one of `compiled_ops.py`. So a graph cannot keep a
+dequantized or transposed weight.
 """
 
 import functools
@@ -33,49 +33,64 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, weight_gradients: str
     ) -> Tensor:
+        # An empty input has no amax and cannot be quantized. A frozen weight needs no second
+        # operand for its gradient.
         way = weight_gradients if ctx.needs_input_grad[1] and x.numel() else "nominal"
-        operands, kept = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
-        ctx.quantized, ctx.recorded = way != "nominal", weight.state.recorded()
-        ctx.save_for_backward(*kept, weight)
-        ctx.has_bias, ctx.transposed, ctx.path = bias is not None, transposed, path
+        operands, saved_input = gemm.of_input(path, x, weight.format, way) if x.numel() else ((), (x,))
+        ctx.save_for_backward(*saved_input, weight)
+        ctx.path = path
+        ctx.transposed = transposed
+        ctx.has_bias = bias is not None
+        ctx.quantized = way != "nominal"
+        ctx.recorded = weight.state.recorded()
         return _multiplied(path, operands, x, weight, False, transposed, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *kept, weight = ctx.saved_tensors
+        *saved_input, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        rows = grad.reshape(-1, grad.shape[-1])
+        grad_rows = grad.reshape(-1, grad.shape[-1])
+        # The forward pass is over. Quantized operands that are still shared would only add to the
+        # memory of the backward pass.
         gemm.forget()
         operands: tuple[Tensor, ...] = ()
         grad_x = grad_weight = None
-        with torch._C.DisableTorchFunctionSubclass():  # as within the weight's own functions
+        # The forward pass ran inside `QuantizedWeight.__torch_function__`, which disables
+        # overrides. autograd calls the backward pass from outside of it. Without this line every
+        # attribute of the weight would cost a trip through the override.
+        with torch._C.DisableTorchFunctionSubclass():
             if ctx.quantized:
-                operands, left = gemm.GRADIENTS[ctx.path].quantize_both_ways(
+                # One read of the gradient makes the operands of both products.
+                operands, quantized_grad = gemm.GRADIENTS[ctx.path].quantize_both_ways(
                     grad, weight.format, gradient=True, is_square=False
                 )
             elif needs_x and grad.numel():
                 operands = gemm.PATHS[ctx.path].quantize(grad, weight.format, gradient=True)
             if needs_x:
+                # A cast writes the buffers below autograd. The version counter of the weight, which
+                # `saved_tensors` compares, does not move, so the weight's own version is compared.
                 weight.state.validity.check_recorded(ctx.recorded)
                 grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
             if ctx.quantized:
-                grad_weight = _weight_gradient(weight, functools.partial(_outer_quantized, ctx.path, left, kept))
+                outer = functools.partial(_outer_quantized, ctx.path, quantized_grad, saved_input)
+                grad_weight = _weight_gradient(weight, outer)
             elif needs_weight:
-                x_rows = kept[0].reshape(-1, kept[0].shape[-1])
-                pair = (x_rows, rows) if ctx.transposed else (rows, x_rows)
+                x_rows = saved_input[0].reshape(-1, saved_input[0].shape[-1])
+                pair = (x_rows, grad_rows) if ctx.transposed else (grad_rows, x_rows)
                 grad_weight = _weight_gradient(weight, functools.partial(_outer, *pair))
-        return grad_x, grad_weight, rows.sum(0) if ctx.has_bias and needs_bias else None, None, None, None
+        grad_bias = grad_rows.sum(0) if ctx.has_bias and needs_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 def multiply(path: str, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """`x @ W.T + bias` from the rowwise copy; no autograd."""
+    """`x @ W.T + bias` from the rowwise copy, not recorded by autograd."""
     operands, _ = gemm.of_input(path, x, weight.format) if x.numel() else ((), ())
     return _multiplied(path, operands, x, weight, False, False, bias)
 
 
 def multiply_gradient(path: str, grad: Tensor, weight: Any) -> Tensor:
-    """`grad @ W` from the columnwise copy; no autograd."""
+    """`grad @ W` from the columnwise copy, not recorded by autograd."""
     operands = gemm.PATHS[path].quantize(grad, weight.format, gradient=True) if grad.numel() else ()
     return _multiplied(path, operands, grad, weight, True, False, None)
 
@@ -89,39 +104,46 @@ def _multiplied(
     transposed: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """The product for the operands made of `x`; of an input without elements there are none,
-    since it has no amax.
+    """The product of `operands`, made from `x`, with one copy of the weight, in the shape of `x`.
+
+    `operands` is empty for an input without elements, which has no amax. The product is then empty.
     """
     shape = *x.shape[:-1], weight.matrix_shape[columnwise != transposed]
     if not operands:
         return x.new_empty(shape)
-    rest = columnwise, transposed, bias, x.dtype
+    options = columnwise, transposed, bias, x.dtype
     if not weight.is_traced:
-        y = gemm.PATHS[path].multiply(operands, weight, *rest)
+        y = gemm.PATHS[path].multiply(operands, weight, *options)
     elif path in gemm.OPERATORS and (direction := weight.direction_in_graph(columnwise, after=operands[0])):
+        # torch's own operator stays visible in the graph, which costs less host time than our op.
         y = gemm.OPERATORS[path].multiply_codes(operands, direction, weight.format, columnwise, bias, x.dtype)
     else:
-        y = torch.ops.zerocast.multiply(operands, *rest, path, *weight.as_arguments())
-    # without the rows of a padding
+        y = torch.ops.zerocast.multiply(operands, *options, path, *weight.as_arguments())
+    # A path may have padded the rows of its operand to a multiple that the product takes.
     return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)
 
 
 def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> Tensor:
-    """`product` in the gradient dtype of the weight, of its logical shape; added to `main_grad`
-    where a host fuses that.
+    """The weight gradient in the weight's logical shape and gradient dtype.
+
+    `product` computes it in a given dtype. If a host such as Megatron fuses the accumulation of
+    gradients, the result is added to `main_grad`, and autograd gets zeros.
     """
     dtype: torch.dtype = weight.product_grad_dtype
-    fused: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
-    if fused is None:
+    main_grad: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
+    if main_grad is None:
         return product(dtype).view(weight.shape)
-    fused.add_(product(fused.dtype).view(fused.shape))
+    main_grad.add_(product(main_grad.dtype).view(main_grad.shape))
+    # The host's gradient hook adds `grad` to `main_grad` unless this flag says that it is done.
     weight.grad_added_to_main_grad = True
-    return fused.new_zeros((), dtype=dtype).expand(weight.shape)
+    # The hook runs only if autograd gets a gradient. An expanded scalar takes no memory.
+    return main_grad.new_zeros((), dtype=dtype).expand(weight.shape)
 
 
 def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`left.T @ right` of operands as they came."""
+    """`left.T @ right` of operands that were not quantized."""
     if dtype is torch.float32:
+        # torch.matmul has no output dtype. Casting its bf16 result would lose the FP32 sum.
         return left.float().t() @ right.float()
     return gemm.plain.matmul(left.t(), right).to(dtype)
 
@@ -148,6 +170,8 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
         raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
     bias = None if bias is None else bias.to(dtype)
     if autocast:
+        # The operands have the dtype of autocast already. Left on, autocast would also cast the
+        # operands of the products inside a path, which may be FP32 on purpose (`gemm.plain`).
         with torch.autocast(x.device.type, enabled=False):
             return _recorded(x.to(dtype), weight, bias, transposed)
     return _recorded(x, weight, bias, transposed)
@@ -155,7 +179,8 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
     """The product, for autograd or for torch.func."""
-    if torch._C._are_functorch_transforms_active():  # torch.func takes operators alone
+    if torch._C._are_functorch_transforms_active():
+        # torch.func does not take an autograd.Function without `setup_context`. Operators pass.
         product = torch.matmul(x, weight if transposed else torch.t(weight))
         return product if bias is None else product + bias
     path = gemm.path_of(weight, x.dtype, transposed)
@@ -165,17 +190,18 @@ def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> 
 
 
 def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
-    """`x @ operand + bias` where autograd has been before, as within a DTensor; its backward is
-    such a product too.
+    """`x @ operand + bias` as an operator below autograd, such as DTensor calls.
 
-    The operand of a forward product is the weight transposed, that of an input gradient the weight
-    as stored.
+    autograd has recorded the operator by then, and its backward formula calls this function again.
+    So a transposed weight as `operand` means a forward product, and a weight as stored means an
+    input gradient.
     """
     weight = operand if operand.transposed_of is None else operand.transposed_of
     if hasattr(x, "format") or x.dtype != weight.dtype:
         raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
     path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
+        # Without gradients, `use(weight_gradients=...)` has nothing to warn of.
         if torch.is_grad_enabled():
             gemm.warn_nominal(weight, path)
         return multiply(path, x, weight, bias)
@@ -211,7 +237,7 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: flo
 
 
 def t(weight: Any) -> Any:
-    """torch.t: the same weight for the other products to read the other way."""
+    """torch.t: a transposed reading of the same weight, as an operand of the other products."""
     if weight.dim() != 2:
         raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(weight.shape)}")
     return weight.transposed()

@@ -1,5 +1,7 @@
-"""The models that hold quantized weights: an optimizer is given parameters alone, and finds by
-these what else its model computes with.
+"""A registry of the models that hold quantized weights.
+
+An optimizer is given parameters only. Through this registry it finds their model, and with it the
+parameters and buffers that the optimizer was not given.
 """
 
 import weakref
@@ -7,7 +9,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-# in the order in which they were quantized, alike on all ranks
+# The models in the order in which they were quantized. Ranks quantize in the same order, so a walk
+# over this dict visits models in the same order on all ranks.
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()
 
 

@@ -1,10 +1,13 @@
-"""Owners: who trains which weights.
+"""Owners of weights: the record of which optimizer or plan trains which weights.
 
-An owner takes a `Claim` on the weights that it writes; claims on the same elements exclude each
-other. A quantized weight that gets a gradient must be trained by somebody, or it never changes
-while the loss still falls through what is beside it. A weight that is read, requires a gradient and
-has no owner is therefore remembered until the next step of any torch optimizer. If it has got a
-gradient by then, that step raises. Owned weights cost one lookup a read, and nothing a step.
+An owner takes a `Claim` on the weights that it writes. Claims on the same elements exclude each
+other.
+
+A quantized weight that gets a gradient needs an owner. Without one it never changes, and this goes
+unnoticed, since the loss still falls by what the other parameters learn. A weight that is read,
+requires a gradient and has no owner is therefore remembered until the next step of any torch
+optimizer. If it has a gradient by then, that step raises. An owned weight costs one lookup per
+read, and nothing per step.
 """
 
 import gc
@@ -20,33 +23,38 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast.formats.layout import Span
 
-# the states of weights, with the elements that are written
+# Pairs of the `WeightState` of a weight and the spans of its elements that an owner writes.
 Held = Sequence[tuple[Any, Sequence[Span]]]
 
+# Weak, so that a claim ends when its owner is deleted without a call of `end`.
 _claims: "weakref.WeakSet[Claim]" = weakref.WeakSet()
 _numbers = itertools.count()
-# the id of each parameter that an owner trains, and the number of that owner
+# id of a parameter -> number of the owner that trains it. A set of ids would not do: Python reuses
+# ids, so the finalizer of an old owner could remove the parameter of a new one.
 _trained: dict[int, int] = {}
-# weights without an owner that were read since the last step, by id
+# id -> weights without an owner that were read since the last optimizer step.
 _read: dict[int, "weakref.ref[Any]"] = {}
-_hooks: list[RemovableHandle] = []  # registered when the first such weight is read
+# The hook before every step of a torch optimizer. Empty until the first such weight is read.
+_hooks: list[RemovableHandle] = []
 
 
 class Claim:
-    """One owner's hold on weights. It lasts until `end`, or until nobody keeps this object.
+    """One owner's claim on weights. It lasts until `end`, or until this object is deleted.
 
     Args:
-        who: the owner, in messages.
-        held: the weights' states, with the elements of each.
-        parameters: what the owner trains through hooks: these objects, not others over the same
-            storage.
-        by: the object behind the claim, such as a plan attached to two optimizers; claims by one
-            object may overlap.
+        who: the owner's name, for messages.
+        held: the weights' states, with the spans of elements that the owner writes.
+        parameters: the parameters that the owner trains through hooks on these very objects. Other
+            tensors over the same storage are not trained.
+        by: the object that takes the claim, such as a plan that is attached to two optimizers.
+            Claims by the same object may overlap. Not kept alive.
     """
 
     def __init__(self, who: str, held: Held, parameters: Iterable[Tensor] = (), by: object = None) -> None:
-        self.who, self.ended = who, False
+        self.who = who
+        self.ended = False
         self._by: Callable[[], object] = (lambda: None) if by is None else weakref.ref(by)
+        # The values keep states and parameters alive, so that their ids are not reused meanwhile.
         self._held = {id(state): (state, spans) for state, spans in held}
         parameters = list(parameters)
         self._parameters = {id(parameter): parameter for parameter in parameters}
@@ -76,36 +84,41 @@ class Claim:
 
 
 def train(owner: object, parameters: Iterable[Tensor]) -> "weakref.finalize[Any, Any]":
-    """Remember that `owner` trains these objects, whatever storage they have, until it is gone
-    or the result is called.
+    """Remember that `owner` trains these parameter objects, until the owner is deleted or the
+    returned finalizer is called.
     """
-    number, places = next(_numbers), [id(parameter) for parameter in parameters]
-    _trained.update(dict.fromkeys(places, number))
-    forget = weakref.finalize(owner, _forget, places, number)
+    number = next(_numbers)
+    # The finalizer must not keep the parameters alive, so it is given their ids.
+    ids = [id(parameter) for parameter in parameters]
+    _trained.update(dict.fromkeys(ids, number))
+    forget = weakref.finalize(owner, _forget, ids, number)
+    # At exit there is nothing left to protect, and this module may be torn down already.
     forget.atexit = False
     return forget
 
 
 def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:
-    """The claims on any of this."""
+    """The claims that have any of these elements or parameters."""
     return [claim for claim in list(_claims) if claim.overlaps(held, parameters)]
 
 
 def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()) -> Claim | None:
-    """A claim on any of this that does not give way; an owner that nobody keeps is collected
-    first.
-    """
+    """A claim on any of these elements or parameters that does not give way, or None."""
 
-    def found() -> list[Claim]:
+    def conflicts() -> list[Claim]:
         return [claim for claim in overlapping(held, parameters) if not gives_way(claim)]
 
-    if found():
+    if conflicts():
+        # An optimizer and its hooks refer to each other, so one that the user deleted may still
+        # wait for the cycle collector. It is no conflict.
         gc.collect()
-    return next(iter(found()), None)
+    return next(iter(conflicts()), None)
 
 
 def check_unclaimed(held: Held, gives_way: Callable[[Claim], bool]) -> None:
-    """ValueError, on this rank alone, while an owner that does not give way writes any of this."""
+    """ValueError, on this rank alone, if an owner that does not give way writes any of these
+    elements.
+    """
     other = find_conflict(held, gives_way)
     if other is not None:
         raise ValueError(
@@ -114,9 +127,8 @@ def check_unclaimed(held: Held, gives_way: Callable[[Claim], bool]) -> None:
 
 
 def note_read(weight: Any) -> None:
-    """Remember a weight that is read and has no owner, if it requires a gradient; not what a
-    compiler traces with.
-    """
+    """Remember a weight that is read, requires a gradient and has no owner."""
+    # While a compiler traces, the buffers are fake tensors, and the weight is gone before any step.
     if not _is_owned(weight) and weight.requires_grad and type(weight.state.rowwise_data) is Tensor:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: check_gradients()))
@@ -124,13 +136,13 @@ def note_read(weight: Any) -> None:
 
 
 def forget_all() -> None:
-    """Remember no weight that was read so far."""
+    """Drop the record of all weights that were read so far."""
     _read.clear()
 
 
 def forget_read(weight: Any) -> None:
-    """Keep no reference to a weight that is about to be moved: `torch.utils.swap_tensors`
-    refuses those that have any.
+    """Drop the weak reference to a weight that is about to be moved. `torch.utils.swap_tensors`
+    refuses a tensor that has weak references.
     """
     _read.pop(id(weight), None)
 
@@ -138,13 +150,16 @@ def forget_read(weight: Any) -> None:
 def check_gradients() -> None:
     """RuntimeError if a quantized weight without an owner has got a gradient since the last step.
 
-    Looks at weights without an owner that were read since then, and at nothing of any other.
+    Looks only at the weights that `note_read` remembered since then.
     """
     if torch.compiler.is_compiling() or not _read:
         return
-    alive = [weight for weight in (reference() for reference in list(_read.values())) if weight is not None]
-    _read.clear()  # also if this raises: a model that was given up may live on in the traceback
-    # its attributes cost microseconds each without this
+    references = list(_read.values())
+    alive = [weight for weight in (reference() for reference in references) if weight is not None]
+    # Clear before raising. A traceback can keep a discarded model alive, and then every later step
+    # of the process would raise for it.
+    _read.clear()
+    # Without this each attribute of a weight takes microseconds, through `__torch_function__`.
     with torch._C.DisableTorchFunctionSubclass():
         orphans = [weight for weight in alive if _got_gradient(weight) and not _is_owned(weight)]
     if orphans:
@@ -169,7 +184,8 @@ def _got_gradient(weight: Any) -> bool:
     return weight.requires_grad and weight.is_leaf and weight.grad is not None
 
 
-def _forget(parameters: Sequence[int], number: int) -> None:
-    for parameter in parameters:
-        if _trained.get(parameter) == number:
-            del _trained[parameter]
+def _forget(ids: Sequence[int], number: int) -> None:
+    for parameter_id in ids:
+        # A newer owner may have taken over this parameter, or another object this id.
+        if _trained.get(parameter_id) == number:
+            del _trained[parameter_id]

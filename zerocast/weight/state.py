@@ -1,5 +1,5 @@
-"""WeightState: the storage of one weight, common to all objects that stand for it (parameter,
-detached, transposed).
+"""WeightState: the storage of one weight, shared by all tensor objects over it (the parameter, its
+detached aliases, transposed readings).
 """
 
 from collections.abc import Callable, Hashable, Mapping
@@ -17,33 +17,42 @@ from zerocast.weight.validity import Validity
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors of one shape and dtype are equal bit by bit, NaN included; on a GPU
-    the host waits for it.
+    """True if two tensors of the same shape and dtype are equal bit by bit, NaN included. On a GPU
+    the host waits for the result.
     """
-    return torch.equal(*(t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    a_bytes, b_bytes = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a_bytes, b_bytes)
 
 
 @dataclass
 class WeightState:
-    """The buffers of a weight by the names in `layout.BUFFERS`, None where there is none, and how
-    fresh they are.
+    """The buffers of a weight, and how current they are.
 
-    `columnwise_cast` is the cast that this weight's own columnwise copy was made from, where it is
-    not that of all others; `was_cast` says that the bytes were valid before the weight joined its
-    present plan; `is_cast` that it counts those of this weight, which has a master. With
-    `columnwise_on_demand` a copy that derives from the rowwise bytes is made by each product that
-    reads it, and not kept.
-    `initial` is the high-precision value of these bytes, until somebody has made masters of it.
-    `choices` keeps what was decided for the storage as it lies now: by `zerocast.gemm`, and what a
-    compiled function is given. `name` is the
-    parameter's, where it is known. `shared_amax` are the weights that have one tensor amax, this
-    one among them. `host_casts_gradient` says that a host adds gradients up, in the `grad_dtype`
-    that it sets: products make them in the nominal dtype.
+    Every way in which bytes become a weight comes through here. So the buffers are checked here:
+    TypeError or ValueError unless they have the layout of the format (`zerocast.formats.memory`).
 
-    Every way in which bytes become a weight comes through here, so here the buffers are checked:
-    TypeError or ValueError unless they are those of the layout (`zerocast.formats.memory`). With
-    `is_part` they are what a cast or a reader has of a larger weight, of any size: a descriptor
-    table or an op then checks what it reaches.
+    Args:
+        format: the format of the bytes. `convert` changes it.
+        matrix_shape: (rows, columns) as stored, leading dimensions folded into the rows.
+        dtype: the nominal dtype, which the weight shows to torch.
+        buffers: tensors by the names in `layout.BUFFERS`, None for a buffer that there is not.
+        validity: whether the bytes may be used; shared by all weights of a plan (`join`).
+        columnwise_cast: the number of the cast that this weight's columnwise copy was made from, if
+            it was made apart from the other weights' copies (which `validity.copies` tells).
+        was_cast: True if the bytes were valid before the weight joined its present plan.
+        is_cast: True if `validity.casts` counts casts of this weight, that is, if it has a master.
+        columnwise_on_demand: True if each product makes the columnwise copy that it reads and drops
+            it afterwards; only for formats whose copy is a transpose of the rowwise codes.
+        name: the name of the parameter, if it is known.
+        shared_amax: the weights with which this weight shares one tensor amax, itself included.
+        host_casts_gradient: True if a host accumulates gradients in the `grad_dtype` that it sets.
+            Products then make them in the nominal dtype.
+        initial: the high-precision value that the bytes were cast from, until an optimizer has made
+            masters from it.
+        is_part: True for buffers that a cast or a reader has of a larger weight. They may have any
+            size, and the descriptor table or op that uses them checks what it reaches.
+        choices: decisions for the present storage: the GEMM path, and the inner tensors that a
+            compiled function is given. Cleared whenever buffers move or change.
     """
 
     format: FormatSpec
@@ -61,6 +70,7 @@ class WeightState:
     initial: Tensor | None = None
     is_part: bool = False
     choices: dict[Hashable, Any] = field(default_factory=dict)
+    # name -> (number of the cast, value that was derived from its bytes): `cached_per_cast`.
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,54 +81,62 @@ class WeightState:
 
     @staticmethod
     def empty(fmt: FormatSpec, matrix_shape: Block, dtype: torch.dtype, device: torch.device) -> "WeightState":
-        """Zero bytes, padding as specified; no columnwise copy where post-all-gather processing
-        makes it.
+        """A weight of zero bytes that was never cast, with the padding that the format specifies.
+
+        A columnwise copy is left out if post-all-gather processing makes it from the rowwise bytes.
         """
         buffers: dict[str, Tensor | None] = {}
         for name, buffer in layout.buffers(fmt, matrix_shape, dtype).items():
-            later = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
-            if buffer is not None and not later:
+            is_derived = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
+            if buffer is not None and not is_derived:
                 buffers[name] = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=device)
         return WeightState(fmt, matrix_shape, dtype, buffers, was_cast=False)
 
     @property
     def rowwise_data(self) -> Tensor:
-        """The buffer that every weight has."""
+        """The codes of the rowwise copy, the one buffer that every format has."""
         data = self.buffers["rowwise_data"]
         assert data is not None
         return data
 
     @property
     def external_scaling_state(self) -> bool:
-        """True if a host keeps the amax history: `amax` then grows by what casts see, and
-        `scale` is the host's to set.
+        """True if a host, such as TransformerEngine, keeps the amax history of delayed scaling.
+        Casts then only raise `amax` to what they see, and the host sets `scale`.
         """
         return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
     @property
     def ever_cast(self) -> bool:
-        """True if the bytes come from a cast, from loading or copying a weight that was cast, or
-        were there before the weight.
+        """True if the bytes come from a cast, from a load, from a copy of a weight that was cast,
+        or from buffers that existed before the weight (`QuantizedWeight.of_buffers`).
         """
         return self.was_cast or (self.is_cast and self.validity.casts > 0)
 
     def names_read_by_products(self) -> list[str]:
         """The names of the buffers that products read, each buffer once."""
+        # The fifth buffer is the tensor amax. Only two-level scales are decoded with it.
         has_two_levels = self.format.scale_rule is ScaleRule.TWO_LEVEL
-        names = [name for name in BUFFERS[: 5 if has_two_levels else 4] if self.buffers[name] is not None]
-        row_scale, column_scale = self.buffers["rowwise_scale_inv"], self.buffers["columnwise_scale_inv"]
+        candidates = BUFFERS[: 5 if has_two_levels else 4]
+        names = [name for name in candidates if self.buffers[name] is not None]
+        row_scale = self.buffers["rowwise_scale_inv"]
+        column_scale = self.buffers["columnwise_scale_inv"]
+        # One scale per tensor serves both directions (`_share_scalar`), and a graph needs it once.
         if column_scale is not None and column_scale is row_scale:
             names.remove("columnwise_scale_inv")
         return names
 
     def recorded(self) -> tuple[Validity, int] | None:
-        """The version that a forward pass keeps for `check_recorded`; None while tracing."""
+        """The validity and its version, which a forward pass saves for `check_recorded`; None
+        while a compiler traces, since a graph would hold the number as a constant.
+        """
         return None if torch.compiler.is_compiling() else (self.validity, self.validity.version)
 
     def columnwise_is_fresh(self) -> bool:
-        """True if there is a columnwise copy, made from the last cast."""
-        shared = self.format.columnwise is Columnwise.SHARED
-        present = self.buffers["columnwise_scale_inv" if shared else "columnwise_data"] is not None
+        """True if there is a columnwise copy and it was made from the last cast."""
+        has_shared_data = self.format.columnwise is Columnwise.SHARED
+        present = self.buffers["columnwise_scale_inv" if has_shared_data else "columnwise_data"] is not None
+        # Other columnwise copies are written by the cast itself. Only a transpose can lag behind.
         return present and (self.format.columnwise is not Columnwise.TRANSPOSE or self.is_gathered())
 
     def is_gathered(self) -> bool:
@@ -126,19 +144,20 @@ class WeightState:
         return max(self.validity.copies, self.columnwise_cast) == self.validity.casts
 
     def mark_columnwise(self) -> None:
-        """The columnwise copy was made from the last cast."""
+        """Note that this weight's columnwise copy was made from the last cast."""
         self.columnwise_cast = self.validity.casts
 
     def join(self, validity: Validity, is_cast: bool = True) -> None:
-        """Share the validity of a plan; a columnwise copy that is fresh stays so. Another plan
-        notices that it lost the weight.
+        """Share the validity of a plan from now on. A fresh columnwise copy stays fresh.
 
-        `is_cast` says whether the casts of that plan write this weight. A plan keeps columnwise
-        copies, unless its owner decides otherwise.
+        `is_cast` says whether the casts of that plan write this weight. Columnwise copies are kept
+        from now on, unless the plan's owner calls `set_columnwise_on_demand`.
         """
         fresh = self.columnwise_is_fresh()
+        # Tell the old validity first, so that the plan which had this weight notices the loss.
         self.validity.moved()
         self._forget()
+        # `ever_cast` and the number of the cast are relative to the validity. Carry both over.
         self.was_cast = self.ever_cast
         self.validity, self.is_cast = validity, is_cast
         self.columnwise_cast = validity.casts if fresh else -1
@@ -146,8 +165,8 @@ class WeightState:
         self.validity.moved()
 
     def set_columnwise_on_demand(self, on_demand: bool) -> None:
-        """Let each product make the columnwise copy that it reads, and free the one that is kept;
-        or read one that is kept.
+        """Choose whether each product makes the columnwise copy that it reads. If so, free the copy
+        that is kept now; if not, products read a copy that is kept.
         """
         self.columnwise_on_demand = on_demand
         if on_demand:
@@ -155,9 +174,10 @@ class WeightState:
         self.validity.moved()
 
     def drop_columnwise(self) -> None:
-        """Free the columnwise copy that derives from the rowwise bytes, if there is one."""
+        """Free the columnwise copy if there is one and it derives from the rowwise bytes."""
         if self.format.columnwise is Columnwise.TRANSPOSE and self.buffers["columnwise_data"] is not None:
-            self.buffers["columnwise_data"] = self.buffers["columnwise_scale_inv"] = None
+            self.buffers["columnwise_data"] = None
+            self.buffers["columnwise_scale_inv"] = None
             self._share_scalar()
             self.choices.clear()
             self.validity.moved()
@@ -168,6 +188,7 @@ class WeightState:
         ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype
         and device of what it replaces.
         """
+        # Check all targets before the first copy, so that an error leaves the weight whole.
         expected = layout.buffers(self.format, self.matrix_shape, self.dtype)
         for name, target in targets.items():
             check_tensor(name, target, expected[name], self.format, self.rowwise_data.device)
@@ -181,9 +202,9 @@ class WeightState:
         self.validity.moved()
 
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
-        """Their owner moved these buffers, by name, and the bytes with them: read and write them
-        there from now on. TypeError or ValueError, with nothing changed, for buffers that do
-        not fit.
+        """Read and write buffers, by name, in storage into which their owner has moved the bytes.
+
+        TypeError or ValueError, with nothing changed, for buffers that do not fit.
         """
         if not self.is_part:
             check_buffers(self.format, self.matrix_shape, self.dtype, {**self.buffers, **buffers})
@@ -193,7 +214,7 @@ class WeightState:
         self.validity.moved()
 
     def convert(self, fmt: FormatSpec) -> None:
-        """Be a weight of another format from now on, in new storage that the next cast fills."""
+        """Change the format. The storage is new, and the next cast fills it."""
         empty = WeightState.empty(fmt, self.matrix_shape, self.dtype, self.rowwise_data.device)
         self._forget()
         self.format, self.buffers = fmt, empty.buffers
@@ -207,16 +228,18 @@ class WeightState:
             if ours is not None and theirs is not None:
                 ours.copy_(theirs)
                 if not ours.is_inference():
-                    # an operator below autograd does not count a write by itself
+                    # This runs inside `__torch_dispatch__`, below autograd, where copy_ does not
+                    # raise the version counter by itself. Inference tensors have no counter.
                     torch.autograd.graph.increment_version(ours)
         self._forget()
         self.was_cast = True
-        # ours was that of the old bytes
+        # The initial value belongs to the bytes, which are the other weight's now.
         self.initial = None if other.initial is None else other.initial.clone()
         if other.columnwise_is_fresh() and self.buffers["columnwise_data"] is not None:
             self.mark_columnwise()
         else:
-            self.drop_columnwise()  # it was the copy of the old bytes
+            # The other weight has no copy to give, and ours was made from the old bytes.
+            self.drop_columnwise()
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
         """The value that `make` derives from the bytes of the last cast, kept until the next cast
@@ -229,23 +252,24 @@ class WeightState:
         return value
 
     def _forget(self) -> None:
-        """Drop values that were derived from the old storage or bytes."""
+        """Drop the values that were derived from the old storage or bytes."""
         self.choices.clear()
         self._derived.clear()
 
     def differs(self, other: "WeightState") -> bool:
-        """True if two weights of one format and shape hold other bytes; columnwise copies, which
-        derive from these, aside.
+        """True if the bytes of two weights of the same format and shape differ. Columnwise copies
+        that derive from the rowwise bytes are not compared.
 
-        Reads them, so the host waits for the device.
+        The host waits for the device.
         """
         names = [name for name in BUFFERS if not name.startswith("columnwise") or self.format.casts_columnwise]
         pairs = [(self.buffers[name], other.buffers[name]) for name in names]
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """A copy of every buffer, of this weight's own bytes only; a stale columnwise copy is
-        left out.
+        """`copy` of every buffer, by name. A stale columnwise copy is left out.
+
+        `copy` gets the buffer's own view, so a flat buffer around it is not copied.
         """
         stale = not self.columnwise_is_fresh()
         return {
@@ -255,6 +279,6 @@ class WeightState:
         }
 
     def _share_scalar(self) -> None:
-        """A scale a tensor serves both directions."""
+        """Let a transposed copy with one scale per tensor use the rowwise scale tensor itself."""
         if self.format.columnwise is Columnwise.TRANSPOSE and self.format.block is None:
             self.buffers["columnwise_scale_inv"] = self.buffers["rowwise_scale_inv"]

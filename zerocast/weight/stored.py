@@ -1,8 +1,9 @@
-"""StoredWeight: the buffers of a weight as products read them.
+"""WeightReader and StoredWeight: the buffers of a weight as products read them.
 
-A product with a QuantizedWeight asks for one direction, as stored, dequantized or upcast. A graph
-has looked at the weight before it is called, and passes its buffers. To make a tensor of them again
-would take the host longer than the product: a StoredWeight is a plain object with the same answers.
+A product asks for one direction of a weight: as stored, dequantized, or upcast to FP8. Eager code
+asks the QuantizedWeight. A compiled graph checks the weight before it runs and passes plain buffers
+to an op. Making a tensor subclass from these would take the host longer than the product, so the op
+makes a StoredWeight, a plain object with the same methods.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -17,9 +18,13 @@ from zerocast.formats import Block, Columnwise, FormatSpec, get_format, layout
 
 
 class WeightReader:
-    """A weight of a `format` and its `matrix_shape` (rows, columns), as products read it.
+    """The methods by which products read a weight.
 
-    With `makes_columnwise` a columnwise copy is made at each use and not kept.
+    Attributes:
+        format: the FormatSpec of the stored bytes.
+        matrix_shape: (rows, columns) as stored.
+        amax: f32[1] tensor amax, a part of the decode scale of two-level formats; else None.
+        makes_columnwise: True if a columnwise copy is made at each use and not kept.
     """
 
     __slots__ = ()
@@ -27,13 +32,14 @@ class WeightReader:
     matrix_shape: Any
     amax: Any
     makes_columnwise: Any
-    # the stages, here as operators, which a compiler sees
+    # The stages as registered ops: a compiler traces through the methods of a QuantizedWeight and
+    # must find operators there. StoredWeight runs inside an op and calls the stages themselves.
     _dequantized: Callable[..., Tensor] = staticmethod(ops.dequantize)
     _upcast: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.upcast)
     _transposed: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.transposed)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as they lie in memory."""
+        """(data, scale_inv) of one direction as stored."""
         raise NotImplementedError
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
@@ -41,21 +47,24 @@ class WeightReader:
         raise NotImplementedError
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction, of a columnwise copy that is not kept a new one."""
+        """(data, scale_inv) of one direction. Makes the columnwise copy if none is kept."""
         if not (columnwise and self.makes_columnwise):
             return self.stored(columnwise)
         data, scale_inv = self.stored(columnwise=False)
         key, backend = str(self.format), backends.choose(data.device)
-        made = self._transposed(backend, key, data, scale_inv, *self.matrix_shape)
-        return made[0], made[1] if self.format.block else scale_inv
+        made_data, made_scale_inv = self._transposed(backend, key, data, scale_inv, *self.matrix_shape)
+        # Only block scales are transposed. A scale per tensor stays as it is.
+        return made_data, made_scale_inv if self.format.block else scale_inv
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """One direction, dequantized to `dtype` `[rows, columns]`; the storage itself where that is
-        what it holds. RuntimeError for a stale or missing columnwise copy.
+        """One direction, dequantized to `dtype`, as `[rows, columns]`. It is the storage itself if
+        that holds `dtype` already. RuntimeError for a stale or missing columnwise copy.
         """
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
         if self.makes_columnwise:
-            columnwise = False  # the transposed codes are the same codes
+            # A transposed copy holds the same codes, so the rowwise bytes give the same values
+            # without the work of making it.
+            columnwise = False
         data, scale_inv = self.direction(columnwise)
         if data.dtype == dtype:
             return data
@@ -63,10 +72,12 @@ class WeightReader:
         return self._dequantized(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
 
     def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
-        """(E4M3 codes uint8, scale_inv f32 a 128x128 block) of the same values, laid out as the
-        `direction` of an fp8_block weight; for formats that are exact in FP8.
+        """(E4M3 codes uint8, scale_inv f32 per 128x128 block) of the same values, in the layout of
+        `direction` of an fp8_block weight; only for formats that are exact in FP8.
         """
-        from_copy = columnwise and not self.makes_columnwise  # which lies as a rowwise weight does
+        # A kept copy `[columns, rows]` is read like a rowwise weight of the transposed shape. If
+        # none is kept, the upcast itself transposes the rowwise codes.
+        from_copy = columnwise and not self.makes_columnwise
         data, scale_inv = self.direction(columnwise=from_copy)
         shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
         key, backend = str(self.format), backends.choose(data.device)
@@ -74,8 +85,8 @@ class WeightReader:
 
 
 class StoredWeight(WeightReader):
-    """The weight that `QuantizedWeight.as_arguments` took apart, for as long as an op runs; what a
-    weight checks before it is read was checked.
+    """A weight made from the arguments of an op (`QuantizedWeight.as_arguments`), which lives while
+    the op runs. It checks nothing: the graph has read `readable_rowwise_data`, which checks.
     """
 
     __slots__ = ("_buffers", "amax", "dtype", "format", "makes_columnwise", "matrix_shape", "shape")
@@ -97,21 +108,24 @@ class StoredWeight(WeightReader):
         amax: Tensor | None,
     ) -> None:
         self.format: FormatSpec = get_format(fmt)
-        self.shape, self.dtype, self.amax = shape, dtype, amax
+        self.shape = shape
+        self.dtype = dtype
+        self.amax = amax
         self.matrix_shape: Block = layout.matrix_shape(shape)
         self.makes_columnwise = on_demand and self.format.columnwise is Columnwise.TRANSPOSE
         self._buffers = (row_data, row_scale), (column_data, column_scale)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as they lie in memory."""
+        """(data, scale_inv) of one direction as stored."""
         (row_data, row_scale), (column_data, column_scale) = self._buffers
         if not columnwise:
             return row_data, row_scale
         if self.format.columnwise is Columnwise.SHARED:
             return row_data, column_scale
         assert column_data is not None
+        # One scale per tensor serves both directions.
         return column_data, row_scale if column_scale is None else column_scale
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """What `make` gives: an op keeps nothing."""
+        """Make the value. An op has no place to keep it until the next call."""
         return make()

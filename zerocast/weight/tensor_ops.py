@@ -1,5 +1,5 @@
-"""Operators that take a weight as a whole: views of the same shape, copies, moves to another
-device, products below autograd.
+"""Handlers of the torch operators that take a QuantizedWeight as a whole: views of the same shape,
+copies, moves to another device, and products below autograd.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,9 @@ INSTEAD = (
 
 
 def _is_like(source: Any, target: QuantizedWeight) -> bool:
-    ours = target.shape, target.format, target.dtype
-    return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == ours
+    """True if the source is a QuantizedWeight of the target's shape, format and nominal dtype."""
+    expected = target.shape, target.format, target.dtype
+    return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == expected
 
 
 def _described(source: Tensor) -> str:
@@ -37,6 +38,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
     if not _is_like(source, target):
         raise RuntimeError(f"cannot copy {_described(source)} into {target!r}: {INSTEAD}")
     assert isinstance(source, QuantizedWeight)
+    # A gather in flight would write over the new bytes of the target, or fill the source too late.
     target.wait()
     source.check(Use.COPY)
     source.wait()
@@ -46,11 +48,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
 
 
 def _set_data(target: Tensor, source: Tensor) -> None:
-    """`target.data = source`: the target stands for the storage of the source from now on, so that
-    the usual swap swaps.
+    """`target.data = source`: let the target stand for the storage of the source from now on.
 
-    Whoever casts into the target finds that at the next step: what it casts into is the storage
-    that it knows.
+    So code that swaps two weights through `.data` works. An owner that casts into the target
+    notices at its next step that the weight has other storage than its plan knows.
     """
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(
@@ -70,6 +71,7 @@ def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, 
         raise RuntimeError(
             f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}; {unsupported.CONVERT}"
         )
+    # Module.to() calls swap_tensors on the original after this copy, which refuses weak references.
     owners.forget_read(weight)
     return weight.copied(lambda t: t.to(device or t.device, copy=True))
 
@@ -92,8 +94,8 @@ def _same_strides(
 
 
 def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
-    """Never the weight itself: autograd, which is above, takes what an operator gives for a
-    tensor of its own.
+    """The `t` operator, below autograd. Returns a new tensor object in either case, since autograd
+    would mark the weight itself as the output of the operator.
     """
     return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()
 
@@ -107,7 +109,7 @@ define(_aten.as_strided.default, _same_strides)
 define(_aten.t.default, _transpose)
 define(_aten.mm.default, linear.product_below_autograd)
 define(_aten.addmm.default, lambda bias, x, weight: linear.product_below_autograd(x, weight, bias))
-# expand_as(itself), by which hosts reach a parameter's gradient accumulator
+# Hosts such as Megatron reach a parameter's gradient accumulator by `param.expand_as(param)`.
 define(_aten.expand.default, _same_shape)
 define(_aten.clone.default, lambda weight, **kwargs: _to_copy(weight))
 define(_aten.copy_.default, _copy)

@@ -1,9 +1,10 @@
-"""The table of what to do instead of an operator that is not defined on a QuantizedWeight.
+"""The advice in the error for an operator that is not defined on a QuantizedWeight: which call to
+use instead.
 
-Operators are sorted into families by their schema: who is written, what aliases an argument, which
-namespace they belong to. Names are looked at last, and only to say more. An operator that a later
-torch adds therefore falls into a family too, at worst into the last one. `METHODS` are the
-functions that would pass below the dispatcher, to memory that a weight does not have.
+Operators are sorted into families by their schema: which argument is written, whether the result
+aliases one, which namespace the operator is in. Names only make the advice more specific. So an
+operator that a later torch adds falls into a family as well, at worst into the last one. `METHODS`
+are functions that would bypass the dispatcher and reach for memory that a weight does not have.
 """
 
 import re
@@ -53,10 +54,12 @@ STORAGE = (
     "of the optimizer; for values call dequantize()"
 )
 
+# Namespaces of the collective operators.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
 _PRODUCTS = re.compile(
     r"_?(\w*conv|bmm|addb?mm|baddbmm|(add)?mv|v?dot|ger|addr|embedding|b?i?linear|trilinear|einsum|\w*mm$|matmul)"
 )
+# Advice for operators by name, which comes before that for families.
 _NAMED = (
     (
         AVERAGE,
@@ -75,8 +78,10 @@ _NAMED = (
 
 
 def advice(operator: Any, written: bool) -> str:
-    """Advice in place of an operator; `written` is True if it writes a weight."""
+    """The advice for an operator; `written` is True if it writes a weight."""
     name = operator._schema.name.partition("::")[2]
+    # The first rule that holds decides, so special cases come before families. For example,
+    # normal_ writes the weight as an update does, but it is random and thus an initialisation.
     rules = (
         (operator.namespace in _COLLECTIVES, COLLECTIVE),
         *((name in names, text) for text, names in _NAMED),
@@ -101,11 +106,12 @@ def refusal(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any], kind:
 def _is_written(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any], kind: type) -> bool:
     """True if a tensor of `kind` is among the arguments that the operator writes."""
     arguments = operator._schema.arguments
-    given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
-    values = (given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    return any(
-        isinstance(v, kind) for value in values for v in (value if isinstance(value, list | tuple) else (value,))
-    )
+    names = [argument.name for argument in arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    written = [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    # A _foreach operator writes a list of tensors.
+    lists = [value if isinstance(value, list | tuple) else (value,) for value in written]
+    return any(isinstance(tensor, kind) for tensors in lists for tensor in tensors)
 
 
 def _returns_a_view(operator: Any) -> bool:
@@ -120,10 +126,11 @@ def _refuse(name: str, text: str) -> Callable[..., NoReturn]:
 
 
 def _methods() -> dict[Any, Callable[..., NoReturn]]:
-    """By function of `torch.Tensor`; those that this torch does not have are left out.
+    """Functions of `torch.Tensor` that raise with advice. Functions that the installed torch does
+    not have are left out.
 
-    `untyped_storage` is not here, since torch.compile asks for it; the address and the bytes of
-    what it gives raise in torch.
+    `untyped_storage` is not among them, since torch.compile calls it. Its result is harmless: torch
+    raises for the address and for the bytes of a storage without memory.
     """
     texts = {
         "data_ptr": STORAGE,
@@ -139,11 +146,12 @@ def _methods() -> dict[Any, Callable[..., NoReturn]]:
         "map_": VALUES,
         "map2_": VALUES,
     }
-    found = {
+    methods = {
         getattr(Tensor, name): _refuse(f"Tensor.{name}", text) for name, text in texts.items() if hasattr(Tensor, name)
     }
+    # torch passes the getter of a property to `__torch_function__`, not the property.
     interface: Any = Tensor.__cuda_array_interface__
-    return {**found, interface.__get__: _refuse("Tensor.__cuda_array_interface__", STORAGE)}
+    return {**methods, interface.__get__: _refuse("Tensor.__cuda_array_interface__", STORAGE)}
 
 
 METHODS = _methods()

@@ -12,7 +12,8 @@ write, whatever the number of weights, and a check compares numbers.
                                                       debug mode, where ranks share masters
     copied           what gathers, at its end         nothing
     changed          a step, a load, a swapped-in     the backward pass of a forward pass before
-                     average                          it (`check_recorded`)
+                     average, casts of hosts and      it (`check_recorded`)
+                     of FSDP2
     moved            a weight that is given storage   nothing; casts and gathers look where it lies
     broke off        a `transaction` that raises      everything, until a transaction of as much
                                                       completes
@@ -144,7 +145,7 @@ class Validity:
         self._writing = _Writing()
         self._looks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
         self._masters: list[weakref.ref[Tensor]] = []
-        # of the masters at the last cast; None unless debug mode or `observe` asks for them
+        # of the masters at the last cast; None unless debug mode or a SEND asks for them
         self._counters: list[int] | None = None
         self._casts_before_step = 0
         self._has_stepped = False
@@ -178,6 +179,8 @@ class Validity:
                 )
             if use is Use.SEND or (use is Use.READ and debugging()):
                 self._check_current(weight)
+            if use is Use.SEND:
+                self._observe()
         for reference in self._looks[use]:
             look = reference()
             if look is not None:
@@ -202,7 +205,7 @@ class Validity:
                 "the gradients of inputs would be those of other weights, so run it before that, or run the forward pass again",
             )
 
-    def observe(self) -> None:
+    def _observe(self) -> None:
         """Notice from the next cast on, as in debug mode, when masters change without a cast."""
         if self.has_masters and not self._is_observed:
             self._is_observed = True

@@ -1,10 +1,10 @@
-"""QuantizedWeight: the bytes, scales and amaxes of one weight behind the logical shape and the
-nominal dtype.
+"""QuantizedWeight: a tensor subclass that holds the codes, scales and amaxes of one weight and
+shows its logical shape and nominal dtype to torch.
 
-Linear products run from the rowwise copy, their input gradients from the columnwise copy
-(`linear.py`). What moves or copies a weight as a whole (`tensor_ops.py`, deepcopy, pickling) moves
-its own bytes, not the flat buffer that they may lie in. Every other operator raises: nothing
-silently dequantizes.
+Linear products read the rowwise copy, their input gradients the columnwise copy (`linear.py`).
+Copies and moves of a whole weight (`tensor_ops.py`, deepcopy, pickling) take its own bytes, not the
+flat buffer that the bytes may be a slice of. Every other operator raises: nothing dequantizes
+silently.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -26,31 +26,39 @@ from zerocast.weight.validity import Use, described
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# the attributes by which a compiled graph asks for buffers, checked on the way
+# Buffer name -> the attribute through which a compiled graph gets the buffer, if it is another one.
+# A graph gets the rowwise data at every call, so that attribute is where the weight is checked.
 _READ = {"rowwise_data": "readable_rowwise_data"}
 _READ_BY_PRODUCTS = BUFFERS[:5]
+# Handlers by operator, called by `__torch_dispatch__` below autograd.
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
+# Handlers by function of torch, called by `__torch_function__` above autograd.
 _FUNCTIONS: dict[Any, Callable[..., Any]] = {**linear.PRODUCTS, **unsupported.METHODS}
 
 
 class QuantizedWeight(WeightReader, WeightBuffers):
-    """A weight in a low-precision format. `shape` is logical, `dtype` nominal; storage is uint8 and
-    scales.
+    """A weight in a low-precision format. `shape` is logical, `dtype` nominal; the storage is uint8
+    codes and scales.
 
-    Make one with `empty`, or by `zerocast.quantize_` on a model. Its buffers: `buffers.py`.
+    Make one with `empty`, or by `zerocast.quantize_` on a model. `WeightBuffers` has its buffers.
+
+    Attributes:
+        state: the storage, shared by all objects over it. `weight.data = other` replaces it.
+        transposed_of: the weight that this object is a transposed reading of; None for a weight as
+            stored. Fixed for the lifetime of the object.
     """
 
-    # the weight that this object is a transposed reading of
     transposed_of: "QuantizedWeight | None"
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], state: WeightState, requires_grad: bool = False) -> "QuantizedWeight":
-        """Stand for existing storage; nothing is copied."""
+        """Make a tensor object over existing storage; nothing is copied."""
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
         )
         refused_optimizers.refuse_steps(QuantizedWeight)
-        # it has no memory: what asks below the dispatcher raises
+        # The wrapper has no memory. C++ code that takes its address raises instead of reading
+        # through a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.state = state
         weight.transposed_of = None
@@ -95,46 +103,52 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     def of_part(
         shape: Sequence[int], fmt: FormatSpec, dtype: torch.dtype, buffers: Mapping[str, Tensor]
     ) -> "QuantizedWeight":
-        """What a cast or a reader has of a weight: buffers of any size, which are checked where a
-        descriptor table or an op reaches into them. For internal use.
+        """A weight over the part of a larger weight's buffers that a cast or a reader has. For
+        internal use.
+
+        The buffers may have any size. The descriptor table or op that uses them checks them.
         """
         state = WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}, is_part=True)
         return QuantizedWeight(shape, state)
 
     def as_arguments(self) -> tuple[Any, ...]:
-        """The arguments of an op from which it makes a `StoredWeight` over the same buffers."""
+        """The arguments that an op takes in place of a weight, as the constructor of `StoredWeight`
+        takes them.
+        """
         state = self.state
         buffers = [state.buffers[name] for name in _READ_BY_PRODUCTS]
         return list(self.shape), str(state.format), state.dtype, state.columnwise_on_demand, *buffers
 
     @property
     def is_traced(self) -> bool:
-        """True if its buffers stand for those of a later call, as while a compiler traces."""
+        """True while a compiler traces: the buffers are fake tensors, in place of those of a later
+        call.
+        """
         return scaling.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
-        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy; a
-        constant, for autograd.
+        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy. It is
+        a constant for autograd.
         """
         value = self.read(columnwise=False, dtype=self.dtype)
         if self.format.element is None:
-            value = value.clone()  # which was the storage itself
+            # The identity format stores nominal values, and `read` returned the storage itself. A
+            # caller that writes the result must not write the weight.
+            value = value.clone()
         if self.transposed_of is None:
             return value.view(self.shape)
         return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as they are stored; RuntimeError for a stale or
-        missing columnwise copy.
-
-        Also for bytes that `check` refuses.
+        """(data, scale_inv) of one direction. RuntimeError for a stale or missing columnwise copy,
+        and for bytes that `check` refuses.
         """
         self.check(Use.READ)
         return super().direction(columnwise)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as they lie in memory, which a gather may bring;
-        RuntimeError for a stale or missing columnwise copy.
+        """(data, scale_inv) of one direction as stored. Waits for a gather in flight. RuntimeError
+        for a stale or missing columnwise copy.
         """
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
@@ -147,23 +161,27 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return self.state.cached_per_cast(name, make)
 
     def direction_in_graph(self, columnwise: bool, after: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """(data, scale_inv) of one direction as values of a graph, which checks the bytes where it
-        reads them; None for a columnwise copy that is kept, since a graph would keep a view of it.
+        """(data, scale_inv) of one direction as values of a graph; None for a columnwise copy that
+        is kept, since the graph would save a view of it for the backward pass.
 
-        A copy that is made on demand is made once `after` is there, an operand of the product:
-        else the forward pass would make it, and the graph keep it.
+        `after` is an operand of the product. A copy that is made on demand takes it as an input, so
+        that it cannot be made before the operand exists. Otherwise the forward graph would make the
+        copy of the backward pass and save it.
         """
+        # No check here: the graph gets its buffers through `readable_rowwise_data`, which checks.
         data, row_scale = self.state.rowwise_data, self.state.buffers["rowwise_scale_inv"]
         if not columnwise:
             return data, row_scale
         if not self.makes_columnwise:
             return None
-        made = torch.ops.zerocast.columnwise_copy(str(self.format), data, row_scale, *self.matrix_shape, after)
-        return made[0], made[1] if self.format.block else row_scale
+        key = str(self.format)
+        made_data, made_scale = torch.ops.zerocast.columnwise_copy(key, data, row_scale, *self.matrix_shape, after)
+        # Only block scales are transposed. A scale per tensor stays as it is.
+        return made_data, made_scale if self.format.block else row_scale
 
     def check(self, use: Use) -> None:
-        """RuntimeError unless the bytes may be used so (`Validity.check`); every product and
-        `dequantize` ask before they READ them.
+        """RuntimeError unless the bytes may be used in this way (`Validity.check`). Every product
+        and `dequantize` call it with `Use.READ`.
         """
         self.state.validity.check(use, self)
         if use is Use.READ:
@@ -171,7 +189,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @property
     def readable_rowwise_data(self) -> Tensor:
-        """The rowwise data for a compiled graph, which reads it at every call."""
+        """The rowwise data, checked. A compiled function reads this attribute at every call."""
         self.check(Use.READ)
         self.wait()
         return self.state.rowwise_data
@@ -183,22 +201,22 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @property
     def product_grad_dtype(self) -> torch.dtype:
-        """The dtype that products make the weight gradient in: `grad_dtype`, or the nominal one
-        where none is set, or a host's.
+        """The dtype in which products make the weight gradient: `grad_dtype` if it is set, unless a
+        host that accumulates gradients has set it; otherwise the nominal dtype.
         """
-        # a compiler's stand-in for the weight is no leaf and has no grad_dtype
+        # Only leaves have a `grad_dtype`. The fake weight of a compiler is not one.
         is_set = self.is_leaf and not self.state.host_casts_gradient
         return (self.grad_dtype if is_set else None) or self.dtype
 
     def gemm_choice(self) -> gemm.Choice:
-        """How `linear` runs with this weight and an input of the nominal dtype, and why not on
-        tensor cores.
+        """The GEMM path of `linear` with this weight and an input of the nominal dtype, with the
+        reason if it does not run on FP8 or FP4 tensor cores.
         """
         return gemm.choice_of(self, self.dtype)
 
     def _fresh_columnwise(self) -> Tensor:
-        """The columnwise data if it belongs to the last cast, rebuilt first where that was asked
-        for; else RuntimeError.
+        """The columnwise data of the last cast. A stale copy is rebuilt first if the weight's owner
+        has given a way to (`Validity.rebuild`); otherwise RuntimeError.
         """
         self.wait()
         if not self.state.columnwise_is_fresh():
@@ -208,6 +226,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
                     "call post_all_gather_processing (or plan.post_all_gather()) after the all-gather"
                 )
             self.state.validity.rebuild(self)
+        # With SHARED, one code tensor serves both directions and only the scales differ.
         data = self.rowwise_data if self.format.columnwise is Columnwise.SHARED else self.columnwise_data
         assert data is not None
         return data
@@ -223,33 +242,36 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         self.state.move_to({name: tensor for name, tensor in targets.items() if tensor is not None})
 
     def convert(self, fmt: FormatSpec) -> None:
-        """Be a weight of another format from now on, as every object that stands for this storage;
-        the next cast fills it.
+        """Change the format of this storage, for every tensor object over it. The next cast fills
+        it.
 
-        A backward pass whose forward pass has read the weight before raises, as after any other
-        write in place.
+        A backward pass whose forward pass read the weight before raises, as after any other write
+        in place.
         """
         self.wait()
         self.state.convert(fmt)
+        # New storage below the wrapper does not raise its version counter. Inference tensors have
+        # none.
         if not self.is_inference():
             torch.autograd.graph.increment_version(self)
 
     def restate(self, state: WeightState) -> None:
-        """Stand for the storage of another weight of the same shape, format and device, as
-        `weight.data = other` means.
+        """Stand for other storage of the same shape, format and device from now on, as after
+        `weight.data = other`.
         """
+        # Told to the old validity, so that the plan which had this weight notices the loss.
         self.state.validity.moved()
         self.state = state
 
     def share(self) -> "QuantizedWeight":
-        """A new object for the same storage, as `detach` gives it."""
+        """A new tensor object over the same storage, as `detach` returns."""
         other = QuantizedWeight(self.shape, self.state)
         other.transposed_of = self.transposed_of
         return other
 
     def transposed(self) -> "QuantizedWeight":
-        """The same weight as the `[..., K, M]` operand of a product; gradients arrive at the
-        weight itself.
+        """A reading of the same weight as the `[..., K, M]` operand of a product. Gradients go to
+        the weight itself.
         """
         if self.transposed_of is not None:
             return self.transposed_of
@@ -264,49 +286,51 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         raise RuntimeError("a QuantizedWeight cannot be shared between processes: send each of them a copy")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Without contents: they would have to be dequantized."""
+        """The shape, format, dtype and device. Contents would have to be dequantized."""
         return f"QuantizedWeight(shape={tuple(self.shape)}, format={self.format}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
-        """Copies this weight's own bytes, not the flat buffer that they may be part of."""
+        """Copy this weight's own bytes, not the flat buffer that they may be a slice of."""
         copy = memo[id(self)] = self.copied(Tensor.clone)
         return copy
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """A weight of its own whose buffers are what `copy` gives for this one's."""
+        """A new weight with storage of its own: `copy` of each buffer of this weight."""
         return _restore(*self._payload(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as a function of plain tensors and names, so that `torch.load(weights_only=True)`
-        takes it.
-
-        While a compiler traces, some versions of torch make the key of a graph so, and ask nothing
-        else.
+        """Pickle as a call of `_restore` with plain tensors and names, which
+        `torch.load(weights_only=True)` accepts.
         """
+        # Some versions of torch pickle the fake weight to make the key of a compiled graph. They
+        # do not call `_stable_hash_for_caching`, so it is pickled here in place of the weight.
         if self.is_traced:
             return str, (self._stable_hash_for_caching(),)
         return _restore, self._payload(Tensor.clone)
 
     def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+        """The arguments with which `_restore` makes this weight from `copy` of its tensors."""
         if self.transposed_of is not None:
             raise RuntimeError("a transposed reading is not copied or saved: copy the weight itself")
         self.wait()
-        is_parameter, cast = isinstance(self, torch.nn.Parameter), self.state.ever_cast
+        state = self.state
+        is_parameter = isinstance(self, torch.nn.Parameter)
         initial = self.high_precision_init_val
         initial = None if initial is None else copy(initial)
-        fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, cast
-        shared = () if self.state.shared_amax is None else (self.state.shared_amax.names,)
-        return *fixed, self.state.copies(copy), initial, self.state.columnwise_on_demand, *shared
+        fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, state.ever_cast
+        shared = () if state.shared_amax is None else (state.shared_amax.names,)
+        return *fixed, state.copies(copy), initial, state.columnwise_on_demand, *shared
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Inner tensors and the constants that rebuild the wrapper, for torch.compile and
-        swap_tensors.
+        """The names of the inner tensors, and the constants that rebuild the wrapper, for
+        torch.compile and swap_tensors.
 
-        The constants tell graphs apart, too: with them, how products of this weight are computed
-        now.
+        torch compares the constants to decide whether a graph fits. So they include the settings
+        that decide how products of this weight are computed.
         """
-        state, is_transposed = self.state, self.transposed_of is not None
-        # a compiled function asks thrice at every call
+        state = self.state
+        is_transposed = self.transposed_of is not None
+        # A compiled function asks three times at every call, so the answer is kept.
         key = gemm.settings(), self.requires_grad, state.columnwise_on_demand, is_transposed
         if key not in state.choices:
             names = [_READ.get(name, name) for name in state.names_read_by_products()]
@@ -316,8 +340,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return flat
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of this weight in torch's cache of compiled graphs: all that a graph depends
-        on, and nothing of its bytes.
+        """The key of this weight in torch's cache of compiled graphs. It has everything that a
+        graph depends on, which the bytes are not.
         """
         _, context = self.__tensor_flatten__()
         buffers = self.state.buffers.items()
@@ -326,7 +350,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
-        """Make the weight again that `__tensor_flatten__` took apart."""
+        """Make a weight from what `__tensor_flatten__` returned and its inner tensors."""
         shape, fmt, dtype, requires_grad, on_demand, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
@@ -335,17 +359,18 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Products go to `linear.py`, what reads memory is refused; the rest to the dispatcher,
-        results not re-wrapped.
+        """Run the handler for a product (`linear.py`), refuse functions that read memory, and send
+        the rest to the dispatcher.
 
-        Whatever either asks of its tensors does not come back here: a product asks a dozen times.
+        Overrides are disabled meanwhile. Results are then not wrapped as subclasses, and the dozen
+        attributes that a product reads from its weight do not come back here.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run the handler given to `define`; an operator without one raises and says what to do."""
+        """Run the handler given to `define`. An operator without one raises, with advice."""
         handler = _HANDLERS.get(func)
         if handler is None:
             raise unsupported.refusal(func, args, kwargs or {}, cls)
@@ -358,8 +383,8 @@ def _check_nominal(dtype: object) -> None:
 
 
 def _checked_shape(shape: object) -> tuple[int, ...]:
-    """The shape as a tuple. TypeError or ValueError unless it is a sequence of numbers of
-    elements.
+    """The shape as a tuple. TypeError or ValueError unless it is a sequence of integers of zero
+    or more.
     """
     if not isinstance(shape, tuple | list):
         raise TypeError(f"a shape is a tuple of ints, got a {type(shape).__name__}")
@@ -382,7 +407,9 @@ def _restore(
     columnwise_on_demand: bool,
     shared_amax: tuple[str, ...] | None = None,
 ) -> QuantizedWeight:
-    """The weight that `_payload` took apart, out of a file that may hold anything."""
+    """Make a weight from `_payload`. It comes from a file, which may be corrupt or forged, so every
+    argument is checked.
+    """
     _check_saved(requires_grad, is_parameter, cast, buffers, initial, columnwise_on_demand, shared_amax)
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
     if initial is not None and (initial.shape != weight.shape or not initial.is_floating_point()):
@@ -394,14 +421,15 @@ def _restore(
     weight.state.shared_amax = None if shared_amax is None else SharedAmax(shared_amax)
     weight.high_precision_init_val = initial
     if is_parameter:
-        weight._is_param = True  # what torch.nn.Parameter sets on a subclass
+        # nn.Parameter marks a tensor subclass as a parameter by this attribute.
+        weight._is_param = True
     return weight
 
 
 def _check_saved(*given: object) -> None:
-    """TypeError for arguments of `_restore` that no weight is saved with."""
-    *marks, buffers, initial, on_demand, shared_amax = given
-    if not all(isinstance(mark, bool) for mark in (*marks, on_demand)):
+    """TypeError for arguments of types that `_payload` never returns."""
+    *flags, buffers, initial, on_demand, shared_amax = given
+    if not all(isinstance(flag, bool) for flag in (*flags, on_demand)):
         raise TypeError("a saved weight says True or False where this file says something else")
     if not isinstance(buffers, dict) or not all(isinstance(name, str) for name in buffers):
         raise TypeError(f"a saved weight has its buffers by name, this file has a {type(buffers).__name__}")
@@ -414,14 +442,15 @@ def _check_saved(*given: object) -> None:
         raise TypeError(f"a saved weight shares its amax with names, this file has {shared_amax!r:.100}")
 
 
+# Lets torch.load(weights_only=True), the default of torch, read files with weights.
 torch.serialization.add_safe_globals([_restore])
 
 
 def define(op: Any, handler: Callable[..., Any]) -> None:
-    """Register what an operator does when a QuantizedWeight is among its arguments."""
+    """Register the handler of an operator for calls with a QuantizedWeight among the arguments."""
     _HANDLERS[op] = handler
 
 
 def define_function(function: Any, handler: Callable[..., Any]) -> None:
-    """Register a function of torch that is no operator, above the dispatcher."""
+    """Register the handler of a torch function that never becomes an operator, such as a setter."""
     _FUNCTIONS[function] = handler

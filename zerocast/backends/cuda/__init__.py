@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import StandIns as StandIns
 from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
-from zerocast.backends.extension import DTYPES, format_of, memory, why_no_kernels
+from zerocast.backends.extension import DTYPES, format_of, memories, memory, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -38,12 +38,7 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
-    if not tensors:
-        return 0, "float32"
-    dtypes = {tensor.dtype for tensor in tensors}
-    if len(dtypes) > 1:
-        raise ValueError(f"the tensors of one role have one dtype, got {dtypes}")
-    return addresses(tensors), DTYPES[tensors[0].dtype]
+    return addresses(tensors), memories(tensors)[1] or "float32"
 
 
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)

@@ -1,0 +1,522 @@
+"""The matrix: what becomes of each use of the weights after each event, on every host.
+
+For every (host, event) a run takes two steps, then the event happens, and then it is used in every way. A twin takes the
+same steps and does the event properly, as the documentation says. A use is "right" if its result is the twin's to the bit, and
+"refused" if it raises an error that names a remedy. What is neither is asked once more in debug mode; a cell that is silent there
+too is a "notice".
+"""
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import zerocast
+from tests import casts
+from tests.hosts.stopping import Place
+from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, HostUnderTest, find, param
+from tests.selection import worlds
+from tests.workers import Ranks
+from zerocast import QuantizedWeight
+from zerocast.serve import named_tensors
+
+RIGHT, REFUSED, DEBUG, NOTICE = "right", "refused", "refused in debug mode", "notice"
+# what an error tells to do
+REMEDY = re.compile(
+    r"(?i)\bcall\b|\bload\b|\bbuild\b|\battach|run the forward pass again|cast again|begin anew|has one owner, so|load_state_dict|"
+    # what torch and a host say, and a report of differences
+    r"modified by an inplace operation|AssertionError|VerificationError"
+)
+USES = ("backward", "send", "dequantize", "product", "verify", "save", "step")
+
+Values = dict[str, Tensor]
+
+
+def inputs(number: int, grad: bool = False) -> Tensor:
+    """The inputs of a forward pass on this rank."""
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    return torch.randn(8, 32, generator=generator).bfloat16().requires_grad_(grad)
+
+
+# -- uses
+
+
+def products(run: HostUnderTest) -> Values:
+    with torch.no_grad():
+        return {"product": run.product(inputs(7)).clone()}
+
+
+def sent(run: HostUnderTest) -> Values:
+    return {name: tensor.clone() for bucket in named_tensors(run.sender, "bf16") for name, tensor in bucket}
+
+
+def verified(run: HostUnderTest) -> Values:
+    zerocast.verify(run.verified).raise_for_differences()
+    return {}
+
+
+def moves(run: HostUnderTest, kind: str) -> Values:
+    """Whether a step changes the parameter, which was frozen or unfrozen before."""
+    before, _ = value(run, kind), run.step(5)
+    return {"it moves": torch.tensor(not torch.equal(before, value(run, kind)))}
+
+
+def value(run: HostUnderTest, kind: str) -> Tensor:
+    tensor = run.master(kind) if kind in TRAINED else run.parameter(kind)
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def stepped(run: HostUnderTest) -> Values:
+    """One step, and a product with what it made."""
+    run.step(5)
+    return {**run.saved(), **products(run)}
+
+
+# in this order: what is raised once a cast, such as that masters are NaN, is raised by the first one alone
+CALLS: dict[str, Callable[[HostUnderTest], Values]] = {
+    "send": sent,
+    "dequantize": lambda run: run.dequantized(),
+    "product": products,
+    "verify": verified,
+    "save": lambda run: run.saved(),
+}
+
+
+# -- events
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to a parameter of some kind.
+
+    Attributes:
+        happens: does it, as somebody does who knows no better.
+        properly: does the same as the documentation says.
+        kinds: of the parameters that it may happen to.
+        before: what a run does before, if anything.
+        step: how a step is asked of it.
+        variant: of the twin; one of other formats is not the run that did `before`.
+        applies: whether a host knows of such an event.
+    """
+
+    happens: Callable[[HostUnderTest, str], object]
+    properly: Callable[[HostUnderTest, str], object] = lambda run, kind: None
+    kinds: tuple[str, ...] = ("all",)
+    before: Callable[[HostUnderTest], object] = lambda run: None
+    step: Callable[[HostUnderTest, str], Values] = lambda run, kind: stepped(run)
+    variant: str = ALL_KINDS
+    applies: Callable[[type[HostUnderTest]], bool] = lambda host: True
+
+
+@torch.no_grad()
+def write_master(run: HostUnderTest, kind: str) -> None:
+    run.master(kind).mul_(2.0)
+
+
+def write_master_and_cast(run: HostUnderTest, kind: str) -> None:
+    write_master(run, kind)
+    run.recast()
+
+
+def write_live(run: HostUnderTest, kind: str) -> None:
+    run.live_weight().rowwise_data.bitwise_xor_(1)
+
+
+@torch.no_grad()
+def write_parameter(run: HostUnderTest, kind: str) -> None:
+    run.parameter(kind).mul_(2.0)
+
+
+@torch.no_grad()
+def write_frozen(run: HostUnderTest, kind: str) -> None:
+    parameter = run.parameter(kind)
+    if not isinstance(parameter, QuantizedWeight):
+        parameter.mul_(2.0)
+        return
+    value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3))
+    parameter.copy_(casts.cast_whole(parameter.format, value, parameter.dtype))
+
+
+class Broken(Exception):
+    """What an event lets a call raise."""
+
+
+def broken(place: Place, call: Callable[[], object]) -> None:
+    """A call that raises at this place."""
+
+    def strike() -> None:
+        raise Broken
+
+    with place.armed(strike), contextlib.suppress(Broken):
+        call()
+        raise AssertionError(f"{place} was not reached")
+
+
+def break_step(run: HostUnderTest, kind: str) -> None:
+    *first, last = before_and_step(run, 3)
+    for call in first:
+        call()
+    broken(run.BREAKS["step"], last)
+    run.forget()
+
+
+def before_and_step(run: HostUnderTest, number: int) -> list[Callable[[], object]]:
+    calls = run.phases(number)
+    names = list(calls)
+    return [calls[name] for name in names[: names.index("step") + 1]]
+
+
+def break_load(run: HostUnderTest, kind: str) -> None:
+    broken(run.BREAKS["load"], run.load)
+
+
+def break_cast(run: HostUnderTest, kind: str) -> None:
+    write_master(run, "quantized")
+    broken(run.BREAKS["cast"], lambda: (run.recast(), products(run)))
+
+
+def skip_step(run: HostUnderTest, kind: str) -> None:
+    """A step whose gradients are not finite."""
+    run.backward(run.product(inputs(3)).float().square().mean() * float("inf"))
+    run.phases(3)["step"]()
+    run.forget()
+
+
+def other_storage(run: HostUnderTest, kind: str) -> None:
+    parameter = run.parameter(kind)
+    parameter.data = parameter.data.clone()
+
+
+@torch.no_grad()
+def other_values(run: HostUnderTest, kind: str) -> None:
+    parameter = run.parameter(kind)
+    moved = parameter.data.clone()
+    if isinstance(moved, QuantizedWeight):
+        moved.rowwise_data.bitwise_xor_(1)
+    else:
+        moved.mul_(2.0)
+    parameter.data = moved
+
+
+def unfreeze(run: HostUnderTest, kind: str) -> None:
+    run.parameter(kind).requires_grad_(True)
+
+
+def freeze(run: HostUnderTest, kind: str) -> None:
+    run.parameter(kind).requires_grad_(False)
+
+
+def switch(run: HostUnderTest, kind: str) -> None:
+    zerocast.switch(run.verified, run.other_recipe)
+
+
+def take_over(run: HostUnderTest, kind: str) -> None:
+    run.other = run.another_owner()
+
+
+def save(run: HostUnderTest) -> None:
+    run.save(2)
+
+
+def save_and_step(run: HostUnderTest) -> None:
+    run.save(2)
+    run.step(2)
+
+
+TRAINED = ("quantized", "plain")
+FROZEN = ("frozen quantized", "frozen plain")
+EVENTS = {
+    "a step": Event(lambda run, kind: run.step(3), lambda run, kind: run.step(3)),
+    "a master is written": Event(write_master, write_master_and_cast, TRAINED),
+    "the bytes of a weight are written": Event(write_live, kinds=("quantized",)),
+    "a parameter is written": Event(write_parameter, write_master_and_cast, ("plain",)),
+    "a frozen parameter is written": Event(write_frozen, write_frozen, FROZEN),
+    "a step breaks off": Event(break_step, lambda run, kind: run.load(), before=save),
+    "a load breaks off": Event(break_load, lambda run, kind: run.load(), before=save_and_step),
+    "a cast breaks off": Event(
+        break_cast,
+        lambda run, kind: write_master_and_cast(run, "quantized"),
+        applies=lambda host: "cast" in host.BREAKS,
+    ),
+    "it is detached": Event(
+        lambda run, kind: run.detach(), applies=lambda host: host.detach is not HostUnderTest.detach
+    ),
+    "a step of gradients that are not finite": Event(skip_step),
+    "other storage": Event(other_storage, kinds=TRAINED + FROZEN),
+    "other storage with other values": Event(other_values, write_master_and_cast, TRAINED),
+    "it is unfrozen": Event(unfreeze, kinds=FROZEN, step=moves),
+    "it is frozen": Event(freeze, kinds=TRAINED, step=moves),
+    "a switch of formats": Event(switch, lambda run, kind: run.load(), before=save, variant=OTHER_FORMATS),
+    "another optimizer is built": Event(take_over),
+    "a load": Event(lambda run, kind: run.load(), lambda run, kind: run.load(), before=save_and_step),
+}
+
+
+def run_of(host: str, folders: Iterator[str], event: str) -> HostUnderTest:
+    """A run to which the event may happen now, with a folder of its own, the same on all ranks."""
+    run = find(host)(next(folders), ALL_KINDS)
+    for number in range(2):
+        run.step(number)
+    EVENTS[event].before(run)
+    return run
+
+
+def attempt(call: Callable[[], Values]) -> "Values | str":
+    """What a call returns, or the error that it raises."""
+    try:
+        return call()
+    except (RuntimeError, ValueError, TypeError, AssertionError, zerocast.VerificationError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def outcomes(host: str, folders: Iterator[str], event: str, kind: str) -> dict[str, "Values | str"]:
+    """What every use gives after the event: backward passes in a run of their own."""
+    run = run_of(host, folders, event)
+    x = inputs(9, grad=True)
+    loss = run.product(x).float().square().mean()
+    happened = attempt(lambda: EVENTS[event].happens(run, kind) or {})
+    found: dict[str, Values | str] = {"event": happened if isinstance(happened, str) else {}}
+    found["backward"] = attempt(lambda: run.backward(loss) or {"gradient": x.grad.clone()})
+    run = run_of(host, folders, event)
+    attempt(lambda: EVENTS[event].happens(run, kind) or {})
+    for use, call in CALLS.items():
+        found[use] = attempt(lambda call=call: call(run))
+    found["step"] = attempt(lambda: EVENTS[event].step(run, kind))
+    return found
+
+
+def expected(host: str, folders: Iterator[str], event: str, kind: str, happened: bool) -> dict[str, "Values | str"]:
+    """The same of a twin; where the event was refused, of one to which nothing happens."""
+    run = run_of(host, folders, event)
+    x = inputs(9, grad=True)
+    run.backward(run.product(x).float().square().mean())
+    found: dict[str, Values | str] = {"backward": {"gradient": x.grad.clone()}}
+    if happened and EVENTS[event].variant != ALL_KINDS:
+        run = find(host)(str(run.folder), EVENTS[event].variant)
+    else:
+        run = run_of(host, folders, event)
+    if happened:
+        EVENTS[event].properly(run, kind)
+    for use, call in CALLS.items():
+        found[use] = attempt(lambda call=call: call(run))
+    found["step"] = attempt(lambda: EVENTS[event].step(run, kind))
+    if EVENTS[event].step is moves:
+        found["step"] = {"it moves": torch.tensor(kind in FROZEN)}
+    return found
+
+
+def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
+    """What becomes of every use, with what was said or is wrong."""
+    folders = (f"{folder}/{number}" for number in itertools.count())
+    with find(host).inside(ALL_KINDS):
+        found = outcomes(host, folders, event, kind)
+        twin = expected(host, folders, event, kind, not isinstance(found["event"], str))
+        answers = {"event": said(found.pop("event"), {})}
+        answers |= {use: said(outcome, twin[use]) for use, outcome in found.items()}
+        if any(answer.startswith(NOTICE) for answer in answers.values()):
+            zerocast.set_debug(True)
+            try:
+                again = outcomes(host, folders, event, kind)
+            finally:
+                zerocast.set_debug(False)
+            for use, answer in answers.items():
+                if answer.startswith(NOTICE) and said(again[use], None).startswith(REFUSED):
+                    answers[use] = f"{DEBUG}: {again[use]}"
+        return answers
+
+
+def said(outcome: "Values | str", twin: "Values | str | None") -> str:
+    if isinstance(outcome, str):
+        return f"{REFUSED}: {outcome}" if REMEDY.search(outcome) else f"no remedy: {outcome}"
+    if twin is None or isinstance(twin, str):
+        return f"{NOTICE}: the twin says {twin}"
+    wrong = [name for name, value in outcome.items() if name not in twin or not torch.equal(value, twin[name])]
+    return f"{NOTICE}: {wrong[:3]}" if wrong or outcome.keys() != twin.keys() else RIGHT
+
+
+# What becomes of each use, in the order of COLUMNS: "." right, "R" refused, "D" refused in debug mode, "n" a notice.
+COLUMNS = ("event", *USES)
+LETTERS = {".": RIGHT, "R": REFUSED, "D": DEBUG, "n": NOTICE}
+TABLE = """
+ZeroAdamW     | a step                                  | all              | .R......
+ZeroAdamW     | a master is written                     | quantized        | ..DDDR..
+ZeroAdamW     | a master is written                     | plain            | ..DDDR..
+ZeroAdamW     | the bytes of a weight are written       | quantized        | .nnnnRRR
+ZeroAdamW     | a parameter is written                  | plain            | .R...RRR
+ZeroAdamW     | a frozen parameter is written           | frozen quantized | .R......
+ZeroAdamW     | a frozen parameter is written           | frozen plain     | .R......
+ZeroAdamW     | a step breaks off                       | all              | .RRRRRRR
+ZeroAdamW     | a load breaks off                       | all              | .RRRRRRR
+ZeroAdamW     | a step of gradients that are not finite | all              | .R......
+ZeroAdamW     | other storage                           | quantized        | ........
+ZeroAdamW     | other storage                           | plain            | ........
+ZeroAdamW     | other storage                           | frozen quantized | ........
+ZeroAdamW     | other storage                           | frozen plain     | ........
+ZeroAdamW     | other storage with other values         | quantized        | .nnnnRRR
+ZeroAdamW     | other storage with other values         | plain            | .n...RRR
+ZeroAdamW     | it is unfrozen                          | frozen quantized | .......R
+ZeroAdamW     | it is unfrozen                          | frozen plain     | .......R
+ZeroAdamW     | it is frozen                            | quantized        | .......n
+ZeroAdamW     | it is frozen                            | plain            | .......n
+ZeroAdamW     | a switch of formats                     | all              | .R......
+ZeroAdamW     | another optimizer is built              | all              | .....R.R
+ZeroAdamW     | a load                                  | all              | .R......
+FSDP2         | a step                                  | all              | .R......
+FSDP2         | a master is written                     | quantized        | .R......
+FSDP2         | a master is written                     | plain            | .n......
+FSDP2         | the bytes of a weight are written       | quantized        | .nnn....
+FSDP2         | a parameter is written                  | plain            | .n......
+FSDP2         | a frozen parameter is written           | frozen quantized | .RR.....
+FSDP2         | a frozen parameter is written           | frozen plain     | .n......
+FSDP2         | a step breaks off                       | all              | .RRRRRRR
+FSDP2         | a load breaks off                       | all              | .RRRRRRR
+FSDP2         | a cast breaks off                       | all              | .R......
+FSDP2         | a step of gradients that are not finite | all              | .RRnnRnR
+FSDP2         | other storage                           | quantized        | ........
+FSDP2         | other storage                           | plain            | ........
+FSDP2         | other storage                           | frozen quantized | ........
+FSDP2         | other storage                           | frozen plain     | ........
+FSDP2         | other storage with other values         | quantized        | ..nnn.nn
+FSDP2         | other storage with other values         | plain            | ..n.n.nn
+FSDP2         | it is unfrozen                          | frozen quantized | ........
+FSDP2         | it is unfrozen                          | frozen plain     | ........
+FSDP2         | it is frozen                            | quantized        | ........
+FSDP2         | it is frozen                            | plain            | ........
+FSDP2         | a switch of formats                     | all              | .R......
+FSDP2         | another optimizer is built              | all              | ........
+FSDP2         | a load                                  | all              | .R......
+Megatron-Core | a step                                  | all              | .R......
+Megatron-Core | a master is written                     | quantized        | ..DDDR.D
+Megatron-Core | a master is written                     | plain            | ..DDDR.D
+Megatron-Core | the bytes of a weight are written       | quantized        | .nnnnR.n
+Megatron-Core | a parameter is written                  | plain            | .....Rnn
+Megatron-Core | a frozen parameter is written           | frozen quantized | .R......
+Megatron-Core | a frozen parameter is written           | frozen plain     | .R......
+Megatron-Core | a step breaks off                       | all              | .RRRRRRR
+Megatron-Core | a load breaks off                       | all              | .RRRRRRR
+Megatron-Core | a cast breaks off                       | all              | .RRRRRRR
+Megatron-Core | a step of gradients that are not finite | all              | .RnnnRRR
+Megatron-Core | other storage                           | quantized        | ........
+Megatron-Core | other storage                           | plain            | .......n
+Megatron-Core | other storage                           | frozen quantized | ........
+Megatron-Core | other storage                           | frozen plain     | ........
+Megatron-Core | other storage with other values         | quantized        | .nnnnRnn
+Megatron-Core | other storage with other values         | plain            | .....Rnn
+Megatron-Core | it is unfrozen                          | frozen quantized | .......R
+Megatron-Core | it is unfrozen                          | frozen plain     | .......n
+Megatron-Core | it is frozen                            | quantized        | .R.....n
+Megatron-Core | it is frozen                            | plain            | .R.....n
+Megatron-Core | a switch of formats                     | all              | R.......
+Megatron-Core | another optimizer is built              | all              | R.......
+Megatron-Core | a load                                  | all              | .R......
+Megatron-Core | it is detached                          | all              | ..R..R.R
+"""
+
+
+def table() -> dict[tuple[str, str, str], dict[str, str]]:
+    """EXPECTED, of the lines of TABLE."""
+    found = {}
+    for line in TABLE.strip().splitlines():
+        host, event, kind, letters = (part.strip() for part in line.split("|"))
+        found[host, event, kind] = {use: LETTERS[letter] for use, letter in zip(COLUMNS, letters, strict=True)}
+    return found
+
+
+EXPECTED = table()
+
+
+def test_the_table_has_every_host_event_and_kind() -> None:
+    cases = {
+        (host, event, kind)
+        for host in {host for host, _, _ in EXPECTED}
+        for event, what in EVENTS.items()
+        for kind in what.kinds
+        if what.applies(find(host))
+    }
+    assert cases == EXPECTED.keys()
+
+
+def in_words(answer: str) -> str:
+    """One of the words of the table; an error without a remedy as it is."""
+    return max((word for word in LETTERS.values() if answer.startswith(word)), key=len, default=answer)
+
+
+@pytest.mark.notices(
+    "a backward pass runs through a forward pass of before a step, a load, or a master that was written and cast",
+    where=("FSDP2", "Megatron"),
+    answer="raises where a quantized weight has been changed and is read again",
+)
+@pytest.mark.notices(
+    "a master is written by hand and nothing casts it",
+    where=("ZeroAdamW", "Megatron"),
+    answer="in debug mode the next read raises, and names the call that is missing; `zerocast.verify` names the weight",
+)
+@pytest.mark.notices(
+    "the bytes of a quantized weight are written by hand",
+    where="ZeroAdamW",
+    answer="products and refits read them; the next step or save raises, and `zerocast.verify` names the weight",
+)
+@pytest.mark.notices(
+    "the bytes of a gathered weight are written by hand",
+    where="FSDP2",
+    answer="nothing: they are read until FSDP2 frees them, and masters stay as they are",
+)
+@pytest.mark.notices(
+    "the bytes of a quantized weight are written by hand",
+    where="Megatron",
+    answer="read until the next step makes them anew, since Megatron itself writes its buffers; `zerocast.verify` names the weight",
+)
+@pytest.mark.notices(
+    "a parameter is written by hand, or given other values by `.data =`",
+    where="Megatron",
+    answer="the next step writes its master over it, as in Megatron alone; `zerocast.verify` names it",
+)
+@pytest.mark.notices(
+    "a plain parameter is given other storage by `.data =`",
+    where="Megatron",
+    answer="it lies outside of Megatron's buffers and stays as it is, as in Megatron alone",
+)
+@pytest.mark.notices(
+    "a weight is given other values by `.data =`, then a backward pass runs through a forward pass of before",
+    where=("ZeroAdamW", "Megatron"),
+    answer="it reads the new values, as torch's own `.data =` lets it; ZeroAdamW's next step or save raises",
+)
+@pytest.mark.notices(
+    "`.data =` of a parameter, which is a DTensor",
+    where="FSDP2",
+    answer="nothing changes, as in torch: write into the parameter",
+)
+@pytest.mark.notices(
+    "a plain parameter is written between a forward pass and its backward pass",
+    where="FSDP2",
+    answer="the backward pass reads the new value, as in FSDP2 alone, which gathers it again",
+)
+@pytest.mark.notices(
+    "a parameter that was frozen when the optimizer was built is unfrozen",
+    where="Megatron",
+    answer="the next step raises for quantized weights; plain ones are not trained, as in Megatron alone",
+)
+@pytest.mark.notices(
+    "a parameter is frozen in mid-run, which moments and weight decay go on changing",
+    where="Megatron",
+    answer="nothing, as in Megatron alone; a backward pass of before the change raises there",
+)
+@pytest.mark.notices(
+    "masters become NaN or Inf in a step, and the weights are read before the next step or save",
+    where=("FSDP2", "Megatron"),
+    answer="FSDP2 raises at the next forward pass or refit; Megatron's weights are read until the next step or save raises",
+)
+@pytest.mark.parametrize("world", worlds(1, slow=[2]))
+@pytest.mark.parametrize(("host", "event", "kind"), [param(*case) for case in EXPECTED])
+def test_matrix(ranks: Callable[[int], Ranks], tmp_path: Path, host: str, event: str, kind: str, world: int) -> None:
+    for answers in ranks(world)(cells, host, event, kind, str(tmp_path), timeout=250.0):
+        words = {use: in_words(answer) for use, answer in answers.items()}
+        assert words == EXPECTED[host, event, kind], answers
