@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 
 import zerocast
 from tests import casts
@@ -219,6 +220,18 @@ def test_where_a_code_type_ends(element: str, top: int) -> None:
     assert fp8
     assert owned_part.largest_code(fp8) == top
     assert owned_part.overshoot(fp8) * fp8.max == pytest.approx(plain.LIMITS[element])
+
+
+def test_weights_of_several_plans_are_counted_apart() -> None:
+    """Plans know no names, and number their weights alike."""
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False)).to(torch.bfloat16)
+    zerocast.quantize_(model, {"*": "fp8_block"})
+    weights = [model[0].weight, model[1].weight]
+    plans = [zerocast.CastPlan([w], [torch.randn(w.numel())], [0]) for w in weights]
+    for plan in plans:
+        plan.cast()
+    counts = CastMeter(model).measure()
+    assert sorted(count.elements for count in counts.values()) == [w.numel() for w in weights]
 
 
 def test_a_switch_of_formats_changes_every_code():

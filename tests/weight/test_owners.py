@@ -529,6 +529,24 @@ def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
         product(x, weight)
 
 
+def test_a_compiled_backward_pass_reads_no_stale_copy() -> None:
+    """The graph gets the columnwise copy with the forward pass, which so is where it is refused."""
+    weight = nn.Parameter(QuantizedWeight.empty((32, 32), "nvfp4"))
+    plan = CastPlan([weight], [torch.randn(32 * 32)], [0], ONE_PROCESS)
+    product = torch.compile(nn.functional.linear, backend="aot_eager")
+    x = torch.randn(2, 32, dtype=weight.dtype, requires_grad=True)
+    plan.cast()
+    plan.post_all_gather()
+    product(x, weight).float().sum().backward()
+    plan.cast()
+    with torch.no_grad():
+        product(x, weight)
+    with pytest.raises(RuntimeError, match="older than its last cast"):
+        product(x, weight)
+    plan.post_all_gather()
+    product(x, weight).float().sum().backward()
+
+
 # Two owners of one weight
 
 

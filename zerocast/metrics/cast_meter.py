@@ -7,6 +7,7 @@ last one, a rank keeps a copy of the codes that it owns: 1 byte per element of i
 byte for nvfp4. Under FSDP2 a measurement gathers one group of parameters after another.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
@@ -106,8 +107,9 @@ class CastMeter:
         self._transient = False
         # The buffers of all other weights, refreshed by each walk over the sources.
         self._buffers: list[dict[str, Tensor | None]] = []
+        numbers = itertools.count()
         for source in self._sources():
-            self._before |= {name: part.data().clone() for name, part in _parts(source).items()}
+            self._before |= {name: part.data().clone() for name, part in _parts(source, numbers).items()}
             self.device = next((owned.weight.device for owned in source.masters), self.device)
         if not self._owners:
             raise TypeError(f"a meter takes a model or an optimizer that owns masters, got {type(owner).__name__}")
@@ -138,8 +140,9 @@ class CastMeter:
         Waits for the device and for gathers in flight.
         """
         counts: dict[str, CastCounts] = {}
+        numbers = itertools.count()
         for source in self._sources():
-            for group, parts in _by_group(source):
+            for group, parts in _by_group(source, numbers):
                 counts |= self._measure(group, parts)
         return counts
 
@@ -165,18 +168,18 @@ class CastMeter:
         return self._before[name]
 
 
-def _parts(source: MasterViews) -> dict[str, OwnedPart]:
-    """The quantized weights by name, or by number if the owner knows no names."""
+def _parts(source: MasterViews, numbers: Iterator[int]) -> dict[str, OwnedPart]:
+    """The quantized weights by name, or by the next of `numbers` if the owner knows no names."""
     quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
-    return {owned.name or str(index): OwnedPart(owned) for index, owned in enumerate(quantized)}
+    return {owned.name or str(next(numbers)): OwnedPart(owned) for owned in quantized}
 
 
-def _by_group(source: MasterViews) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
+def _by_group(source: MasterViews, numbers: Iterator[int]) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
     """Yield (group, weights by name): the counts of these weights add up over this group.
 
     Slices of a weight under tensor parallelism add up over the ranks of all its slices.
     """
-    parts = _parts(source)
+    parts = _parts(source, numbers)
     unsliced = {name: part for name, part in parts.items() if part.owned.slices is None}
     if unsliced:
         yield source.group, unsliced

@@ -28,7 +28,7 @@ NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Buffer name -> the attribute through which a compiled graph gets the buffer, if it is another one.
 # A graph gets the rowwise data at every call, so that attribute is where the weight is checked.
-_READ = {"rowwise_data": "readable_rowwise_data"}
+_READ = {"rowwise_data": "readable_rowwise_data", "columnwise_data": "readable_columnwise_data"}
 _READ_BY_PRODUCTS = BUFFERS[:5]
 # Handlers by operator, called by `__torch_dispatch__` below autograd.
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -193,6 +193,14 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         self.check(Use.READ)
         self.wait()
         return self.state.rowwise_data
+
+    @property
+    def readable_columnwise_data(self) -> Tensor | None:
+        """The columnwise data for a compiled graph, whose backward pass reads it without asking.
+
+        RuntimeError for a stale copy while gradients are recorded.
+        """
+        return self._fresh_columnwise() if torch.is_grad_enabled() else self.columnwise_data
 
     @property
     def makes_columnwise(self) -> bool:
