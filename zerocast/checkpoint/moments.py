@@ -40,6 +40,10 @@ def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[st
                 check_values(name, key, moment)
             except ValueError as error:
                 found.append(str(error))
+    except torch.OutOfMemoryError as error:
+        if group.size == 1:
+            raise
+        found.append(f"its moments cannot be read: {error}")
     # The other ranks wait to hear of it.
     except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         found.append(f"its moments cannot be read: {error}")
