@@ -77,7 +77,7 @@ MUTANTS = [
         "                pass\n",
     ),
     _mutant("verify compares bytes", VERIFY, "        wrong = int(differs.sum())\n", "        wrong = 0\n"),
-    _mutant("verify says where", VERIFY, "column * size + place % b.shape[1]", "column * size"),
+    _mutant("verify says where", VERIFY, "column) * size + part_byte", "column) * size"),
     _mutant(
         "partial weights are not read",
         "zerocast/weight/weight.py",
@@ -205,8 +205,8 @@ MUTANTS = [
     _mutant(
         "an overlap beside a gap of the same size",
         OWNERSHIP,
-        "    unlike = (sums != whole_sums([item.numel for item in items])).any(1)",
-        "    unlike = (sums[:, 0] != whole_sums([item.numel for item in items])[:, 0])",
+        "    differs = (sums != whole_sums([item.numel for item in items])).any(1)",
+        "    differs = (sums[:, 0] != whole_sums([item.numel for item in items])[:, 0])",
         PLANS,
     ),
     _mutant(
