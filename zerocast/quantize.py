@@ -157,7 +157,7 @@ def cast_together(
     has_masters = weights[0].state.validity.has_masters
     masters = [value.reshape(-1).float() for value in values]
     plan = CastPlan(weights, masters, [0] * len(masters), ONE_PROCESS, claim=claim)
-    plan.validity.has_masters = has_masters  # the value is no master: nobody trains it
+    plan.validity.has_masters = has_masters  # the value that was cast is no master, and no optimizer trains it
     if seed:
         plan.delayed.forget()
     plan.cast()

@@ -43,7 +43,7 @@ class HostMaster(Tensor):
 
     @staticmethod
     def __new__(cls, memory: Tensor, device: torch.device) -> "HostMaster":
-        """Represent `memory` on `device`."""
+        """Stand on `device` for the master in the host `memory`; nothing is copied."""
         master: HostMaster = Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=device
         )

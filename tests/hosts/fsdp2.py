@@ -172,7 +172,7 @@ class Prepared(HostUnderTest):
         return self._model
 
     def master(self, kind: str) -> Tensor:
-        """The parameter itself."""
+        """Return the parameter, which is its own master under FSDP2."""
         return self.parameter(kind)
 
     def recast(self) -> None:
@@ -188,7 +188,7 @@ class Prepared(HostUnderTest):
         return super().live_weight()
 
     def dequantized(self) -> dict[str, Tensor]:
-        """Of quantized weights alone."""
+        """Return the values of the gathered weights by name; plain parameters are not among them."""
         return {name: weight.dequantize() for name, weight in models.unsharded(self._model)}
 
     @property

@@ -195,7 +195,7 @@ def test_an_end_after_some_of_the_tensors() -> None:
 
 
 def refused(receiver: Receiver, messages: Iterable[Sent], match: str) -> None:
-    """With nothing changed."""
+    """The receiver refuses these messages, and its tensors stay as they were."""
     number, tensors = receiver.refit, {name: tensor.clone() for name, tensor in receiver.tensors.items()}
     with pytest.raises(RefitError, match=match):
         accepted(receiver, messages)

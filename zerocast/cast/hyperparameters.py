@@ -34,7 +34,7 @@ class Hyperparameters:
 
     `refresh` is the host's part of a step: a number that has changed is filled in by a launch that
     carries it, a tensor on the device is copied there, so nothing waits and nothing is uploaded.
-    What a step reads lies in one place, in a CUDA graph too. Of tensors on a GPU the host learns
+    A step reads one tensor, as does a CUDA graph of it. Of tensors on a GPU the host learns
     one step later whether they were in range.
     """
 

@@ -162,7 +162,7 @@ def read(
     unread = None
     try:
         found += problems_of_values(reader, metadata, state["optim"]["state"], group)
-    except Exception as error:  # a damaged file raises whatever its bytes happen to mean
+    except Exception as error:  # a damaged file can raise any error
         unread = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
     validate_across_ranks(group, [], unread, LOADS)
     _raise_unfit(path, found, group)

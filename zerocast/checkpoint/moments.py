@@ -40,12 +40,11 @@ def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[st
                 check_values(name, key, moment)
             except ValueError as error:
                 found.append(str(error))
-    except torch.OutOfMemoryError as error:
-        if group.size == 1:
-            raise
-        found.append(f"its moments cannot be read: {error}")
-    # The other ranks wait to hear of it.
     except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        # Memory that runs out says nothing of the file. Where other ranks wait to hear of an error,
+        # it is told like one.
+        if isinstance(error, torch.OutOfMemoryError) and group.size == 1:
+            raise
         found.append(f"its moments cannot be read: {error}")
     return found
 

@@ -45,7 +45,7 @@ class HasParameters(Protocol):
 
     @property
     def param_groups(self) -> Any:
-        """The parameter groups."""
+        """The parameter groups, as torch.optim.Optimizer has them."""
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
@@ -178,7 +178,7 @@ def other_dtypes(pairs: list[tuple[str, Tensor]], saved: Mapping[str, Any]) -> l
 
 
 def own_buffers(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The buffers of a weight that do not derive from others, as they lie in its memory."""
+    """Return the buffers of a weight that do not derive from others, as they are stored."""
     derives = weight.format.columnwise is Columnwise.TRANSPOSE
     return {
         name: buffer.detach()

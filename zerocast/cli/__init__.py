@@ -18,7 +18,7 @@ EXTRA = ("matplotlib", "tyro")  # safetensors is imported only to read or write 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default the one of this process's command line; returns the exit status,
-    which is 130 after a Ctrl-C and 141 once nobody reads the output.
+    which is 130 after a Ctrl-C and 141 once the reader of the output is gone.
     """
     if arguments is None:
         interrupts.own_process()

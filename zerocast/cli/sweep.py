@@ -36,7 +36,7 @@ class Sweep:
         return Sweep(found)
 
     def as_dict(self) -> list[dict[str, Any]]:
-        """The footprints, for JSON."""
+        """Return the footprints as plain data, one entry for each sharding and number of ranks."""
         return [
             {"sharding": name, "ranks": ranks, **asdict(planned)}
             for name, by_ranks in self.footprints.items()

@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 # cuBLASLt reads operands narrower than 16 bits, and their scales, from multiples of this.
 OPERAND_ALIGNMENT_BYTES = 16
-# Tensors that share one flat buffer begin at a cache line, whatever their dtype.
+# Tensors that share one flat buffer begin at a cache line, for every dtype.
 BUFFER_ALIGNMENT_ELEMENTS = 64
 # Parameters begin, and shards of optimizers are cut, at multiples of the largest block of a format.
 SHARD_ALIGNMENT_ELEMENTS = 128

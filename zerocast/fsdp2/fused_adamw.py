@@ -91,7 +91,7 @@ class AdamPass:
         return self
 
     def written(self) -> list[Tensor]:
-        """Masters and moments."""
+        """Return the tensors that a step writes: the masters and their moments."""
         return [*self._table.masters.tensors, *self._exp_avgs, *self._exp_avg_sqs]
 
     def gradients(self) -> list[Tensor]:
@@ -114,7 +114,7 @@ class MomentsOnDemand(defaultdict[Any, Any]):
     """
 
     def __bool__(self) -> bool:
-        """True, also without entries."""
+        """Return True, also while no parameter has moments yet."""
         return True
 
     def __missing__(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ No gather comes for weights that a forward pass left gathered. Before the next f
 ranks exchange their statuses by themselves then (`StatusExchange`).
 
 A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or
-until somebody asks for the state: gathers go on, since one of them may be for `zerocast.verify`.
+until the state is asked for: gathers go on, since one of them may be for `zerocast.verify`.
 """
 
 import atexit
@@ -194,7 +194,7 @@ class GatherStatus:
             self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
-        """Log a disagreement, or masters that were not finite, if nobody has heard of it yet;
+        """Log a disagreement, or masters that were not finite, if no call has raised for it yet;
         headers that do not arrive are left.
         """
         self._send()

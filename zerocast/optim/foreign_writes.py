@@ -81,7 +81,7 @@ class ForeignWrites:
         quantized: Sequence[QuantizedPlace],
     ) -> None:
         self._bucket, self._flats, self._plain, self._quantized = bucket, flats, plain, quantized
-        self._at_home: tuple[Validity, int] | None = None  # the places of weights that lie in ours
+        self._at_home: tuple[Validity, int] | None = None  # set while all weights are in our buffers
         self._watched = [*flats, *(place.slot.parameter for place in plain)]
         self.note()
 

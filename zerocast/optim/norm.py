@@ -34,7 +34,7 @@ class LogicalOrder:
     """Sums of squares in an order that the sharding does not change.
 
     Chunks of `SHARD_ALIGNMENT_ELEMENTS` never straddle two ranks and are cut alike from a
-    parameter, whatever the number of ranks. Their f64 sums are gathered, put into the order of
+    parameter, for any number of ranks. Their f64 sums are gathered, put into the order of
     registration, and added by a tree of fixed shape.
     """
 

@@ -1,6 +1,6 @@
 """Weights for inference engines that go along with a run: live bytes, in full or by what changed.
 
-`zerocast.export` writes files for engines from what lies here.
+`zerocast.export` writes files for engines with the modules of this package.
 """
 
 from zerocast.serve.decode import dequantized

@@ -10,6 +10,7 @@ optimizer. If it has a gradient by then, that step raises. An owned weight costs
 read, and nothing per step.
 """
 
+import functools
 import gc
 import itertools
 import weakref
@@ -18,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.formats.layout import Span
+from zerocast.weight import unsupported
 
 # Pairs of the `WeightState` of a weight and the spans of its elements that an owner writes.
 Held = Sequence[tuple[Any, Sequence[Span]]]
@@ -36,6 +38,8 @@ _trained: dict[int, int] = {}
 _read: dict[int, "weakref.ref[Any]"] = {}
 # The hook before every step of a torch optimizer. Empty until the first such weight is read.
 _hooks: list[RemovableHandle] = []
+# The hook before every step of a torch optimizer, by which those over weights are refused.
+_refusals: list[RemovableHandle] = []
 
 
 class Claim:
@@ -124,6 +128,29 @@ def check_unclaimed(held: Held, gives_way: Callable[[Claim], bool]) -> None:
         raise ValueError(
             f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
         )
+
+
+def refuse_steps(kind: type[Tensor]) -> None:
+    """Let torch's optimizers refuse parameters of this class from now on.
+
+    The hook is global to the process and is registered once, when the first weight is made. A
+    process without weights has no hook.
+    """
+    if not _refusals:
+        _refusals.append(register_optimizer_step_pre_hook(functools.partial(_check_parameters, kind)))
+
+
+def _check_parameters(kind: type[Any], optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling() or not type(optimizer).step.__module__.startswith("torch.optim"):
+        return
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            # Optimizers of torch skip parameters without a gradient, so these do no harm.
+            if isinstance(parameter, kind) and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} cannot step parameter {index} of group {number}, a {parameter.format} "
+                    f"QuantizedWeight of shape {tuple(parameter.shape)}: {unsupported.OPTIMIZER}"
+                )
 
 
 def note_read(weight: Any) -> None:

@@ -2,7 +2,7 @@
 
 One `Validity` is shared by all weights of a plan, or of a model that is prepared for FSDP2. What
 steps, casts, gathers and loads tells it; what is about to use bytes asks `check`. An event is one
-write, whatever the number of weights, and a check compares numbers.
+write for all weights together, and a check compares numbers.
 
     event            told by                          `check` refuses afterwards
 
@@ -14,7 +14,7 @@ write, whatever the number of weights, and a check compares numbers.
     changed          a step, a load, a swapped-in     the backward pass of a forward pass before
                      average, casts of hosts and      it (`check_recorded`)
                      of FSDP2
-    moved            a weight that is given storage   nothing; casts and gathers look where it lies
+    moved            a weight that is given storage   nothing; casts and gathers take the new place
     broke off        a `transaction` that raises      everything, until a transaction of as much
                                                       completes
     a write goes on  a `transaction` elsewhere        everything in other threads, until it returns
@@ -120,8 +120,8 @@ class Validity:
         version: changes with the values of the weights.
         places: changes when any of the weights is given other storage; what keeps addresses
             compares it.
-        has_masters: True if somebody casts the weights from masters, and so trains whatever
-            parameters stand for them.
+        has_masters: True if the weights are cast from masters, so that the parameters that stand
+            for them are trained.
         sharded: True if other ranks hold masters too.
         owner: gives the object that shows the masters to `zerocast.verify`, while it lives.
         finish: completes the gather of a weight that is in flight; None while nothing is.
@@ -251,11 +251,11 @@ class Validity:
         self.version = next(_versions)
 
     def moved(self) -> None:
-        """One of the weights lies elsewhere from now on, or belongs to another plan."""
+        """One of the weights was given other storage, or joined another plan."""
         self.places = next(_versions)
 
     def is_cast_from(self, storages: set[int]) -> bool:
-        """True if a master lies in one of these storages, by their addresses."""
+        """True if a master is stored in one of `storages`, given by their addresses."""
         masters = [reference() for reference in self._masters]
         return any(master is not None and _address(master) in storages for master in masters)
 
@@ -376,7 +376,7 @@ def debugging() -> bool:
 
 def set_debug(enabled: bool) -> None:
     """Debug mode: a product with, or `dequantize` of, a weight whose bytes are older than its
-    master raises, whoever changed that.
+    master raises. It does not matter what changed the master.
 
     The RuntimeError says which call is missing. It costs a look at every master's version counter a
     read, and covers what is cast from now on. Meant for a new training loop; off by default.

@@ -18,7 +18,7 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import linear, owners, refused_optimizers, unsupported
+from zerocast.weight import linear, owners, unsupported
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.state import WeightState
 from zerocast.weight.stored import WeightReader
@@ -56,7 +56,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         weight: QuantizedWeight = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=state.dtype, device=state.rowwise_data.device, requires_grad=requires_grad
         )
-        refused_optimizers.refuse_steps(QuantizedWeight)
+        owners.refuse_steps(QuantizedWeight)
         # The wrapper has no memory. C++ code that takes its address raises instead of reading
         # through a null pointer.
         torch._C._set_throw_on_mutable_data_ptr(weight)

@@ -105,7 +105,7 @@ class SafeReader(FileSystemReader):
             metadata = _MetadataUnpickler(io.BytesIO(content)).load()
         except pickle.UnpicklingError:
             raise
-        except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        except Exception as error:  # a damaged pickle can raise any error
             raise ValueError(f"{place} is damaged: {error!r}") from None
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"checkpoint metadata is a {type(metadata).__name__}")
