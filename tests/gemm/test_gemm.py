@@ -332,6 +332,24 @@ def test_a_cpu_without_bf16_instructions_multiplies_in_fp32(monkeypatch, caplog)
     assert len(said) == 1
 
 
+@pytest.mark.parametrize(
+    ("onednn", "avx2", "avx512_bf16", "amx", "expected"),
+    [
+        (False, True, True, True, False),
+        (True, True, False, False, False),  # AVX-512 alone, for which oneDNN emulates them
+        (True, True, True, False, True),
+        (True, True, False, True, True),
+        (True, False, False, False, True),  # no x86 CPU
+    ],
+)
+def test_bf16_products_are_those_of_instructions(monkeypatch, onednn, avx2, avx512_bf16, amx, expected):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx2_supported", lambda: avx2)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert gemm.plain._has_bf16_products() is expected
+
+
 def test_a_cpu_with_bf16_instructions_multiplies_in_bf16(monkeypatch):
     monkeypatch.setattr(gemm.plain, "HAS_BF16_PRODUCTS", True)
     x, weight = torch.randn(8, 64).bfloat16(), torch.randn(32, 64).bfloat16()
