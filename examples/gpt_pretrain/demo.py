@@ -6,8 +6,9 @@ speed.
 
 Each run is torchrun with two ranks on this host, the same seed and the same text. Written to
 `demo_out`: loss.png, results.json and a folder a run with its metrics, TensorBoard files and
-console. On a slow machine all runs get fewer steps, at least 100, said aloud after the second step.
-A run is ended for silence only, and the runs that ended well are shown.
+console. On a slow machine all runs get fewer steps, at least 100, and where these take too long,
+fewer sequences a step; said aloud after a few steps. A run is ended for silence only, and the
+runs that ended well are shown.
 """
 
 import shutil
@@ -30,7 +31,7 @@ from examples.gpt_pretrain.run_log import Record
 DEFAULTS = ["--steps", "300", "--device", "cpu"]  # for train.py; the command line overrides them
 QUANTIZED_COST = 1.2  # a step with quantized weights over one in bf16, on a CPU
 START_SECONDS = 12.0  # from launch to the first step, and from the last step to the end
-PACE_STEPS = 2  # steps after which a run's speed is known
+PACE_STEPS = 4  # steps after which a run's speed is known
 LEAST_STEPS = 100  # of a run, however slow the machine
 
 
@@ -61,16 +62,34 @@ class DemoConfig:
 
 
 class TooSlowError(Exception):
-    """The first run will exceed its share of the time, at `pace` seconds a step."""
+    """The first run will exceed its share of the time.
 
-    def __init__(self, pace: float) -> None:
-        super().__init__(pace)
+    Attributes:
+        pace: seconds a step.
+        batch_size: sequences a step and rank, as `train.py` takes them.
+    """
+
+    def __init__(self, pace: float, batch_size: int) -> None:
+        super().__init__(pace, batch_size)
         self.pace = pace
+        self.batch_size = batch_size
 
 
 def affordable_steps(pace: float, seconds: float) -> int:
     """The steps of a run that takes that long, from its launch to its end."""
     return int((seconds - START_SECONDS) / pace)
+
+
+def affordable_run(pace: float, batch_size: int, seconds: float) -> tuple[int, int]:
+    """(steps, sequences a step and rank) of a run that takes at most `seconds`.
+
+    A run has at least LEAST_STEPS steps. Sequences are halved until so many fit; a single one a
+    step may still take longer.
+    """
+    while batch_size > 1 and affordable_steps(pace, seconds) < LEAST_STEPS:
+        pace = pace / 2
+        batch_size = batch_size // 2
+    return max(affordable_steps(pace, seconds), LEAST_STEPS), batch_size
 
 
 def check_pace(records: Sequence[Record], seconds: float) -> None:
@@ -79,8 +98,9 @@ def check_pace(records: Sequence[Record], seconds: float) -> None:
     if len(times) < PACE_STEPS or records[0]["config"]["steps"] <= LEAST_STEPS:
         return
     pace = min(times)  # the first step warms up, and other work on the machine comes and goes
-    if affordable_steps(pace, seconds) < records[0]["config"]["steps"]:
-        raise TooSlowError(pace)
+    config = records[0]["config"]
+    if affordable_steps(pace, seconds) < config["steps"]:
+        raise TooSlowError(pace, config["batch_size"])
 
 
 class Demo:
@@ -107,9 +127,10 @@ class Demo:
                 records[name], seconds[name] = self._train(name, check_pace_within=None if i else self._config.share())
             except TooSlowError as slow:
                 left = self._config.share(time.monotonic() - began)
-                steps = max(affordable_steps(slow.pace, left), LEAST_STEPS)
-                self._console.print(f"slow machine: {steps} steps a run, at {slow.pace:.2f} s a step")
-                self._arguments += ["--steps", str(steps)]
+                steps, batch_size = affordable_run(slow.pace, slow.batch_size, left)
+                fewer = f" of {batch_size} sequences a rank" if batch_size < slow.batch_size else ""
+                self._console.print(f"slow machine, {slow.pace:.2f} s a step: {steps} steps a run{fewer}")
+                self._arguments += ["--steps", str(steps), "--batch-size", str(batch_size)]
                 records[name], seconds[name] = self._train(name, check_pace_within=None)
 
     def _train(self, name: str, check_pace_within: float | None) -> tuple[list[Record], float]:

@@ -341,7 +341,7 @@ def test_a_silent_run_is_ended(text: Path, tmp_path: Path):
 def test_a_slow_machine_gets_fewer_steps():
     def records(step_seconds: float) -> list[Record]:
         steps = [{"event": "train", "step_seconds": step_seconds} for _ in range(demo.PACE_STEPS)]
-        return [{"event": "start", "config": {"steps": 300}}, *steps]
+        return [{"event": "start", "config": {"steps": 300, "batch_size": 4}}, *steps]
 
     demo.check_pace(records(0.25), seconds=90)
     demo.check_pace(records(9.0)[:-1], seconds=90)  # too early to tell
@@ -350,7 +350,11 @@ def test_a_slow_machine_gets_fewer_steps():
     with pytest.raises(demo.TooSlowError) as caught:
         demo.check_pace(records(0.8), seconds=90)
     assert caught.value.pace == pytest.approx(0.8)
-    assert demo.affordable_steps(caught.value.pace, seconds=90) == int((90 - demo.START_SECONDS) / 0.8)
+    assert caught.value.batch_size == 4
+    least = demo.START_SECONDS + demo.LEAST_STEPS * 0.8
+    assert demo.affordable_run(0.8, 4, seconds=least + 8.1) == (demo.LEAST_STEPS + 10, 4)
+    assert demo.affordable_run(1.6, 4, seconds=least + 8.1) == (demo.LEAST_STEPS + 10, 2)
+    assert demo.affordable_run(80.0, 4, seconds=least) == (demo.LEAST_STEPS, 1)
 
 
 @pytest.mark.parametrize("formats", [("bf16", "nvfp4", "fp8_block"), ("nvfp4", "bf16"), ("bf16",)])
