@@ -10,7 +10,7 @@ from tests import casts
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import ONE_PROCESS
 
 FORMATS = (

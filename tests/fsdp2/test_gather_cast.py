@@ -13,7 +13,7 @@ import zerocast
 from tests.fsdp2 import models, test_bits, test_loops
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 from zerocast.fsdp2 import manager
 from zerocast.fsdp2.gather_cast import GatherCast
 

@@ -15,7 +15,7 @@ from zerocast.bench.workload import Place, Workload
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import whole_sums
 from zerocast.formats.layout import BUFFERS, elements_per_scale

@@ -12,7 +12,7 @@ from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 from zerocast.formats.layout import GradientMessage
 
 
@@ -35,7 +35,7 @@ def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     shard = Shard(workload, fmt, place)
     table, packed = shard.table(), shard.packed
     shard.plan.packed.begin()
-    return Job(lambda: table.partial_amax(packed), lambda: [packed])
+    return Job(lambda: table.measure(packed), lambda: [packed])
 
 
 def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
@@ -62,7 +62,7 @@ partial_cast = _after_amaxes(lambda shard, table: table.partial_cast(shard.packe
 @_after_amaxes
 def amax_and_cast(shard: Shard, table: WeightTable) -> None:
     """The two stages whose work is proportional to the shard and not to the whole weight."""
-    table.partial_amax(shard.packed)
+    table.measure(shard.packed)
     table.partial_cast(shard.packed, None)
 
 
@@ -190,6 +190,7 @@ def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
 @_step
 def step_in_two_passes(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
     """The same where every code waits for reduced amaxes."""
-    table.adam_amax(update, packed, None)
+    lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+    table.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed)
     table.compute_scales(packed, None)
     table.partial_cast(packed, None)

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Validity

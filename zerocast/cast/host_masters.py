@@ -18,11 +18,9 @@ from torch import Tensor
 
 from zerocast.backends.descriptor import BUFFER_COLUMNS, Column
 from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.storage import Places
-from zerocast.cast.weight_table import WeightTable
-from zerocast.formats import Columnwise, FormatSpec, ScaleRule
+from zerocast.cast.tables import Places, TableKey, WeightTable
+from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import Span, amax_counts, byte_range
 
 PIECE = 1 << 22  # elements, a multiple of two; of 4 bytes each at most
@@ -84,19 +82,19 @@ class HostTable(WeightTable):
         for number, piece in enumerate(self._pieces):
             piece.put_in(self._staging[number % 2])
         self._copied: list[Any] = [None, None]
-        self._stored = Places(tensor for shard, *_ in self._shards for tensor in _stored(shard))
+        self._stored = Places(tensor for shard, *_ in self._shards for tensor in shard.stored)
         return self
 
     def moved(self) -> bool:
         """True if a weight, a master or the caller's storage was replaced since then."""
         return super().moved() or self._measured.moved() or self._stored.moved()
 
-    def measure(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
+    def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
         """Amaxes of the masters, brought to the device."""
         assert update is None, "CastPlan.launch refuses it"
         for span in self._ranges:
             self._mirror[span.start : span.stop].zero_()
-        self._measured.partial_amax(self._mirror)
+        self._measured.measure(self._mirror)
         self._send(packed)
 
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
@@ -138,9 +136,7 @@ class HostTable(WeightTable):
     def _row_on_host(self, table: WeightTable, number: int, span: Span) -> list[int]:
         """A row for some elements of a weight, with its tensor amax and scale on the host."""
         shard, shared, place, flag = self._shards[number]
-        row = table._row(shard.weight.matrix_shape, place, 0)
-        if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
-            row[Column.SHARED_AMAX] = shared
+        row = table.add_row(shard.weight.matrix_shape, place, shared=shared)
         row[Column.NOT_FINITE] = flag
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         if shard.master is not None:
@@ -180,12 +176,6 @@ class HostTable(WeightTable):
             yield piece
 
 
-def _stored(shard: MasterShard) -> tuple[Tensor, ...]:
-    """The caller's own storage of a shard's codes, if it gave any."""
-    own = shard.shard_data
-    return own if isinstance(own, tuple) else (own,) if own is not None else ()
-
-
 @dataclass
 class _Piece:
     """Some owned elements that are cast into host memory together, and where their codes go.
@@ -204,7 +194,7 @@ class _Piece:
         """Append the elements `span` of a weight, of which `row` is a row of the table."""
         first, last = byte_range(fmt, shard.weight.matrix_shape, span, shard.weight.dtype)
         origin, _ = byte_range(fmt, shard.weight.matrix_shape, shard.span, shard.weight.dtype)
-        stored = _stored(shard)
+        stored = shard.stored
         for direction in range(2 if fmt.columnwise is Columnwise.OWN_GRID else 1):
             name = _DIRECTIONS[direction]
             whole = stored[direction] if stored else shard.weight.state.buffers[name]

@@ -47,6 +47,13 @@ class MasterShard:
         return self.master is not None and lies_on_host(self.master, self.weight.device)
 
     @property
+    def stored(self) -> tuple[Tensor, ...]:
+        """The separate shard storage by direction, rowwise first; empty without any."""
+        if self.shard_data is None:
+            return ()
+        return self.shard_data if isinstance(self.shard_data, tuple) else (self.shard_data,)
+
+    @property
     def rows(self) -> Span:
         """The rows of which this rank computes scales: all, or those around its span where scales
         are gathered. Scale buffers are padded to so many rows at most, so none ends inside.

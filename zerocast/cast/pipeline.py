@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 
 
 class AmaxReduction(ABC):

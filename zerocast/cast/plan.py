@@ -21,7 +21,7 @@ from zerocast.cast.plan_tables import CastTables
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchPart
 from zerocast.cast.switched_bytes import SwitchedBytes, share_cast_bytes
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.verification.master_views import MasterView, MasterViews

@@ -8,7 +8,7 @@ import torch
 from zerocast.cast.host_masters import HostTable, host_tensor
 from zerocast.cast.packed_amax import PackedAmax
 from zerocast.cast.partition import Partition
-from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.formats.layout import Span
 
 

@@ -6,7 +6,7 @@ so `attach` refuses it, and the first step reports masters over which no attache
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.partition import Partition
-from zerocast.cast.storage import storages_of
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
+from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, check_unclaimed
 from zerocast.weight.state import WeightState
 
@@ -97,7 +97,7 @@ class StepHooks:
     def _without_step(self, stepped: set[int | None]) -> list[int]:
         """The weights whose masters lie in none of these storages."""
         held = [(index, shard.master) for index, shard in enumerate(self.partition.shards) if shard.master is not None]
-        return [] if None in stepped else [index for index, master in held if not storages_of([master]) & stepped]
+        return [] if None in stepped else [index for index, master in held if not _storages_of([master]) & stepped]
 
 
 class _CastAfterStep:
@@ -122,4 +122,27 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
     """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])
+    return _storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])
+
+
+def _storages_of(tensors: Iterable[Tensor]) -> set[int | None]:
+    """The addresses of the storages that these tensors have elements in; None stands for one that
+    cannot be known.
+
+    A DTensor lies where its local tensor does, a QuantizedWeight where its codes do. Tensors on the
+    meta device, and other subclasses without storage, are not known.
+    """
+    return {_storage_of(tensor) for tensor in tensors} - {0}
+
+
+def _storage_of(tensor: Tensor) -> int | None:
+    """Zero for a tensor without elements on this rank."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if not local.numel():
+        return 0
+    if isinstance(local, QuantizedWeight):
+        local = local.state.rowwise_data
+    try:
+        return local.untyped_storage().data_ptr() or None
+    except (NotImplementedError, RuntimeError):
+        return None

@@ -17,7 +17,7 @@ from zerocast import backends
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
-from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.formats import AmaxPolicy, layout
 from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
 from zerocast.fsdp2.amax_reduction import BoundaryAmaxes, ReductionGroup

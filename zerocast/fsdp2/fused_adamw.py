@@ -16,10 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
-from zerocast.cast.descriptor_table import TableKey
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
-from zerocast.cast.storage import Places
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import Places, TableKey, WeightTable
 from zerocast.distributed.agreement import raise_together
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.weight_table import WeightTable, WeightTables
+from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.fsdp2.gather_layout import GatherLayout
 from zerocast.weight import QuantizedWeight
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.cast.columnwise import ColumnwiseCopies
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight import QuantizedWeight

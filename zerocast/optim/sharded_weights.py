@@ -7,7 +7,7 @@ import torch
 
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.plan import CastPlan
-from zerocast.cast.weight_table import WeightTable
+from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape

@@ -1,0 +1,475 @@
+"""Tables: where the weights of a cast lie, and the stages of a cast over all of them at once.
+
+Weights of one format and dtype are the rows of one WeightTable. A row says where the weight and its
+master lie, as offsets into the few storages that hold them (StorageTable), and which elements this
+rank owns. Each stage is then one call, whatever the number of weights.
+"""
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from zerocast.backends import checks, ops
+from zerocast.backends.descriptor import BUFFER_COLUMNS, WIDTH, Column, check_rows
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.partition import MasterShard
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, get_format
+from zerocast.formats.layout import Span, byte_range, whole_block_rows
+from zerocast.formats.memory import check_storage
+from zerocast.weight import QuantizedWeight
+
+# A format without amaxes is measured as this one in an optimizer step, for the flags of masters
+# that are not finite. Its amax is not read.
+MEASURED_AS = get_format("fp8_current")
+
+
+class Places:
+    """The addresses of tensors when this was made, to find out later whether one was given other
+    memory (`.data =`), or its storage another size (`untyped_storage().resize_`).
+
+    Each tensor is compared by address and size, each storage behind one once.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], storages: Iterable[Tensor] = ()) -> None:
+        self._tensors = list(tensors)
+        by_address = {
+            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in (*self._tensors, *storages)
+        }
+        self._storages = list(by_address.values())
+        self._noted = self._look()
+
+    def moved(self) -> bool:
+        """True if any of them has other memory than when this was made."""
+        return self._look() != self._noted
+
+    def _look(self) -> list[object]:
+        """Return lists made without a Python loop, since this runs in every cast."""
+        tensors, sizes = self._tensors, list(map(UntypedStorage.nbytes, self._storages))
+        return [list(map(Tensor.data_ptr, tensors)), list(map(_nbytes, tensors)), list(map(_dtype, tensors)), sizes]
+
+
+_nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")
+_dtype: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
+
+
+class StorageTable:
+    """The storages behind the tensors of one role, such as all masters. A stage gets them as a list
+    of flat tensors.
+
+    Attributes:
+        dtype: that of the role, uint8 for data of any kind.
+        tensors: one for each storage, over the whole of it.
+        followed: the tensors whose addresses tell that something moved. These are the first one of
+            each storage, and those that `add` was asked to follow.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.tensors: list[Tensor] = []
+        self.followed: list[Tensor] = []
+        self._index: dict[tuple[int, int], int] = {}
+
+    def add(self, tensor: Tensor, follow: bool = False) -> tuple[int, int]:
+        """(base index, offset in elements of `dtype`) of a contiguous tensor."""
+        storage = tensor.untyped_storage()
+        # Storages at one address may differ in size, where a host made them over memory of its own.
+        key = storage.data_ptr(), storage.nbytes()
+        is_new = key not in self._index
+        if is_new:
+            self._index[key] = len(self.tensors)
+            flat = torch.empty(0, dtype=self.dtype, device=tensor.device)
+            self.tensors.append(flat.set_(storage, 0, (storage.nbytes() // self.dtype.itemsize,), (1,)))
+        if is_new or follow:
+            self.followed.append(tensor)
+        return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
+
+    def add_whole(self, tensor: Tensor) -> tuple[int, int]:
+        """(base index, 0) of a flat tensor that is a base by itself, so that others of its size
+        can be beside it.
+        """
+        check_storage("a master", tensor)
+        self.tensors.append(tensor)
+        self.followed.append(tensor)
+        return len(self.tensors) - 1, 0
+
+
+@dataclass(frozen=True)
+class TableKey:
+    """The properties that all weights of a table share.
+
+    Attributes:
+        backend: a name from `zerocast.backends`.
+        fmt: the format.
+        nominal: the dtype that the weights compute in.
+        master: the dtype of the masters.
+        external_scaling_state: True if a host keeps scales and amax histories.
+        takes_updates: True if an AdamUpdate steps the masters; else they were stepped before they
+            are measured.
+    """
+
+    backend: str
+    fmt: FormatSpec
+    nominal: torch.dtype
+    master: torch.dtype = torch.float32
+    external_scaling_state: bool = False
+    takes_updates: bool = True
+
+
+class WeightTable:
+    """Weights with the same TableKey, one in a row. Add weights, then `freeze`, then call stages.
+
+    Attributes:
+        key: what they have in common.
+        masters: the storages of their masters.
+        buffers: the storages of their buffers, by the name of the buffer.
+        table: i64 `[rows, WIDTH]` on the device, from `freeze` on.
+    """
+
+    table: Tensor
+
+    def __init__(self, key: TableKey, device: torch.device, of_whole_weights: bool = False) -> None:
+        self.key, self.device = key, device
+        # True where stages read all codes of a weight, and not those of its owned elements alone.
+        self._of_whole_weights = of_whole_weights
+        self._rows: list[list[int]] = []
+        self._groups: list[int] = []  # the parameter group of each row
+        self._has_amaxes = key.fmt.amax_policy is not AmaxPolicy.NONE
+        scale = torch.float32 if key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
+        dtypes = {name: torch.float32 for name in ("amax", "scale", "amax_history")}
+        dtypes |= {name: scale for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
+        dtypes |= {name: torch.uint8 for name in ("rowwise_data", "columnwise_data")}
+        self.buffers = {name: StorageTable(dtype) for name, dtype in dtypes.items()}
+        self.masters = StorageTable(key.master)
+
+    # -- rows
+
+    def add_row(self, shape: Block, place: Sequence[int], group: int = 0, shared: int = -1) -> list[int]:
+        """Append a row that points at nothing, for a matrix of this shape with its amaxes at
+        `place`; returns it to be filled in.
+
+        Args:
+            shape: of the matrix.
+            place: where the rowwise amaxes begin, and those of a columnwise grid of its own.
+            group: the parameter group.
+            shared: where the amax lies that the weight shares with others; -1 for none.
+        """
+        row = [-1] * WIDTH
+        row[Column.ROWS], row[Column.COLUMNS] = shape
+        row[Column.START] = row[Column.NUMEL] = 0
+        row[Column.ROW_AMAX], row[Column.COLUMN_AMAX] = place[0], place[-1]
+        if self.key.fmt.scale_rule is ScaleRule.TWO_LEVEL:
+            row[Column.SHARED_AMAX] = shared
+        self._rows.append(row)
+        self._groups.append(group)
+        return row
+
+    def add(
+        self, weight: QuantizedWeight, place: Sequence[int] = (0, 0), group: int = 0, shared: int = -1
+    ) -> list[int]:
+        """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
+        row = self.add_row(weight.matrix_shape, place, group, shared)
+        for name, (base, offset) in BUFFER_COLUMNS.items():
+            tensor = weight.state.buffers[name]
+            # A tensor without elements stands for codes that are not kept.
+            if tensor is not None and tensor.numel():
+                row[base], row[offset] = self.buffers[name].add(tensor)
+        return row
+
+    def add_shard(
+        self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, flag: int = -1
+    ) -> None:
+        """Append a weight with what this rank owns of it. `flag` is the place of the number that
+        becomes 1 where its master is not finite.
+        """
+        row = self.add(shard.weight, place, group, shared)
+        row[Column.NOT_FINITE] = flag
+        if shard.master is not None:
+            self.set_span(row, shard, shard.span, shard.master)
+        if shard.cuts is not None:
+            self._narrow(row, shard)
+
+    def add_master(
+        self,
+        master: Tensor,
+        shape: Block,
+        span: Span,
+        place: Sequence[int],
+        group: int,
+        flag: int,
+        codes: Tensor | None = None,
+    ) -> None:
+        """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own,
+        for `adam_each`; with its own `codes`, u8, for `cast_each`.
+        """
+        row = self.add_row(shape, place, group)
+        row[Column.NOT_FINITE] = flag
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
+        if codes is not None:
+            base, offset = self.buffers["rowwise_data"].add(codes)
+            first, _ = byte_range(self.key.fmt, shape, span, self.key.nominal)
+            row[Column.ROW_DATA_BASE], row[Column.ROW_DATA_OFFSET] = base, offset - first
+
+    def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
+        """Fill in the columns of an owned span, and of separate shard storage, whose first byte
+        holds the shard's first element.
+        """
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.add_to_masters(master)
+        first, _ = byte_range(self.key.fmt, shard.weight.shape, shard.span, shard.weight.dtype)
+        for name, tensor in zip(("rowwise_data", "columnwise_data"), shard.stored, strict=False):
+            base, offset = BUFFER_COLUMNS[name]
+            row[base], row[offset] = self.buffers[name].add(tensor)
+            row[offset] -= first
+
+    def add_to_masters(self, master: Tensor) -> tuple[int, int]:
+        """(base index, offset) of a master. A view stays where its base is; others, that lie in one
+        storage too, may be given their own (`.data =`).
+        """
+        return self.masters.add(master, follow=not master._is_view())
+
+    def _narrow(self, row: list[int], shard: MasterShard) -> None:
+        """Let a row stand for the rows of a weight whose scales this rank computes, as if they were
+        a weight of their own.
+        """
+        (rows, columns), narrow = shard.weight.matrix_shape, shard.rows
+        row[Column.ROWS] = narrow.numel
+        row[Column.START] -= narrow.start * columns
+        names = ["rowwise_data", "rowwise_scale_inv"]
+        if shard.weight.format.columnwise is Columnwise.OWN_GRID:
+            names += ["columnwise_data", "columnwise_scale_inv"]
+        for name in names:
+            tensor = shard.weight.state.buffers[name]
+            assert tensor is not None, name
+            row[BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
+
+    def freeze(self) -> "WeightTable":
+        """Make tensors of the rows and prepare the stages. ValueError for a row that reaches
+        outside of the memory that there is.
+        """
+        key, masters = self.key, self.masters.tensors
+        held = {name: storages.tensors for name, storages in self.buffers.items()}
+        check_rows(key.fmt, key.nominal, self._rows, {"the master": masters}, held, self._of_whole_weights)
+        self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
+        self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
+        owned = [(row, group) for row, group in zip(self._rows, self._groups, strict=True) if row[Column.NUMEL]]
+        # How far an AdamUpdate reaches, in elements beside the masters and in rows of scalars.
+        self._end = max((row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row, _ in owned), default=0)
+        self._group_count = 1 + max((group for _, group in owned), default=-1)
+        followed = itertools.chain.from_iterable(storages.followed for storages in self._storages())
+        bases = itertools.chain.from_iterable(storages.tensors for storages in self._storages())
+        self._places = Places(followed, bases)
+        by_argument = {argument: held[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
+        checks.know(self.table, {"masters": masters, **by_argument})
+        self._bind_stages()
+        return self
+
+    def moved(self) -> bool:
+        """True if a storage was replaced since the table was frozen, or has another size."""
+        return self._places.moved()
+
+    def lies_like(self, other: "WeightTable") -> bool:
+        """True if both tables describe the same weights in the same memory."""
+        return (self.key, self._rows, self._groups, self._bases()) == (
+            other.key,
+            other._rows,
+            other._groups,
+            other._bases(),
+        )
+
+    def _storages(self) -> list[StorageTable]:
+        return [self.masters, *self.buffers.values()]
+
+    def _bases(self) -> list[list[int]]:
+        return [[tensor.data_ptr() for tensor in storages.tensors] for storages in self._storages()]
+
+    # -- rows of blocks that this rank owns in whole, and those that a boundary between ranks cuts
+
+    @cached_property
+    def cut_rows(self) -> "WeightTable | None":
+        """The owned elements in rows of exchange blocks that a boundary cuts, whose codes wait for
+        reduced amaxes; None without any.
+        """
+        return self._part(lambda span, whole: (Span(span.start, whole.start), Span(whole.stop, span.stop)))
+
+    @cached_property
+    def _whole_rows(self) -> "WeightTable | None":
+        return self._part(lambda span, whole: (whole,))
+
+    def _part(self, pieces: Callable[[Span, Span], Sequence[Span]]) -> "WeightTable | None":
+        """The table of `pieces(owned span, the rows of exchange blocks in it that are owned in
+        whole)` of each weight, in the same storages; None without any.
+        """
+        part = WeightTable(self.key, self.device)
+        part.masters, part.buffers = self.masters, self.buffers
+        for row, group in zip(self._rows, self._groups, strict=True):
+            span = Span(row[Column.START], row[Column.START] + row[Column.NUMEL])
+            whole = whole_block_rows(self.key.fmt, (row[Column.ROWS], row[Column.COLUMNS]), span)
+            for piece in pieces(span, whole) if span.numel else ():
+                if piece.numel:
+                    of_piece = row.copy()
+                    of_piece[Column.START], of_piece[Column.NUMEL] = piece.start, piece.numel
+                    of_piece[Column.MASTER_OFFSET] += piece.start - span.start
+                    part._rows.append(of_piece)
+                    part._groups.append(group)
+        return part.freeze() if part._rows else None
+
+    # -- stages
+
+    def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
+        """Measure the blocks that this rank owns elements of, after an `update` of the masters if
+        there is one. `cast_rest` with the same update writes what codes it leaves.
+
+        Where scales are local (`FormatSpec.casts_in_one_pass`) an update writes the codes in the
+        same pass, except of the rows of blocks that a boundary cuts.
+        """
+        if not self.masters.tensors:
+            return
+        if update is None or not self.key.takes_updates:
+            if self._has_amaxes or update is not None:
+                self._partial_amax(packed=packed)
+            return
+        self._check_update(update)
+        adam = self.cast_each if self.key.fmt.casts_in_one_pass else self.adam_each
+        lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+        adam(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+
+    def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
+        """Compute scale buffers and tensor amaxes, the same on every rank."""
+        if self.key.fmt.scale_rule is not ScaleRule.NONE:
+            self._compute_scales(packed=packed, skip=skip)
+
+    def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
+        """Write the codes that `measure` has left, by reduced amaxes."""
+        if update is None or not self.key.takes_updates or not self.key.fmt.casts_in_one_pass:
+            self.partial_cast(packed, skip)
+        elif self.cut_rows:
+            self.cut_rows.partial_cast(packed, skip)
+
+    def partial_cast(self, packed: Tensor, skip: Tensor | None) -> None:
+        """Write the codes of the owned elements."""
+        if self.masters.tensors:
+            self._partial_cast(packed=packed, skip=skip)
+
+    def roll_history(self, skip: Tensor | None) -> None:
+        """Delayed scaling: compute the scale of the next cast, unless a host keeps the history."""
+        if self.key.fmt.amax_policy is AmaxPolicy.DELAYED and not self.key.external_scaling_state:
+            self._roll_history(skip=skip)
+
+    def transpose(self) -> None:
+        """Make the columnwise copies from the rowwise bytes."""
+        self._transpose()
+
+    def adam_each(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        *,
+        scalars: Tensor,
+        clip: Tensor,
+        packed: Tensor,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Adam on masters that have gradients and moments of their own, flat and as large as they
+        are; amaxes into `packed`.
+
+        `scalars` and `clip` are those of an AdamUpdate.
+        """
+        self._adam_amax(
+            grads=grads,
+            exp_avgs=exp_avgs,
+            exp_avg_sqs=exp_avg_sqs,
+            scalars=scalars,
+            clip=clip,
+            packed=packed,
+            skip=skip,
+        )
+
+    def cast_each(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        *,
+        scalars: Tensor,
+        clip: Tensor,
+        packed: Tensor,
+        skip: Tensor | None = None,
+    ) -> None:
+        """The same, and in the same pass the codes of the rows of blocks that are owned in whole.
+        For `key.fmt.casts_in_one_pass`. `cut_rows` get their codes once amaxes are reduced.
+        """
+        state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
+        state |= {"scalars": scalars, "clip": clip, "packed": packed, "skip": skip}
+        if self._whole_rows:
+            self._whole_rows._adam_cast(**state)
+        if self.cut_rows:
+            self.cut_rows._adam_amax(**state)
+
+    def _check_update(self, update: AdamUpdate) -> None:
+        """ValueError or TypeError unless all masters are views of one tensor, beside which those
+        of the update lie alike as far as masters take it.
+        """
+        if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
+            raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
+        (master,) = self.masters.tensors
+        for name, tensor in (("grad", update.grad), ("exp_avg", update.exp_avg), ("exp_avg_sq", update.exp_avg_sq)):
+            checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.FLOATS, self._end, master.device)
+        checks.check_moments(update.exp_avg, update.exp_avg_sq)
+        checks.check_scalars(update.scalars, update.clip, self._group_count, master.device)
+
+    def _bind_stages(self) -> None:
+        measured_as = self.key.fmt if self._has_amaxes else MEASURED_AS
+        self._partial_amax = self._bind(ops.partial_amax, measured_as)
+        self._adam_amax = self._bind(ops.adam_amax, measured_as)
+        self._adam_cast = self._bind(ops.adam_cast, self.key.fmt)
+        self._compute_scales = self._bind(ops.compute_scales, self.key.fmt)
+        self._partial_cast = self._bind(ops.partial_cast, self.key.fmt)
+        self._roll_history = self._bind(ops.roll_history, self.key.fmt)
+        self._transpose = self._bind(ops.transpose, self.key.fmt)
+
+    def _bind(self, stage: ops.Stage, fmt: FormatSpec) -> Callable[..., None]:
+        """The stage with all that is the same in every cast."""
+        known: dict[str, Any] = {
+            "nominal": self.key.nominal,
+            "masters": self.masters.tensors,
+            "table": self.table,
+            "groups": self._group_rows,
+        }
+        known |= {argument: self.buffers[name].tensors for argument, name in checks.BUFFER_ARGUMENTS.items()}
+        taken = {name: known[name] for name in stage.arguments if name in known}
+        return stage.bind(self.key.backend, str(fmt), **taken)
+
+
+class WeightTables(dict[TableKey, WeightTable]):
+    """Tables by key, each made by `make` when its first weight arrives."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        backend: str,
+        make: "Callable[[TableKey, torch.device], WeightTable]" = WeightTable,
+    ) -> None:
+        super().__init__()
+        self._device, self._backend, self._make = device, backend, make
+
+    def of(
+        self, weight: QuantizedWeight, master: torch.dtype = torch.float32, takes_updates: bool = True
+    ) -> WeightTable:
+        """The table of a weight with masters of this dtype."""
+        external = weight.state.external_scaling_state
+        key = TableKey(self._backend, weight.format, weight.dtype, master, external, takes_updates)
+        if key not in self:
+            self[key] = self._make(key, self._device)
+        return self[key]
+
+    def freeze(self) -> list[WeightTable]:
+        """Freeze all tables and return them."""
+        return [table.freeze() for table in self.values()]
