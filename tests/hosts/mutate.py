@@ -50,7 +50,7 @@ VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_optimizer
 FUSED, STATE = "zerocast/fsdp2/fused_adamw.py", "zerocast/fsdp2/state.py"
 PREPARE, MANAGER = "zerocast/fsdp2/prepare.py", "zerocast/fsdp2/manager.py"
 METHODS, APEX = "integrations/megatron/guard.py", "integrations/apex/optimizer.py"
-OWNERSHIP, AMAXES = "zerocast/distributed/ownership.py", "zerocast/cast/packed_amax.py"
+OWNERSHIP, AMAXES = "zerocast/distributed/ownership.py", "zerocast/cast/amaxes.py"
 PARTITION, MOVED = "zerocast/cast/partition.py", "zerocast/optim/foreign_writes.py"
 NO_GUARD = "if True:"
 APEX_CHECK = "        self._plan.validity.check(Use.REDUCE)\n"
@@ -240,14 +240,14 @@ MUTANTS = [
     _mutant(
         "amaxes of cut blocks are reduced",
         AMAXES,
-        "            self.buffer[self._there] = self.buffer[self._here]\n",
+        "            self.buffer[self._targets] = self.buffer[self._sources]\n",
         "            pass\n",
         PLANS,
     ),
     _mutant(
         "reduced amaxes of cut blocks are taken",
         AMAXES,
-        "            self.buffer[self._here] = self.buffer[self._there]\n",
+        "            self.buffer[self._sources] = self.buffer[self._targets]\n",
         "            pass\n",
         PLANS,
     ),
@@ -261,15 +261,15 @@ MUTANTS = [
     _mutant(
         "each cut row has a place of its own",
         AMAXES,
-        "                size += row.cuts.numel() * row.across\n",
-        "",
+        "layout.reserve(rows.numel) for rows",
+        "layout.reserve(rows.across) for rows",
         PLANS,
     ),
     _mutant(
         "ranks agree on the dtype of amaxes",
         AMAXES,
-        "        dtypes = {self._dtype(index) for index in cast if self._has_amaxes(index)}\n",
-        "        dtypes = {self._dtype(index) for index in cast if self._shards[index].span.numel}\n",
+        "weight for index in cast if _has_amaxes(shards[index])]\n        # Amaxes",
+        "weight for index in cast if shards[index].span.numel]\n        # Amaxes",
         PLANS,
     ),
     _mutant(

@@ -1,42 +1,26 @@
 """The pipeline of a cast: partial amaxes, one reduction, scales, codes. All weights and formats
 together.
 
-Hosts differ in what has to be reduced and in nothing else. A plan, whose ranks hold any spans of a
-weight, reduces every amax, or those of cut block rows where scales are gathered (`PackedAmax`);
-FSDP2, whose ranks hold whole rows, reduces those of the block rows that a boundary between ranks
-cuts (`zerocast.fsdp2.amax_reduction`).
+Hosts differ in what has to be reduced and in nothing else (`zerocast.cast.amaxes`).
 """
 
 import contextlib
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.amaxes import PackedAmaxes
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.tables import WeightTable
-
-
-class AmaxReduction(ABC):
-    """The amaxes of some weights, f32 or bf16 in one `buffer`, and how ranks reduce them."""
-
-    buffer: Tensor
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Put zeros where amaxes are about to be measured."""
-
-    @abstractmethod
-    def reduce(self) -> None:
-        """Reduce the measured amaxes over the ranks, by one collective at most."""
 
 
 @torch.no_grad()
 def cast(
     tables: Sequence[WeightTable],
-    amaxes: AmaxReduction,
+    amaxes: PackedAmaxes[Any],
     delayed: DelayedScaling,
     *,
     unmeasured: Sequence[WeightTable] | None = None,

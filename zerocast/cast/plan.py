@@ -4,6 +4,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,19 +12,20 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.amaxes import PlanAmaxes
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.finite_masters import FiniteMasters
-from zerocast.cast.packed_amax import PackedAmax
-from zerocast.cast.partition import ShardData, partition
+from zerocast.cast.host_masters import HostTable, host_tensor
+from zerocast.cast.partition import Partition, ShardData, partition
 from zerocast.cast.pipeline import cast
-from zerocast.cast.plan_tables import CastTables
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchPart
 from zerocast.cast.switched_bytes import SwitchedBytes, share_cast_bytes
-from zerocast.cast.tables import WeightTable
+from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
+from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, train
@@ -397,11 +399,10 @@ class CastPlan:
         """Derive from the partition and the formats all that a cast needs."""
         # the text that ranks compare; the caller fills in its step
         self._call = _numbered(self.group) + self._step_of_caller
-        device = self._partition.device
-        self.packed = PackedAmax(self._partition, self._cast, device, self.group, self._is_stepped)
+        self.packed = PlanAmaxes(self._partition, self._cast, self.group, self._is_stepped)
         self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
         self._columnwise = ColumnwiseCopies(self.weights, self.backend)
-        self.delayed = DelayedScaling(self._delayed_buffers(), device)
+        self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
         self._bind()
 
     def _follow(self) -> None:
@@ -437,3 +438,55 @@ def _numbered(group: Group) -> str:
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1
     return f"casts by plan {_built[name]} of its group"
+
+
+@dataclass(frozen=True)
+class CastTables:
+    """The tables that a cast works by, for where everything lies now.
+
+    Attributes:
+        owned: the weights that this rank computes scales of, with the elements that it owns.
+        boundary: the elements of other ranks that it writes beside its own, where two ranks share a
+            byte.
+        on_host: True if any masters lie on the host, and the weights on another device.
+    """
+
+    owned: list[WeightTable]
+    boundary: list[WeightTable]
+    on_host: bool = False
+
+    @staticmethod
+    def of(
+        partition: Partition, cast: Sequence[int], amaxes: PlanAmaxes, param_groups: Sequence[int | None]
+    ) -> "CastTables":
+        """The tables of the weights `cast`. Local and silent."""
+        device, backend = partition.device, partition.backend
+        on_host = partition.has_host_masters
+        mirror = host_tensor(amaxes.buffer.numel() if on_host else 0, amaxes.buffer.dtype, device)
+        of_device = WeightTables(device, backend)
+        of_host = WeightTables(device, backend, lambda key, device: HostTable(key, device, mirror))
+        for index in cast:
+            if index not in amaxes.offsets:
+                continue  # Other ranks compute its scales.
+            shard, group = partition.shards[index], param_groups[index]
+            master = torch.float32 if shard.master is None else shard.master.dtype
+            tables = of_host if shard.on_host else of_device
+            table = tables.of(shard.weight, master, takes_updates=group is not None)
+            shared, flag = amaxes.shared.get(index, -1), amaxes.flag_of.get(index, -1)
+            table.add_shard(shard, amaxes.offsets[index], group or 0, shared, flag)
+        boundary = _boundary_tables(partition, amaxes)
+        return CastTables([*of_device.freeze(), *of_host.freeze()], boundary.freeze(), on_host)
+
+
+def _boundary_tables(partition: Partition, amaxes: PlanAmaxes) -> WeightTables:
+    """Tables of the elements of other ranks that this rank writes beside its own."""
+    tables = WeightTables(partition.device, partition.backend)
+    elements = amaxes.boundary
+    if elements is None:
+        return tables
+    for index, element, slot in elements.others:
+        shard = partition.shards[index]
+        table = tables.of(shard.weight)
+        row = table.add(shard.weight, amaxes.offsets[index])
+        table.set_span(row, shard, Span(element, element + 1), elements.received[slot : slot + 1])
+    return tables

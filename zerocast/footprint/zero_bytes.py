@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.cast.packed_amax import cut_rows
+from zerocast.cast.amaxes import cut_rows
 from zerocast.footprint.collective import Collective
 from zerocast.footprint.weight_bytes import (
     FP32,

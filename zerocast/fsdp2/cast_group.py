@@ -20,7 +20,7 @@ from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.formats import AmaxPolicy, layout
 from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
-from zerocast.fsdp2.amax_reduction import BoundaryAmaxes, ReductionGroup
+from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import JointLayout
 from zerocast.fsdp2.gather_status import DirtyStatus
@@ -37,14 +37,13 @@ class CastGroup:
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup, keep_codes: bool) -> None:
-        self.weights, self.amaxes, self.keep_codes = weights, BoundaryAmaxes(weights, reduction), keep_codes
+        self.weights, self.amaxes, self.keep_codes = weights, StepAmaxes(weights, reduction), keep_codes
         self._device = weights[0].master.device
         self._backend = backends.choose(self._device)
         self._delayed_buffers = _delayed_buffers(weights, self._device)
         self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
         self.delayed.load_state_dict(_seeded_state(weights))
         self.shards: dict[str, MasterShard] = {}
-        self.amaxes.shards = self.shards
         # (in a side channel, of the stages): scales of owned block rows
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._holds_scales = False

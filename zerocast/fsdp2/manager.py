@@ -25,7 +25,7 @@ from zerocast.distributed.agreement import check_same_call, largest_of_ranks, va
 from zerocast.distributed.group import Caller, Group
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.amax_reduction import ReductionGroup
+from zerocast.fsdp2.amax_layout import ReductionGroup
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.gather_layout import MOST_KEPT
 from zerocast.fsdp2.gather_status import StatusExchange

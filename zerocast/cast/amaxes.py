@@ -1,0 +1,435 @@
+"""PackedAmaxes: the amaxes of all weights that are cast together in one buffer, and the one
+reduction of a cast.
+
+MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when
+every nominal dtype is, else FP32. A NaN never enters a MAX; it is sent as a flag.
+
+Hosts differ in what has to be reduced and in nothing else. An AmaxLayout says it. In a plan, whose
+ranks hold any spans of a weight, it looks like this (`layout_of_plan`):
+
+    | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes, unread |
+    |<------------------------- reduced -------------------------->|<--- not reduced ---->|
+
+* amaxes: of the weights that every rank computes all scales of. The NVFP4 tensor amax is the
+  maximum of the reduced block amaxes and needs no collective of its own.
+* shared: one place for each group of weights that share a tensor amax. Each rank enters the largest
+  that it has measured of any of them.
+* own amaxes: of weights whose scales the caller gathers. A rank needs only those of the rows around
+  its span, so every rank has different ones. Rows of blocks that a cut divides are copied to places
+  among the reduced ones that all ranks know, and back.
+* boundary: elements beside odd NVFP4 cuts (`BoundaryElements`).
+* flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
+  weights without amaxes have a flag too: the step measures them, and their amaxes go to one place
+  at the end, which nothing reads.
+* call: two numbers by which ranks that are in different calls find out.
+
+FSDP2, whose ranks hold whole rows, has own amaxes and flags alone, and reduces tensor amaxes and
+the block rows that a boundary between ranks cuts (`zerocast.fsdp2.amax_layout`).
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.partition import MasterShard, Partition
+from zerocast.distributed.agreement import SameCall
+from zerocast.distributed.group import Group
+from zerocast.distributed.ownership import Ownership
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
+from zerocast.formats.layout import Span, amax_counts, amax_grid
+from zerocast.formats.shared_amax import groups_cast_together
+
+# The index of a weight in its plan, or its name.
+Weight = TypeVar("Weight")
+
+
+class AmaxLayout(Generic[Weight]):
+    """Where everything lies in the buffer of amaxes, in elements. Regions follow each other in the
+    order in which they are placed.
+
+    Attributes:
+        size: all elements so far.
+        offsets: where the rowwise amaxes of a weight begin, and those of a columnwise grid of its
+            own.
+        flag_of: the place of a weight's flag.
+        shared: for a weight that shares a tensor amax with others, its place.
+        flags: all flags.
+        boundary: the elements beside odd cuts, four numbers for each.
+        call: the two numbers of the call; empty where nothing is compared.
+        reduced: what ranks reduce.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.offsets: dict[Weight, tuple[int, int]] = {}
+        self.flag_of: dict[Weight, int] = {}
+        self.shared: dict[Weight, int] = {}
+        self.flags = self.boundary = self.call = self.reduced = Span(0, 0)
+        # The amaxes of groups, one group behind another: where each begins, and where all end.
+        self.group_bounds = [0]
+        # One place for each group, whose largest amax is reduced there.
+        self.maxima = Span(0, 0)
+        # (place, maximum): places that take the reduced maximum of their group.
+        self.takers: list[tuple[int, int]] = []
+        # Places of own amaxes, and the places where these are reduced.
+        self._sources: list[Tensor] = []
+        self._targets: list[Tensor] = []
+
+    def reserve(self, numel: int) -> Span:
+        """The next `numel` elements."""
+        span = Span(self.size, self.size + numel)
+        self.size = span.stop
+        return span
+
+    def place(self, weight: Weight, counts: tuple[int, int]) -> None:
+        """Place so many rowwise and columnwise amaxes of a weight."""
+        first = self.reserve(sum(counts)).start
+        self.offsets[weight] = first, first + counts[0]
+
+    def place_groups(self, groups: Sequence[Sequence[Weight]], counts: Mapping[Weight, tuple[int, int]]) -> None:
+        """Place the amaxes of groups whose largest amax is reduced."""
+        self.group_bounds = [self.size]
+        for group in groups:
+            for weight in group:
+                self.place(weight, counts[weight])
+            self.group_bounds.append(self.size)
+
+    def place_maxima(self, groups: Sequence[Sequence[Weight]]) -> None:
+        """Place one maximum for each of the groups."""
+        self.maxima = self.reserve(len(groups))
+        for number, group in enumerate(groups):
+            self.shared |= dict.fromkeys(group, self.maxima.start + number)
+
+    def place_flags(self, weights: Sequence[Weight]) -> None:
+        """Place a flag for each of these weights."""
+        self.flags = self.reserve(len(weights))
+        self.flag_of = {weight: self.flags.start + number for number, weight in enumerate(weights)}
+
+    def reduce_at(self, sources: Tensor, targets: Tensor) -> None:
+        """Reduce the own amaxes at the places `sources` at the places `targets`."""
+        self._sources.append(sources.view(-1))
+        self._targets.append(targets.view(-1))
+
+    @property
+    def exchanged(self) -> tuple[Tensor, Tensor]:
+        """(places of own amaxes, places where they are reduced), i64."""
+        none = torch.empty(0, dtype=torch.int64)
+        return torch.cat([none, *self._sources]), torch.cat([none, *self._targets])
+
+
+class PackedAmaxes(Generic[Weight]):
+    """The amaxes of some weights and how ranks reduce them.
+
+    Attributes:
+        buffer: f32 or bf16, everything that the layout places.
+        offsets, flag_of, shared: those of the layout.
+        flags: 1 for each weight whose masters are not finite.
+        same_call: compares the calls of ranks; None where the layout has no place for it.
+
+    Args:
+        layout: what lies where.
+        dtype: of the buffer.
+        device: of the buffer.
+        group: the ranks of the reduction.
+        wire: the type of the device that the group reduces on, by default that of `device`.
+    """
+
+    def __init__(
+        self,
+        layout: AmaxLayout[Weight],
+        dtype: torch.dtype,
+        device: torch.device,
+        group: Group,
+        wire: str | None = None,
+    ) -> None:
+        self._group = group
+        # None where the buffer lies on it.
+        self._wire = None if wire in (None, device.type) else wire
+        self.offsets, self.flag_of, self.shared = layout.offsets, layout.flag_of, layout.shared
+        self.buffer = torch.zeros(layout.size, dtype=dtype, device=device)
+        self.flags = self._part(layout.flags)
+        self.same_call = SameCall(group, self._part(layout.call)) if layout.call.numel else None
+        self._reduced, self._maxima = self._part(layout.reduced), self._part(layout.maxima)
+        around_call = Span(0, layout.call.start), Span(layout.call.stop, layout.size)
+        self._cleared = [self._part(span) for span in around_call if span.numel]
+        bounds = layout.group_bounds
+        self._grouped = self._part(Span(bounds[0], bounds[-1]))
+        self._group_bounds = _index([bound - bounds[0] for bound in bounds], device)
+        self._takers = _index([place for place, _ in layout.takers], device)
+        self._taken = _index([maximum for _, maximum in layout.takers], device)
+        self._sources, self._targets = (places.to(device) for places in layout.exchanged)
+
+    def begin(self) -> None:
+        """Put zeros where amaxes are about to be measured."""
+        for part in self._cleared:
+            part.zero_()
+
+    def reduce(self) -> None:
+        """Reduce the measured amaxes over the ranks, by one collective at most."""
+        if self._maxima.numel():
+            self._maxima.copy_(torch.segment_reduce(self._grouped, "max", offsets=self._group_bounds, initial=0))
+        if self._sources.numel():
+            self.buffer[self._targets] = self.buffer[self._sources]
+        self._all_reduce()
+        if self._takers.numel():
+            self.buffer[self._takers] = self.buffer[self._taken]
+        if self._sources.numel():
+            self.buffer[self._sources] = self.buffer[self._targets]
+        if self.same_call:
+            self.same_call.reduced()
+
+    def _all_reduce(self) -> None:
+        if not self._reduced.numel():
+            return
+        on_wire = self._reduced if self._wire is None else self._reduced.to(self._wire)
+        self._group.all_reduce_max(on_wire, "the packed amaxes of a cast")
+        if on_wire is not self._reduced:
+            self._reduced.copy_(on_wire)
+
+    def _part(self, span: Span) -> Tensor:
+        return self.buffer[span.start : span.stop]
+
+
+def _index(places: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(places, dtype=torch.int64, device=device)
+
+
+# -- the amaxes of a plan
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """The rows of blocks, i64 `cuts`, that a cut divides in one grid of a weight; each has `height`
+    rows of elements and `across` amaxes.
+    """
+
+    cuts: Tensor
+    height: int
+    across: int
+
+    @property
+    def numel(self) -> int:
+        """The number of their amaxes."""
+        return self.cuts.numel() * self.across
+
+
+def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
+    """The rows of blocks that cuts divide in the rowwise grid, and in an own columnwise one."""
+    rows, columns = matrix
+    grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
+    places = torch.tensor(cuts, dtype=torch.int64)
+    divided = []
+    for height, width in (block for block in grids if block):
+        inside = places % (width if height == 1 else height * columns) != 0
+        indices = torch.unique(places[inside] // (height * columns))
+        divided.append(CutRows(indices, height, amax_grid((height, width), rows, columns)[1]))
+    return divided
+
+
+@dataclass(frozen=True)
+class BoundaryByte:
+    """A byte of the weight `index` whose elements `element` and `element + 1` belong to two ranks,
+    `owners` in that order.
+    """
+
+    index: int
+    element: int
+    owners: tuple[int, int]
+
+
+def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
+    """The bytes of one weight that two ranks share."""
+    if ownership.items[index].unit == 1:
+        return
+    for first, second in itertools.pairwise(ownership.pieces.get(index, ())):
+        if first.stop == second.start and first.stop % 2:
+            yield BoundaryByte(index, first.stop - 1, (first.rank, second.rank))
+
+
+@dataclass(frozen=True)
+class CutBlocks:
+    """The blocks and bytes of a plan's weights that a boundary between ranks cuts; alike on all
+    ranks.
+
+    Attributes:
+        rows: the rows of blocks of each weight whose scales are gathered.
+        bytes: the bytes of the other weights.
+    """
+
+    rows: dict[int, list[CutRows]]
+    bytes: list[BoundaryByte]
+
+    @staticmethod
+    def of(partition: Partition, cast: Sequence[int]) -> "CutBlocks":
+        """Find them for the weights `cast`."""
+        rows: dict[int, list[CutRows]] = {}
+        shared_bytes: list[BoundaryByte] = []
+        for index in cast:
+            shard = partition.shards[index]
+            if shard.cuts is None:
+                shared_bytes += boundary_bytes(index, partition.ownership)
+            else:
+                rows[index] = cut_rows(shard.weight.format, shard.weight.matrix_shape, shard.cuts)
+        return CutBlocks(rows, shared_bytes)
+
+
+def layout_of_plan(
+    shards: Sequence[MasterShard], cast: Sequence[int], cut: CutBlocks, is_stepped: bool, compares_calls: bool
+) -> AmaxLayout[int]:
+    """Where the amaxes of the weights `cast` lie, as the head of this file draws it.
+
+    Args:
+        shards: of all weights of a plan.
+        cast: the indices of those that any rank has a master of.
+        cut: what boundaries cut of them.
+        is_stepped: True if casts take optimizer steps, so that every weight has a flag.
+        compares_calls: True if there are several ranks, whose calls are compared where there are
+            amaxes to reduce.
+    """
+    layout = AmaxLayout[int]()
+    counts = {index: _amax_counts(shards[index]) for index in cast}
+    sharing = {index: (shards[index].weight.state.shared_amax, shards[index].weight.format) for index in cast}
+    groups = groups_cast_together(sharing)
+    with_amaxes = [index for index in cast if _has_amaxes(shards[index])]
+
+    layout.place_groups(groups, counts)
+    for index in cast:
+        if index not in cut.rows and index not in layout.offsets:
+            layout.place(index, counts[index])
+    layout.place_maxima(groups)
+    for index, place in layout.shared.items():
+        # Two-level scales read the shared amax where it lies.
+        if shards[index].weight.format.block is None:
+            layout.takers.append((layout.offsets[index][0], place))
+    places_of_rows = {index: [layout.reserve(rows.numel) for rows in grids] for index, grids in cut.rows.items()}
+    layout.boundary = layout.reserve(4 * len(cut.bytes))
+    layout.place_flags(cast if is_stepped else with_amaxes)
+    layout.call = layout.reserve(2 if with_amaxes and compares_calls else 0)
+    layout.reduced = Span(0, layout.size)
+
+    for index, grids in cut.rows.items():
+        if shards[index].span.numel:
+            layout.place(index, counts[index])
+            _reduce_cut_rows(layout, index, shards[index], grids, places_of_rows[index])
+    if len(with_amaxes) < len(cast):
+        unread = layout.reserve(1).start
+        layout.offsets |= {index: (unread, unread) for index in cast if not _has_amaxes(shards[index])}
+    return layout
+
+
+def _reduce_cut_rows(
+    layout: AmaxLayout[int], index: int, shard: MasterShard, grids: Sequence[CutRows], places: Sequence[Span]
+) -> None:
+    """Reduce the amaxes of a weight's cut rows of blocks, of those that this rank has a part of, at
+    the `places` of each grid.
+    """
+    columns = shard.weight.matrix_shape[1]
+    for rows, first, place in zip(grids, layout.offsets[index], places, strict=False):
+        unit = rows.height * columns
+        is_here = (rows.cuts * unit < shard.span.stop) & ((rows.cuts + 1) * unit > shard.span.start)
+        across = torch.arange(rows.across)
+        own_rows = rows.cuts[is_here] - shard.rows.start // rows.height
+        sources = first + own_rows.view(-1, 1) * rows.across + across
+        targets = place.start + is_here.nonzero() * rows.across + across
+        layout.reduce_at(sources, targets)
+
+
+def _has_amaxes(shard: MasterShard) -> bool:
+    """True if any rank has, so that all agree."""
+    return shard.weight.format.amax_policy is not AmaxPolicy.NONE
+
+
+def _amax_counts(shard: MasterShard) -> tuple[int, int]:
+    """How many amaxes this rank has of a weight, rowwise and columnwise."""
+    return amax_counts(shard.weight.format, shard.rows.numel, shard.weight.matrix_shape[1])
+
+
+class PlanAmaxes(PackedAmaxes[int]):
+    """The amaxes of a plan, by the index of a weight.
+
+    Attributes:
+        boundary: the elements beside odd cuts; None without any.
+    """
+
+    def __init__(self, partition: Partition, cast: Sequence[int], group: Group, is_stepped: bool) -> None:
+        shards = partition.shards
+        self._of_host = [shards[index].weight for index in cast if shards[index].weight.state.external_scaling_state]
+        with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
+        # Amaxes that a host keeps are FP32.
+        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not self._of_host
+        dtype = torch.bfloat16 if with_amaxes and is_bf16 else torch.float32
+        cut = CutBlocks.of(partition, cast)
+        layout = layout_of_plan(shards, cast, cut, is_stepped, compares_calls=group.size > 1)
+        super().__init__(layout, dtype, partition.device, group)
+        host_places = [layout.offsets[index][0] for index in cast if shards[index].weight.state.external_scaling_state]
+        self._host_places = _index(host_places, partition.device)
+        self.boundary: BoundaryElements | None = None
+        if cut.bytes:
+            self.boundary = BoundaryElements(shards, cut.bytes, group.rank, self._part(layout.boundary))
+
+    def reduce(self) -> None:
+        """Reduce the measured amaxes over the ranks, with the amaxes that hosts keep, as they have
+        grown so far, and the elements beside odd cuts.
+        """
+        if self._of_host:
+            kept = torch.cat([weight.amax for weight in self._of_host if weight.amax is not None])
+            self.buffer[self._host_places] = self.buffer[self._host_places].maximum(kept)
+        if self.boundary:
+            self.boundary.enter()
+        super().reduce()
+        if self.boundary:
+            self.boundary.leave()
+
+
+class BoundaryElements:
+    """The elements next to odd NVFP4 cuts: two owners share such a byte and both write the whole of
+    it, so each needs the other's element.
+
+    Attributes:
+        others: (weight, element, slot) of the elements of other ranks that this rank writes beside
+            its own.
+        received: f32, these elements by slot after a reduction.
+
+    Args:
+        shards: of all weights of a plan.
+        shared_bytes: the bytes that two ranks share.
+        rank: this rank.
+        numbers: its part of the buffer, four for each byte: the two elements of all bytes, -Inf
+            from ranks that do not own them, then for each of them whether it is NaN.
+    """
+
+    def __init__(
+        self, shards: Sequence[MasterShard], shared_bytes: Sequence[BoundaryByte], rank: int, numbers: Tensor
+    ) -> None:
+        self._values, self._is_nan = numbers.view(2, -1)
+        self._shards = shards
+        self._own: list[tuple[int, int, int]] = []
+        self.others: list[tuple[int, int, int]] = []
+        self.received = torch.zeros(2 * len(shared_bytes), dtype=torch.float32, device=numbers.device)
+        for number, byte in enumerate(shared_bytes):
+            for side, owner in enumerate(byte.owners):
+                element = byte.index, byte.element + side, 2 * number + side
+                if owner == rank:
+                    self._own.append(element)
+                elif byte.owners[1 - side] == rank:
+                    self.others.append(element)
+
+    def enter(self) -> None:
+        """Send the elements that this rank owns, rounded to the nominal dtype."""
+        self._values.fill_(-torch.inf)
+        for index, element, slot in self._own:
+            shard = self._shards[index]
+            assert shard.master is not None
+            value = shard.master.detach()[element - shard.span.start].to(shard.weight.dtype)
+            is_nan = value.isnan()
+            self._values[slot] = value.masked_fill(is_nan, -torch.inf)
+            self._is_nan[slot] = is_nan
+
+    def leave(self) -> None:
+        """Take the elements of other ranks."""
+        if self.others:
+            self.received.copy_(self._values.float().masked_fill_(self._is_nan > 0, torch.nan))

@@ -1,0 +1,131 @@
+"""StepAmaxes: the amaxes of weights under FSDP2, and what of them ranks reduce.
+
+Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
+block rows that a boundary between shards cuts concern other ranks.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.amaxes import AmaxLayout, PackedAmaxes
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
+from zerocast.formats.shared_amax import groups_cast_together
+from zerocast.fsdp2.weight import FSDPWeight
+
+
+@dataclass(frozen=True)
+class ReductionGroup:
+    """The `group` that amaxes are reduced over, on devices of type `device`.
+
+    Tensor parallelism makes `tp_size` slices of a weight, each sharded by ranks of its own; this
+    rank has slice `tp_rank`. Slices share the amax of the tensor and no block row.
+    """
+
+    group: Group
+    device: str
+    tp_rank: int
+    tp_size: int
+
+
+def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> AmaxLayout[str]:
+    """Where the amaxes of the weights lie, by name: own amaxes, flags, and what is reduced.
+
+    The reduced ones are the largest amaxes of groups, amaxes of single tensors, and the block rows
+    that a boundary cuts. A weight with two-level scales that shares its amax with no other is a
+    group by itself: the stages read the reduced amax in its ghost block row.
+    """
+    layout = AmaxLayout[str]()
+    counts = {weight.name: weight.geometry.amax_counts for weight in weights}
+    groups = groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
+    sharing = {name for group in groups for name in group}
+    groups += [[weight.name] for weight in weights if weight.geometry.has_ghost and weight.name not in sharing]
+
+    layout.place_groups(groups, counts)
+    for weight in weights:
+        if weight.name not in layout.offsets:
+            layout.place(weight.name, counts[weight.name])
+    layout.place_flags([weight.name for weight in weights])
+    first = layout.size
+    layout.place_maxima(groups)
+    for weight in weights:
+        _reduce_tensor_amax(layout, weight)
+        _reduce_cut_rows(layout, weight, reduction)
+    layout.reduced = Span(first, layout.size)
+    return layout
+
+
+def _reduce_tensor_amax(layout: AmaxLayout[str], weight: FSDPWeight) -> None:
+    """Reduce the amax of a tensor, or take that of its group."""
+    own_places = [layout.offsets[weight.name][0] + index for index in weight.geometry.tensor_amaxes]
+    if weight.name in layout.shared:
+        layout.takers += [(place, layout.shared[weight.name]) for place in own_places]
+    elif weight.geometry.has_tensor_amax:
+        target = layout.reserve(1).start
+        for place in own_places:
+            layout.reduce_at(torch.tensor([place]), torch.tensor([target]))
+
+
+def _reduce_cut_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: ReductionGroup) -> None:
+    """Reduce the block rows that a boundary between shards cuts and this rank touches."""
+    geometry = weight.geometry
+    rowwise, columnwise = geometry.amax_counts
+    for height, across, offset in geometry.grids():
+        touched, cut = geometry.shards.touched(geometry.rank, height), geometry.shards.cut(height)
+        of_slices = layout.reserve(reduction.tp_size * len(cut) * across)
+        target = of_slices.start + reduction.tp_rank * len(cut) * across
+        source = layout.offsets[weight.name][0] + offset
+        end = rowwise if offset < rowwise else rowwise + columnwise
+        for index in range(bisect_left(cut, touched.start), bisect_left(cut, touched.stop)):
+            row = cut[index] - geometry.first_row // height
+            # The last row of a weight may have fewer amaxes.
+            amaxes = torch.arange(min(across, end - offset - row * across))
+            layout.reduce_at(source + row * across + amaxes, target + index * across + amaxes)
+
+
+class StepAmaxes(PackedAmaxes[str]):
+    """The amaxes of some weights, by name, which optimizer steps may leave for the next cast.
+
+    Attributes:
+        measured: the weights whose amaxes an optimizer step has left in the buffer. They hold until
+            something else writes to the masters.
+    """
+
+    def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
+        nominal = {weight.geometry.nominal for weight in weights}
+        dtype = torch.bfloat16 if nominal == {torch.bfloat16} else torch.float32
+        layout = layout_of_shards(weights, reduction)
+        super().__init__(layout, dtype, weights[0].master.device, reduction.group, reduction.device)
+        self.measured, self._coded = frozenset[str](), frozenset[str]()
+
+    @property
+    def coded(self) -> frozenset[str]:
+        """The measured weights whose codes the step has written too, except of the block rows that
+        a boundary cuts.
+        """
+        return self._coded & self.measured
+
+    def begin_step(self, names: frozenset[str], coded: frozenset[str]) -> Tensor:
+        """Return the buffer for a step that leaves the amaxes of these weights there, and writes
+        the codes of those that are `coded`.
+        """
+        if not self.measured or self.measured & names:
+            self.buffer.zero_()
+            self.measured = frozenset()
+        self._coded = self.coded | coded
+        self.measured |= names
+        return self.buffer
+
+    def begin(self) -> None:
+        """Put zeros where amaxes are about to be measured or reduced. Those that steps have
+        measured are left for this cast alone: after one that raises, all are measured again.
+        """
+        if self.measured:
+            self._reduced.zero_()
+        else:
+            super().begin()
+        self.measured = frozenset()
