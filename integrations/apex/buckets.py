@@ -7,8 +7,8 @@ from torch import Tensor
 
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.host import Gather, Host
 from zerocast.distributed.group import Group
-from zerocast.integrations.host_adapter import HostAdapter
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight.validity import Validity
@@ -55,7 +55,7 @@ class QuantizedBucket:
             self._packed = None
 
 
-class QuantizedBuckets(dict[int, QuantizedBucket]):
+class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
     """The buckets of quantized weights, by Apex's number of the bucket.
 
     `group` has the ranks that share the masters.
@@ -68,8 +68,8 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
             into_flat_buffer([weight for weight in self._weights() if weight.state.buffers[name] is not None], name)
 
-    def adapter(self, masters: Mapping[int, Tensor]) -> HostAdapter:
-        """The HostAdapter of Apex. `masters[i]` is this rank's FP32 shard of bucket i."""
+    def host(self, masters: Mapping[int, Tensor]) -> Host:
+        """Apex as a Host. `masters[i]` is this rank's FP32 shard of bucket i."""
         names, owned, starts = [], [], []
         for index, quantized in self.items():
             bucket = quantized.bytes.bucket
@@ -80,24 +80,23 @@ class QuantizedBuckets(dict[int, QuantizedBucket]):
                 names.append(slot.name)
                 owned.append(masters[index][start : start + span.numel])
                 starts.append(span.start)
-        return HostAdapter(
+        return Host(
             owner="Apex's DistributedFusedAdam",
             group=self._group,
             names=names,
             weights=self._weights(),
             masters=owned,
             starts=starts,
-            before_cast=self.reclaim,
-            gather=self.gather,
+            gather=self,
             validity=Validity("load a state with optimizer.load_state_dict(...)", advice=ADVICE),
         )
 
-    def reclaim(self) -> None:
+    def prepare(self) -> None:
         """Move weights that were given other storage back into their bucket."""
         for bucket in self.values():
             bucket.bytes.foreign_writes.reclaim()
 
-    def gather(self, plan: CastPlan) -> None:
+    def start(self, plan: CastPlan) -> None:
         """All-gather the bytes of the last cast outside Apex's step. Make columnwise copies."""
         for bucket in self.values():
             bucket.bytes.start(self._group)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
+from zerocast.cast.host import CastDriver
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
-from zerocast.integrations.host_adapter import HostPlan
 from zerocast.optim.bucket import Bucket, fill_buckets
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
@@ -68,8 +68,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         # Apex has several copies of the masters.
         group, replicas = Group.of(self.distributed_process_group), Group.of(self.process_group)
         self._quantized = QuantizedBuckets(by_index, group, self.device)
-        self._host_plan = HostPlan(self._quantized.adapter(masters))
-        self._plan = self._host_plan.plan
+        self._driver = CastDriver(self._quantized.host(masters))
+        self._plan = self._driver.plan
         self._plan.validity.owner = weakref.ref(self)
         self._plan.delayed.broadcast(replicas)
         self._is_built = True
@@ -79,7 +79,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def refresh(self) -> None:
         """Cast, gather and transpose masters that were written by hand. Collective."""
         self._plan.validity.check(Use.STEP)
-        self._host_plan.refresh()
+        self._driver.refresh()
 
     def param_sync(self) -> None:
         """Do nothing, since a step ends with its gather. RuntimeError after a step that raised
@@ -127,11 +127,11 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         with self._plan.transaction("loading a state"):
             super().load_state_dict(state_dict)
             checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
-            self._host_plan.refresh()
+            self._driver.refresh()
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of the quantized weights, for `zerocast.verify`."""
-        return tuple(self._host_plan.master_views())
+        return tuple(self._driver.master_views())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group in the constructor. RuntimeError later, since buckets are laid out once."""
@@ -191,7 +191,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """Cast the updated masters, and give Apex the bytes to gather."""
         plain = {index: bucket for index, bucket in params_buckets.items() if index not in self._quantized}
         super()._check_params_shard_dtypes(plain)
-        self._host_plan.cast()
+        self._driver.cast()
         for index, bucket in self._quantized.items():
             params_buckets[index].params_shard, params_buckets[index].params_bucket = bucket.all_gather_tensors()
 

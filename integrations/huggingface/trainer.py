@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME
 
 from zerocast.integrations import zero_run
-from zerocast.integrations.host_adapter import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches
 from zerocast.integrations.zero_run import is_quantized
 from zerocast.optim import ZeroAdamW, full_state_dict
 from zerocast.optim.zero_optimizer import ZeroOptimizer

@@ -15,8 +15,9 @@ from torch import nn
 
 from zerocast import CastPlan, verify
 from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.host import CastDriver, Host
 from zerocast.distributed.agreement import validate_across_ranks
-from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches
+from zerocast.integrations.patches import Patch, Patches
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use
@@ -30,7 +31,7 @@ from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_o
 from .validate import has_stepped, validate
 
 
-class SharePlan(HostPlan):
+class ShareDriver(CastDriver):
     """The casts of the part of an optimizer that one group of ranks divides.
 
     Attributes:
@@ -39,17 +40,8 @@ class SharePlan(HostPlan):
     """
 
     def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
-        def before_cast() -> None:
-            gathers.mark_due()
-            gathers.bring_weights_back()
-            te_tensors.locate()
-
-        def before_reading() -> None:
-            gathers.start_due()
-            te_tensors.locate_copies()
-
         super().__init__(
-            HostAdapter(
+            Host(
                 owner="an attachment to Megatron-Core",
                 group=shards.group,
                 names=shards.names,
@@ -57,10 +49,8 @@ class SharePlan(HostPlan):
                 masters=shards.masters,
                 starts=shards.starts,
                 plain=list(shards.plain.values()),
-                before_cast=before_cast,
-                before_reading=before_reading,
-                gather=lambda _: gathers.start(),
-                validity=guard.validity,
+                gather=gathers,
+                validity=guard.validity.part(),
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
@@ -94,33 +84,33 @@ class SharePlan(HostPlan):
         yield Patch(self.plan.validity, "finish", self.gathers.wait_for)
 
 
-class OptimizerPlan:
-    """The casts of one optimizer: a plan for each group of ranks that divides a part of it.
+class OptimizerDrivers:
+    """The casts of one optimizer: a driver for each group of ranks that divides a part of it.
 
     Attributes:
-        plans: one SharePlan for each group of ranks, at least one.
+        drivers: one ShareDriver for each group of ranks, at least one.
         optimizer: the host's optimizer, whose methods are replaced.
     """
 
-    def __init__(self, plans: Sequence[SharePlan], guard: MethodGuard) -> None:
-        self.plans = list(plans)
-        self.optimizer = plans[0].shards.optimizer
+    def __init__(self, drivers: Sequence[ShareDriver], guard: MethodGuard) -> None:
+        self.drivers = list(drivers)
+        self.optimizer = drivers[0].shards.optimizer
         self._guard = guard
 
     def cast(self) -> None:
         """Cast all masters as they are now; the host gathers the bytes. Collective."""
-        for plan in self.plans:
-            plan.cast()
+        for driver in self.drivers:
+            driver.cast()
 
     def refresh(self) -> None:
         """Cast and gather masters that were loaded or written by hand. Collective."""
-        for plan in self.plans:
-            plan.refresh()
+        for driver in self.drivers:
+            driver.refresh()
 
     def leave_memory(self) -> None:
         """Drop the references to device memory that the host has moved masters out of."""
-        for plan in self.plans:
-            plan.leave_memory()
+        for driver in self.drivers:
+            driver.leave_memory()
 
     def patches(self) -> Iterator[Patch]:
         """The methods that cast, gather and overwrite the masters with the model's values."""
@@ -136,8 +126,8 @@ class OptimizerPlan:
             # The host moves masters and moments to the CPU while a model generates. A view that a
             # plan still held would keep their device memory allocated.
             yield Patch(optimizer, "offload_to_cpu", followed_by(optimizer.offload_to_cpu, self.leave_memory))
-        for plan in self.plans:
-            yield from plan.patches()
+        for driver in self.drivers:
+            yield from driver.patches()
 
     def _copying_model(self) -> Callable[..., None]:
         """The host's method that reads masters from the model or from a state dict, then `refresh`.
@@ -152,8 +142,8 @@ class OptimizerPlan:
             if state_dict is not None:
                 read_given(state_dict)
             else:
-                for plan in self.plans:
-                    plan.read_masters()
+                for driver in self.drivers:
+                    driver.read_masters()
             self.refresh()
 
         return copy_model
@@ -167,10 +157,10 @@ class Attachment:
             optimizer whose parameters are all plain has one too. Empty after `detach`.
     """
 
-    def __init__(self, plans: Sequence[OptimizerPlan], guard: MethodGuard) -> None:
-        self._optimizer_plans = list(plans)
+    def __init__(self, by_optimizer: Sequence[OptimizerDrivers], guard: MethodGuard) -> None:
+        self._by_optimizer = list(by_optimizer)
         self._guard = guard
-        self.plans: list[CastPlan] = [share_plan.plan for share_plan in self._share_plans()]
+        self.plans: list[CastPlan] = [driver.plan for driver in self._drivers()]
         # The optimizer given to `attach` and those inside it. Empty before `patch` and after
         # `detach`, which is how `_check_attached` tells.
         self._optimizers: list[Any] = []
@@ -184,7 +174,7 @@ class Attachment:
         model. RuntimeError after a step that raised half-way, whose masters are partly old.
         """
         self._check_attached()
-        self._guard.refresh([plan.refresh for plan in self._optimizer_plans])
+        self._guard.refresh([each.refresh for each in self._by_optimizer])
 
     def master_views(self) -> Iterator[MasterViews]:
         """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
@@ -194,8 +184,8 @@ class Attachment:
         """
         self._check_attached()
         self._guard.check(Use.VERIFY)
-        for plan in self._share_plans():
-            yield from plan.master_views()
+        for driver in self._drivers():
+            yield from driver.master_views()
 
     def detach(self) -> None:
         """Give the host its own methods back.
@@ -205,11 +195,11 @@ class Attachment:
         the last step are finished first.
         """
         delayed: dict[int, dict[str, DelayedScaling]] = {id(optimizer): {} for optimizer in self._optimizers}
-        for plan in self._share_plans():
+        for driver in self._drivers():
             # Partial weights may come from a rank that died: a collective would then never end.
             if not self._guard.validity.partial:
-                plan.gathers.start_due()
-            delayed[id(plan.shards.optimizer)][plan.shards.share.suffix] = plan.plan.delayed
+                driver.gathers.start_due()
+            delayed[id(driver.shards.optimizer)][driver.shards.share.suffix] = driver.plan.delayed
         try:
             self._patches.close()
         finally:
@@ -219,10 +209,10 @@ class Attachment:
                 if unattached.owns_quantized_weights(optimizer):
                     state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
                     unattached.refuse(optimizer, state)
-            self.plans, self._optimizers, self._optimizer_plans = [], [], []
+            self.plans, self._optimizers, self._by_optimizer = [], [], []
 
-    def _share_plans(self) -> list[SharePlan]:
-        return [share_plan for optimizer_plan in self._optimizer_plans for share_plan in optimizer_plan.plans]
+    def _drivers(self) -> list[ShareDriver]:
+        return [driver for of_optimizer in self._by_optimizer for driver in of_optimizer.drivers]
 
     def _check_attached(self) -> None:
         if not self._optimizers:
@@ -244,7 +234,9 @@ class Attachment:
         # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
         # claim alive once its attachment is gone.
         claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-        claims.update((id(param), plan.claim) for plan in self._share_plans() for param in plan.shards.params)
+        for driver in self._drivers():
+            assert driver.claim is not None
+            claims.update(dict.fromkeys(map(id, driver.shards.params), driver.claim))
         modules = [chunk.module for chunk in chunks]
         saves = [
             Patch(module, "sharded_state_dict", refusing_quantized(module.sharded_state_dict)) for module in modules
@@ -257,10 +249,10 @@ class Attachment:
                 patches.callback(remove)
         # The refusing methods go first: the patches below wrap the host's own methods.
         unattached.lift(patches, self._optimizers)
-        for plan in self._optimizer_plans:
-            patches.apply(plan.patches())
+        for of_optimizer in self._by_optimizer:
+            patches.apply(of_optimizer.patches())
         # The guard comes last, so that it surrounds all that the plans have replaced.
-        refreshes = {id(plan.optimizer): plan.refresh for plan in self._optimizer_plans}
+        refreshes = {id(each.optimizer): each.refresh for each in self._by_optimizer}
         patches.apply(self._guard.patches(optimizer, distributed, refreshes, self._after_step(verify_every)))
         patches.apply(saves)
         self._patches = patches.pop_all()
@@ -304,16 +296,16 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
             for inner in host.distributed_optimizers(optimizer):
                 offload.keep_on_host(inner, patches)
         shards = collect(optimizer, chunks)
-        attachment = Attachment(*plan(shards, patches))
+        attachment = Attachment(*build_drivers(shards, patches))
         attachment.patch(patches, optimizer, [shard.optimizer for shard in shards], chunks, verify_every)
     return attachment
 
 
-def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerPlan], MethodGuard]:
-    """Build one plan for each share of each optimizer, and their guard. Collective.
+def build_drivers(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerDrivers], MethodGuard]:
+    """Build one driver for each share of each optimizer, and their guard. Collective.
 
-    A model whose weights are all plain gets no plans. An error about experts raises on all ranks of
-    the dense layers, whose share is the first.
+    A model whose weights are all plain gets no drivers. An error about experts raises on all ranks
+    of the dense layers, whose share is the first.
     """
     was_detached = any(shard.detached is not None for shard in shards)
     has_quantized = any(shard.weights for shard in shards)
@@ -321,7 +313,7 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
     detached = [shard.detached.validity for shard in shards if shard.detached is not None]
     partial = [validity for validity in detached if validity.partial]
     guard, lock = MethodGuard(*partial[:1]), GatherLock()
-    plans: dict[int, list[SharePlan]] = {}  # by id of the optimizer
+    by_optimizer: dict[int, list[ShareDriver]] = {}  # by id of the optimizer
     dense = shards[0]
     for shard in shards:
         is_dense = shard.share.group is dense.share.group
@@ -331,8 +323,9 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
             if has_quantized:
                 te_tensors = TETensors(shard.names, shard.params, shard.weights)
                 patches.callback(te_tensors.release)
-                gathers = Gathers(shard.bucket_groups, lock, guard)
-                plans.setdefault(id(shard.optimizer), []).append(SharePlan(shard, te_tensors, gathers, guard))
+                gathers = Gathers(shard.bucket_groups, te_tensors, lock, guard)
+                driver = ShareDriver(shard, te_tensors, gathers, guard)
+                by_optimizer.setdefault(id(shard.optimizer), []).append(driver)
         except (TypeError, ValueError, RuntimeError) as error:
             # All ranks of the dense group have raised together already.
             if is_dense:
@@ -342,7 +335,7 @@ def plan(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[Opti
         # go on alone and wait in their next collective, so they are told here.
         if not is_dense:
             validate_across_ranks(dense.group, [], problem, "attaches zerocast to experts")
-    return [OptimizerPlan(share_plans, guard) for share_plans in plans.values()], guard
+    return [OptimizerDrivers(drivers, guard) for drivers in by_optimizer.values()], guard
 
 
 def _check_together(shards: OptimizerShards, may_have_stepped: bool) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast import QuantizedWeight
-from zerocast.integrations.host_adapter import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches
 
 from . import host, layout, offload, unattached, validate
 from .primary import (

@@ -10,13 +10,14 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from zerocast import QuantizedWeight
+from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
-from zerocast.integrations.host_adapter import Patch
+from zerocast.cast.host import Gather
+from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use
 
 from .guard import MethodGuard
-from .primary import is_te_tensor, make_te_copies, primary_of, weight_of
+from .primary import TETensors, is_te_tensor, make_te_copies, primary_of, weight_of
 
 
 class GatherLock:
@@ -52,11 +53,14 @@ class GatherLock:
         return call
 
 
-class Gathers:
+class Gathers(Gather):
     """The bucket groups that gather the bytes of one optimizer's weights."""
 
-    def __init__(self, bucket_groups: Sequence[Any], lock: GatherLock, guard: MethodGuard) -> None:
+    def __init__(
+        self, bucket_groups: Sequence[Any], te_tensors: TETensors, lock: GatherLock, guard: MethodGuard
+    ) -> None:
         self._bucket_groups = list(bucket_groups)
+        self._te_tensors = te_tensors
         self._lock, self._guard = lock, guard
         # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
@@ -67,23 +71,31 @@ class Gathers:
         primary = [param for group in self._bucket_groups for param in primary_of(group)]
         self._placed = [(param, param.state) for param in primary if isinstance(param, QuantizedWeight)]
 
-    def mark_due(self) -> None:
-        """Note, at the start of a cast, that every bucket group has to gather."""
-        self._due = set(map(id, self._bucket_groups))
+    def prepare(self) -> None:
+        """Note that every bucket group has to gather, and find the buffers that the host may have
+        moved.
 
-    def bring_weights_back(self) -> None:
-        """Let weights that `.data =` or `Module.to` gave other storage lie in the host's buffers
-        again, where it gathers, before a cast writes all of their bytes.
+        Weights that `.data =` or `Module.to` gave other storage lie in the host's buffers again
+        afterwards. The cast writes all of their bytes.
         """
+        self._due = set(map(id, self._bucket_groups))
         for weight, state in self._placed:
             if weight.state is not state:
                 weight.restate(state)
+        self._te_tensors.locate()
 
-    def start(self) -> None:
+    def start(self, plan: CastPlan) -> None:
         """Finish the gathers in flight, then gather all bytes. Collective."""
         for group in self._bucket_groups:
             self._finish(group)
             group.start_param_sync(force_sync=True)
+
+    def complete(self) -> None:
+        """Gather the bytes of the last cast that no gather has brought, and find the copies that
+        TransformerEngine's tensors have of them. Collective.
+        """
+        self.start_due()
+        self._te_tensors.locate_copies()
 
     def start_due(self) -> None:
         """Gather the bytes of the last cast that no gather has brought. Collective.

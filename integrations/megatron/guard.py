@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zerocast.integrations.host_adapter import Patch
+from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use, Validity
 
 from . import host, ownership

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zerocast import QuantizedWeight
-from zerocast.integrations.host_adapter import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches
 
 from . import host, ownership
 from .primary import is_primary

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.integrations.host_adapter import Patch, Patches
+from zerocast.integrations.patches import Patch, Patches
 
 from . import host
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from zerocast import QuantizedWeight
+from zerocast.cast.host import PlainShard
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
-from zerocast.integrations.host_adapter import PlainShard
 
 from . import host, ownership
 from .offload import memory_of

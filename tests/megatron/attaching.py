@@ -14,9 +14,9 @@ from tests.megatron.here import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from tests.workers import error_of
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
+from zerocast.cast import host as cast_host
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
-from zerocast.integrations import host_adapter
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment
 from zerocast.integrations.megatron import host as seams
@@ -178,9 +178,9 @@ def interrupted() -> list[tuple[str, bool]]:
         run = _built(Case(MIXED, experts=True))
         owners = [run.optimizer, *run.optimizer.chained_optimizers, *run.ddp.bucket_groups, run.ddp.module]
         before, found = [_methods(owner) for owner in owners], []
-        plans = [host_adapter.CastPlan([], [], []), ValueError("no")]
+        plans = [cast_host.CastPlan([], [], []), ValueError("no")]
         for failing in (
-            mock.patch.object(host_adapter, "CastPlan", side_effect=plans),
+            mock.patch.object(cast_host, "CastPlan", side_effect=plans),
             mock.patch.object(attachment, "refusing_quantized", side_effect=ValueError("no")),
         ):
             with failing:

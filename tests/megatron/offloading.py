@@ -58,7 +58,7 @@ class Sides(NamedTuple):
 def _sides(run: Run, attached: Any) -> Sides:
     copies = [copy for one in run.optimizer.chained_optimizers for copy in seams.host_copies(one.optimizer).values()]
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
-    plans = [plan for one in attached._optimizer_plans for plan in one.plans]
+    plans = attached._drivers()
     plain = [shard.master for plan in plans for shard in plan.host.plain]
     read = [shard.master for shard in shards if shard.on_host]
     read += [master for master in plain if master is not None and any(master is copy for copy in copies)]
@@ -235,7 +235,7 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
             "as many": sum(map(len, copies)) == offloads > 0,
             "state": {id(p) for one in broken.own for p in one.optimizer.state} == {id(p) for p in inner},
         }
-        with mock.patch.object(integration.attachment, "plan", side_effect=MemoryError("no memory")):
+        with mock.patch.object(integration.attachment, "build_drivers", side_effect=MemoryError("no memory")):
             assert "no memory" in error_of(lambda: integration.attach(broken.run.optimizer, broken.run.ddp))
         left = [str(m) for _, m in _masters(broken.run) if isinstance(m, HostMaster)]
         broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)

@@ -1,4 +1,4 @@
-"""Adapters for training hosts, one package a host, and what all of them share (`host_adapter.py`).
+"""Adapters for training hosts, one package a host, and what they replace in a host (`patches.py`).
 
 A host is imported only when its package here is.
 

@@ -1,4 +1,4 @@
-"""HostAdapter, HostPlan and Patches without a host: what every host relies on."""
+"""Host, CastDriver and Patches without a training host: what every host relies on."""
 
 import contextlib
 from types import SimpleNamespace
@@ -9,11 +9,12 @@ import torch
 import zerocast
 from tests import casts
 from zerocast import CastPlan, QuantizedWeight
+from zerocast.cast.host import CastDriver, Gather, Host, PlainShard
 from zerocast.distributed.group import ONE_PROCESS
-from zerocast.integrations.host_adapter import HostAdapter, HostPlan, Patch, Patches, PlainShard
+from zerocast.integrations.patches import Patch, Patches
 
 
-class Host:
+class Trained(Gather):
     """Masters of two weights and a bias, on one process; a gather that can be told to fail."""
 
     def __init__(self) -> None:
@@ -23,15 +24,21 @@ class Host:
         self.calls: list[str] = []
         self.fails = False
 
-    def gather(self, plan: CastPlan) -> None:
+    def prepare(self) -> None:
+        self.calls.append("prepare")
+
+    def complete(self) -> None:
+        self.calls.append("complete")
+
+    def start(self, plan: CastPlan) -> None:
         self.calls.append("gather")
         if self.fails:
             raise torch.OutOfMemoryError("injected")
         plan.post_all_gather()
 
-    def attach(self) -> HostPlan:
-        return HostPlan(
-            HostAdapter(
+    def attach(self) -> CastDriver:
+        return CastDriver(
+            Host(
                 owner="a host",
                 group=ONE_PROCESS,
                 names=["first", "second"],
@@ -39,15 +46,13 @@ class Host:
                 masters=self.masters,
                 starts=[0, 0],
                 plain=[PlainShard("bias", self.bias, self.bias_master, 0, self.bias)],
-                gather=self.gather,
-                before_cast=lambda: self.calls.append("before_cast"),
-                before_reading=lambda: self.calls.append("before_reading"),
+                gather=self,
             )
         )
 
 
 def test_a_step_casts_and_rounds_and_is_verified_by_name() -> None:
-    host = Host()
+    host = Trained()
     attached = host.attach()
     attached.refresh()
     for master in (*host.masters, host.bias_master):
@@ -58,13 +63,13 @@ def test_a_step_casts_and_rounds_and_is_verified_by_name() -> None:
     (views,) = attached.master_views()
     assert [view.name for view in views.masters] == ["first", "second", "bias"]
     assert zerocast.verify(attached).ok
-    steps = ["before_cast", "gather"]
-    assert host.calls == [*steps, "before_reading", *steps, "before_reading", "before_reading"]
+    steps = ["prepare", "gather"]
+    assert host.calls == [*steps, "complete", *steps, "complete", "complete"]
 
 
 def test_masters_of_any_shape_are_followed_to_other_memory() -> None:
     """Written there, then seen by debug mode, verified and cast; what lay behind the old memory is of no interest any more."""
-    host = Host()
+    host = Trained()
     host.masters = [master.view(32, 64) for master in host.masters]
     host.bias_master, host.bias = host.bias_master.view(2, 16), host.bias.view(2, 16)
     zerocast.set_debug(True)
@@ -87,7 +92,7 @@ def test_masters_of_any_shape_are_followed_to_other_memory() -> None:
 
 
 def test_a_refresh_repeats_and_a_step_moves_delayed_scaling_on() -> None:
-    host = Host()
+    host = Trained()
     attached = host.attach()
     attached.refresh()
     history = host.weights[0].amax_history
@@ -100,7 +105,7 @@ def test_a_refresh_repeats_and_a_step_moves_delayed_scaling_on() -> None:
 
 
 def test_a_gather_that_fails_leaves_weights_partial_until_the_next_refresh() -> None:
-    host = Host()
+    host = Trained()
     attached = host.attach()
     attached.refresh()
     host.fails = True
@@ -115,7 +120,7 @@ def test_a_gather_that_fails_leaves_weights_partial_until_the_next_refresh() -> 
 
 
 def test_weights_of_a_host_have_one_owner() -> None:
-    host = Host()
+    host = Trained()
     attached = host.attach()
     with pytest.raises(ValueError, match="a host writes weights of this CastPlan"):
         host.attach()
@@ -158,7 +163,7 @@ def test_patches_that_are_kept_are_given_back_later() -> None:
     answer="raises, and says to go through a checkpoint",
 )
 def test_formats_of_a_host_cannot_be_switched() -> None:
-    host = Host()
+    host = Trained()
     attached = host.attach()
     attached.refresh()
     module = torch.nn.Module()

@@ -1,0 +1,318 @@
+"""Host: what casts need to know of a training host, as a table of facts. CastDriver: the casts.
+
+A host owns FP32 masters and the buffers in which weights travel between ranks: ZeroAdamW, Megatron,
+Apex, TransformerEngine's callers. It states who writes the weights, where each master lies in its
+weight, which ranks share masters, and how bytes are gathered. A CastDriver casts after a step or
+from masters that were written by hand, gathers, follows masters to other memory, and gives
+`zerocast.verify` the masters. It is the same for every host.
+"""
+
+import abc
+import dataclasses
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.host_masters import write_rounded
+from zerocast.cast.partition import ShardData
+from zerocast.cast.plan import CastPlan
+from zerocast.distributed.group import Group
+from zerocast.formats import get_format
+from zerocast.formats.layout import Span
+from zerocast.verification.master_views import MasterView, MasterViews
+from zerocast.weight import QuantizedWeight
+from zerocast.weight.owners import Claim
+from zerocast.weight.validity import Validity
+
+_IDENTITY = get_format("identity")
+
+
+class Gather(abc.ABC):
+    """The all-gathers of a host, and the storage in which they send and receive bytes."""
+
+    def prepare(self) -> None:  # noqa: B027 (most hosts have nothing to do)
+        """Called before every cast. Completes gathers in flight, and brings weights that were given
+        other storage back to where the host gathers.
+
+        Raises RuntimeError if the weights hold values that the cast would lose.
+        """
+
+    def reclaim(self) -> None:
+        """Called in place of `prepare` before masters are cast that were loaded or written by hand.
+        Values that the weights hold are lost on purpose then.
+        """
+        self.prepare()
+
+    @abc.abstractmethod
+    def start(self, plan: CastPlan) -> None:
+        """All-gather the bytes of the last cast, and make the columnwise copies of them, all at
+        once by `plan.post_all_gather` or some by some by `ColumnwiseCopies.make`. Collective.
+
+        A gather may still be in flight when this returns. Then `plan.validity.finish` completes it.
+        """
+
+    def complete(self) -> None:  # noqa: B027
+        """Called before the bytes of all weights are read. Gathers the bytes of the last cast where
+        neither `start` nor a read of the weight does. Collective.
+        """
+
+
+class GatheredByCaller(Gather):
+    """The gathers of a host that makes them itself, whenever it wants to."""
+
+    def start(self, plan: CastPlan) -> None:
+        """Do nothing."""
+
+
+@dataclass(frozen=True)
+class PlainShard:
+    """The part of an unquantized parameter that this rank owns.
+
+    Attributes:
+        name, parameter: the whole parameter.
+        master: the contiguous FP32 master of the owned elements; None where this rank owns none.
+        start: the row-major position of the master's first element.
+        rounded: the same elements in the host's buffer, of the master's shape, in the parameter's
+            dtype; None likewise.
+    """
+
+    name: str
+    parameter: Tensor
+    master: Tensor | None = None
+    start: int = 0
+    rounded: Tensor | None = None
+
+    def view(self) -> MasterView:
+        """The parameter as `zerocast.verify` compares it: an identity weight over its bytes."""
+        shape = tuple(self.parameter.shape) or (1,)
+        live = {"rowwise_data": self.parameter.detach().view(-1, shape[-1])}
+        weight = QuantizedWeight.of_buffers(shape, _IDENTITY, self.parameter.dtype, live)
+        master = None if self.master is None else self.master.detach().view(-1)
+        numel = 0 if master is None else master.numel()
+        return MasterView(self.name, weight, master, Span(self.start, self.start + numel))
+
+
+@dataclass(frozen=True)
+class Host:
+    """The masters and weights of one group of ranks in a host, and how the host moves them.
+
+    Attributes:
+        owner: who casts the weights, for errors: "an attachment to Megatron-Core". None for a host
+            that may hand its weights over to any other.
+        group: the ranks that share the masters.
+        weights: the quantized weights, the same list on every rank.
+        masters: for each weight, the contiguous FP32 master of the elements that this rank owns,
+            on the weights' device or in host memory, the host's own tensor, which is followed to
+            other memory; None where it owns none.
+        starts: for each weight, the row-major position of the master's first element; None where
+            this rank owns none.
+        gather: all-gathers the bytes of a cast.
+        names: what the weights are called in states and reports; None for numbers.
+        plain: the parameters that are not quantized, if a cast is to round them to their dtype.
+        shard_data, scale_cuts, param_groups, backend: as CastPlan takes them.
+        validity: the validity of the weights. Several Hosts of weights that are written together
+            get parts of one.
+        claim: the owner's claim on the weights; None to let the driver take it.
+        live_weight: gives a weight, by its index, as the model reads it now, where that may be
+            another object than in `weights`; None where it is not.
+        is_saved_by_autograd: True if autograd functions of the host save weights for a backward
+            pass. They notice a cast by the version counter.
+    """
+
+    owner: str | None
+    group: Group
+    weights: Sequence[QuantizedWeight]
+    masters: Sequence[Tensor | None]
+    starts: Sequence[int | None]
+    gather: Gather = field(default_factory=GatheredByCaller)
+    names: Sequence[str] | None = None
+    plain: Sequence[PlainShard] = ()
+    shard_data: Sequence[ShardData | None] | None = None
+    scale_cuts: Sequence[range | None] | None = None
+    param_groups: Sequence[int | None] | None = None
+    backend: str | None = None
+    validity: Validity = field(default_factory=Validity)
+    claim: Claim | None = None
+    live_weight: Callable[[int], QuantizedWeight] | None = None
+    is_saved_by_autograd: bool = True
+
+
+class CastDriver:
+    """The casts of one Host.
+
+    Building it is collective: an error on one rank raises on all.
+
+    Attributes:
+        host: the facts. A switch of formats replaces them (`rebuild`).
+        plan: the CastPlan over the host's weights and masters.
+        claim: the host's claim on the weights, for as long as this object lives. None for a host
+            without an owner.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self._flatten_delayed_scaling()
+        # The flat masters that the plan has. `_follow_masters` compares them with the host's.
+        self._flat = [_flat(master) for master in host.masters]
+        self.plan = CastPlan(
+            host.weights,
+            self._flat,
+            host.starts,
+            host.group,
+            fsdp_shard_model_weights=host.shard_data,
+            backend=host.backend,
+            param_groups=host.param_groups,
+            names=host.names,
+            scale_cuts=host.scale_cuts,
+            validity=host.validity,
+            claim=host.claim,
+        )
+        self.plan.validity.owner = weakref.ref(self)
+        self.claim = host.claim
+        if host.claim is None and host.owner is not None:
+            self.claim = self.plan.claim(host.owner)
+        plain = [
+            (shard.rounded, shard.master)
+            for shard in host.plain
+            if shard.rounded is not None and shard.master is not None
+        ]
+        # Pairs on one device are copied by one foreach launch, masters in host memory one by one.
+        self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
+        self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
+        self._watch_masters()
+
+    @torch.no_grad()
+    def cast(self, *, repeat: bool = False) -> None:
+        """Cast the masters as they are now; the host gathers the bytes.
+
+        With `repeat` delayed scaling does not move on.
+        """
+        self.host.gather.prepare()
+        self._cast(repeat)
+
+    def after_step(self) -> None:
+        """Cast and gather, for a host that does not gather by itself. Collective."""
+        with self.plan.validity.transaction("a cast", masters=False):
+            self.cast()
+            self.host.gather.start(self.plan)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast and gather masters that were loaded or written by hand. Collective.
+
+        This completes weights that a cast or a gather left partial. It does not help after a step
+        that broke off, whose masters are partly old: a host checks for that first.
+        """
+        with self.plan.validity.transaction("a cast", masters=False):
+            self.host.gather.reclaim()
+            self._cast(repeat=True)
+            self.host.gather.start(self.plan)
+
+    def step(self, launch: Callable[[], None]) -> None:
+        """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
+
+        Collective. Call `ready` first. What raises in here leaves masters and weights partial.
+        """
+        with self.plan.validity.transaction("an optimizer step"):
+            with self.plan.delayed.rollback():
+                launch()
+                self.plan.done()
+            self.host.gather.start(self.plan)
+
+    def ready(self, detail: str = "") -> None:
+        """Do what must come before a cast: find weights and masters where they lie now, and raise
+        before anything is written. `detail` is what all ranks must have alike (`CastPlan.ready`).
+        """
+        self.host.gather.prepare()
+        self._follow_masters()
+        self.plan.ready(detail)
+
+    def move_masters(
+        self, masters: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None = None
+    ) -> None:
+        """Cast other masters of the same elements from now on. Local (`CastPlan.move_masters`)."""
+        flat = [_flat(master) for master in masters]
+        self.plan.move_masters(flat, shard_data)
+        self.host = dataclasses.replace(self.host, masters=masters, shard_data=shard_data)
+        self._flat = flat
+        self._watch_masters()
+
+    def leave_memory(self) -> None:
+        """Drop the references to memory that the host has moved masters out of. Local."""
+        self._follow_masters()
+        self.plan.forget_places()
+
+    def rebuild(self, host: Host, changed: Collection[str]) -> None:
+        """Go on with other facts of the same masters, after the weights `changed` were given other
+        formats. Casts and gathers. Collective.
+        """
+        self.host = host
+        self._flatten_delayed_scaling()
+        self.plan.rebuild(changed, host.weights, host.scale_cuts)
+        self.refresh()
+
+    def master_views(self) -> Iterator[MasterViews]:
+        """The masters of all parameters, for `zerocast.verify`. Collective.
+
+        Bytes that the host still has to gather are gathered first.
+        """
+        self.host.gather.complete()
+        self._follow_masters()
+        (source,) = self.plan.master_views()
+        masters = source.masters
+        if self.host.live_weight is not None:
+            masters = tuple(
+                dataclasses.replace(view, weight=self.host.live_weight(index)) for index, view in enumerate(masters)
+            )
+        yield dataclasses.replace(source, masters=(*masters, *(shard.view() for shard in self.host.plain)))
+
+    def _cast(self, repeat: bool) -> None:
+        self._follow_masters()
+        self.plan.cast(repeat=repeat)
+        # The optimizers of a host step together, so all weights have changed.
+        self.plan.validity.changed()
+        if self.host.is_saved_by_autograd:
+            torch.autograd.graph.increment_version(self.host.weights)
+        if self._plain:
+            rounded, masters = map(list, zip(*self._plain, strict=True))
+            torch._foreach_copy_(rounded, masters)
+        for on_device, master in self._plain_of_host:
+            write_rounded(master, on_device)
+
+    def _flatten_delayed_scaling(self) -> None:
+        """Move all scales into one buffer and all histories into another, so that an update of all
+        weights is one launch.
+        """
+        delayed = [weight for weight in self.host.weights if weight.amax_history is not None]
+        for name in ("scale", "amax_history"):
+            into_flat_buffer(delayed, name)
+
+    def _follow_masters(self) -> None:
+        """Give the plan the present memory of the masters.
+
+        A host may set `master.data`. A flat view of the master then still has the old memory.
+        """
+        pairs = zip(self.host.masters, self._flat, strict=True)
+        if any(flat is not master and _address(flat) != _address(master) for master, flat in pairs):
+            self._flat = [_flat(master) for master in self.host.masters]
+            self.plan.move_masters(self._flat)
+            self._watch_masters()
+
+    def _watch_masters(self) -> None:
+        """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
+        of_plain = [master for _, master in (*self._plain, *self._plain_of_host)]
+        quantized = [master for master in self._flat if master is not None]
+        self.plan.validity.watch([*quantized, *of_plain], sharded=self.plan.group.size > 1)
+
+
+def _flat(master: Tensor | None) -> Tensor | None:
+    """A master in the shape that a plan needs: itself, or a flat view with its version counter."""
+    return master if master is None or master.dim() == 1 else master.detach().view(-1)
+
+
+def _address(master: Tensor | None) -> int:
+    return 0 if master is None else master.data_ptr()
