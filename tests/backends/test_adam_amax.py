@@ -61,8 +61,9 @@ class Case:
         for line, group in zip(self.bench.table.tolist(), given["groups"].tolist(), strict=True):
             if line[Column.NUMEL]:
                 segment = torch.tensor([[line[Column.MASTER_OFFSET], line[Column.NUMEL], group]])
-                state = (given[name][line[Column.MASTER_BASE]] for name in FIELDS)
-                reference.adam_step(*state, segment, torch.from_numpy(scalars()), torch.tensor([self.clip]), None)
+                master, grad, exp_avg, exp_avg_sq = (given[name][line[Column.MASTER_BASE]] for name in FIELDS)
+                rows, clip = torch.from_numpy(scalars()), torch.tensor([self.clip])
+                reference.adam_step(master, grad, exp_avg, exp_avg_sq, segment, rows, clip, None)
         fmt, nominal = self.bench.fmt, self.bench.nominal
         reference.partial_amax(fmt, nominal, given["masters"], self.bench.table, given["packed"])
         return given

@@ -106,7 +106,8 @@ def test_offsets_beyond_32_bits(variant: str, fmt: str, seed: int) -> None:
         last_rows = packed[-layout.amax_counts(spec, 128, columns)[0] :]
         assert packed.count_nonzero() == last_rows.count_nonzero()
         results.append({"packed": casts.raw(last_rows), "data": casts.raw(data)})
-    casts.assert_same_bytes(*results, fmt)
+    from_backend, from_reference = results
+    casts.assert_same_bytes(from_backend, from_reference, fmt)
 
 
 def test_stage_leaves_the_rest(backend_anywhere: str) -> None:

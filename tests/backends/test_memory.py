@@ -43,9 +43,10 @@ class Recorded(TorchDispatchMode):
 
 def recorded(fmt: str) -> list[Call]:
     """The stages of a step and a cast of one whole weight."""
-    weight, (master, grad, *moments) = QuantizedWeight.empty(SHAPE, fmt), (torch.ones(64 * 64) for _ in range(4))
+    weight = QuantizedWeight.empty(SHAPE, fmt)
+    master, grad, exp_avg, exp_avg_sq = (torch.ones(64 * 64) for _ in range(4))
     plan = CastPlan([weight], [master], [0], ONE_PROCESS)
-    update = AdamUpdate(grad, *moments, torch.ones(1, 8), torch.ones(1))
+    update = AdamUpdate(grad, exp_avg, exp_avg_sq, torch.ones(1, 8), torch.ones(1))
     with Recorded() as record:
         plan.cast()
         plan.post_all_gather()

@@ -26,8 +26,8 @@ def adam(master: Tensor) -> AdamUpdate:
     hyperparameters = Hyperparameters(1, master.device)
     hyperparameters.refresh([{"lr": 1e-6, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}])
     count, one = torch.ones(1, dtype=torch.int64, device=master.device), torch.ones(1, device=master.device)
-    zeros = [torch.zeros_like(master) for _ in range(3)]
-    return AdamUpdate(*zeros, hyperparameters.scalars(count), one)
+    grad, exp_avg, exp_avg_sq = (torch.zeros_like(master) for _ in range(3))
+    return AdamUpdate(grad, exp_avg, exp_avg_sq, hyperparameters.scalars(count), one)
 
 
 @pytest.mark.long_interpreted

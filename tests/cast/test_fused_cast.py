@@ -62,12 +62,16 @@ class Trainee:
         plan = self.here.weights, self.here.masters, self.here.starts
         self.plan = CastPlan(*plan, backend=self.backend, param_groups=groups)
 
+    def update(self, rows: Tensor, clip: Tensor) -> AdamUpdate:
+        exp_avg, exp_avg_sq = self.moments
+        return AdamUpdate(self.grad_shard, exp_avg, exp_avg_sq, rows, clip)
+
     def step(self, number: int, fused: bool, skip: Tensor | None) -> None:
         """One update and its cast, in one pass or in two."""
         rows, clip = torch.from_numpy(scalars(number)), torch.tensor([0.7])
         self.plan.ready()
         if fused:
-            self.plan.launch(skip=skip, update=AdamUpdate(self.grad_shard, *self.moments, rows, clip))
+            self.plan.launch(skip=skip, update=self.update(rows, clip))
         else:
             segments = torch.tensor(self.segments, dtype=torch.int64).view(-1, 3)
             exp_avg, exp_avg_sq = self.moments
@@ -116,7 +120,7 @@ def traffic_of_a_cast(cases: tuple[Weight, ...]) -> list[str]:
     trainee.step(1, True, None)
     rows, clip, skip = torch.from_numpy(scalars(2)), torch.ones(1), torch.tensor([False])
     with HostTraffic() as traffic:
-        trainee.plan.launch(skip=skip, update=AdamUpdate(trainee.grad_shard, *trainee.moments, rows, clip))
+        trainee.plan.launch(skip=skip, update=trainee.update(rows, clip))
     return traffic.found
 
 
@@ -184,7 +188,7 @@ def test_a_step_that_ends_between_its_codes_and_its_scales_is_partial() -> None:
     trainee.plan.cast()
     weight, rows = trainee.here.weights[0], torch.from_numpy(scalars(1))
     before = casts.bytes_of(weight)
-    update = AdamUpdate(trainee.grad_shard, *trainee.moments, rows, torch.ones(1))
+    update = trainee.update(rows, torch.ones(1))
     with pytest.raises(torch.OutOfMemoryError), NoMemory():
         trainee.plan.cast(update=update)
     assert not np.array_equal(casts.raw(weight.state.rowwise_data), before["rowwise_data"])

@@ -214,7 +214,9 @@ def test_a_compiled_layer_takes_the_same_path() -> None:
 def direction(weight: QuantizedWeight, columnwise: bool) -> Tensor:
     """The weight `[M, K]` in FP32, from the executable specification."""
     value = torch.empty(weight.matrix_shape)
-    dequantize(weight.format, *weight.direction(columnwise), weight.amax, *weight.matrix_shape, columnwise, value)
+    data, scale_inv = weight.direction(columnwise)
+    rows, columns = weight.matrix_shape
+    dequantize(weight.format, data, scale_inv, weight.amax, rows, columns, columnwise, value)
     return value
 
 

@@ -516,7 +516,7 @@ def in_words(answer: str) -> str:
 )
 @pytest.mark.parametrize("world", worlds(1, slow=[2]))
 @pytest.mark.parametrize(("host", "event", "kind"), [param(*case) for case in EXPECTED])
-def test_matrix(ranks: Callable[[int], Ranks], tmp_path: Path, host: str, event: str, kind: str, world: int) -> None:
+def test_matrix(ranks: Ranks, tmp_path: Path, host: str, event: str, kind: str, world: int) -> None:
     for answers in ranks(world)(cells, host, event, kind, str(tmp_path), timeout=250.0):
         words = {use: in_words(answer) for use, answer in answers.items()}
         assert words == EXPECTED[host, event, kind], answers

@@ -69,7 +69,7 @@ def staged(path: str) -> None:
     casts.assert_same_bytes(snapshot(other), wanted, f"rank {trainer.rank}")
 
 
-class _Slow(dcp.FileSystemWriter):
+class _Slow(dcp.filesystem.FileSystemWriter):
     def prepare_local_plan(self, plan: Any) -> Any:
         import time
 

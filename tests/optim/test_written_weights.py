@@ -108,7 +108,7 @@ WRITES: dict[str, Callable[[Probe], None]] = {
     "a slice": in_place(lambda p: p[3:5].zero_()),
     "an index": in_place(lambda p: p.__setitem__(2, 1.0)),
     "clamp_": in_place(lambda p: p.clamp_(-0.01, 0.01)),
-    "set_": in_place(lambda p: p.set_(torch.ones_like(p))),
+    "set_": in_place(lambda p: p.set_(torch.ones_like(p))),  # type: ignore[call-overload]
     "foreach": in_place(lambda p: torch._foreach_mul_([p], 0.5)),
     "out=": in_place(lambda p: torch.add(p, 1, out=p)),
     "vector_to_parameters": lambda probe: torch.nn.utils.vector_to_parameters(torch.zeros(37), [probe.norm]),

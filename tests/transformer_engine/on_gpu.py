@@ -110,11 +110,8 @@ def _losses(layer: Any, chosen: Any, step: Any, steps: int, recompute: bool = Fa
     import transformer_engine.pytorch as te
 
     torch.manual_seed(3)
-    like = {
-        "device": "cuda",
-        "dtype": torch.bfloat16,
-        "requires_grad": True,
-    }  # without, te.checkpoint has no backward pass
+    # Without `requires_grad` te.checkpoint has no backward pass.
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}
     batches, losses = [torch.randn(64, 2, 256, **like) for _ in range(2)], []
     for _ in range(steps):
         for microbatch, x in enumerate(batches):

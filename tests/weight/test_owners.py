@@ -168,7 +168,7 @@ def on_every_rank() -> str:
     return str(caught.value)
 
 
-def test_all_ranks_raise(ranks: Callable[[int], Ranks]) -> None:
+def test_all_ranks_raise(ranks: Ranks) -> None:
     assert len(set(ranks(2)(on_every_rank))) == 1
 
 
@@ -794,7 +794,7 @@ def attached_on_ranks() -> list[str]:
     return said
 
 
-def test_every_rank_raises_what_one_has_found(ranks: Callable[[int], Ranks]) -> None:
+def test_every_rank_raises_what_one_has_found(ranks: Ranks) -> None:
     (said,) = {tuple(said) for said in ranks(3)(attached_on_ranks)}
     assert len(said) == 2
     assert said[0].startswith("ValueError: rank 1: this CastPlan casts 1 masters")
