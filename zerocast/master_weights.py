@@ -55,5 +55,3 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None
     if not devices:
         return
     ColumnwiseCopies(model_weights, backends.choose(devices.pop())).make()
-    for weight in model_weights:
-        weight.state.mark_columnwise()

@@ -145,13 +145,12 @@ class Gathers(Gather):
     def _after_gather(self, group: Any, params: Sequence[Any], backend: str) -> Callable[[], None]:
         copies = ColumnwiseCopies([param for param in params if isinstance(param, QuantizedWeight)], backend)
         te_tensors = [param for param in params if is_te_tensor(param)]
-        weights = [weight_of(param) for param in params]
 
         def after_gather() -> None:
             copies.make()
             make_te_copies(te_tensors)
-            for weight in weights:
-                weight.state.mark_columnwise()
+            for tensor in te_tensors:
+                weight_of(tensor).state.mark_columnwise()
             self._due.discard(id(group))
 
         return after_gather

@@ -149,7 +149,7 @@ def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
         group["lr"] = LR
     for _ in range(3):
         trained.step()
-    return str(caught.value), said, bool(trained.optimizer._weights.plan.validity.partial)
+    return str(caught.value), said, bool(trained.optimizer._weights.driver.plan.validity.partial)
 
 
 def _copy(value: Any) -> Any:
@@ -174,7 +174,7 @@ def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
 
 def _travels(trained: Trained) -> None:
     """On a CPU too, the numbers are looked at before the next step."""
-    same_call: Any = trained.optimizer._weights.plan.packed.same_call
+    same_call: Any = trained.optimizer._weights.driver.plan.packed.same_call
     if trained.place == "cpu":
         same_call._late.is_late = True
 

@@ -45,7 +45,7 @@ def _mutant(guards: str, path: str, before: str, after: str, *hosts: str) -> Mut
     return Mutant(guards, path, before, after, hosts or ALL)
 
 
-VALIDITY = "zerocast/weight/validity.py"
+VALIDITY, DRIVER = "zerocast/weight/validity.py", "zerocast/cast/host.py"
 VERIFY, ZERO = "zerocast/verification/verify.py", "zerocast/optim/zero_optimizer.py"
 FUSED, STATE = "zerocast/fsdp2/fused_adamw.py", "zerocast/fsdp2/state.py"
 PREPARE, MANAGER = "zerocast/fsdp2/prepare.py", "zerocast/fsdp2/manager.py"
@@ -88,7 +88,9 @@ MUTANTS = [
         "Apex",
     ),
     # ZeroAdamW
-    _mutant("a step that raises", ZERO, 'with self._plan.transaction("an optimizer step"):', NO_GUARD, "ZeroAdamW"),
+    _mutant(
+        "a step that raises", DRIVER, 'with self.plan.validity.transaction("an optimizer step"):', NO_GUARD, "ZeroAdamW"
+    ),
     _mutant("a load that raises", ZERO, 'with self._plan.transaction("loading a checkpoint"):', NO_GUARD, "ZeroAdamW"),
     _mutant(
         "no partial state is saved",

@@ -69,8 +69,8 @@ class Zero(HostUnderTest):
         "frozen plain": "frozen_norm",
     }
     BREAKS: ClassVar[dict[str, Place]] = {
-        "step": Place("zerocast.optim.device_step:DeviceStep", "end"),
-        "load": Place("zerocast.optim.sharded_weights:ShardedWeights", "recast"),
+        "step": Place("zerocast.optim.gather:WeightGather", "start", "after"),
+        "load": Place("zerocast.cast.host:CastDriver", "refresh"),
     }
     PLACES = (
         *around(GROUP, "all_reduce_max", "all_gather_into", "all_to_all"),

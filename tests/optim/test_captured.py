@@ -113,7 +113,7 @@ def test_the_host_keeps_the_books():
     """With a graph that does nothing: casts are counted, copies belong to the last cast, gradients are used up."""
     trainee = Trainee(Case())
     step = trainee.capture(record=lambda work: lambda: None)
-    plan, before = trainee.optimizer._weights.plan, trainee.held()
+    plan, before = trainee.optimizer._weights.driver.plan, trainee.held()
     casts_before = plan.validity.casts
     for number in range(2):
         trainee.gradients(number)

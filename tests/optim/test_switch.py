@@ -135,9 +135,9 @@ def in_flight() -> None:
     trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
     with slow_gathers():
         trainer.step(0)
-        assert trainer.optimizer._weights.gathers._flying
+        assert trainer.optimizer._weights.gather._flying
         zerocast.switch(trainer.optimizer, RECIPES["mixed"])
-        assert trainer.optimizer._weights.gathers._flying
+        assert trainer.optimizer._weights.gather._flying
         reference.step(gradients(trainer, 0), trainer.run.options)
         assert_equals(trainer, switched(reference, RECIPES["mixed"]), "with both gathers in flight")
 
@@ -244,7 +244,7 @@ def _written(trainer: Trainer) -> Any:
     def undo() -> None:
         with torch.no_grad():
             parameter.copy_(before)
-        trainer.optimizer._weights.gathers.reclaim()
+        trainer.optimizer._weights.gather.reclaim()
 
     return undo
 

@@ -172,7 +172,7 @@ def test_a_second_stream_waits_too(monkeypatch):
     arrival = gathers.Arrival.now(torch.device("cuda", 0))
     assert arrival is not None
     trainer = Trainer(Run(SPECS, config=OVERLAP))
-    flight = trainer.optimizer._weights.gathers
+    flight = trainer.optimizer._weights.gather
     monkeypatch.setattr(gathers.Arrival, "now", staticmethod(lambda device: gathers.Arrival(device)))
     trainer.step(0)
     weight = trainer.probe.get_parameter("nv")
@@ -186,7 +186,7 @@ def test_a_second_stream_waits_too(monkeypatch):
         _ = trainer.probe.get_parameter(name).rowwise_data
     Stream.current = first
     _ = trainer.probe.get_parameter("norm")
-    assert [len(flight._arrivals), trainer.optimizer._weights.plan.validity.finish is None] == [0, True]
+    assert [len(flight._arrivals), trainer.optimizer._weights.driver.plan.validity.finish is None] == [0, True]
 
 
 def test_a_gather_that_another_thread_completes_between_two_looks():

@@ -16,7 +16,7 @@ from tests.optim.memory import allocations
 from tests.optim.probe import MIXED, Spec
 from tests.optim.runs import DETERMINISTIC, Run, Trainer
 from tests.workers import error_of
-from zerocast import QuantizedWeight, ZeroConfig, get_format, verify
+from zerocast import CastPlan, QuantizedWeight, ZeroConfig, get_format, verify
 from zerocast.backends import reference
 from zerocast.verification import verify as verification
 
@@ -111,11 +111,11 @@ def a_wrong_rank_raises(every: int) -> list[str]:
 
 def _break_the_cast(trainer: Trainer, step: int) -> None:
     """From now on this rank flips a byte after every cast, as a faulty kernel would."""
-    gathers = trainer.optimizer._weights.gathers
-    start: Callable[[], None] = gathers.start
+    gathers = trainer.optimizer._weights.gather
+    start: Callable[[CastPlan], None] = gathers.start
 
-    def broken() -> None:
-        start()
+    def broken(plan: CastPlan) -> None:
+        start(plan)
         flip(live(trainer.probe.get_parameter("nv"))["rowwise_data"].data, 5)  # which moves no counter
 
     gathers.start = broken  # type: ignore[method-assign]

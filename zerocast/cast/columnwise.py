@@ -1,7 +1,6 @@
-"""Columnwise copies that are kept: transposed data and scales, made from the gathered rowwise
-bytes, one launch a format.
+"""ColumnwiseCopies: transposed data and scales that are kept, made from gathered rowwise bytes.
 
-Weights whose products make their own copies are left out.
+Every gather of every host ends here: the copies are made, and the weights are marked as gathered.
 """
 
 import functools
@@ -15,27 +14,44 @@ from zerocast.weight.validity import Validity
 
 
 class ColumnwiseCopies:
-    """The columnwise copies of a list of weights on one device. Storage is allocated at the
-    first `make`, and then reused.
+    """The columnwise copies of weights on one device whose bytes are gathered together.
+
+    Storage is allocated at the first `make`, and then reused. Weights whose products make their own
+    copies have none here. One launch makes the copies of all weights of a format.
+
+    Args:
+        weights: the weights, those without a copy included.
+        backend: makes the copies.
+        validity: the validity of all these weights if they have one of their own; it is then marked
+            at once. None to mark weight by weight.
     """
 
-    def __init__(self, weights: Sequence[QuantizedWeight], backend: str) -> None:
+    def __init__(self, weights: Sequence[QuantizedWeight], backend: str, validity: Validity | None = None) -> None:
+        self._all, self._validity = list(weights), validity
         self._transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._weights: list[QuantizedWeight] = []
         self._backend = backend
-        self._places: list[tuple[Validity, int]] | None = None  # where the tables have them
+        # The validities of the weights, with the `places` for which the tables were made.
+        self._places: list[tuple[Validity, int]] | None = None
         self._tables: list[WeightTable] = []
 
     def make(self) -> None:
-        """Transpose all of them; waits for gathers in flight."""
+        """Make the copies of the last cast, whose bytes have been gathered, and mark all weights as
+        gathered. Waits for gathers in flight.
+        """
         tables = self.tables()
-        for w in self._weights:
-            w.wait()
+        for weight in self._weights:
+            weight.wait()
         for table in tables:
             table.transpose()
+        if self._validity is not None:
+            self._validity.copied()
+            return
+        for weight in self._all:
+            weight.state.mark_columnwise()
 
     def tables(self) -> list[WeightTable]:
-        """The tables of where everything lies now."""
+        """Return the tables for where everything lies now."""
         if self._have_moved():
             self._bind()
         return self._tables

@@ -156,11 +156,11 @@ class CastDriver:
     def __init__(self, host: Host) -> None:
         self.host = host
         self._flatten_delayed_scaling()
-        # The flat masters that the plan has. `_follow_masters` compares them with the host's.
-        self._flat = [_flat(master) for master in host.masters]
+        flat = [_flat(master) for master in host.masters]
+        self._note_flat(flat)
         self.plan = CastPlan(
             host.weights,
-            self._flat,
+            flat,
             host.starts,
             host.group,
             fsdp_shard_model_weights=host.shard_data,
@@ -238,7 +238,7 @@ class CastDriver:
         flat = [_flat(master) for master in masters]
         self.plan.move_masters(flat, shard_data)
         self.host = dataclasses.replace(self.host, masters=masters, shard_data=shard_data)
-        self._flat = flat
+        self._note_flat(flat)
         self._watch_masters()
 
     def leave_memory(self) -> None:
@@ -296,23 +296,27 @@ class CastDriver:
 
         A host may set `master.data`. A flat view of the master then still has the old memory.
         """
-        pairs = zip(self.host.masters, self._flat, strict=True)
-        if any(flat is not master and _address(flat) != _address(master) for master, flat in pairs):
-            self._flat = [_flat(master) for master in self.host.masters]
-            self.plan.move_masters(self._flat)
+        if any(view.data_ptr() != master.data_ptr() for master, view in self._views):
+            flat = [_flat(master) for master in self.host.masters]
+            self.plan.move_masters(flat)
+            self._note_flat(flat)
             self._watch_masters()
+
+    def _note_flat(self, flat: Sequence[Tensor | None]) -> None:
+        """Remember the flat masters that the plan has, and which of them are views."""
+        self._flat = [master for master in flat if master is not None]
+        # A plan follows masters by itself that are flat already.
+        self._views: list[tuple[Tensor, Tensor]] = []
+        for master, view in zip(self.host.masters, flat, strict=True):
+            if master is not None and view is not None and view is not master:
+                self._views.append((master, view))
 
     def _watch_masters(self) -> None:
         """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
         of_plain = [master for _, master in (*self._plain, *self._plain_of_host)]
-        quantized = [master for master in self._flat if master is not None]
-        self.plan.validity.watch([*quantized, *of_plain], sharded=self.plan.group.size > 1)
+        self.plan.validity.watch([*self._flat, *of_plain], sharded=self.plan.group.size > 1)
 
 
 def _flat(master: Tensor | None) -> Tensor | None:
     """A master in the shape that a plan needs: itself, or a flat view with its version counter."""
     return master if master is None or master.dim() == 1 else master.detach().view(-1)
-
-
-def _address(master: Tensor | None) -> int:
-    return 0 if master is None else master.data_ptr()

@@ -100,7 +100,6 @@ class CastPlan:
         )
         self._switched: SwitchedBytes | None = None  # while they may be gathered into other buffers
         self._step_of_caller = " {}" if given.caller else ""
-        self._detail = ""  # what the coming cast was announced with
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
@@ -136,8 +135,9 @@ class CastPlan:
         raises half-way leaves weights that are not read before another one is complete.
         RuntimeError, on every rank, if the masters of the last cast were NaN or Inf.
         """
-        self._check_host_masters(update)
-        self.ready(self._detail)
+        if self._tables.on_host:
+            self._check_host_masters(update)
+        self.ready()
         with self.validity.transaction("a cast", masters=update is not None), self.delayed.rollback():
             self.launch(skip=skip, update=update, repeat=repeat)
             self.done()
@@ -160,7 +160,6 @@ class CastPlan:
         another call; `detail` is what more all ranks must have alike. `cast` does this by itself;
         whoever wants to know first what raises here calls it before.
         """
-        self._detail = detail
         self.check_call()
         if self._switched and self._switched.check():
             self._switched = None
@@ -177,8 +176,9 @@ class CastPlan:
         Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold
         it. Who calls this calls `done` after it.
         """
-        self._check_host_masters(update)
         tables = self._tables
+        if tables.on_host:
+            self._check_host_masters(update)
         cast(
             tables.owned,
             self.packed,
@@ -191,8 +191,6 @@ class CastPlan:
 
     def _check_host_masters(self, update: AdamUpdate | None) -> None:
         """RuntimeError for what a cast cannot do with masters on the host."""
-        if not self._tables.on_host:
-            return
         if update is not None:
             raise RuntimeError(
                 "these masters lie on the host, and an AdamUpdate is of masters on the device: step, then cast()"
@@ -206,7 +204,7 @@ class CastPlan:
     def done(self) -> None:
         """The host's part after a cast: it is counted."""
         self.validity.cast()
-        self._own_caller.number, self._detail = self.validity.casts + 1, ""
+        self._own_caller.number = self.validity.casts + 1
         if self.packed.same_call:
             self.packed.same_call.send()
         self._finite.send()
@@ -219,7 +217,6 @@ class CastPlan:
             raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
         self._follow()
         self._columnwise.make()
-        self.validity.copied()
         if self._switched:
             self._switched.note_gathered()
 
@@ -376,7 +373,6 @@ class CastPlan:
 
     def forget_call(self) -> None:
         """Forget which call the last cast was, since every rank overwrites its masters now."""
-        self._detail = ""
         self._finite.forget()
         if self.packed.same_call:
             self.packed.same_call.forget()
@@ -401,7 +397,7 @@ class CastPlan:
         self._call = _numbered(self.group) + self._step_of_caller
         self.packed = PlanAmaxes(self._partition, self._cast, self.group, self._is_stepped)
         self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
-        self._columnwise = ColumnwiseCopies(self.weights, self.backend)
+        self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
         self._bind()
 

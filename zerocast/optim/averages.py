@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from zerocast.cast.host import CastDriver
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.state import ZeroState
 from zerocast.weight.validity import Use
 
@@ -55,11 +55,11 @@ class Averages:
         masters: Tensor,
         count: Tensor,
         state: ZeroState,
-        weights: ShardedWeights,
+        driver: CastDriver,
         reducer: GradientReducer,
     ) -> None:
         self.masters, self.count, self.state = masters, count, state
-        self._weights, self._reducer = weights, reducer
+        self._driver, self._reducer = driver, reducer
         self._all: weakref.WeakSet[Average] = weakref.WeakSet()
         self._swapped = False
 
@@ -100,15 +100,15 @@ class Averages:
         """Within, the weights are cast from what `exchange` makes the masters; it is called
         again to undo that.
         """
-        validity = self._weights.plan.validity
+        validity = self._driver.plan.validity
         validity.check(Use.SWAP)
         self._reducer.check_same_call("swaps an average in")
-        self._weights.ready()
+        self._driver.ready()
         version = validity.version
-        with torch.no_grad(), self._weights.plan.transaction("swapping an average in"):
+        with torch.no_grad(), validity.transaction("swapping an average in"):
             exchange()
             try:
-                self._weights.recast()
+                self._driver.refresh()
             except BaseException:
                 exchange()
                 raise
@@ -119,7 +119,7 @@ class Averages:
         finally:
             self._swapped, self._reducer.refusal = False, ""
             self._reducer.check_same_call("swaps an average out")
-            with torch.no_grad(), self._weights.plan.transaction("swapping an average out"):
+            with torch.no_grad(), validity.transaction("swapping an average out"):
                 exchange()
-                self._weights.recast()
+                self._driver.refresh()
             validity.version = version

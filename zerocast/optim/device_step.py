@@ -16,6 +16,8 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.plan import CastPlan
+from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.muon_step import MuonStep
@@ -30,7 +32,7 @@ MOVED = (
 
 
 class DeviceStep:
-    """Norm, clip, skip and Adam; the plan that casts what Adam makes is the caller's to launch.
+    """Norm, clip, skip, Adam and Muon, and the launch of the cast of what they make.
 
     Args:
         gradients: this rank's averaged gradients, flat f32 like the masters.
@@ -78,19 +80,18 @@ class DeviceStep:
             self.clip.fill_(1.0)
         return clipped
 
-    def begin(self, square_sum: Tensor) -> tuple[AdamUpdate, Tensor]:
-        """(the Adam step, whether to skip it as bool[1]) for these gradients; a sum that is not
-        finite is skipped. Muon's matrices have taken theirs.
+    def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
+        """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.
+
+        A sum that is not finite skips the step. Nothing here waits for the device.
         """
         found_inf = ~square_sum.isfinite().view(1)
         self.count += ~found_inf
         self.skipped += found_inf
         self._muon(self._gradients, self.clip, found_inf)
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
-        return AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip), found_inf
-
-    def end(self) -> None:
-        """Forget the clip of this step, once its update is launched."""
+        update = AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
+        plan.launch(update=update, skip=found_inf)
         self.clip.fill_(1.0)
 
 
@@ -141,6 +142,7 @@ class CapturedStep:
         record: Callable[[Work], Work] = cuda_graph,
     ) -> None:
         self._device, self._weights, self._prepare, self._finish = device, weights, prepare, finish
+        self._driver = weights.driver
         self._max_norm, self._record = max_norm, record
         self._norm = torch.zeros_like(device.clip).view(())
         self.capture()
@@ -150,7 +152,8 @@ class CapturedStep:
         self._warm_up()  # what this finds missing it makes, and then everything lies elsewhere:
         # a backend may look into a table when it first sees it, not while the graph records
         self._warm_up()
-        self._tables = self._weights.tables()  # kept, since the graph reads them
+        # Kept, since the graph reads them.
+        self._tables = self._lies_in()
         self._replay = self._record(self._work)
 
     @torch.no_grad()
@@ -161,18 +164,18 @@ class CapturedStep:
         RuntimeError, with nothing changed, when storage has moved since the step was captured.
         """
         self._prepare()
-        tables = self._weights.tables()
+        tables = self._lies_in()
         if len(tables) != len(self._tables) or not all(
             a.lies_like(b) for a, b in zip(tables, self._tables, strict=True)
         ):
             raise RuntimeError(MOVED)
-        with self._weights.plan.transaction("a captured step"):
+        with self._driver.plan.transaction("a captured step"):
             self._replay()
-            self._weights.plan.done()
+            self._driver.plan.done()
             if self._weights.overlap:
-                self._weights.gathers.start()
+                self._weights.gather.start(self._driver.plan)
             else:
-                self._weights.gathers.done()
+                self._weights.gather.done()
         self._finish()
         return self._norm.clone()
 
@@ -181,23 +184,21 @@ class CapturedStep:
         self._norm.copy_(square_sum.sqrt())
         if self._max_norm is not None:
             self._device.clip_to(self._max_norm, self._norm)
-        self._launch(square_sum)
+        self._device.launch(self._driver.plan, square_sum)
         if not self._weights.overlap:
-            self._weights.gathers.start()
+            self._weights.gather.start(self._driver.plan)
 
-    def _launch(self, square_sum: Tensor) -> None:
-        adam, found_inf = self._device.begin(square_sum)
-        self._weights.plan.launch(update=adam, skip=found_inf)
-        self._device.end()
+    def _lies_in(self) -> list[WeightTable]:
+        return [*self._driver.plan.tables, *self._weights.gather.tables()]
 
     def _warm_up(self) -> None:
         device, clip = self._device, self._device.clip.clone()
-        self._weights.ready()
+        self._driver.ready()
         square_sum = device.square_sum()
         device.clip_to(1.0, square_sum.sqrt().float())
-        self._launch(torch.full_like(square_sum, torch.nan))
-        self._weights.plan.done()
-        self._weights.gathers.start()
+        device.launch(self._driver.plan, torch.full_like(square_sum, torch.nan))
+        self._driver.plan.done()
+        self._weights.gather.start(self._driver.plan)
         device.skipped -= 1
         device.clip.copy_(clip)
-        self._weights.ready()
+        self._driver.ready()

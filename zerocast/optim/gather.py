@@ -1,9 +1,9 @@
-"""WeightGather: weight buffers are all-gathered bucket by bucket, and waited for by whatever reads.
+"""WeightGather: the all-gathers of weight buffers, bucket by bucket.
 
-A plain parameter can be read by anyone at any time, so its gather ends inside the step. A
-QuantizedWeight is asked for its bytes, so with overlap its gather runs on until the first read, by
-whatever reads: a forward pass, a tied head, state_dict, evaluation. Threads may read at the same
-time: each of them waits, and on a GPU each on its own stream.
+The gather of a plain parameter ends inside the step, since nothing tells when it is read. With
+overlap, the gather of a QuantizedWeight runs on until the weight is first read, by a forward pass,
+a tied head, state_dict or an evaluation. Threads may read at the same time. Each of them waits, and
+on a GPU each on its own stream.
 """
 
 import contextlib
@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 
 from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.cast.host import Gather
+from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
@@ -20,8 +22,9 @@ from zerocast.weight.validity import Validity, debugging
 
 
 class Arrival:
-    """When the bytes of a bucket are there on a GPU: whoever reads on another stream than the
-    one that waited waits for this.
+    """The moment at which the bytes of a bucket have arrived on a GPU.
+
+    A reader on another stream than the one that waited for the gather waits for this.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,14 +34,14 @@ class Arrival:
 
     @staticmethod
     def now(device: torch.device) -> "Arrival | None":
-        """None on a CPU, where who waited has the bytes, and inside a graph, which begins and
-        ends in step with all streams.
+        """Return the present moment. None on a CPU, where a thread that waited has the bytes, and
+        inside a CUDA graph, which waits for all streams at both ends.
         """
         outside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
         return Arrival(device) if outside else None
 
     def follow(self) -> bool:
-        """Let the current stream wait; whether the bytes are there already, for all streams."""
+        """Let the current stream wait. Returns True if the bytes are there for all streams."""
         if torch.cuda.is_current_stream_capturing():
             return False
         current = torch.cuda.current_stream(self._stream.device)
@@ -47,9 +50,16 @@ class Arrival:
         return bool(self._event.query())
 
 
-class WeightGather:
-    """All-gathers the buckets after a cast, in the order of the forward pass, and makes
-    columnwise copies.
+class WeightGather(Gather):
+    """All-gathers the buckets after a cast, in the order of the forward pass, and makes columnwise
+    copies.
+
+    Args:
+        buffers: the buckets in the order of the backward pass.
+        group: the ranks that share the masters.
+        validity: the validity of all weights.
+        backend: makes the columnwise copies.
+        overlap: True to leave gathers of quantized weights in flight when a step returns.
     """
 
     def __init__(
@@ -58,34 +68,38 @@ class WeightGather:
         self._buffers = list(reversed(buffers))
         self._group, self._validity, self._overlap = group, validity, overlap
         self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
+        # The bucket of a weight, by the id of its state.
         self._home = {id(weight.state): b for b in buffers for weight in b.weights}
+        # Buckets whose gather is in flight, by id.
         self._flying: dict[int, BucketBytes] = {}
+        # Buckets that have arrived on the stream that waited, perhaps not yet on others, by id.
         self._arrivals: dict[int, Arrival] = {}
 
     def land(self) -> None:
-        """Complete what is in flight."""
+        """Complete the gathers in flight."""
         for buffer in list(self._flying.values()):
             self._finish(buffer)
 
     def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written parameters since the last cast.
+        """RuntimeError if anything else has written parameters since the last cast.
 
-        A bucket whose gather still runs is passed over: nobody can have written it yet.
+        A bucket whose gather is in flight is not looked at: it cannot have been written yet.
         """
         for buffer in self._buffers:
             if id(buffer) not in self._flying:
                 buffer.foreign_writes.check_unwritten()
 
     def check_moved(self) -> bool:
-        """True if parameters have other storage than ours; RuntimeError if that holds other
-        values. All are looked at before anything changes.
+        """True if parameters have other storage than the buffers; RuntimeError if that holds other
+        values. All parameters are looked at before anything changes.
         """
         moved = [b.foreign_writes.check_moved() for b in self._buffers if id(b) not in self._flying]
         return any(moved)
 
-    def ready(self) -> None:
-        """Before a cast writes: nothing in flight, every weight where the gather will write, and
-        written by nobody else.
+    def prepare(self) -> None:
+        """Complete the gathers in flight, and bring every weight back to where the gather writes.
+
+        RuntimeError if anything else has written parameters.
         """
         self.land()
         self.check_unwritten()
@@ -93,32 +107,34 @@ class WeightGather:
             self.reclaim()
 
     def reclaim(self) -> None:
-        """The same, whatever the weights hold: masters were loaded."""
+        """Do what `prepare` does, whatever the weights hold, before masters are cast that were
+        loaded.
+        """
         self.land()
         for buffer in self._buffers:
             buffer.foreign_writes.reclaim()
 
     def tables(self) -> list[WeightTable]:
-        """The tables of the columnwise copies."""
+        """Return the tables of the columnwise copies."""
         return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
 
     def done(self) -> None:
-        """Mark all columnwise copies as those of the last cast, unless a gather is in flight:
-        its end marks its own.
+        """Mark all columnwise copies as those of the last cast, after a replay of a graph that
+        gathered.
         """
-        if self._flying:
-            return
         self._validity.copied()
-        for buffer in self._buffers if debugging() else ():  # a replayed graph has noted nothing
+        # The replay has run no Python, so it has noted nothing.
+        for buffer in self._buffers if debugging() else ():
             buffer.foreign_writes.note()
 
-    def start(self) -> None:
+    def start(self, plan: CastPlan) -> None:
         """Gather the bytes of the last cast and make columnwise copies.
 
-        With overlap a gather may still be on its way when this returns; whatever reads first waits.
+        With overlap a gather may still be in flight when this returns. The first read waits for it.
         """
         with contextlib.ExitStack() as stack:
-            for buffer in self._buffers:  # threads that read from here on wait until all have begun
+            # Threads that read from here on wait until all gathers have begun.
+            for buffer in self._buffers:
                 stack.enter_context(buffer.lock)
             if self._overlap:
                 self._validity.finish = self._finish_for
@@ -128,7 +144,6 @@ class WeightGather:
         for buffer in self._buffers:
             if buffer.is_plain or not self._overlap:
                 self._finish(buffer)
-        self.done()
 
     def _finish_for(self, weight: QuantizedWeight) -> None:
         buffer = self._home[id(weight.state)]
@@ -139,21 +154,21 @@ class WeightGather:
             self._forget()
 
     def _finish(self, buffer: BucketBytes) -> None:
-        """Complete one gather. A second thread waits here for the first; what raises leaves it
-        in flight for the next read.
+        """Complete one gather and make its columnwise copies.
+
+        A second thread waits here for the first. After an exception the gather is still in flight,
+        for the next read.
         """
         with buffer.lock:
             if id(buffer) not in self._flying or buffer.landing:
                 return
-            # making the copies asks the weights for their bytes, in this thread
+            # Making the copies asks the weights for their bytes, in this thread.
             buffer.landing = True
             try:
                 buffer.wait()
                 self._columnwise[id(buffer)].make()
             finally:
                 buffer.landing = False
-            for weight in buffer.weights:
-                weight.state.mark_columnwise()
             buffer.foreign_writes.note()
             arrival = None if buffer.is_plain or not self._overlap else Arrival.now(buffer.flats[0].device)
             if arrival is not None:
@@ -162,6 +177,6 @@ class WeightGather:
             self._forget()
 
     def _forget(self) -> None:
-        """Once everything is there, for all threads and streams, reads need not ask any more."""
+        """Let reads ask no more once all bytes have arrived for all threads and streams."""
         if not self._flying and not self._arrivals:
             self._validity.finish = None

@@ -1,13 +1,13 @@
-"""ShardedWeights: the low-precision side of the optimizer, from masters to gathered bytes."""
+"""ShardedWeights: the weights of a ZeroOptimizer in flat byte buffers, as the Host of its casts."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from zerocast import backends
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.plan import CastPlan
-from zerocast.cast.tables import WeightTable
+from zerocast.cast.host import CastDriver, Host
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape
@@ -17,7 +17,6 @@ from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gather import WeightGather
-from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Validity
@@ -28,56 +27,72 @@ LOAD = "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_d
 
 
 class ShardedWeights:
-    """Flat byte buffers, one cast plan over all parameters, and the all-gather."""
+    """The flat byte buffers of a ZeroOptimizer, and what its casts must know of them.
+
+    Plain parameters are cast too, as identity weights: a cast rounds them to their dtype.
+
+    Attributes:
+        buffers: the bytes of each bucket. A switch of formats replaces them.
+        gather: the all-gathers of these buffers; replaced with them.
+        driver: the casts, for the life of the optimizer.
+        overlap: True if gathers may still be in flight when a step returns.
+    """
 
     def __init__(
         self, buckets: Sequence[Bucket], masters: FlatMasters, group: Group, config: ZeroConfig, claim: Claim
     ) -> None:
-        self.buffers = [BucketBytes(bucket, masters.master.device) for bucket in buckets]
-        self._masters, self._group = masters, group
-        weights, shards, starts = {}, [], []
-        param_groups: list[int | None] = []  # None: the cast takes no step on it
-        for buffer in self.buffers:
-            for slot, weight in zip(buffer.bucket.slots, buffer.weights, strict=True):
-                span, views = masters.owned(buffer.bucket, slot)
-                weights[slot.name] = weight
-                shards.append(views["master"])
-                starts.append(span.start)
-                param_groups.append(None if buffer.bucket.storage.whole else slot.param_group)
-        self._order = list(weights)
-        self._flatten_scales()
-        self.plan = CastPlan(
-            list(weights.values()),
-            shards,
-            starts,
-            group,
-            backend=config.backend,
-            param_groups=param_groups,
-            names=list(weights),
-            scale_cuts=self._cuts(),
-            validity=Validity(LOAD, advice=ADVICE),
-            claim=claim,
-        )
-        for weight in weights.values():
-            weight.state.set_columnwise_on_demand(not config.keep_columnwise)
-        self.plan.delayed.broadcast(group)
-        self.plan.validity.watch([masters.master], sharded=group.size > 1)
+        device = masters.master.device
+        self.buffers = [BucketBytes(bucket, device) for bucket in buckets]
+        self._masters, self._group, self._claim = masters, group, claim
+        self._backend = backends.choose(device, config.backend)
         self.overlap = config.overlap_all_gather
-        self.gathers = self._gather()
+        self._validity = Validity(LOAD, advice=ADVICE)
+        # The order of the plan. A switch of formats splits buckets and so changes that of `_slots`.
+        self._names = [slot.name for slot, _ in self._slots()]
+        self.driver = CastDriver(self._host())
+        plan = self.driver.plan
+        for weight in plan.weights:
+            weight.state.set_columnwise_on_demand(not config.keep_columnwise)
+        plan.delayed.broadcast(group)
+        # One tensor holds all masters, so that debug mode compares one version counter.
+        self._validity.watch([masters.master], sharded=group.size > 1)
+
+    def _host(self) -> Host:
+        """The facts of the buffers as they are now."""
+        self._flatten_scales()
+        self.gather = WeightGather(self.buffers, self._group, self._validity, self._backend, self.overlap)
+        placed = {slot.name: (buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots}
+        weights = {slot.name: weight for slot, weight in self._slots()}
+        in_order = [placed[name] for name in self._names]
+        owned = [self._masters.owned(bucket, slot) for bucket, slot in in_order]
+        return Host(
+            owner=None,  # the optimizer has the claim
+            group=self._group,
+            names=self._names,
+            weights=[weights[name] for name in self._names],
+            masters=[views["master"] for _, views in owned],
+            starts=[span.start for span, _ in owned],
+            gather=self.gather,
+            scale_cuts=[bucket.cuts(slot) for bucket, slot in in_order],
+            # None for a parameter that a cast takes no Adam step on, since Muon updates it.
+            param_groups=[None if bucket.storage.whole else slot.param_group for bucket, slot in in_order],
+            backend=self._backend,
+            validity=self._validity,
+            claim=self._claim,
+            live_weight=lambda index: in_order[index][1].live_weight(),
+            is_saved_by_autograd=False,
+        )
+
+    def _slots(self) -> Iterator[tuple[Slot, QuantizedWeight]]:
+        """Every parameter with its weight, bucket by bucket."""
+        for buffer in self.buffers:
+            yield from zip(buffer.bucket.slots, buffer.weights, strict=True)
 
     def _flatten_scales(self) -> None:
-        """Let scales and amaxes that are not gathered lie side by side."""
-        for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history"):
-            held = [w for b in self.buffers for w in b.weights if not b.gathers(name)]
-            into_flat_buffer([w for w in held if w.state.buffers[name] is not None], name)
-
-    def _cuts(self) -> list[range | None]:
-        """Where shards meet within each weight of the plan, if its scales are gathered."""
-        cuts = {slot.name: buffer.bucket.cuts(slot) for buffer in self.buffers for slot in buffer.bucket.slots}
-        return [cuts[name] for name in self._order]
-
-    def _gather(self) -> WeightGather:
-        return WeightGather(self.buffers, self._group, self.plan.validity, self.plan.backend, self.overlap)
+        """Move scales and amaxes that are not gathered into one buffer of each kind."""
+        for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
+            kept_here = [weight for buffer in self.buffers if not buffer.gathers(name) for weight in buffer.weights]
+            into_flat_buffer([weight for weight in kept_here if weight.state.buffers[name] is not None], name)
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
         """Give weights other formats by name, in flat buffers that the next cast fills. Local.
@@ -85,69 +100,35 @@ class ShardedWeights:
         Masters keep their places. A bucket whose weights are no longer stored alike gets flat
         buffers for each kind, in which the places of the others stay empty.
         """
-        self.gathers.land()
+        self.gather.land()
         self.buffers = [part for buffer in self.buffers for part in _converted(buffer, formats)]
 
     def rebuild(self, changed: Collection[str]) -> None:
-        """Make the plan, the gathers and the bytes for the formats as they are now. Collective."""
-        self._flatten_scales()
-        weights = {slot.name: w for b in self.buffers for slot, w in zip(b.bucket.slots, b.weights, strict=True)}
-        self.plan.rebuild(changed, [weights[name] for name in self._order], self._cuts())
-        self.gathers = self._gather()
-        self.recast()
-
-    def master_views(self) -> MasterViews:
-        """The masters with the parameters as the model reads them now, wherever those lie."""
-        owned = [self._owned(buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots]
-        return MasterViews(self._group, tuple(owned))
+        """Make plan, gathers and bytes for the formats as they are after `convert`. Collective."""
+        self.driver.rebuild(self._host(), changed)
 
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name."""
-        weights = {
-            s.name: w for buffer in self.buffers for s, w in zip(buffer.bucket.slots, buffer.weights, strict=True)
+        """Return the format and nominal dtype of each quantized weight by name."""
+        return {
+            slot.name: (weight.format, weight.dtype)
+            for slot, weight in self._slots()
+            if weight.format.element is not None
         }
-        return {name: (w.format, w.dtype) for name, w in weights.items() if w.format.element is not None}
 
     def shared_amaxes(self) -> dict[str, SharedAmax]:
-        """The weights that share a tensor amax, by the name of each."""
-        pairs = ((s.name, w) for b in self.buffers for s, w in zip(b.bucket.slots, b.weights, strict=True))
-        return {name: w.state.shared_amax for name, w in pairs if w.state.shared_amax is not None}
+        """Return the weights that share a tensor amax, by the name of each."""
+        shared = {slot.name: weight.state.shared_amax for slot, weight in self._slots()}
+        return {name: amax for name, amax in shared.items() if amax is not None}
 
     def shapes(self) -> dict[str, tuple[FormatSpec, Shape]]:
-        """Format and shape of each QuantizedWeight by name, unquantized ones included."""
-        slots = [slot for buffer in self.buffers for slot in buffer.bucket.slots]
+        """Return format and shape of each QuantizedWeight by name, unquantized ones included."""
+        slots = [slot for slot, _ in self._slots()]
         return {s.name: (s.format, s.shape) for s in slots if isinstance(s.parameter, QuantizedWeight)}
 
     def plain_matrices(self) -> list[str]:
-        """The names of the ordinary parameters of two or more dimensions."""
-        slots = [slot for buffer in self.buffers for slot in buffer.bucket.slots]
+        """Return the names of the ordinary parameters of two or more dimensions."""
+        slots = [slot for slot, _ in self._slots()]
         return [s.name for s in slots if s.parameter.dim() >= 2 and not isinstance(s.parameter, QuantizedWeight)]
-
-    def _owned(self, bucket: Bucket, slot: Slot) -> MasterView:
-        span, views = self._masters.owned(bucket, slot)
-        return MasterView(slot.name, slot.live_weight(), views["master"], span, self.plan.delayed.cast_scale(slot.name))
-
-    def ready(self, detail: str = "") -> None:
-        """The host's part before a step: nothing in flight, everything in its place. RuntimeError
-        for what others wrote.
-
-        `detail` is what all ranks must have alike.
-        """
-        self.gathers.ready()
-        self.plan.ready(detail)
-
-    def tables(self) -> list[WeightTable]:
-        """The tables that a step works by, after `ready`."""
-        return [*self.plan.tables, *self.gathers.tables()]
-
-    def recast(self) -> None:
-        """Make the live bytes anew from the masters, as the last cast did; delayed scaling does
-        not move on.
-        """
-        with self.plan.transaction("a cast"):
-            self.gathers.reclaim()
-            self.plan.cast(repeat=True)
-            self.gathers.start()
 
 
 def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterator[BucketBytes]:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerocast.cast.plan import CastPlan
 from zerocast.checkpoint.checkpoint import Kept
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
@@ -37,7 +38,6 @@ from zerocast.optim.saved_state import (
     never_stepped,
     problem_of,
 )
-from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.update_rule import rule_of
 
 logger = logging.getLogger(__name__)
@@ -65,13 +65,13 @@ class ZeroState:
         self,
         buckets: list[Bucket],
         masters: FlatMasters,
-        weights: ShardedWeights,
+        plan: CastPlan,
         step: Tensor,
         param_groups: list[dict[str, Any]],
         group: Group,
     ) -> None:
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        self._masters, self._weights, self._step = masters, weights, step
+        self._masters, self._plan, self._step = masters, plan, step
         self._param_groups, self._group = param_groups, group
 
     def as_dict(self, kept: Kept | None = None) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class ZeroState:
             state[name] = never_stepped() if NEVER_STEPPED in (kept or {}).get(name, {}) else {**views, **count}
             group = self._param_groups[slot.param_group]
             groups[name] = hyperparameters(group, rule_of(group))
-        delayed = self._weights.plan.delayed.state_dict()
+        delayed = self._plan.delayed.state_dict()
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
     def masters_of(self, flat: Tensor) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class ZeroState:
             if isinstance(group["lr"], Tensor):
                 values["lr"] = group["lr"].fill_(values["lr"])
             group.update(values)
-        lost = self._weights.plan.delayed.load_state_dict(state.get("zerocast", {}))
+        lost = self._plan.delayed.load_state_dict(state.get("zerocast", {}))
         if lost and self._group.rank == 0:
             what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else lost[0]
             logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", what)

@@ -136,7 +136,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
         self._claim = take_over(named, f"a {self.NAME}")
         self._weights = ShardedWeights(buckets, self._masters, group, config, self._claim)
-        self._plan = self._weights.plan
+        self._driver = self._weights.driver
+        self._plan = self._driver.plan
         names = [name for name, _, _ in named]
         order = LogicalOrder(gradients, names, group, device) if config.deterministic else None
         norms = ParameterNorms(gradients, reduction_group, order, device)
@@ -150,16 +151,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._clipped = ""  # to what, since the last step
         self._invalid: Exception | None = None  # what is wrong with the hyper-parameters of this step
         self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
-        self._state = ZeroState(buckets, self._masters, self._weights, self._device.count, self.param_groups, group)
+        self._state = ZeroState(buckets, self._masters, self._plan, self._device.count, self.param_groups, group)
         self._validity = self._plan.validity
         self._validity.owner = weakref.ref(self)
         # the claim lists the trained parameters, so other objects over the same weights are not
         self._validity.has_masters = False
         master, count = self._masters.master, self._device.count
-        self.averages = Averages(master, count, self._state, self._weights, self._reducer)
+        self.averages = Averages(master, count, self._state, self._driver, self._reducer)
         self._steps = 0
         self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
-        self._weights.recast()
+        self._driver.refresh()
         self._caller.number = 1
         self._listed = listed_parameters(self.param_groups)
         self._ask_before_uses()
@@ -170,7 +171,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ask_before(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.SWAP, Use.LOAD)
         ask_before(self._check_parameters_are_listed, Use.STEP)
         ask_before(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.SWAP, Use.LOAD)
-        ask_before(self._check_unwritten, Use.STEP, Use.SAVE)
+        ask_before(self._check_unwritten, Use.SAVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -192,11 +193,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if self._invalid is not None:
             square_sum = torch.full_like(square_sum, torch.nan)  # this rank skips the step
             self._device.skipped -= 1
-        with self._plan.transaction("an optimizer step"):
-            adam, found_inf = self._device.begin(square_sum)
-            self._plan.cast(update=adam, skip=found_inf)
-            self._weights.gathers.start()
-            self._device.end()
+        self._driver.step(lambda: self._device.launch(self._plan, square_sum))
         self._finish()
         if self._invalid is not None:
             self._plan.check_call()  # raises where other ranks have other values
@@ -243,7 +240,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
         same = f"{self._invalid or self._hyperparameters.description}{self._described()}{self.averages.description}"
-        self._weights.ready(f"{clipped or self._clipped}{changed} with {same}")
+        self._driver.ready(f"{clipped or self._clipped}{changed} with {same}")
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
@@ -261,10 +258,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
 
     def _check_unwritten(self, use: Use) -> None:
-        """RuntimeError for parameters that others wrote: masters do not know of it."""
-        self._weights.gathers.check_unwritten()
-        if use is Use.SAVE:  # a step looks for it by itself, and brings such parameters back
-            self._weights.gathers.check_moved()
+        """RuntimeError for parameters that others wrote: masters do not know of it. A step looks
+        for that itself.
+        """
+        self._weights.gather.check_unwritten()
+        self._weights.gather.check_moved()
 
     def _prepare_clipping(self, max_norm: float) -> None:
         """The same for a graph that clips: it overwrites the factor of a clip before it."""
@@ -346,8 +344,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """The masters of all parameters, for `zerocast.verify`; RuntimeError for partial ones."""
-        self._validity.check(Use.VERIFY)
-        return (self._weights.master_views(),)
+        return tuple(self._driver.master_views())
 
     def switch_part(self) -> SwitchPart:
         """The part of an optimizer in `zerocast.switch`: between `step()` and a backward pass."""
@@ -358,13 +355,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
             check=self._check_switch,
             convert=self._weights.convert,
             recast=self._recast_switched,
-            held=[self._weights, *self._plan.held],
+            held=[self._weights, self._driver, *self._plan.held],
         )
 
     def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
         self._plan.check_switch()
         self._reducer.check_used_up()
-        self._weights.gathers.ready()
+        self._weights.gather.prepare()
 
     def _recast_switched(self, formats: Mapping[str, FormatSpec]) -> None:
         self._weights.rebuild(formats)
@@ -459,7 +456,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             taken = int(self._device.count)
             self._caller.number = taken + 1
             self._skipped.restart(taken)
-            self._weights.recast()
+            self._driver.refresh()
 
     def __getstate__(self) -> dict[str, Any]:
         """TypeError: shards, hooks and process groups are not copied; `state_dict` is."""

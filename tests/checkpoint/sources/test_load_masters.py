@@ -220,7 +220,7 @@ def test_a_load_that_breaks_off(every: int) -> None:
                 optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
         except RuntimeError as error:
             said.append(str(error))
-        if trainer.optimizer._weights.plan.validity.partial:
+        if trainer.optimizer._weights.driver.plan.validity.partial:
             left += 1
             for call in (trainer.optimizer.state_dict, trainer.optimizer.step):
                 with pytest.raises(RuntimeError, match="loading a checkpoint raised half-way"):
