@@ -18,9 +18,9 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, Net
 from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, digests, put_gradients
 from tests.workers import Ranks
+from zerocast.cast.captured_step import CapturedStep, Work, cuda_graph
 from zerocast.fsdp2 import FusedAdamW
-from zerocast.fsdp2.captured_step import CapturedStep
-from zerocast.optim.device_step import Work, cuda_graph
+from zerocast.fsdp2.fused_adamw import CapturableFusedStep
 
 ORDINARY, WRITTEN = 3, 4  # a step that both take with step(); one before which masters are written
 
@@ -64,7 +64,7 @@ class Trainee:
     def capture(self) -> None:
         """The step as a graph; on the CPU as something that acts like one."""
         on_cpu = models.place() == "cpu"
-        self.captured = CapturedStep(self.optimizer, None) if on_cpu else self.optimizer.capture()
+        self.captured = CapturedStep(CapturableFusedStep(self.optimizer)) if on_cpu else self.optimizer.capture()
         self.captured._record = self._record
 
     def _record(self, work: Work) -> Work:

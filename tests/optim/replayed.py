@@ -13,8 +13,9 @@ from tests import casts
 from tests.optim.probe import MIXED, Probe
 from tests.optim.runs import DETERMINISTIC, TWO_GROUPS, boxes, weight_bytes
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
+from zerocast.cast.captured_step import CapturedStep, Work
 from zerocast.formats import Columnwise
-from zerocast.optim.device_step import CapturedStep, Work
+from zerocast.optim.device_step import CapturableZeroStep
 
 SKIPPED, ORDINARY = 3, 5  # a step with a gradient that is not finite; one that both take with step()
 LOADED = 7  # before this step a state is loaded
@@ -55,7 +56,8 @@ class Trainee:
         o, case = self.optimizer, self.case
         if case.device != "cpu":
             return o.capture(case.max_norm)
-        return CapturedStep(o._device, o._weights, o._prepare, o._finish, case.max_norm, record)
+        step = CapturableZeroStep(o._device, o._weights, o._prepare, o._finish, case.max_norm)
+        return CapturedStep(step, record)
 
     def gradients(self, step: int) -> None:
         """Fresh ones; an infinite one on rank 0 where the step is to be skipped."""

@@ -15,7 +15,7 @@ from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
-from zerocast.optim import device_step
+from zerocast.cast import captured_step
 from zerocast.optim.foreign_writes import ForeignWrites
 
 KEPT = dataclasses.replace(DETERMINISTIC, keep_columnwise=True)
@@ -133,7 +133,7 @@ def test_only_on_a_cuda_device():
 def test_not_with_the_reference_backend():
     """Which looks at the device in every stage."""
     with pytest.raises(RuntimeError, match="reference backend"):
-        device_step.check_capturable(torch.device("cuda"), "reference")
+        captured_step.check_capturable(torch.device("cuda"), "reference")
 
 
 def test_moved_storage_is_refused_and_then_captured_anew(device):
@@ -198,7 +198,7 @@ def test_what_is_recorded_was_run_before():
     assert all(id(table) in seen for table in recorded.found)
 
 
-def graph(work: device_step.Work) -> device_step.Work:
+def graph(work: captured_step.Work) -> captured_step.Work:
     """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
 
     def replay() -> None:

@@ -20,7 +20,8 @@ from tests.optim.runs import Run, Trainer, assert_equals, snapshot
 from tests.optim.undistributed import F32, Undistributed, f32, np
 from tests.selection import worlds
 from zerocast import QuantizedWeight, Recipe, ZeroConfig, verify
-from zerocast.optim import EMA, Checkpoints, device_step, load, save
+from zerocast.cast import captured_step
+from zerocast.optim import EMA, Checkpoints, load, save
 
 CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
 OVERLAP = dataclasses.replace(CONFIG, overlap_all_gather=True)
@@ -400,8 +401,8 @@ def test_captured_steps_are_captured_again():
     trainees = [Trainee(Case()) for _ in range(2)]
     captured, eager = trainees
     with (
-        mock.patch.object(device_step, "cuda_graph", run_again),
-        mock.patch.object(device_step.CapturedStep.__init__, "__defaults__", (run_again,)),
+        mock.patch.object(captured_step, "cuda_graph", run_again),
+        mock.patch.object(captured_step.CapturedStep.__init__, "__defaults__", (run_again,)),
         mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
     ):
         step = captured.optimizer.capture(captured.case.max_norm)

@@ -6,9 +6,10 @@ the bits of ZeroAdamW's step, and keeps its state under the keys of torch.optim.
 checkpoints go from one to the other.
 """
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
+from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.tables import Places, TableKey, WeightTable
 from zerocast.distributed.agreement import raise_together
@@ -23,18 +25,19 @@ from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.captured_step import CapturableOptimizer, CapturedStep
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind
-from zerocast.optim.device_step import check_capturable
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.update_rule import ADAMW
 from zerocast.weight.validity import Use, Validity, transaction
 
 # a plain parameter takes the same pass; nobody reads its amax
 PLAIN = get_format("fp8_current"), torch.float32
+WITHIN_BACKWARD = (
+    "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
+)
 # each in launches of its own
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
 
@@ -123,7 +126,7 @@ class MomentsOnDemand(defaultdict[Any, Any]):
         return moments
 
 
-class FusedAdamW(CapturableOptimizer):
+class FusedAdamW(torch.optim.Optimizer):
     """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a
     weight format.
 
@@ -224,7 +227,7 @@ class FusedAdamW(CapturableOptimizer):
                 f"the {backend} backend reads gradients where they lay when a step was captured, and FSDP2 allocates them anew: "
                 "call step()"
             )
-        return CapturedStep(self, stand_ins)
+        return CapturedStep(CapturableFusedStep(self, stand_ins))
 
     # -- the parts of a step, for a captured one too
 
@@ -416,6 +419,98 @@ class FusedAdamW(CapturableOptimizer):
         ]
         self._plain = [one.freeze() for one in plain.values() if len(one)]
         self._unread = torch.zeros(max(map(len, plain.values())), dtype=torch.float32, device=device)
+
+
+class StandIns(Protocol):
+    """Tensors that a graph is recorded with in place of others, which lie elsewhere each time."""
+
+    tensors: list[Tensor]
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Let the next replay use these, as many and as large as before."""
+
+
+class CapturableFusedStep(CapturableStep):
+    """A step of FusedAdamW and the cast after it as a CUDA graph holds them; gathers stay outside.
+
+    What changes from step to step is written to fixed addresses before a replay: hyper-parameters,
+    and where the gradients lie, which FSDP2 allocates for each backward pass.
+
+    Args:
+        optimizer: whose step it is.
+        stand_ins: makes tensors that stand for gradients in a graph. None where a replay looks for
+            the gradients itself.
+    """
+
+    warms_up_by_stepping = True
+
+    def __init__(self, optimizer: FusedAdamW, stand_ins: Callable[[Sequence[Tensor]], StandIns] | None = None) -> None:
+        self._optimizer, self._make_stand_ins = optimizer, stand_ins
+        # The stand-ins of the gradients of each launch, for the life of the graph.
+        self._stand_ins: dict[AdamPass, StandIns] = {}
+
+    def prepare(self) -> object:
+        """Prepare the step on the host. Returns what the optimizer's tables were made for."""
+        if torch_fsdp.backward_pass() is not None:
+            raise RuntimeError(WITHIN_BACKWARD)
+        places = self._optimizer.prepare()
+        if places is None:
+            for manager in self._optimizer.managers:
+                manager.make_due(self._optimizer)
+                manager.before_gather()
+        return places
+
+    def lies_like(self, now: object, recorded: object) -> bool:
+        """True if the optimizer's tables are those of the recording."""
+        return now is recorded
+
+    @property
+    def must_warm_up(self) -> bool:
+        """True if the cast finds first scales of delayed scaling, which takes the host."""
+        return any(manager.must_seed for manager in self._optimizer.managers)
+
+    def warm_up(self) -> object:
+        """Take an ordinary step and cast."""
+        for manager in self._optimizer.managers:
+            manager.before_first_step()
+        self._optimizer.step()
+        for manager in self._optimizer.managers:
+            manager.cast_first_step()
+        return self._optimizer.prepare()
+
+    @contextlib.contextmanager
+    def around_launch(self) -> Iterator[None]:
+        """Let the replay use these gradients, and count its cast.
+
+        RuntimeError before anything is written if ranks disagreed in the step before.
+        """
+        managers = self._optimizer.managers
+        for manager in managers:
+            manager.before_captured_cast(self._optimizer)
+        with transaction(self._optimizer.validities, "a captured step"):
+            self._fill_stand_ins()
+            yield
+            for manager in managers:
+                manager.after_cast(repeat=False)
+
+    def launch(self) -> None:
+        """Step and cast all prepared weights."""
+        self._optimizer.launch({one: held.tensors for one, held in self._stand_ins.items()})
+        for manager in self._optimizer.managers:
+            manager.launch_cast()
+
+    def finish(self) -> None:
+        """Tell torch's schedulers that the optimizer has stepped, which a call of `step` does."""
+        setattr(self._optimizer, "_opt_called", True)  # noqa: B010
+
+    def _fill_stand_ins(self) -> None:
+        if self._make_stand_ins is None:
+            return
+        for each in self._optimizer.passes():
+            gradients = each.gradients()
+            if each not in self._stand_ins:
+                self._stand_ins[each] = self._make_stand_ins(gradients)
+            self._stand_ins[each].fill(gradients)
 
 
 def _new_moments(parameter: Tensor) -> dict[str, Tensor]:

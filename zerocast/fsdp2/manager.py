@@ -194,7 +194,7 @@ class CastManager:
         for weight in self.weights if debugging() else ():
             weight.validity.cast()
 
-    # -- a step that casts at once (`captured_step.py`)
+    # -- a step that casts at once (`CapturableFusedStep`)
 
     @property
     def must_seed(self) -> bool:

@@ -1,20 +1,19 @@
-"""The device's part of an optimizer step, launched by the host (DeviceStep) or as a CUDA graph
-(CapturedStep).
+"""DeviceStep: the device's part of an optimizer step, for ordinary and for captured steps.
 
-Nothing in it waits for the device or asks the host, so one graph can hold all of it, at fixed
-addresses: norm, clip, skip, Adam with its amaxes, the all-reduce, scales and cast; then the
-all-gather and the columnwise copies. With `overlap_all_gather` the all-gather follows the graph,
-since it outlives the step. The host's part before and after is in `zero_optimizer.py`, the same for
-both.
+Nothing in it waits for the device or asks the host, so one CUDA graph can hold all of it: norm,
+clip, skip, Adam with its amaxes, the all-reduce, scales and cast, then the all-gather and the
+columnwise copies. With `overlap_all_gather` the all-gather follows the graph, since it outlives the
+step. The host's part before and after is in `zero_optimizer.py`.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from zerocast import backends
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.captured_step import CapturableStep
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
@@ -23,12 +22,6 @@ from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.sharded_weights import ShardedWeights
-
-Work = Callable[[], None]
-MOVED = (
-    "what the step was captured with (parameters, gradients, states, scales or shards) has moved or was replaced, and the graph "
-    "would write where it was: capture the step again"
-)
 
 
 class DeviceStep:
@@ -95,110 +88,84 @@ class DeviceStep:
         self.clip.fill_(1.0)
 
 
-def check_capturable(device: torch.device, backend: str) -> None:
-    """RuntimeError for tensors, and for a backend, whose steps no CUDA graph can hold."""
-    if device.type != "cuda":
-        raise RuntimeError(
-            f"only a step on CUDA tensors can be captured, these parameters are on {device}: call step()"
-        )
-    if "cuda" not in (backends.load(backend).DEVICES or ()):
-        raise RuntimeError(f"the {backend} backend asks the host during a step, which cannot be captured: call step()")
-
-
-def cuda_graph(work: Work) -> Work:
-    """Record what `work` launches on the current device, without running it; the result launches it
-    again.
-
-    Other threads may use CUDA meanwhile, as the one that watches over NCCL does.
-    """
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        work()
-    replay: Work = graph.replay
-    return replay
-
-
-class CapturedStep:
-    """Call it in place of `clip_grad_norm_` and `step`: one launch, the same bits.
-    `ZeroAdamW.capture` makes one.
+class CapturableZeroStep(CapturableStep):
+    """A step of ZeroAdamW as a CUDA graph holds it: norm, clip, skip, Adam, cast, and the gathers
+    unless they overlap the next forward pass.
 
     Args:
-        prepare, finish: the host's part of a step, before and after the device's.
+        device: the device's part without cast and gathers.
+        weights: what is cast and gathered.
+        prepare, finish: the optimizer's part of a step on the host, before and after the device's.
         max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
-        record: makes of some work what repeats it; `cuda_graph`, unless a test wants to look
-            inside.
-
-    To make one is a collective call. It first runs the device part as if a gradient were not
-    finite, which changes nothing, so that what is made at first use is made before the recording.
     """
 
     def __init__(
         self,
         device: DeviceStep,
         weights: ShardedWeights,
-        prepare: Work,
-        finish: Work,
+        prepare: Callable[[], None],
+        finish: Callable[[], None],
         max_norm: float | None,
-        record: Callable[[Work], Work] = cuda_graph,
     ) -> None:
-        self._device, self._weights, self._prepare, self._finish = device, weights, prepare, finish
-        self._driver = weights.driver
-        self._max_norm, self._record = max_norm, record
+        self._device, self._weights, self._plan = device, weights, weights.driver.plan
+        self._prepare, self._finish, self._max_norm = prepare, finish, max_norm
+        # The norm of the last step's gradients before clipping.
         self._norm = torch.zeros_like(device.clip).view(())
-        self.capture()
 
-    def capture(self) -> None:
-        """Record the step for where everything lies now. Collective; it changes nothing."""
-        self._warm_up()  # what this finds missing it makes, and then everything lies elsewhere:
-        # a backend may look into a table when it first sees it, not while the graph records
-        self._warm_up()
-        # Kept, since the graph reads them.
-        self._tables = self._lies_in()
-        self._replay = self._record(self._work)
-
-    @torch.no_grad()
-    def __call__(self) -> Tensor:
-        """One step with what the backward passes since the last have left; returns the norm before
-        clipping, f32[].
-
-        RuntimeError, with nothing changed, when storage has moved since the step was captured.
-        """
+    def prepare(self) -> list[WeightTable]:
+        """Prepare the step on the host. Returns the tables that it works by."""
         self._prepare()
-        tables = self._lies_in()
-        if len(tables) != len(self._tables) or not all(
-            a.lies_like(b) for a, b in zip(tables, self._tables, strict=True)
-        ):
-            raise RuntimeError(MOVED)
-        with self._driver.plan.transaction("a captured step"):
-            self._replay()
-            self._driver.plan.done()
+        return self._tables()
+
+    def lies_like(self, now: list[WeightTable], recorded: list[WeightTable]) -> bool:
+        """True if the tables have the same addresses."""
+        return len(now) == len(recorded) and all(a.lies_like(b) for a, b in zip(now, recorded, strict=True))
+
+    def warm_up(self) -> list[WeightTable]:
+        """Run the device's part as if a gradient were not finite, which changes nothing."""
+        self._run_skipped_step()
+        # The first run makes what it finds missing, and then that lies elsewhere. A backend may
+        # look into a table when it first sees it, which must not be while a graph records.
+        self._run_skipped_step()
+        return self._tables()
+
+    @contextlib.contextmanager
+    def around_launch(self) -> Iterator[None]:
+        """Count the cast, and gather what the graph does not."""
+        with self._plan.transaction("a captured step"):
+            yield
+            self._plan.done()
             if self._weights.overlap:
-                self._weights.gather.start(self._driver.plan)
+                self._weights.gather.start(self._plan)
             else:
                 self._weights.gather.done()
-        self._finish()
-        return self._norm.clone()
 
-    def _work(self) -> None:
+    def launch(self) -> None:
+        """Clip, step, cast, and gather unless that overlaps the next forward pass."""
         square_sum = self._device.square_sum()
         self._norm.copy_(square_sum.sqrt())
         if self._max_norm is not None:
             self._device.clip_to(self._max_norm, self._norm)
-        self._device.launch(self._driver.plan, square_sum)
+        self._device.launch(self._plan, square_sum)
         if not self._weights.overlap:
-            self._weights.gather.start(self._driver.plan)
+            self._weights.gather.start(self._plan)
 
-    def _lies_in(self) -> list[WeightTable]:
-        return [*self._driver.plan.tables, *self._weights.gather.tables()]
+    def finish(self) -> Tensor:
+        """Finish the step on the host. Returns the norm before clipping, f32[]."""
+        self._finish()
+        return self._norm.clone()
 
-    def _warm_up(self) -> None:
+    def _tables(self) -> list[WeightTable]:
+        return [*self._plan.tables, *self._weights.gather.tables()]
+
+    def _run_skipped_step(self) -> None:
         device, clip = self._device, self._device.clip.clone()
-        self._driver.ready()
+        self._weights.driver.ready()
         square_sum = device.square_sum()
         device.clip_to(1.0, square_sum.sqrt().float())
-        device.launch(self._driver.plan, torch.full_like(square_sum, torch.nan))
-        self._driver.plan.done()
-        self._weights.gather.start(self._driver.plan)
+        device.launch(self._plan, torch.full_like(square_sum, torch.nan))
+        self._plan.done()
+        self._weights.gather.start(self._plan)
         device.skipped -= 1
         device.clip.copy_(clip)
-        self._driver.ready()
+        self._weights.driver.ready()

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from zerocast.cast.captured_step import CapturedStep
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.optim.config import ZeroConfig
-from zerocast.optim.device_step import CapturedStep
 from zerocast.optim.muon_step import newton_schulz_flops
 from zerocast.optim.update_rule import MUON, rule_of
 from zerocast.optim.validate import Named

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.captured_step import CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
 from zerocast.checkpoint.checkpoint import Kept
@@ -28,7 +29,7 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.averages import Averages
 from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
-from zerocast.optim.device_step import CapturedStep, DeviceStep, check_capturable
+from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.frozen import FrozenParameters, frozen, listed
 from zerocast.optim.gradients import GradientReducer
@@ -214,7 +215,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._validity.check(Use.STEP)
         check_capturable(self._masters.master.device, self._plan.backend)
         prepare = self._prepare if max_norm is None else functools.partial(self._prepare_clipping, max_norm)
-        step = CapturedStep(self._device, self._weights, prepare, self._finish, max_norm)
+        step = CapturedStep(CapturableZeroStep(self._device, self._weights, prepare, self._finish, max_norm))
         self._captured.add(step)
         return step
 

@@ -1,0 +1,142 @@
+"""CapturedStep: an optimizer step and its cast as one CUDA graph, for every optimizer.
+
+The graph holds all that a step does on the device, at fixed addresses: scalars from learning rates
+and step counts that lie there, the update with its amaxes, their all-reduce, scales and codes. The
+host's part stays outside, and is the same as for an ordinary step.
+"""
+
+import abc
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast import backends
+
+Work = Callable[[], None]
+MOVED = (
+    "what the step was captured with (parameters, gradients, states, scales or shards) has moved or was replaced, and the graph "
+    "would write where it was: capture the step again"
+)
+
+
+class CapturableStep(abc.ABC):
+    """The parts of an optimizer's step, of which a CUDA graph repeats the device's.
+
+    Attributes:
+        warms_up_by_stepping: True if `warm_up` is an ordinary step, which is then taken in place of
+            the first captured one.
+    """
+
+    warms_up_by_stepping = False
+
+    @abc.abstractmethod
+    def prepare(self) -> Any:
+        """Do the host's part before the device's. Raises with nothing changed.
+
+        Returns something that tells where everything lies that the device's part reads and writes,
+        for `lies_like`. None if this rank takes no step; it has then cast as the other ranks do.
+        """
+
+    @abc.abstractmethod
+    def lies_like(self, now: Any, recorded: Any) -> bool:
+        """True if everything lies where it lay when the step was recorded."""
+
+    @abc.abstractmethod
+    def warm_up(self) -> Any:
+        """Run the device's part once without a graph, so that what is made at first use exists when
+        it is recorded. Returns what `prepare` returns. Collective.
+        """
+
+    @property
+    def must_warm_up(self) -> bool:
+        """True if the coming step does what no graph can hold, so that it has to be ordinary."""
+        return False
+
+    @abc.abstractmethod
+    def around_launch(self) -> contextlib.AbstractContextManager[None]:
+        """Do the host's part right before and right after the device's. What raises inside leaves
+        masters and weights partial.
+        """
+
+    @abc.abstractmethod
+    def launch(self) -> None:
+        """The device's part. It neither waits for the device nor asks the host."""
+
+    @abc.abstractmethod
+    def finish(self) -> Tensor | None:
+        """Do the host's part after the step, and return what the step returns."""
+
+
+def check_capturable(device: torch.device, backend: str) -> None:
+    """RuntimeError for tensors, and for a backend, whose steps no CUDA graph can hold."""
+    if device.type != "cuda":
+        raise RuntimeError(
+            f"only a step on CUDA tensors can be captured, these parameters are on {device}: call step()"
+        )
+    if "cuda" not in (backends.load(backend).DEVICES or ()):
+        raise RuntimeError(f"the {backend} backend asks the host during a step, which cannot be captured: call step()")
+
+
+def cuda_graph(work: Work) -> Work:
+    """Record what `work` launches on the current device, without running it. The result launches it
+    again.
+
+    Other threads may use CUDA meanwhile, as the one that watches over NCCL does.
+    """
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        work()
+    replay: Work = graph.replay
+    return replay
+
+
+class CapturedStep:
+    """A step to call in place of `step()`: the same bits, with one launch for the device's part.
+    `ZeroAdamW.capture` and `FusedAdamW.capture` make one.
+
+    Making it is collective. If the step can be warmed up without a change, it is recorded at once,
+    else by the second call; the first one is an ordinary step.
+
+    Args:
+        step: the parts of the step.
+        record: makes of some work what repeats it: `cuda_graph`, or the stand-in of a test.
+    """
+
+    def __init__(self, step: CapturableStep, record: Callable[[Work], Work] = cuda_graph) -> None:
+        self._step, self._record = step, record
+        # Where everything lay at the warm-up. Kept, since the graph reads the tables in it.
+        self._places: Any = None
+        # None until the step is recorded.
+        self._replay: Work | None = None
+        if not step.warms_up_by_stepping:
+            self.capture()
+
+    def capture(self) -> None:
+        """Record the step for where everything lies now. Collective; it changes nothing."""
+        self._places = self._step.warm_up()
+        self._replay = self._record(self._step.launch)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor | None:
+        """Take one step with the gradients as they are now, and cast. All ranks call it.
+
+        Returns what the optimizer's step returns: the norm before clipping, f32[], for ZeroAdamW,
+        None for FusedAdamW. RuntimeError, with nothing changed, if anything has moved since the
+        step was captured.
+        """
+        places = self._step.prepare()
+        if places is None:
+            return None
+        if self._places is not None and not self._step.lies_like(places, self._places):
+            raise RuntimeError(MOVED)
+        if self._places is None or self._step.must_warm_up:
+            self._places = self._step.warm_up()
+            return None
+        with self._step.around_launch():
+            if self._replay is None:
+                self._replay = self._record(self._step.launch)
+            self._replay()
+        return self._step.finish()
