@@ -60,6 +60,26 @@ def test_one_element_of_any_weight(backend_anywhere: str, fmt: str, stepped: boo
         cast()
 
 
+def test_casts_in_a_row_do_not_wait_for_each_other() -> None:
+    """Read as on a GPU, flags are told of once the next cast is on its way, or as soon as somebody asks."""
+    weights = [QuantizedWeight.empty(SHAPE, "nvfp4") for _ in range(3)]
+    masters = [torch.ones(SHAPE[0] * SHAPE[1]) for _ in weights]
+    plan = CastPlan(weights, masters, [0, 0, 0])
+    plan.packed.reports.reads_late = True
+    for then in (plan.cast, plan.check_call):
+        masters[1][7] = torch.nan
+        plan.cast()
+        masters[1][7] = 1.0
+        with pytest.raises(RuntimeError, match=TOLD):
+            then()
+        casts = plan.validity.casts
+        plan.cast()
+        plan.cast()
+        assert plan.validity.casts == casts + 2
+    assert not plan.validity.partial
+    assert casts == 5  # with the one that told, which was complete
+
+
 def told_on_ranks(culprit: int) -> list[str]:
     """What each rank is told of a NaN that one of them writes: by a cast, and by an optimizer's step, state and load."""
     rank, told = dist.get_rank(), []

@@ -13,8 +13,8 @@ import zerocast
 from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.cast import plan
-from zerocast.distributed.agreement import DIGESTS, SameCall
 from zerocast.distributed.group import ONE_PROCESS, Group
+from zerocast.distributed.rank_report import DIGESTS, CastReports
 
 LR = 1e-2
 
@@ -174,9 +174,7 @@ def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
 
 def _travels(trained: Trained) -> None:
     """On a CPU too, the numbers are looked at before the next step."""
-    same_call: Any = trained.optimizer._weights.driver.plan.packed.same_call
-    if trained.place == "cpu":
-        same_call._late.is_late = True
+    trained.optimizer._weights.driver.plan.packed.reports.reads_late = True
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -219,12 +217,12 @@ def test_what_comes_before_the_next_step(ranks: Ranks, then: str) -> None:
 def calls_one_by_one(texts: list[str]) -> list[str | None]:
     """What a rank is told of calls that all ranks make together, by the text of this rank."""
     slots, found = torch.zeros(2, dtype=torch.bfloat16), []
-    same_call = SameCall(Group.of(None), slots)
+    reports = CastReports(Group.of(None), slots, [])
     for text in texts:
-        same_call.announce(f"{text} {dist.get_rank() if text == 'differs' else ''}")
+        reports.announce(f"{text} {dist.get_rank() if text == 'differs' else ''}")
         dist.all_reduce(slots, dist.ReduceOp.MAX)
         try:
-            same_call.reduced()
+            reports.reduced()
             found.append(None)
         except RuntimeError as error:
             found.append(str(error))
@@ -243,13 +241,13 @@ def test_every_digest_is_exact_in_bf16(ranks: Ranks) -> None:
 
 def test_a_call_is_announced_by_one_launch() -> None:
     """A step announces itself before its plan does so again; what was reduced is announced anew."""
-    same_call = SameCall(ONE_PROCESS, torch.zeros(2))
+    reports = CastReports(ONE_PROCESS, torch.zeros(2), [])
     with mock.patch("torch.linspace", wraps=torch.linspace) as launched:
         for _ in range(2):
-            same_call.announce("steps")
+            reports.announce("steps")
         assert launched.call_count == 1
-        same_call.announce("casts")
+        reports.announce("casts")
         assert launched.call_count == 2
-        same_call.reduced()
-        same_call.announce("casts")
+        reports.reduced()
+        reports.announce("casts")
         assert launched.call_count == 3

@@ -16,7 +16,7 @@ VALUES = (float("nan"), float("inf"), -float("inf"))
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
 WHAT = ("gradient", "master")
 THEN = ("another step", "an evaluation", "the state", "the state at once")
-TOLD = f"RuntimeError: the masters of {len(FORMATS)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
+TOLD = f"InvalidWeights: the masters of {len(FORMATS)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
 
 
 class Run:

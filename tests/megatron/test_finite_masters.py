@@ -58,4 +58,4 @@ def test_the_next_step_raises(ranks: Ranks) -> None:
     first, second = ranks(2)(told, 1, timeout=120.0)
     assert first == second
     for what, said in first:
-        assert said.startswith("RuntimeError: the masters of ") and "were NaN or Inf in the last cast" in said, what
+        assert said.startswith("InvalidWeights: the masters of ") and "were NaN or Inf in the last cast" in said, what

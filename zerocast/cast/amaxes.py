@@ -21,7 +21,7 @@ ranks hold any spans of a weight, it looks like this (`layout_of_plan`):
 * flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
   weights without amaxes have a flag too: the step measures them, and their amaxes go to one place
   at the end, which nothing reads.
-* call: two numbers by which ranks that are in different calls find out.
+* call: two numbers by which ranks that are in different calls find out (`CastReports`).
 
 FSDP2, whose ranks hold whole rows, has own amaxes and flags alone, and reduces tensor amaxes and
 the block rows that a boundary between ranks cuts (`zerocast.fsdp2.amax_layout`).
@@ -36,9 +36,9 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.partition import MasterShard, Partition
-from zerocast.distributed.agreement import SameCall
 from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Ownership
+from zerocast.distributed.rank_report import CastReports
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
 from zerocast.formats.layout import Span, amax_counts, amax_grid
 from zerocast.formats.shared_amax import groups_cast_together
@@ -128,7 +128,6 @@ class PackedAmaxes(Generic[Weight]):
         buffer: f32 or bf16, everything that the layout places.
         offsets, flag_of, shared: those of the layout.
         flags: 1 for each weight whose masters are not finite.
-        same_call: compares the calls of ranks; None where the layout has no place for it.
 
     Args:
         layout: what lies where.
@@ -152,7 +151,6 @@ class PackedAmaxes(Generic[Weight]):
         self.offsets, self.flag_of, self.shared = layout.offsets, layout.flag_of, layout.shared
         self.buffer = torch.zeros(layout.size, dtype=dtype, device=device)
         self.flags = self._part(layout.flags)
-        self.same_call = SameCall(group, self._part(layout.call)) if layout.call.numel else None
         self._reduced, self._maxima = self._part(layout.reduced), self._part(layout.maxima)
         around_call = Span(0, layout.call.start), Span(layout.call.stop, layout.size)
         self._cleared = [self._part(span) for span in around_call if span.numel]
@@ -179,8 +177,6 @@ class PackedAmaxes(Generic[Weight]):
             self.buffer[self._takers] = self.buffer[self._taken]
         if self._sources.numel():
             self.buffer[self._sources] = self.buffer[self._targets]
-        if self.same_call:
-            self.same_call.reduced()
 
     def _all_reduce(self) -> None:
         if not self._reduced.numel():
@@ -353,9 +349,12 @@ class PlanAmaxes(PackedAmaxes[int]):
 
     Attributes:
         boundary: the elements beside odd cuts; None without any.
+        reports: what ranks say of their call, and of masters that are not finite.
     """
 
-    def __init__(self, partition: Partition, cast: Sequence[int], group: Group, is_stepped: bool) -> None:
+    def __init__(
+        self, partition: Partition, cast: Sequence[int], group: Group, is_stepped: bool, names: Sequence[str]
+    ) -> None:
         shards = partition.shards
         self._of_host = [shards[index].weight for index in cast if shards[index].weight.state.external_scaling_state]
         with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
@@ -370,6 +369,8 @@ class PlanAmaxes(PackedAmaxes[int]):
         self.boundary: BoundaryElements | None = None
         if cut.bytes:
             self.boundary = BoundaryElements(shards, cut.bytes, group.rank, self._part(layout.boundary))
+        numbers = self._part(Span(layout.flags.start, layout.call.stop))
+        self.reports = CastReports(group, numbers, [names[index] for index in layout.flag_of])
 
     def reduce(self) -> None:
         """Reduce the measured amaxes over the ranks, with the amaxes that hosts keep, as they have
@@ -381,6 +382,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         if self.boundary:
             self.boundary.enter()
         super().reduce()
+        self.reports.reduced()
         if self.boundary:
             self.boundary.leave()
 

@@ -50,8 +50,7 @@ class Hyperparameters:
         tensors on a GPU that were out of range in the last step.
         """
         check_options(param_groups)
-        taken = self._late.take()
-        if taken is not None:
+        for taken in self._late.take():
             _check_taken(taken.tolist())
         changed, has_tensors = not self.description, False
         for row, group in enumerate(param_groups):

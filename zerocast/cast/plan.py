@@ -15,7 +15,6 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.amaxes import PlanAmaxes
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.cast.finite_masters import FiniteMasters
 from zerocast.cast.host_masters import HostTable, host_tensor
 from zerocast.cast.partition import Partition, ShardData, partition
 from zerocast.cast.pipeline import cast
@@ -29,7 +28,7 @@ from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, train
-from zerocast.weight.validity import Use, Validity
+from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 _built: Counter[str] = Counter()  # plans by group
 
@@ -141,6 +140,7 @@ class CastPlan:
         with self.validity.transaction("a cast", masters=update is not None), self.delayed.rollback():
             self.launch(skip=skip, update=update, repeat=repeat)
             self.done()
+        self._check_reports(casts_in_flight=1)
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights, casts among it: what raises in here leaves weights that are
@@ -160,11 +160,14 @@ class CastPlan:
         another call; `detail` is what more all ranks must have alike. `cast` does this by itself;
         whoever wants to know first what raises here calls it before.
         """
-        self.check_call()
+        # An optimizer step follows passes that came after the last cast, so waiting for that one
+        # costs nothing. Other casts may follow each other at once: then the host waits for the last
+        # one only when the device has got the next one.
+        waits = self._is_stepped or not self.packed.reports.reads_late
+        self._check_reports(casts_in_flight=0 if waits else 1)
         if self._switched and self._switched.check():
             self._switched = None
-        if self.packed.same_call:
-            self.packed.same_call.announce(self._call.format(self.group.caller) + detail)
+        self.packed.reports.announce(self._call.format(self.group.caller) + detail)
         for w in self.weights if self.validity.finish else ():
             w.wait()
         self._follow()
@@ -205,9 +208,7 @@ class CastPlan:
         """The host's part after a cast: it is counted."""
         self.validity.cast()
         self._own_caller.number = self.validity.casts + 1
-        if self.packed.same_call:
-            self.packed.same_call.send()
-        self._finite.send()
+        self.packed.reports.send()
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes.
@@ -363,19 +364,20 @@ class CastPlan:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those
         of another call, or if it cast masters that are NaN or Inf.
         """
+        self._check_reports(casts_in_flight=0)
+
+    def _check_reports(self, casts_in_flight: int) -> None:
         try:
-            if self.packed.same_call:
-                self.packed.same_call.check_sent()
+            self.packed.reports.check(casts_in_flight)
+        except InvalidWeights:
+            raise
         except RuntimeError:
             self.validity.broke_off("a cast with ranks in another call", masters=False)
             raise
-        self._finite.check()
 
     def forget_call(self) -> None:
         """Forget which call the last cast was, since every rank overwrites its masters now."""
-        self._finite.forget()
-        if self.packed.same_call:
-            self.packed.same_call.forget()
+        self.packed.reports.forget()
 
     def _watch(self) -> None:
         masters = [shard.master for shard in self._partition.shards if shard.master is not None]
@@ -395,8 +397,7 @@ class CastPlan:
         """Derive from the partition and the formats all that a cast needs."""
         # the text that ranks compare; the caller fills in its step
         self._call = _numbered(self.group) + self._step_of_caller
-        self.packed = PlanAmaxes(self._partition, self._cast, self.group, self._is_stepped)
-        self._finite = FiniteMasters(self.packed.flags, [self._names[index] for index in self.packed.flag_of])
+        self.packed = PlanAmaxes(self._partition, self._cast, self.group, self._is_stepped, self._names)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
         self._bind()

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import largest_of_ranks
+from zerocast.distributed.agreement import range_over_ranks
 from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
 
@@ -49,22 +49,20 @@ class SwitchedBytes:
 
         RuntimeError on every rank for weights that were gathered and differ between ranks.
         """
-        found, self._gathered = self._gathered, None
-        sums = self._switched if found is None else found
-        largest = largest_of_ranks(
-            self._group, [found is None, *sums, *(-one for one in sums)], "bytes of switched weights"
-        )
+        gathered, self._gathered = self._gathered, None
+        sums = self._switched if gathered is None else gathered
+        smallest, largest = range_over_ranks(self._group, [gathered is None, *sums], "bytes of switched weights")
         self._casts += 1
-        highest, negated = largest[1 : len(sums) + 1], largest[len(sums) + 1 :]
-        if largest[0]:
+        if largest[0]:  # A rank has gathered nothing.
             return self._casts == CASTS
-        differing = [name for name, high, low in zip(self._weights, highest, negated, strict=True) if high != -low]
+        by_name = zip(self._weights, smallest[1:], largest[1:], strict=True)
+        differing = [name for name, low, high in by_name if low != high]
         if differing:
             raise RuntimeError(
                 f"{len(differing)} weights hold other bytes on other ranks after their all-gather, the first is {differing[0]}: "
                 "zerocast.switch gave them new buffers, so gather into what weight.rowwise_data is now, and forget what it was"
             )
-        return highest != self._switched or self._casts == CASTS
+        return largest[1:] != self._switched or self._casts == CASTS
 
     def _sums(self) -> list[int]:
         codes = [_bytes(weight.rowwise_data) for weight in self._weights.values()]

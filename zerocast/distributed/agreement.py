@@ -10,15 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.distributed.late_copy import LateCopy
 from zerocast.weight.validity import debugging
-
-# Digests of calls are below this, since they travel with amaxes and bf16 has every integer only up
-# to 256.
-DIGESTS = 128
 
 # The digest of a text is this many integers of 62 bits.
 WORDS = 4
@@ -66,13 +60,9 @@ def validate_across_ranks(
     check_same_call(group, what)
     shown = {name: repr(value) for name, value in (settings or {}).items()}
     digest = _words("\n".join(lines))
-    words = [*_words(what), *digest, *_words(str(shown))]
-    has_problem = int(problem is not None)
-    # One MAX all-reduce gives the largest and, from the negatives, the smallest of every word. They
-    # are equal only if the word is the same on all ranks.
-    largest = largest_of_ranks(group, [has_problem, *words, *(-word for word in words)], f"digests as this rank {what}")
-    highest, negated = largest[1 : len(words) + 1], largest[len(words) + 1 :]
-    if not largest[0] and all(high == -low for high, low in zip(highest, negated, strict=True)):
+    words = [int(problem is not None), *_words(what), *digest, *_words(str(shown))]
+    smallest, largest = range_over_ranks(group, words, f"digests as this rank {what}")
+    if smallest == largest and not largest[0]:
         return
     # The class is sent to the other ranks, which raise it with a text alone, so a subclass with
     # another constructor does not do.
@@ -87,6 +77,15 @@ def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int
     group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()
     return largest
+
+
+def range_over_ranks(group: Group, values: Sequence[int], what: str) -> tuple[list[int], list[int]]:
+    """The element-wise minimum and maximum of the ranks' integers, by one all-reduce: the values
+    are the same on all ranks where the two are equal. `what` says in errors what they are.
+    """
+    # A maximum alone shows no equality, so the negatives are reduced as well.
+    largest = largest_of_ranks(group, [*values, *(-value for value in values)], what)
+    return [-negated for negated in largest[len(values) :]], largest[: len(values)]
 
 
 def raise_together(groups: Sequence[Group], problem: Exception | None, what: str) -> None:
@@ -118,85 +117,6 @@ def check_same_call(group: Group, what: str) -> None:
 @dataclass(frozen=True)
 class _Call:
     what: str
-
-
-class SameCall:
-    """Checks that all ranks make the same call, by two numbers in the amax all-reduce.
-
-    The numbers are a digest of the call and its negative. Their maxima are the largest digest of
-    all ranks and the negative of the smallest, so every rank sees whether the digests differ,
-    without a further collective. A count of casts would always agree, since the n-th cast of one
-    rank meets the n-th of another. The digest therefore covers the caller's step, learning rates
-    and clipping. On a CPU the numbers are checked at once. On a GPU they are copied to the host
-    behind the step and checked before the next step, so that no step waits.
-
-    Args:
-        group: the ranks of the all-reduce.
-        slots: two elements of the packed amaxes, at a fixed address.
-    """
-
-    def __init__(self, group: Group, slots: Tensor) -> None:
-        self._group = group
-        self._slots = slots
-        # The last call that was announced, and whether the slots still hold its digest. The
-        # all-reduce overwrites them.
-        self._call = ""
-        self._announced = False
-        self._late = LateCopy(slots)
-
-    def announce(self, call: str) -> None:
-        """Before a cast, store the digest of this rank's call, a verb phrase."""
-        if self._announced and call == self._call:
-            return
-        digest = _digest(call)
-        self._call = call
-        # One launch writes both numbers: linspace of two elements is (digest, -digest).
-        torch.linspace(digest, -digest, 2, out=self._slots)
-        self._announced = True
-
-    def reduced(self) -> None:
-        """After the all-reduce, check the numbers on a CPU. On a GPU this may be the capture of a
-        graph, during which the host cannot read them, so they are checked later.
-        """
-        self._announced = False
-        if not self._late.is_late:
-            self._check(self._slots)
-
-    def send(self) -> None:
-        """After a cast on a GPU, start copying the numbers to the host."""
-        self._announced = False
-        if self._late.is_late:
-            self._late.send()
-
-    def forget(self) -> None:
-        """Skip the check of the numbers sent so far."""
-        self._late.forget()
-
-    def check_sent(self) -> None:
-        """Before the next cast, check the numbers that were sent. The device has had a step of work
-        since, so this does not wait for long.
-        """
-        numbers = self._late.take()
-        if numbers is not None:
-            self._check(numbers)
-
-    def _check(self, slots: Tensor) -> None:
-        """Raise RuntimeError on every rank if the digests differ, after exchanging the calls."""
-        largest, negated = slots.tolist()
-        if largest != -negated:
-            # Digests do not tell the calls. This exchanges them and raises with both.
-            validate_across_ranks(self._group, [], None, self._call)
-            raise RuntimeError(
-                f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
-                "calls in the same order"
-            )
-
-
-def _digest(call: str) -> int:
-    """A number below DIGESTS. Different calls may collide in one step, but then most likely not in
-    the next.
-    """
-    return hashlib.blake2b(call.encode(), digest_size=1).digest()[0] % DIGESTS
 
 
 def _check_calls(by_rank: list[str]) -> None:

@@ -18,12 +18,12 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
+from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import AmaxPolicy, layout
 from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import JointLayout
-from zerocast.fsdp2.gather_status import DirtyStatus
 from zerocast.fsdp2.weight import FSDPWeight
 
 # kept for sets of weights that steps have not measured; which experts learn may change with every
@@ -185,16 +185,16 @@ class CastGroup:
         """Write the headers of a cast, by default of the one after the last; as arguments of
         kernels the numbers travel to a GPU without a wait.
         """
-        self._headers[:, 0] = self._statuses + DirtyStatus.NOT_FINITE * self.amaxes.flags
+        self._headers[:, 0] = self._statuses + ShardStatus.NOT_FINITE * self.amaxes.flags
         if generation is None:
             self._headers[:, 1] += 1
         else:
             self._headers[:, 1].fill_(generation)
         self._sent.index_copy_(0, self._header_places, self._headers.view(-1))
 
-    def statuses(self) -> list[DirtyStatus]:
+    def statuses(self) -> list[ShardStatus]:
         """The status of each weight that the last cast has left. Waits for the device."""
-        return [DirtyStatus(status) for status in self._headers[:, 0].tolist()]
+        return [ShardStatus(status) for status in self._headers[:, 0].tolist()]
 
     def _tables_without(self, names: frozenset[str]) -> list[WeightTable]:
         """Tables of what no step has measured of these weights, or written the codes of."""

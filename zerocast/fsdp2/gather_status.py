@@ -1,6 +1,6 @@
 """GatherStatus: how ranks learn that bytes are of different casts, or of masters written to since.
 
-Every rank begins its bytes with a header: a `DirtyStatus` and the number of its cast. A CPU reads
+Every rank begins its bytes with a header, a `RankReport` with the number of its cast. A CPU reads
 the headers of all ranks at once. On a GPU the host never waits for what it has just issued: headers
 are kept on the device, travel to pinned memory when a forward pass ends and before a cast, and are
 read before the next cast. So ranks that disagree raise up to a step later than on a CPU, and all of
@@ -16,7 +16,6 @@ until the state is asked for: gathers go on, since one of them may be for `zeroc
 
 import atexit
 import contextlib
-import enum
 import logging
 import time
 import weakref
@@ -26,8 +25,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.cast.finite_masters import not_finite
 from zerocast.distributed.group import Group
+from zerocast.distributed.rank_report import Comparison, RankReport, ShardStatus, not_finite_error
 from zerocast.weight.validity import Use, Validity
 
 logger = logging.getLogger(__name__)
@@ -36,21 +35,6 @@ logger = logging.getLogger(__name__)
 MOST_PASSES = 16
 MOST_GATHERS = 1024
 EXIT_SECONDS = 1.0  # for headers that are on their way when the process ends
-
-
-class DirtyStatus(enum.IntEnum):
-    """A rank's shard since its last cast. A rank without rows is EMPTY and agrees with every
-    other.
-    """
-
-    CLEAN = 0
-    WRITTEN = 1
-    EMPTY = 2
-    PARTIAL = 3  # a step or a load raised half-way
-    NOT_FINITE = 4  # CLEAN, and masters of the last cast are NaN or Inf
-
-
-CAST = DirtyStatus.CLEAN, DirtyStatus.NOT_FINITE
 
 
 class SentHeaders:
@@ -103,25 +87,25 @@ class GatherStatus:
 
         RuntimeError where only some were, where some are partial, and for bytes of different casts.
         """
-        by_rank = headers.tolist()
-        partial = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.PARTIAL]
+        comparison = Comparison.of_headers(headers)
+        partial = comparison.ranks(ShardStatus.PARTIAL)
         if partial:
             self._validity.check(Use.READ)
             raise RuntimeError(
                 f"{name}: an optimizer step or a load raised half-way on ranks {partial} of its shard group, which have masters "
                 "of different steps: load a checkpoint on all ranks"
             )
-        if len({generation for _, generation in by_rank}) > 1:
+        casts = [report.call for report in comparison.reports]
+        if not comparison.is_same_call:
             raise RuntimeError(
-                f"{name}: the ranks of a shard group sent bytes of different casts, numbers {[n for _, n in by_rank]} by "
+                f"{name}: the ranks of a shard group sent bytes of different casts, numbers {casts} by "
                 "rank: optimizer steps and zerocast.fsdp2.refresh must happen on all of them"
             )
-        written = [rank for rank, (status, _) in enumerate(by_rank) if status == DirtyStatus.WRITTEN]
-        clean = [rank for rank, (status, _) in enumerate(by_rank) if status in CAST]
-        cast = by_rank[0][1]
-        if cast > self._told_cast and any(status == DirtyStatus.NOT_FINITE for status, _ in by_rank):
-            self._not_finite[name] = cast
+        if casts[0] > self._told_cast and comparison.ranks(ShardStatus.NOT_FINITE):
+            self._not_finite[name] = casts[0]
             _unread.add(self)
+        written = comparison.ranks(ShardStatus.WRITTEN)
+        clean = comparison.ranks(ShardStatus.CLEAN, ShardStatus.NOT_FINITE)
         if written and clean:
             raise RuntimeError(
                 f"{name}: the master was changed on ranks {written} of its shard group and not on ranks {clean} since "
@@ -165,7 +149,7 @@ class GatherStatus:
             names = list(self._not_finite)
             self._told_cast = max(self._not_finite.values())
             self._not_finite.clear()
-            raise not_finite(names, f"{len(names)} weights")
+            raise not_finite_error(names, f"{len(names)} weights")
 
     def check(self) -> None:
         """RuntimeError where ranks disagree in any headers. Waits for the device."""
@@ -236,10 +220,10 @@ class StatusExchange:
     """
 
     def __init__(
-        self, names: Sequence[str], statuses: Sequence[DirtyStatus], generation: int, group: Group, device: str
+        self, names: Sequence[str], statuses: Sequence[ShardStatus], generation: int, group: Group, device: str
     ) -> None:
         self._names, self._statuses = tuple(names), statuses
-        here = torch.tensor([(status, generation) for status in statuses], dtype=torch.int32)
+        here = torch.tensor([RankReport(status, generation) for status in statuses], dtype=torch.int32)
         if device == "cuda":
             here = here.pin_memory().to("cuda", non_blocking=True)
         self.headers = torch.empty((group.size, *here.shape), dtype=here.dtype, device=here.device)
@@ -258,8 +242,8 @@ class StatusExchange:
         """True if all ranks that have rows of some weight were written to. Waits for a GPU only
         if they may have been.
         """
-        changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
-        here = [index for index, status in enumerate(self._statuses) if status in changed]
+        here = [index for index, status in enumerate(self._statuses) if status.may_be_written]
         if not here:
             return False
-        return any(all(status in changed for status in ranks) for ranks in self.headers[:, here, 0].t().tolist())
+        by_weight = self.headers[:, here].cpu().unbind(1)
+        return any(Comparison.of_headers(headers).may_be_written for headers in by_weight)

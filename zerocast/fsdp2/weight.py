@@ -14,13 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
+from zerocast.distributed.rank_report import Comparison, ShardStatus
 from zerocast.formats import AmaxPolicy, FormatSpec, layout
 from zerocast.formats.layout import check_shape, matrix_shape
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_cast import GatherCast
 from zerocast.fsdp2.gather_layout import GatherLayout, JointLayout, RowFill, ScaleFill, header_of
-from zerocast.fsdp2.gather_status import DirtyStatus, GatherStatus
+from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.param_groups import ParamGroup
 from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Presentation
 from zerocast.fsdp2.shard import RowShards, ShardGeometry
@@ -55,7 +56,7 @@ class FSDPWeight:
     layout: GatherLayout
     group: ParamGroup
     header: Tensor  # int32 `[2]` in the side channel that is sent
-    status_after_cast: DirtyStatus  # that a cast leaves in the header
+    status_after_cast: ShardStatus  # that a cast leaves in the header
     param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
 
     def __init__(self, name: str, fmt: FormatSpec, record: "CastRecord", validity: Validity) -> None:
@@ -74,9 +75,9 @@ class FSDPWeight:
         self.joint: JointLayout | None = None
         self.place = 0
         self._outputs: tuple[Tensor, ...] = ()  # to send
-        self._header = -1, DirtyStatus.CLEAN  # the cast that it is of, and its status
+        self._header = -1, ShardStatus.CLEAN  # the cast that it is of, and its status
         self._sent = -1  # the cast whose bytes were sent last
-        self.sent_status = DirtyStatus.CLEAN
+        self.sent_status = ShardStatus.CLEAN
         self.unsharded: QuantizedWeight | None = None
         self.inner: list[Tensor] = []
         self._fills: Sequence[ScaleFill | RowFill] = ()
@@ -227,8 +228,8 @@ class FSDPWeight:
         self.master = self.local.plain
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
         self.layout, self.gather_cast = GatherLayout(self.geometry), None
-        self._header, self.is_cast = (-1, DirtyStatus.CLEAN), True
-        self.status_after_cast = DirtyStatus.CLEAN if self.geometry.span.numel else DirtyStatus.EMPTY
+        self._header, self.is_cast = (-1, ShardStatus.CLEAN), True
+        self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
         self.validity.watch([self.master], sharded=False)
         first = self.master.data_ptr()
         self._addresses = range(first, first + self.master.nbytes)
@@ -291,14 +292,14 @@ class FSDPWeight:
         )
 
     @property
-    def status(self) -> DirtyStatus:
+    def status(self) -> ShardStatus:
         """The status of this rank's shard."""
         if self.record.validity.partial:
-            return DirtyStatus.PARTIAL
+            return ShardStatus.PARTIAL
         if self.record.addresses.is_written(self._index):
             self.mark_written()
         clean = self.status_after_cast
-        return DirtyStatus.WRITTEN if self._is_written and clean == DirtyStatus.CLEAN else clean
+        return ShardStatus.WRITTEN if self._is_written and clean == ShardStatus.CLEAN else clean
 
     # -- gathering
 
@@ -366,9 +367,8 @@ class FSDPWeight:
             written = [status.all_written(w.name, header) for w, header in zip(received, headers, strict=True)]
             return any(written)
         self.group.note([weight.name for weight in received], headers)
-        changed = DirtyStatus.WRITTEN, DirtyStatus.EMPTY
-        read = [header for w, header in zip(received, headers, strict=True) if w.sent_status in changed]
-        return any(all(said in changed for said, _ in header.tolist()) for header in read)
+        read = [header for w, header in zip(received, headers, strict=True) if w.sent_status.may_be_written]
+        return any(Comparison.of_headers(header).may_be_written for header in read)
 
     def _unshard(self, outputs: Sequence[Tensor]) -> None:
         """Make the weight over the `outputs` of FSDP2's first gather.

@@ -25,10 +25,10 @@ class SkippedSteps:
 
     def before_step(self) -> None:
         """Read how the last step ended; on a GPU it is the host's first look."""
-        copy = self._late.take()
-        if copy is None:
+        copies = self._late.take()
+        if not copies:
             return
-        (taken,) = copy.tolist()
+        (taken,) = copies[-1].tolist()
         skipped = taken == self._taken
         self._taken, self.in_a_row = taken, self.in_a_row + 1 if skipped else 0
         if skipped and self.in_a_row in WARNED_AT and self._group.rank == 0:

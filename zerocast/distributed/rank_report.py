@@ -1,0 +1,220 @@
+"""RankReport: what a rank says of itself in a collective that it takes part in anyway. Ranks agree
+by comparing these reports (`Comparison`), and so need no collective for it.
+
+A report is the number of a cast, or a digest of the call that the rank is in, and a status. It has
+two encodings:
+
+* **A header of gathered bytes**, under FSDP2: int32 `[2]`, status and number of the cast. Every
+  rank reads the reports of all.
+* **Numbers beside the packed amaxes** of a plan, whose maximum every rank gets: a flag for each
+  weight, which is 1 for NOT_FINITE, then a digest of the call and its negative. The maxima of the
+  two are the largest digest of all ranks and the negative of the smallest, so they tell the reports
+  of the two ranks that differ most. The buffer may be bf16, which has every integer only up to 256.
+"""
+
+import enum
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.group import Group
+from zerocast.distributed.late_copy import LateCopy
+from zerocast.weight.validity import InvalidWeights
+
+# Digests of calls are below this, since the buffer of amaxes may be bf16.
+DIGESTS = 128
+
+# How many weights an error names.
+SHOWN = 4
+
+
+class ShardStatus(enum.IntEnum):
+    """What has happened to the masters of a rank since its last cast."""
+
+    CLEAN = 0
+    WRITTEN = 1
+    # A rank without rows agrees with every other.
+    EMPTY = 2
+    # A step or a load raised half-way.
+    PARTIAL = 3
+    # CLEAN, and masters of the last cast are NaN or Inf.
+    NOT_FINITE = 4
+
+    @property
+    def may_be_written(self) -> bool:
+        """True if this rank does not rule out that all ranks with rows were written to."""
+        return self in (ShardStatus.WRITTEN, ShardStatus.EMPTY)
+
+
+class RankReport(NamedTuple):
+    """What one rank says, in the order of a header.
+
+    Attributes:
+        status: a ShardStatus.
+        call: the number of its cast, or a digest of its call.
+    """
+
+    status: int
+    call: int
+
+
+class Comparison:
+    """The reports of several ranks, compared.
+
+    Attributes:
+        reports: by rank. Of the numbers beside amaxes those of the two ranks whose calls differ
+            most.
+    """
+
+    def __init__(self, reports: Sequence[RankReport]) -> None:
+        self.reports = reports
+
+    @staticmethod
+    def of_headers(headers: Tensor) -> "Comparison":
+        """Compare headers, int32 `[ranks, 2]`."""
+        return Comparison([RankReport(status, call) for status, call in headers.tolist()])
+
+    @staticmethod
+    def of_maxima(flags: Sequence[float], digests: Sequence[float]) -> "Comparison":
+        """Compare the maxima of all flags, and of a digest and its negative."""
+        status = ShardStatus.NOT_FINITE if any(flags) else ShardStatus.CLEAN
+        largest, negated = digests
+        return Comparison([RankReport(status, int(largest)), RankReport(status, -int(negated))])
+
+    @property
+    def is_same_call(self) -> bool:
+        """True if all ranks are in the same call, or sent bytes of the same cast."""
+        first = self.reports[0].call
+        return all(report.call == first for report in self.reports)
+
+    def ranks(self, *statuses: ShardStatus) -> list[int]:
+        """The ranks that have one of these statuses."""
+        return [rank for rank, report in enumerate(self.reports) if report.status in statuses]
+
+    @property
+    def may_be_written(self) -> bool:
+        """True if no rank rules out that all ranks with rows were written to."""
+        return all(ShardStatus(report.status).may_be_written for report in self.reports)
+
+
+class CastReports:
+    """The reports of a plan's ranks, which are reduced with the amaxes of each cast.
+
+    A count of casts would always agree, since the n-th cast of one rank meets the n-th of another.
+    The digest therefore covers the caller's step, learning rates and clipping. Formats without a
+    NaN code make a finite weight of a NaN master, and an Inf saturates in others: no loss would
+    show it, hence the flags.
+
+    On a CPU the calls are compared as soon as they are reduced, the flags before the next cast. On
+    a GPU both travel to the host in one copy behind the cast. It is read at a later call, which is
+    the same on all ranks: when a copy arrives differs between them, and a rank that raised alone
+    would leave the others in their next collective.
+
+    Args:
+        group: the ranks of the all-reduce.
+        numbers: the part of the packed amaxes at a fixed address, a flag for each of `names`, then
+            the two numbers of the call, or none.
+        names: the weights that have flags.
+    """
+
+    def __init__(self, group: Group, numbers: Tensor, names: Sequence[str]) -> None:
+        self._group, self._names = group, names
+        self._numbers, self._digests = numbers, numbers[len(names) :]
+        self.compares_calls = self._digests.numel() > 0
+        # The last call that was announced, and whether the numbers still hold its digest, which the
+        # all-reduce overwrites.
+        self._call = ""
+        self._is_announced = False
+        self.reads_late = numbers.is_cuda
+        self._late = LateCopy(numbers)
+        # On a CPU: whether the flags of the last cast were not read yet.
+        self._has_unread = False
+
+    def announce(self, call: str) -> None:
+        """Before a cast, store the digest of this rank's call, a verb phrase."""
+        if not self.compares_calls or (self._is_announced and call == self._call):
+            return
+        digest = _digest(call)
+        self._call = call
+        # One launch writes both numbers: linspace of two elements is (digest, -digest).
+        torch.linspace(digest, -digest, 2, out=self._digests)
+        self._is_announced = True
+
+    def reduced(self) -> None:
+        """After the all-reduce, compare the calls on a CPU. On a GPU this may be the capture of a
+        graph, during which the host cannot read them.
+        """
+        self._is_announced = False
+        if self.compares_calls and not self.reads_late:
+            self._compare([], self._digests.tolist())
+
+    def send(self) -> None:
+        """After a cast, let its reports travel to the host."""
+        self._is_announced = False
+        if self.reads_late:
+            if self._numbers.numel():
+                self._late.send()
+        else:
+            self._has_unread = True
+
+    def forget(self) -> None:
+        """Say nothing of the casts so far: masters are about to be overwritten on all ranks."""
+        self._late.forget()
+        self._has_unread = False
+
+    def check(self, casts_in_flight: int = 0) -> None:
+        """Compare the reports that were sent and not read yet. On a GPU this waits for them.
+
+        Raises on every rank: InvalidWeights for masters that were not finite, once a cast;
+        RuntimeError for ranks that were in different calls.
+
+        Args:
+            casts_in_flight: so many of the last casts are not waited for, 0 or 1.
+        """
+        unread = self._late.take(casts_in_flight)
+        if self._has_unread and not casts_in_flight:
+            self._has_unread = False
+            unread = [self._numbers]
+        flags = len(self._names)
+        for copy in unread:
+            numbers = copy.tolist()
+            self._compare(numbers[:flags], numbers[flags:])
+
+    def _compare(self, flags: Sequence[float], digests: Sequence[float]) -> None:
+        """Raise on every rank if the calls differ, after exchanging them, or for masters that are
+        not finite.
+        """
+        comparison = Comparison.of_maxima(flags, digests or (0, 0))
+        if not comparison.is_same_call:
+            # Digests do not tell the calls. This exchanges them and raises with both.
+            validate_across_ranks(self._group, [], None, self._call)
+            raise RuntimeError(
+                f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
+                "calls in the same order"
+            )
+        if comparison.ranks(ShardStatus.NOT_FINITE):
+            names = [name for name, flag in zip(self._names, flags, strict=True) if flag]
+            raise not_finite_error(names, f"{len(names)} of {len(self._names)} weights")
+
+
+def not_finite_error(names: Sequence[str], count: str) -> InvalidWeights:
+    """Return the error that tells of masters that are not finite, those of the weights `names`."""
+    shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+    return InvalidWeights(
+        f"the masters of {count} were NaN or Inf in the last cast: {shown}. What was computed with these is wrong, though "
+        "formats without a NaN code do not show it",
+        "",
+        "load a checkpoint, and look at what wrote the masters (a learning rate, an optimizer of your own, a state that was "
+        "loaded)",
+    )
+
+
+def _digest(call: str) -> int:
+    """A number below DIGESTS. Different calls may collide in one step, but then most likely not in
+    the next.
+    """
+    return hashlib.blake2b(call.encode(), digest_size=1).digest()[0] % DIGESTS
