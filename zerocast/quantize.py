@@ -16,6 +16,10 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.models import remember
 from zerocast.weight.owners import Claim
 
+# A cast holds FP32 copies of the values that it is given in another dtype. Weights of more elements
+# than these are cast by several plans.
+BATCH_NUMEL = 2**27
+
 NO_PRODUCT = {  # modules that read their weight otherwise than as the second operand of a product
     nn.Embedding: "the table of an embedding",
     nn.EmbeddingBag: "the table of an embedding",
@@ -128,15 +132,25 @@ def _quantized(
 
 
 def _cast_initially(new: Mapping[Tensor, nn.Parameter]) -> None:
-    """Cast the values of new weights; those that share a tensor amax together."""
+    """Cast the values of new weights, many by one plan; those that share a tensor amax together."""
     groups: dict[object, list[tuple[QuantizedWeight, Tensor]]] = {}
     for parameter, weight in new.items():
         assert isinstance(weight, QuantizedWeight)
         groups.setdefault(weight.state.shared_amax or id(weight), []).append((weight, parameter.detach()))
+    by_device: dict[torch.device, list[list[tuple[QuantizedWeight, Tensor]]]] = {}
     for members in groups.values():
-        cast_together([weight for weight, _ in members], [value for _, value in members], seed=True)
-        for member, value in members:
-            member.high_precision_init_val = value
+        by_device.setdefault(members[0][1].device, []).append(members)
+    for groups_of_device in by_device.values():
+        batch: list[tuple[QuantizedWeight, Tensor]] = []
+        numel = 0
+        for members in groups_of_device:
+            batch += members
+            numel += sum(value.numel() for _, value in members)
+            if numel >= BATCH_NUMEL or members is groups_of_device[-1]:
+                cast_together([weight for weight, _ in batch], [value for _, value in batch], seed=True)
+                batch, numel = [], 0
+    for parameter, weight in new.items():
+        weight.high_precision_init_val = parameter.detach()  # type: ignore[attr-defined]
 
 
 def cast_whole(weight: QuantizedWeight, value: Tensor, *, claim: Claim | None = None) -> None:
@@ -150,7 +164,7 @@ def cast_whole(weight: QuantizedWeight, value: Tensor, *, claim: Claim | None = 
 def cast_together(
     weights: Sequence[QuantizedWeight], values: Sequence[Tensor], *, seed: bool = False, claim: Claim | None = None
 ) -> None:
-    """Cast whole weights like `cast_whole`, all of those that share a tensor amax.
+    """Cast whole weights of one device like `cast_whole`, with all that share their tensor amaxes.
 
     With `seed`, the amaxes of these values also give delayed scales.
     """

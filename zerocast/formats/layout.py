@@ -5,9 +5,11 @@ are specified in docs/formats/common.md. Every storage offset in the project com
 `byte_range`, so ownership in elements and ownership in bytes cannot disagree.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -262,12 +264,14 @@ BUFFERS = (
 )
 
 
-def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> dict[str, Buffer | None]:
+# A model repeats its shapes, and building a plan asks for the buffers of each weight several times.
+@functools.lru_cache(maxsize=1024)
+def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> Mapping[str, Buffer | None]:
     """Every buffer of a weight by the names in `BUFFERS`; None for a buffer that the format
     lacks.
     """
     is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
-    return {
+    by_name = {
         "rowwise_data": rowwise_data(fmt, *matrix, dtype),
         "rowwise_scale_inv": rowwise_scale_inv(fmt, *matrix),
         "columnwise_data": columnwise_data(fmt, *matrix),
@@ -276,6 +280,7 @@ def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> dict[str, Buf
         "scale": Buffer((1,), torch.float32, 1.0) if is_delayed else None,
         "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if is_delayed else None,
     }
+    return MappingProxyType(by_name)
 
 
 @dataclass(frozen=True)

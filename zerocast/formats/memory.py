@@ -25,7 +25,7 @@ def check_buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype, held: Mapp
     are on one device. A columnwise copy may be missing, and so may buffers that only a cast writes.
     No element is read, so fake and meta tensors can be checked.
     """
-    expected = buffers(fmt, matrix, dtype)
+    expected = dict(buffers(fmt, matrix, dtype))
     if fmt.columnwise is Columnwise.SHARED:
         # The rowwise codes serve both directions, but a host may store them twice.
         expected["columnwise_data"] = expected["rowwise_data"]
