@@ -125,6 +125,6 @@ def test_a_graph_keeps_what_that_of_bf16_keeps(fmt: str) -> None:
     assert abs(kept(fmt) - PREDICTED) < SMALL
 
 
-def test_a_graph_keeps_the_quantized_input_for_a_quantized_weight_gradient() -> None:
+def test_a_graph_keeps_no_input_for_a_quantized_weight_gradient() -> None:
     with gemm.use(weight_gradients="fp8"):
-        assert kept("fp8_current") < PREDICTED - ROWS * (WIDTH + HIDDEN) + SMALL
+        assert kept("fp8_current") < PREDICTED - 2 * ROWS * (WIDTH + HIDDEN) + SMALL

@@ -46,6 +46,7 @@ from zerocast.gemm.scaling import (
     reciprocal,
     tensor_both_ways_like,
     turned,
+    turned_like,
 )
 
 E8M0_NAN = 0xFF
@@ -132,6 +133,21 @@ def per_tensor_both_ways(x: Tensor, element: Element) -> tuple[Tensor, Tensor, T
     return _tensor_both_ways(x, _amax(x), element.name)
 
 
+def per_tensor_recomputed(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
+    """The results of `per_tensor_both_ways` in a graph whose backward half makes the transposed
+    codes from what it has of `x`. Nothing of them is kept between the halves.
+    """
+    scale = encode_scale(_amax(x), element.max, power_of_2=False)
+    # A partitioner saves what it finds in both halves and cannot fuse with its reader. So the codes
+    # that are transposed are other nodes than those of the forward product. A scale is not
+    # negative, so its magnitude has the same bits.
+    codes_of_gradient = codes_of(x, scale.abs(), element)
+    # One op, which turns tiles in shared memory. A compiler would store the transpose from the
+    # kernel that computes `x`, one byte per sector.
+    turned_codes = torch.ops.zerocast.turned(codes_of_gradient)
+    return codes_of(x, scale, element), reciprocal(scale), turned_codes
+
+
 def _tensor_both_ways(x: Tensor, amax: Tensor, element: str) -> tuple[Tensor, Tensor, Tensor]:
     if (fused := _fused(x)) is not None:
         return fused.tensor_both_ways(x, amax, FP8[element])  # type: ignore[no-any-return]
@@ -152,6 +168,7 @@ ops.define(
     _tensor_both_ways,
     lambda x, amax, element: tensor_both_ways_like(x, FP8[element]),
 )
+ops.define("turned", "(Tensor codes) -> Tensor", turned, turned_like)
 
 
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -62,12 +62,10 @@ def quantize_both_ways(
     """The result of `quantize`, and the operand of the weight gradient, which sums over tokens: the
     same codes as `[k, tokens]`, with tokens padded with zeros to a multiple of 16.
     """
-    if scaling.is_traced(x) and not gradient:
-        # Plain operations instead of one op. A partitioner can repeat them in the backward graph,
-        # so that the forward graph need not save the transposed codes.
-        codes, scale_inv = quantize(x, fmt, gradient)
-        return (codes, scale_inv), (scaling.turned(codes), scale_inv)
     rows = x.reshape(-1, x.shape[-1])
+    if scaling.is_traced(x) and not gradient:
+        codes, scale_inv, turned = inputs.per_tensor_recomputed(rows, _element(fmt, gradient))
+        return (codes, scale_inv), (turned, scale_inv)
     codes, scale_inv, turned = inputs.per_tensor_both_ways(rows, _element(fmt, gradient))
     return (codes, scale_inv), (turned, scale_inv)
 

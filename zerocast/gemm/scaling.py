@@ -73,11 +73,15 @@ def turned(codes: Tensor) -> Tensor:
     of `ROWS`.
     """
     codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
-    if is_traced(codes):
-        return codes.t().contiguous()
     backend = backends.choose(codes.device)
     data: Tensor = ops.transposed(backend, "fp8_current", codes.view(torch.uint8), None, *codes.shape)[0]
     return data.view(codes.dtype)
+
+
+def turned_like(codes: Tensor) -> Tensor:
+    """Uninitialized memory for the result of `turned`."""
+    rows, k = codes.shape
+    return codes.new_empty((k, -(-rows // ROWS) * ROWS))
 
 
 def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> BothWays:
@@ -100,8 +104,7 @@ def tensor_both_ways_like(x: Tensor, element: Element) -> tuple[Tensor, Tensor, 
     rows, k = x.shape
     codes = x.new_empty((rows, k), dtype=element.dtype)
     scale_inv = x.new_empty(1, dtype=torch.float32)
-    turned = x.new_empty((k, -(-rows // ROWS) * ROWS), dtype=element.dtype)
-    return codes, scale_inv, turned
+    return codes, scale_inv, turned_like(codes)
 
 
 def both_ways_by(
