@@ -72,9 +72,8 @@ def turned(codes: Tensor) -> Tensor:
     """The transpose `[k, rows]` of FP8 codes `[rows, k]`, with rows padded with zeros to a multiple
     of `ROWS`.
     """
-    codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
-    backend = backends.choose(codes.device)
-    data: Tensor = ops.transposed(backend, "fp8_current", codes.view(torch.uint8), None, *codes.shape)[0]
+    rows = padded(codes.view(torch.uint8), ROWS)
+    data, _ = ops.transposed_copy(backends.choose(codes.device), "fp8_current", rows, None, *rows.shape)
     return data.view(codes.dtype)
 
 
