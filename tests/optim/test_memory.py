@@ -17,7 +17,7 @@ from tests.optim.runs import ADAM, Run, Trainer
 from tests.selection import worlds
 from zerocast import ZeroAdamW, ZeroConfig, get_format
 from zerocast.formats import Columnwise, layout
-from zerocast.optim import reduction
+from zerocast.optim import gradients, reduction
 
 LAYERS, WIDTH = 10, 128
 LAYER = WIDTH * WIDTH
@@ -30,8 +30,12 @@ def layers(fmt: str | None) -> nn.Sequential:
     return model if fmt is None else zerocast.quantize_(model, zerocast.Recipe({"*": fmt}))  # type: ignore[return-value]
 
 
-def peak_of_a_backward_pass(fmt: str | None, stage: int, deterministic: bool, bucket_layers: int) -> int:
-    """The most that gradients and buckets take at any gradient's arrival, apart from the FP32 shard."""
+def peak_of_a_backward_pass(
+    fmt: str | None, stage: int, deterministic: bool, bucket_layers: int, in_flight: int = 1
+) -> int:
+    """The most that gradients and buckets take at any gradient's arrival, apart from the FP32 shard, where `in_flight` buckets
+    may be on their way and none arrives before it is waited for.
+    """
     model = layers(fmt)
     config = ZeroConfig(bucket_size=bucket_layers * LAYER, deterministic=deterministic)
     optimizer = ZeroAdamW(model.named_parameters(), stage=stage, config=config)
@@ -43,7 +47,11 @@ def peak_of_a_backward_pass(fmt: str | None, stage: int, deterministic: bool, bu
     gc.collect()
     gc.freeze()  # what there was before need not be searched again
     before = live_bytes(known)
-    loss.backward()  # type: ignore[no-untyped-call]
+    with (
+        mock.patch.object(gradients, "IN_FLIGHT", in_flight),
+        mock.patch.object(reduction.Reduction, "is_complete", return_value=False),
+    ):
+        loss.backward()  # type: ignore[no-untyped-call]
     del optimizer
     gc.unfreeze()
     assert len(levels) == LAYERS
@@ -52,12 +60,12 @@ def peak_of_a_backward_pass(fmt: str | None, stage: int, deterministic: bool, bu
 
 @pytest.mark.parametrize("bucket_layers", [1, 2])
 @pytest.mark.parametrize("fmt", [None, "nvfp4"])
-def test_stage_2_holds_a_bucket_and_what_has_arrived_of_the_next(ranks, fmt, bucket_layers):
+def test_stage_2_holds_buckets_in_flight_and_what_has_arrived_of_the_next(ranks, fmt, bucket_layers):
     """Not the 10 gradients of the model. FP32 is reduced into the shard, without a place for the result."""
     bucket, arrived = 4 * LAYER * bucket_layers, 4 * LAYER * (bucket_layers - 1)
-    assert abs(peak_of_a_backward_pass(fmt, 2, False, bucket_layers) - bucket - arrived) <= SMALL / 4
-    for peak in ranks(2)(peak_of_a_backward_pass, fmt, 2, False, bucket_layers):
-        assert abs(peak - bucket - arrived) <= SMALL / 4
+    for in_flight in (1, 3):
+        for peak in ranks(2)(peak_of_a_backward_pass, fmt, 2, False, bucket_layers, in_flight):
+            assert abs(peak - in_flight * bucket - arrived) <= SMALL / 4
 
 
 def peak_after_a_discarded_optimizer() -> int:
@@ -67,8 +75,7 @@ def peak_after_a_discarded_optimizer() -> int:
         cycle: list[Any] = [ZeroAdamW(layers(None).named_parameters())]
         cycle.append(cycle)
         del cycle
-        with mock.patch.object(reduction.Reduction, "is_complete", return_value=False):  # a slow network
-            return peak_of_a_backward_pass(None, 2, False, 1)
+        return peak_of_a_backward_pass(None, 2, False, 1)
     finally:
         gc.enable()
 

@@ -10,7 +10,7 @@ the step, by the rank that sends most of them as many bytes as are counted. What
 that, and beside a matrix while it is updated, is left out: activations are gone then.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -33,6 +33,7 @@ from zerocast.formats.layout import GradientMessage, amax_counts
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
 from zerocast.optim.gradient_exchange import most_sent, rounds
+from zerocast.optim.gradients import IN_FLIGHT
 from zerocast.weight import QuantizedWeight
 
 
@@ -110,28 +111,34 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
     place = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
     missing = {id(bucket): len(bucket.slots) for bucket in buckets}
     arrived = dict.fromkeys(missing, 0)
-    waiting = flying = peak = 0
+    flying: deque[tuple[int, int]] = deque()  # (elements, bytes) of the buckets on their way
+    most = IN_FLIGHT * config.bucket_size if ranks > 1 else 0
+    waiting = peak = 0
     for name, tensor, _ in reversed(tensors):
         bucket, dtype = place[name], _arriving(tensor, config)
         if stage == 2:
             arrived[id(bucket)] += tensor.numel() * dtype.itemsize
             waiting += tensor.numel() * dtype.itemsize
-        peak = max(peak, waiting + flying)
+        peak = max(peak, waiting + _bytes(flying))
         missing[id(bucket)] -= 1
         if missing[id(bucket)]:
             continue
         storage, gone = bucket.storage, arrived[id(bucket)]
         in_place = bucket.is_one_gradient and dtype is storage.grad_dtype
         packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
-        # The collective of the bucket before has completed by now.
-        peak = max(peak, waiting + packed)
+        while flying and bucket.numel + sum(numel for numel, _ in flying) > most:
+            flying.popleft()
+        peak = max(peak, waiting + packed + _bytes(flying))
         waiting -= gone
-        flying = (packed or gone) + _result(bucket, ranks, config)
-        peak = max(peak, waiting + flying)
+        result = _result(bucket, ranks, config)
+        peak = max(peak, waiting + (packed or gone) + result + _bytes(flying))
         # Gradients are quantized before they are sent, and freed then.
-        if config.grad_wire:
-            flying -= packed or gone
+        flying.append((bucket.numel, result if config.grad_wire else (packed or gone) + result))
     return peak
+
+
+def _bytes(flying: Iterable[tuple[int, int]]) -> int:
+    return sum(nbytes for _, nbytes in flying)
 
 
 def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:

@@ -3,9 +3,11 @@
 Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket
 order, on every rank, whatever parameters got a gradient there; what did not counts as zero. Hooks
 start a bucket as soon as it and all before it are complete, the end of the backward pass starts the
-rest. One bucket is on its way while the gradients of the next one arrive. Afterwards the gradient
-of every parameter is a `ReducedGradient`, whether it took part or not, so that all ranks find the
-same.
+rest. On GPUs buckets land in the shard on a stream of their own, and the stream that computes
+gradients waits for none of them before the end of the pass, unless `IN_FLIGHT` are on their way: a
+compiled block gives all its gradients at once, and the next block is computed while they travel.
+Afterwards the gradient of every parameter is a `ReducedGradient`, whether it took part or not, so
+that all ranks find the same.
 
 A backward pass that dies takes its end with it. That is noticed, and refused until `zero_grad` of
 the optimizer has cleared it away.
@@ -49,6 +51,11 @@ USED_UP = (
     "this gradient was used up by step(), or forgotten by zero_grad(): it is there from a backward pass to the step; call "
     "zero_grad() after each step"
 )
+
+# How many buckets of the usual size (`ZeroConfig.bucket_size`) may be on their way at once, or one
+# that is larger. They hold their gradients and, on a rank, its part of the mean, in the dtype that
+# gradients are reduced in.
+IN_FLIGHT = 8
 
 ROUND = "reduces the gradients of a backward pass"
 
@@ -94,6 +101,8 @@ class GradientReducer:
             for slot, part in zip(bucket.slots, self._parts[index], strict=True)
         }
         self._flying: list[Reduction] = []
+        # where reductions land; None on a CPU and for a single rank
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and group.size > 1 else None
         self._filling: dict[int, Filling] = {}
         self._launched: int | None = None  # buckets started in this round; None between rounds
         # the end of the backward pass that this round belongs to
@@ -114,7 +123,7 @@ class GradientReducer:
             for slot in bucket.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(lambda parameter: _arrived(me, parameter))
                 self._hooks.append(hook)
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        weakref.finalize(self, _leave, self._hooks, self._flying).atexit = False
 
     def meet(self, other: "GradientReducer") -> None:
         """Give way to a new reducer of any of the same parameters: a gradient can be freed once
@@ -288,13 +297,22 @@ class GradientReducer:
         assert self._launched is not None
         index, self._launched = self._launched, self._launched + 1
         del self._filling[index]
-        self._land(wait=not self._company)
+        self._land(wait=False)
         bucket = self._buckets[index]
         target = self.gradients.flat[bucket.start : bucket.start + bucket.shard_numel]
         direct = not self._company  # beside another optimizer reductions outlive the pass
+        if direct:
+            self._make_room(bucket.numel)
+        stream = self._stream if direct else None
         adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
-        self._flying.append(Reduction(filling, self._group, target, self._config, direct, adds, what))
+        self._flying.append(Reduction(filling, self._group, target, self._config, stream, direct, adds, what))
+
+    def _make_room(self, numel: int) -> None:
+        """Finish the oldest reductions, until `numel` more elements may be on their way."""
+        most = IN_FLIGHT * self._config.bucket_size
+        while self._flying and numel + sum(reduction.numel for reduction in self._flying) > most:
+            self._flying.pop(0).finish()
 
     def end_pass(self, end: _End) -> None:
         """The end of the backward pass that began this round; no other's, nor that of a pass which
@@ -320,7 +338,7 @@ class GradientReducer:
 
     def _land(self, wait: bool) -> None:
         while self._flying and (wait or self._flying[0].is_complete()):
-            self._flying.pop(0).land()
+            self._flying.pop(0).finish()
 
 
 reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # all that are alive
@@ -329,6 +347,13 @@ reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # all that are a
 def _remove(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+def _leave(hooks: list[RemovableHandle], flying: list[Reduction]) -> None:
+    """Called when a reducer is gone. What a backward pass that died has started still travels."""
+    _remove(hooks)
+    for reduction in flying:
+        reduction.release()
 
 
 def _arrived(reducer: "weakref.ref[GradientReducer]", parameter: Any) -> None:

@@ -98,72 +98,110 @@ def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
 class Reduction:
     """One bucket on its way into `target`, this rank's part of the flat f32 shard.
 
+    With a `stream` the result lands on that stream, beside the backward pass, and takes no time of
+    the stream that computes gradients. Without one it lands in `finish`.
+
     Args:
         config: how gradients are sent and added (`grad_wire`, `deterministic`).
-        direct: it lands before the next pass begins, so it may read a gradient where it lies and
-            write its result into `target`.
+        stream: a CUDA stream; None on a CPU, for a single rank, and without `direct`.
+        direct: `finish` is called before the next pass begins, so the reduction may read a gradient
+            where it lies and write its result into `target`.
         adds: the mean is added to what lies in `target`.
     """
 
     def __init__(
-        self, filling: Filling, group: Group, target: Tensor, config: ZeroConfig, direct: bool, adds: bool, what: str
+        self,
+        filling: Filling,
+        group: Group,
+        target: Tensor,
+        config: ZeroConfig,
+        stream: torch.cuda.Stream | None,
+        direct: bool,
+        adds: bool,
+        what: str,
     ) -> None:
         self._bucket, self._forgotten = filling.bucket, filling.forgotten
         self._target, self._adds, self._ranks = target, adds, group.size
         self._deterministic = deterministic = config.deterministic
         self._quantized: QuantizedReduceScatter | None = None
         self._work: Flight | None = None
+        self._landed: torch.cuda.Event | None = None
         full = filling.packed(direct or config.grad_wire is not None)
         filling.gradients.clear()
         if config.grad_wire:
             self._quantized = QuantizedReduceScatter(full, group, config.backend, what)
-            return
-        self._full, self._version, self._result = full, full._version, full
-        if group.size == 1:
-            return
-        if deterministic:
-            self._result = torch.empty_like(full)
         else:
-            in_place = direct and not adds and full.dtype is target.dtype
-            self._result = target if in_place else full.new_empty(target.numel())
-        collective = group.all_to_all if deterministic else group.reduce_scatter_mean
-        self._work = collective(self._result, full, async_op=True, what=what)
+            self._full, self._version, self._result = full, full._version, full
+            if deterministic and group.size > 1:
+                self._result = torch.empty_like(full)
+                self._work = group.all_to_all(self._result, full, async_op=True, what=what)
+            elif group.size > 1:
+                in_place = direct and not adds and full.dtype is target.dtype
+                self._result = target if in_place else full.new_empty(target.numel())
+                self._work = group.reduce_scatter_mean(self._result, full, async_op=True, what=what)
+        if stream is not None:
+            with torch.cuda.stream(stream):
+                self._land()
+                self._landed = stream.record_event()
+
+    @property
+    def numel(self) -> int:
+        """The elements of the gradients whose memory is held until `finish` or `release`."""
+        return self._bucket.numel
 
     def is_complete(self) -> bool:
-        """True if `land` would not wait."""
+        """True if `finish` would not wait."""
+        if self._landed is not None:
+            return bool(self._landed.query())
         if self._quantized:
             return self._quantized.is_complete()
         return self._work is None or self._work.is_completed()
 
-    def _mean(self) -> Tensor:
-        """The mean over the ranks; deterministic: added in rank order in FP32."""
-        if self._work is not None:
-            self._work.wait()
-        if not self._deterministic:
-            return self._result
-        first, *others = self._result.view(self._ranks, -1).unbind()
-        total = first.float()
-        for part in others:
-            total = total + part.float()
-        return total / self._ranks
-
-    def land(self) -> None:
-        """Put the mean into its place, or add it to what is there. RuntimeError for a gradient that
-        was changed in place while it was sent from where it lies.
+    def release(self) -> None:
+        """Let the current stream wait for what uses the memory of this reduction, which may be
+        freed then.
         """
+        if self._landed is not None:
+            torch.cuda.current_stream(self._target.device).wait_event(self._landed)
+
+    def finish(self) -> None:
+        """Let the current stream, or on a CPU the host, wait until the result is in its place.
+        RuntimeError for a gradient that was changed in place while it was sent from where it lies.
+        """
+        self.release()
+        if self._landed is None:
+            self._land()
+        if not self._quantized:
+            _check_unchanged(self._bucket.slots[0], self._full, self._version)
+
+    def _land(self) -> None:
+        """Put the mean over the ranks into its place, or add it to what is there."""
         if self._quantized:
             self._quantized.wait()
-            if self._adds:
-                self._zero_forgotten()
+        elif self._work is not None:
+            self._work.wait()
+        if self._adds:
+            self._zero_forgotten()
+        if self._quantized:
             self._quantized.land(self._target, self._ranks, self._adds)
-            return
-        mean = self._mean()
-        _check_unchanged(self._bucket.slots[0], self._full, self._version)
-        if not self._adds:
-            self._target.copy_(mean)  # of itself nothing
-            return
-        self._zero_forgotten()
-        self._target.add_(mean)
+        elif self._deterministic:
+            self._land_in_rank_order()
+        elif self._adds:
+            self._target.add_(self._result)
+        elif self._result is not self._target:
+            # torch's kernel for lists loads vectors where two dtypes meet, its copy_ does not.
+            torch._foreach_copy_([self._target], [self._result])
+
+    def _land_in_rank_order(self) -> None:
+        """Add what the ranks sent in their order, in FP32."""
+        total = torch.empty_like(self._target) if self._adds else self._target
+        first, *others = self._result.view(self._ranks, -1).unbind()
+        total.copy_(first)
+        for part in others:
+            total.add_(part)
+        total.div_(self._ranks)
+        if self._adds:
+            self._target.add_(total)
 
     def _zero_forgotten(self) -> None:
         for part in self._forgotten:
