@@ -14,6 +14,7 @@ from torch import Tensor
 from zerocast.distributed.agreement import range_over_ranks
 from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.validity import InvalidWeights
 
 CASTS = 16  # of masters that do not change any byte, or without a gather; then nothing is compared
 
@@ -58,9 +59,10 @@ class SwitchedBytes:
         by_name = zip(self._weights, smallest[1:], largest[1:], strict=True)
         differing = [name for name, low, high in by_name if low != high]
         if differing:
-            raise RuntimeError(
-                f"{len(differing)} weights hold other bytes on other ranks after their all-gather, the first is {differing[0]}: "
-                "zerocast.switch gave them new buffers, so gather into what weight.rowwise_data is now, and forget what it was"
+            raise InvalidWeights(
+                f"{len(differing)} weights hold other bytes on other ranks after their all-gather, the first is {differing[0]}",
+                "since zerocast.switch gave them new buffers",
+                "gather into what weight.rowwise_data is now, and forget what it was",
             )
         return largest[1:] != self._switched or self._casts == CASTS
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zerocast.distributed.group import Group
 from zerocast.distributed.rank_report import Comparison, RankReport, ShardStatus, not_finite_error
-from zerocast.weight.validity import Use, Validity
+from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 logger = logging.getLogger(__name__)
 
@@ -91,15 +91,18 @@ class GatherStatus:
         partial = comparison.ranks(ShardStatus.PARTIAL)
         if partial:
             self._validity.check(Use.READ)
-            raise RuntimeError(
+            raise InvalidWeights(
                 f"{name}: an optimizer step or a load raised half-way on ranks {partial} of its shard group, which have masters "
-                "of different steps: load a checkpoint on all ranks"
+                "of different steps",
+                "",
+                "load a checkpoint on all ranks",
             )
         casts = [report.call for report in comparison.reports]
         if not comparison.is_same_call:
-            raise RuntimeError(
-                f"{name}: the ranks of a shard group sent bytes of different casts, numbers {casts} by "
-                "rank: optimizer steps and zerocast.fsdp2.refresh must happen on all of them"
+            raise InvalidWeights(
+                f"{name}: the ranks of a shard group sent bytes of different casts, numbers {casts} by rank",
+                "",
+                "optimizer steps and zerocast.fsdp2.refresh must happen on all of them",
             )
         if casts[0] > self._told_cast and comparison.ranks(ShardStatus.NOT_FINITE):
             self._not_finite[name] = casts[0]
@@ -107,9 +110,10 @@ class GatherStatus:
         written = comparison.ranks(ShardStatus.WRITTEN)
         clean = comparison.ranks(ShardStatus.CLEAN, ShardStatus.NOT_FINITE)
         if written and clean:
-            raise RuntimeError(
-                f"{name}: the master was changed on ranks {written} of its shard group and not on ranks {clean} since "
-                "the last cast: change it on all, or call zerocast.fsdp2.refresh(model) on all after changing some"
+            raise InvalidWeights(
+                f"{name}: the master was changed on ranks {written} of its shard group and not on ranks {clean}",
+                "since the last cast",
+                "change it on all, or call zerocast.fsdp2.refresh(model) on all after changing some",
             )
         return bool(written)
 
