@@ -12,6 +12,7 @@ launch, whatever the number of weights.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch import Tensor
 from zerocast.distributed.group import Group
 
 Buffers = Mapping[str, Tensor | None]
+
+NOTHING = nullcontext()
 
 
 class DelayedScaling:
@@ -60,7 +63,7 @@ class DelayedScaling:
 
     def advance(self, skip: Tensor | None = None) -> None:
         """Note that a cast by the present scales follows, unless `skip`, bool[1], holds True."""
-        if not self:
+        if not self._places:
             return
         scales = _read([*self._scales, *self._external_scales])
         if skip is None:
@@ -68,11 +71,14 @@ class DelayedScaling:
         else:
             torch.where(skip, self._cast_scale, scales, out=self._cast_scale)
 
-    @contextlib.contextmanager
-    def replay(self) -> Iterator[None]:
+    def replay(self) -> AbstractContextManager[None]:
         """Scale with the scales of the last cast in here; the present ones are there again after
         it.
         """
+        return self._replay() if self._places else NOTHING
+
+    @contextlib.contextmanager
+    def _replay(self) -> Iterator[None]:
         scales = _read(self._scales)
         _write(self._scales, self._cast_scale[: scales.numel()])
         try:
@@ -80,12 +86,12 @@ class DelayedScaling:
         finally:
             _write(self._scales, scales)
 
-    @contextlib.contextmanager
-    def rollback(self) -> Iterator[None]:
+    def rollback(self) -> AbstractContextManager[None]:
         """Put everything back if the body raises, as if this cast had never begun."""
-        if not self:
-            yield
-            return
+        return self._rollback() if self._places else NOTHING
+
+    @contextlib.contextmanager
+    def _rollback(self) -> Iterator[None]:
         tensors = [*self._scales, *self._histories, self._cast_scale]
         values, unseeded = _read(tensors), set(self.unseeded)
         try:

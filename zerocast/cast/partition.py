@@ -193,43 +193,50 @@ def _check(
     shard_data: Sequence[ShardData | None] | None,
     scale_cuts: Sequence[range | None] | None,
 ) -> list[MasterShard]:
-    lists: dict[str, object] = {
-        "model_weights": model_weights,
-        "master_weights": master_weights,
-        "start_offsets": start_offsets,
-    }
-    for name, given in lists.items():
-        if not isinstance(given, Sequence):
-            raise TypeError(f"{name} is a list with one entry a weight, got a {type(given).__name__}")
+    _check_are_lists(model_weights=model_weights, master_weights=master_weights, start_offsets=start_offsets)
     data = [None] * len(model_weights) if shard_data is None else shard_data
     cuts = [None] * len(model_weights) if scale_cuts is None else scale_cuts
-    counts = {len(model_weights), len(master_weights), len(start_offsets), len(data), len(cuts)}
-    if len(counts) > 1:
+    if len({len(model_weights), len(master_weights), len(start_offsets), len(data), len(cuts)}) > 1:
         raise ValueError(
             f"lists differ in length: {len(model_weights)} model weights, {len(master_weights)} master weights, "
             f"{len(start_offsets)} start offsets, {len(data)} shard tensors, {len(cuts)} scale cuts"
         )
-    seen: dict[int, int] = {}
+    _check_weights(model_weights)
     shards = []
-    for index, (weight, master, start, part, cut) in enumerate(
-        zip(model_weights, master_weights, start_offsets, data, cuts, strict=True)
-    ):
+    of_each = zip(model_weights, master_weights, start_offsets, data, cuts, strict=True)
+    for index, (weight, master, start, part, cut) in enumerate(of_each):
+        try:
+            shards.append(_with_cuts(_check_shard(weight, master, start, part), cut))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"weight {index} ({_fingerprint(weight)}): {error}") from None
+    _check_devices(shards)
+    _check_host_masters(shards)
+    return shards
+
+
+def _check_are_lists(**arguments: object) -> None:
+    for name, given in arguments.items():
+        if not isinstance(given, Sequence):
+            raise TypeError(f"{name} is a list with one entry a weight, got a {type(given).__name__}")
+
+
+def _check_weights(model_weights: Sequence[Any]) -> None:
+    """TypeError for anything but a QuantizedWeight, ValueError for the same weight twice."""
+    seen: dict[int, int] = {}
+    for index, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedWeight) or weight.transposed_of is not None:
             raise TypeError(f"model weight {index} is a {type(weight).__name__}, a QuantizedWeight is needed")
         first = seen.setdefault(id(weight.state), index)
         if first != index:
             raise ValueError(f"model weights {first} and {index} are the same weight")
-        try:
-            shards.append(_with_cuts(_check_shard(weight, master, start, part), cut))
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"weight {index} ({_fingerprint(weight)}): {error}") from None
+
+
+def _check_devices(shards: Sequence[MasterShard]) -> None:
     devices = {shard.weight.device for shard in shards}
     if len(devices) > 1:
         raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
     if torch.device("meta") in devices:
         raise ValueError("the weights are on the meta device: give them storage before the plan is built")
-    _check_host_masters(shards)
-    return shards
 
 
 def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:
