@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.cast import plan
 from zerocast.distributed.group import ONE_PROCESS, Group
@@ -212,6 +212,42 @@ def after_a_late_answer(then: str) -> None:
 @pytest.mark.parametrize("then", ["saves", "loads"])
 def test_what_comes_before_the_next_step(ranks: Ranks, then: str) -> None:
     ranks(2)(after_a_late_answer, then)
+
+
+def one_rank_cannot_cast(late: bool) -> list[str]:
+    """What a rank is told of a master of another rank that no cast takes, and of casts once it is as it was."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part = 32 * 32 // world
+    master = torch.randn(part)
+    plan = CastPlan([QuantizedWeight.empty((32, 32), "nvfp4")], [master], [rank * part])
+    plan.packed.reports.reads_late = late
+    plan.cast()
+    before = master.data
+    if rank == 1:
+        master.data = before.double()
+    told = [error_of(plan.cast)]
+    master.data = before
+    told += [error_of(plan.cast), error_of(plan.cast)]
+    return [*told, str(plan.validity.partial)]
+
+
+def test_one_rank_cannot_cast(ranks: Ranks) -> None:
+    problem = "weight 0 (nvfp4 (32, 32) torch.bfloat16): the master is torch.float64"
+    for told in ranks(3)(one_rank_cannot_cast, False):
+        assert told[0].startswith(f"TypeError: rank 1: {problem}")
+        assert told[1:] == ["", "", "None"]
+
+
+def test_one_rank_cannot_cast_on_a_gpu(ranks: Ranks) -> None:
+    """There it raises alone, and the others with it at the next cast."""
+    problem = "weight 0 (nvfp4 (32, 32) torch.bfloat16): the master is torch.float64"
+    first, second, third = ranks(3)(one_rank_cannot_cast, True)
+    assert first == third
+    assert first[0] == ""
+    assert second[0].startswith(f"TypeError: {problem}")
+    for told in (first, second):
+        assert told[1].startswith(f"TypeError: rank 1: {problem}")
+        assert told[2:] == ["", "None"]
 
 
 def calls_one_by_one(texts: list[str]) -> list[str | None]:

@@ -172,19 +172,15 @@ class PackedAmaxes(Generic[Weight]):
             self._maxima.copy_(torch.segment_reduce(self._grouped, "max", offsets=self._group_bounds, initial=0))
         if self._sources.numel():
             self.buffer[self._targets] = self.buffer[self._sources]
-        self._all_reduce()
+        if self._reduced.numel():
+            on_wire = self._reduced if self._wire is None else self._reduced.to(self._wire)
+            self._group.all_reduce_max(on_wire, "the packed amaxes of a cast")
+            if on_wire is not self._reduced:
+                self._reduced.copy_(on_wire)
         if self._takers.numel():
             self.buffer[self._takers] = self.buffer[self._taken]
         if self._sources.numel():
             self.buffer[self._sources] = self.buffer[self._targets]
-
-    def _all_reduce(self) -> None:
-        if not self._reduced.numel():
-            return
-        on_wire = self._reduced if self._wire is None else self._reduced.to(self._wire)
-        self._group.all_reduce_max(on_wire, "the packed amaxes of a cast")
-        if on_wire is not self._reduced:
-            self._reduced.copy_(on_wire)
 
     def _part(self, span: Span) -> Tensor:
         return self.buffer[span.start : span.stop]
@@ -353,19 +349,23 @@ class PlanAmaxes(PackedAmaxes[int]):
     """
 
     def __init__(
-        self, partition: Partition, cast: Sequence[int], group: Group, is_stepped: bool, names: Sequence[str]
+        self,
+        partition: Partition,
+        cast: Sequence[int],
+        cut: CutBlocks,
+        layout: AmaxLayout[int],
+        group: Group,
+        names: Sequence[str],
     ) -> None:
         shards = partition.shards
-        self._of_host = [shards[index].weight for index in cast if shards[index].weight.state.external_scaling_state]
+        kept_by_host = [index for index in cast if shards[index].weight.state.external_scaling_state]
         with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
         # Amaxes that a host keeps are FP32.
-        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not self._of_host
+        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not kept_by_host
         dtype = torch.bfloat16 if with_amaxes and is_bf16 else torch.float32
-        cut = CutBlocks.of(partition, cast)
-        layout = layout_of_plan(shards, cast, cut, is_stepped, compares_calls=group.size > 1)
         super().__init__(layout, dtype, partition.device, group)
-        host_places = [layout.offsets[index][0] for index in cast if shards[index].weight.state.external_scaling_state]
-        self._host_places = _index(host_places, partition.device)
+        self._kept_by_host = [shards[index].weight for index in kept_by_host]
+        self._host_places = _index([layout.offsets[index][0] for index in kept_by_host], partition.device)
         self.boundary: BoundaryElements | None = None
         if cut.bytes:
             self.boundary = BoundaryElements(shards, cut.bytes, group.rank, self._part(layout.boundary))
@@ -376,8 +376,8 @@ class PlanAmaxes(PackedAmaxes[int]):
         """Reduce the measured amaxes over the ranks, with the amaxes that hosts keep, as they have
         grown so far, and the elements beside odd cuts.
         """
-        if self._of_host:
-            kept = torch.cat([weight.amax for weight in self._of_host if weight.amax is not None])
+        if self._kept_by_host:
+            kept = torch.cat([weight.amax for weight in self._kept_by_host if weight.amax is not None])
             self.buffer[self._host_places] = self.buffer[self._host_places].maximum(kept)
         if self.boundary:
             self.boundary.enter()
@@ -385,6 +385,17 @@ class PlanAmaxes(PackedAmaxes[int]):
         self.reports.reduced()
         if self.boundary:
             self.boundary.leave()
+
+    def refuse(self, problem: Exception) -> None:
+        """Take part in the reduction of a cast that this rank cannot make, so that the others hear
+        of the problem instead of waiting. On a CPU all ranks raise it here; on a GPU the others
+        raise it at their next cast.
+        """
+        self.begin()
+        self.reports.refuse(problem)
+        self._group.all_reduce_max(self._reduced, "the packed amaxes of a cast")
+        self.reports.reduced()
+        self.reports.send()
 
 
 class BoundaryElements:

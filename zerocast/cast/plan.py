@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.amaxes import PlanAmaxes
+from zerocast.cast.amaxes import CutBlocks, PlanAmaxes, layout_of_plan
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.host_masters import HostTable, host_tensor
@@ -132,15 +132,22 @@ class CastPlan:
         is the last cast once more, from other masters perhaps: delayed scaling does not move on.
         Afterwards the caller gathers the bytes, and then calls `post_all_gather`. A cast that
         raises half-way leaves weights that are not read before another one is complete.
-        RuntimeError, on every rank, if the masters of the last cast were NaN or Inf.
+        RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is wrong
+        with the masters of one rank now is raised on every rank too, on a GPU by their next cast.
         """
-        if self._tables.on_host:
-            self._check_host_masters(update)
-        self.ready()
+        self._announce("")
+        try:
+            if self._tables.on_host:
+                self._check_host_masters(update)
+            self._follow()
+        except (RuntimeError, TypeError, ValueError) as problem:
+            self._refuse(problem)
+            raise
         with self.validity.transaction("a cast", masters=update is not None), self.delayed.rollback():
             self.launch(skip=skip, update=update, repeat=repeat)
             self.done()
-        self._check_reports(casts_in_flight=1)
+        if self.packed.reports.reads_late:
+            self._check_reports(casts_in_flight=1)
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights, casts among it: what raises in here leaves weights that are
@@ -157,9 +164,14 @@ class CastPlan:
         """The host's part before a cast: no weight in flight, tables of where everything lies now.
 
         RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of
-        another call; `detail` is what more all ranks must have alike. `cast` does this by itself;
-        whoever wants to know first what raises here calls it before.
+        another call; `detail` is what more all ranks must have alike. `cast` does this by itself.
+        A caller of `launch` calls it before, and handles what it raises on one rank alone.
         """
+        self._announce(detail)
+        self._follow()
+
+    def _announce(self, detail: str) -> None:
+        """Raise what ranks reported of their last cast, and report this one."""
         # An optimizer step follows passes that came after the last cast, so waiting for that one
         # costs nothing. Other casts may follow each other at once: then the host waits for the last
         # one only when the device has got the next one.
@@ -167,10 +179,16 @@ class CastPlan:
         self._check_reports(casts_in_flight=0 if waits else 1)
         if self._switched and self._switched.check():
             self._switched = None
-        self.packed.reports.announce(self._call.format(self.group.caller) + detail)
+        if self.packed.reports.compares_calls:
+            self.packed.reports.announce(self._call.format(self.group.caller) + detail)
         for w in self.weights if self.validity.finish else ():
             w.wait()
-        self._follow()
+
+    def _refuse(self, problem: Exception) -> None:
+        """Let the other ranks hear why this one makes no cast."""
+        if self.packed.reports.compares_calls:
+            self._broke_off("a cast that not every rank could make")
+            self.packed.refuse(problem)
 
     def launch(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """The device's part of a cast, after `ready`; with `update` the masters, views of one
@@ -371,9 +389,13 @@ class CastPlan:
             self.packed.reports.check(casts_in_flight)
         except InvalidWeights:
             raise
-        except RuntimeError:
-            self.validity.broke_off("a cast with ranks in another call", masters=False)
+        except (RuntimeError, TypeError, ValueError):
+            self._broke_off("a cast with ranks in another call")
             raise
+
+    def _broke_off(self, what: str) -> None:
+        if not self.validity.has_partial_masters:  # Which no cast mends.
+            self.validity.broke_off(what, masters=False)
 
     def forget_call(self) -> None:
         """Forget which call the last cast was, since every rank overwrites its masters now."""
@@ -394,10 +416,15 @@ class CastPlan:
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _lay_out(self) -> None:
-        """Derive from the partition and the formats all that a cast needs."""
+        """Derive from the partition, which says who owns what, all that a cast needs: which blocks
+        are cut, where all amaxes lie, and the tables of where weights and masters lie now.
+        """
         # the text that ranks compare; the caller fills in its step
         self._call = _numbered(self.group) + self._step_of_caller
-        self.packed = PlanAmaxes(self._partition, self._cast, self.group, self._is_stepped, self._names)
+        shards, is_alone = self._partition.shards, self.group.size == 1
+        cut = CutBlocks.of(self._partition, self._cast)
+        layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
+        self.packed = PlanAmaxes(self._partition, self._cast, cut, layout, self.group, self._names)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
         self._bind()

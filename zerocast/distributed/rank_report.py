@@ -28,6 +28,9 @@ from zerocast.weight.validity import InvalidWeights
 # Digests of calls are below this, since the buffer of amaxes may be bf16.
 DIGESTS = 128
 
+# A rank that cannot make its call reports this number in place of a digest.
+REFUSED = DIGESTS
+
 # How many weights an error names.
 SHOWN = 4
 
@@ -129,6 +132,8 @@ class CastReports:
         # all-reduce overwrites.
         self._call = ""
         self._is_announced = False
+        # Why this rank could not make the last call that it refused.
+        self._problem: Exception | None = None
         self.reads_late = numbers.is_cuda
         self._late = LateCopy(numbers)
         # On a CPU: whether the flags of the last cast were not read yet.
@@ -138,11 +143,20 @@ class CastReports:
         """Before a cast, store the digest of this rank's call, a verb phrase."""
         if not self.compares_calls or (self._is_announced and call == self._call):
             return
-        digest = _digest(call)
         self._call = call
+        self._write(_digest(call))
+        self._is_announced = True
+
+    def refuse(self, problem: Exception) -> None:
+        """After `announce`, say that this rank cannot make its call because of a problem, which all
+        ranks raise once they have compared the calls.
+        """
+        self._problem = problem
+        self._write(REFUSED)
+
+    def _write(self, digest: int) -> None:
         # One launch writes both numbers: linspace of two elements is (digest, -digest).
         torch.linspace(digest, -digest, 2, out=self._digests)
-        self._is_announced = True
 
     def reduced(self) -> None:
         """After the all-reduce, compare the calls on a CPU. On a GPU this may be the capture of a
@@ -170,28 +184,33 @@ class CastReports:
         """Compare the reports that were sent and not read yet. On a GPU this waits for them.
 
         Raises on every rank: InvalidWeights for masters that were not finite, once a cast;
-        RuntimeError for ranks that were in different calls.
+        RuntimeError for ranks that were in different calls; and the problem of a rank that could
+        not make its call.
 
         Args:
             casts_in_flight: so many of the last casts are not waited for, 0 or 1.
         """
-        unread = self._late.take(casts_in_flight)
-        if self._has_unread and not casts_in_flight:
-            self._has_unread = False
-            unread = [self._numbers]
+        if self.reads_late:
+            unread = self._late.take(casts_in_flight)
+        else:
+            unread = [self._numbers] if self._has_unread and not casts_in_flight else []
+            self._has_unread = self._has_unread and not unread
         flags = len(self._names)
         for copy in unread:
             numbers = copy.tolist()
-            self._compare(numbers[:flags], numbers[flags:])
+            # One process that has nothing to say, as in most casts, has nothing to compare.
+            if any(numbers):
+                self._compare(numbers[:flags], numbers[flags:])
 
     def _compare(self, flags: Sequence[float], digests: Sequence[float]) -> None:
-        """Raise on every rank if the calls differ, after exchanging them, or for masters that are
-        not finite.
+        """Raise on every rank if the calls differ, after exchanging them with the problems of
+        ranks, or for masters that are not finite.
         """
         comparison = Comparison.of_maxima(flags, digests or (0, 0))
         if not comparison.is_same_call:
+            is_refused = any(report.call == REFUSED for report in comparison.reports)
             # Digests do not tell the calls. This exchanges them and raises with both.
-            validate_across_ranks(self._group, [], None, self._call)
+            validate_across_ranks(self._group, [], self._problem if is_refused else None, self._call)
             raise RuntimeError(
                 f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
                 "calls in the same order"
