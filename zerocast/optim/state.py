@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast.cast.plan import CastPlan
-from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
@@ -74,7 +74,7 @@ class ZeroState:
         self._masters, self._plan, self._step = masters, plan, step
         self._param_groups, self._group = param_groups, group
 
-    def as_dict(self, kept: Kept | None = None) -> dict[str, Any]:
+    def as_dict(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """The state as it is now; tensors are views of it, scalars copies. A parameter that was
         never stepped in what is `kept` has its mark.
         """

@@ -21,7 +21,7 @@ from zerocast import backends
 from zerocast.cast.captured_step import CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
-from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -414,7 +414,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._validity.check(Use.SAVE)
         return self._state.as_dict()
 
-    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
+    def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
         raised half-way. `kept` is what the reader has of the moments of each parameter.
         """

@@ -29,7 +29,7 @@ def _torch_syncs() -> None:
 
 def _commits_before_sync(self: WholeFolder) -> None:
     self.partial.rename(self._beside(NEW) if self.holds_anything() else self.path)
-    sync_folder(self.found)
+    sync_folder(self.current_path)
     sync_folder(self.path.parent)
     self.settle()
 
