@@ -19,8 +19,7 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.layout import Span
 from zerocast.formats.recipe import Recipe
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.inspection.contents import Contents
-from zerocast.inspection.format_selection import Chosen
+from zerocast.inspection.contents import Chosen, Contents
 from zerocast.quantize import cast_together
 from zerocast.serve.weight_source import LazyTensors
 from zerocast.weight import QuantizedWeight
