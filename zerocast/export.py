@@ -14,9 +14,8 @@ from torch import nn
 
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.piece import Rows
-from zerocast.serve.safetensors_writer import SHARD_BYTES
 from zerocast.serve.weight_source import source_of
-from zerocast.serve.write import write_safetensors
+from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
 __all__ = ["export_hf", "export_safetensors"]
 

@@ -16,8 +16,7 @@ from zerocast.inspection import Chosen, Contents, choose
 from zerocast.inspection.contents import DTYPES, Dtype
 from zerocast.serve.from_masters import Reading, cast_tensors, write_checkpoint
 from zerocast.serve.hugging_face import write_hf
-from zerocast.serve.safetensors_writer import SHARD_BYTES
-from zerocast.serve.write import write_safetensors
+from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
 # The targets that use an option. Options that are not listed are used by all targets.
 TARGETS = {
