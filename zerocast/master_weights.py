@@ -51,7 +51,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None
             raise RuntimeError(f"model weight {index} ({weight!r}) was never cast: there is nothing to transpose yet")
     devices = {weight.device for weight in model_weights}
     if len(devices) > 1:
-        raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the weights of one call are on one device, got {sorted(map(str, devices))}")
     if not devices:
         return
     ColumnwiseCopies(model_weights, backends.choose(devices.pop())).make()

@@ -225,7 +225,7 @@ def _check(
             raise type(error)(f"weight {index} ({_fingerprint(weight)}): {error}") from None
     devices = {shard.weight.device for shard in shards}
     if len(devices) > 1:
-        raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the weights of one plan are on one device, got {sorted(map(str, devices))}")
     if torch.device("meta") in devices:
         raise ValueError("the weights are on the meta device: give them storage before the plan is built")
     _check_host_masters(shards)

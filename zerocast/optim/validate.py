@@ -115,7 +115,7 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
         raise ValueError("a parameter is listed twice, under two names")
     devices = {parameter.device for _, parameter, _ in named}
     if len(devices) > 1:
-        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the parameters of one optimizer are on one device, got {sorted(map(str, devices))}")
     for name, parameter, _ in named:
         if parameter.dtype not in NOMINAL_DTYPES:
             raise TypeError(f"{name} is {parameter.dtype}; bf16, fp16 and fp32 parameters can be trained")

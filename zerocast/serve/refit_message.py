@@ -155,7 +155,7 @@ def _gaps(positions: Tensor) -> Tensor:
 
 
 def _bridges(positions: Tensor, largest: int) -> Tensor:
-    """The number of unchanged bytes to send before each position, so that gaps stay small enough."""
+    """The number of unchanged bytes to send before each position, for gaps of at most `largest`."""
     return _gaps(positions) // (largest + 1)
 
 
