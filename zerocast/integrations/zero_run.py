@@ -62,8 +62,8 @@ def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module
             if id(parameter) not in owned and parameter.requires_grad and parameter.numel():
                 raise RuntimeError(
                     f"{name} requires a gradient and no ZeroAdamW that was set up here has it, so its gradient would not be "
-                    "averaged over the ranks: give all trained parameters of a quantized model to ZeroAdamW and set that up too, or "
-                    "call requires_grad_(False)"
+                    "averaged over the ranks: give all trained parameters of a quantized model to ZeroAdamW and set that up too, "
+                    "or call requires_grad_(False)"
                 )
 
 
