@@ -145,7 +145,7 @@ class ParameterNorms:
         rows = (largest.masked_fill(is_nan, 0.0), is_nan.float())
         reduced = torch.stack([_reduce_segments(row, "max", self._lengths) for row in rows])
         self._group.all_reduce_max(reduced, "the norms of gradients")
-        largest, has_nan = reduced
+        largest, has_nan = reduced.unbind()
         return largest.masked_fill(has_nan > 0, math.nan)
 
 

@@ -31,9 +31,7 @@ from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.frozen import FrozenParameters, frozen, listed
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.left_out import LeftOut
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
@@ -41,6 +39,7 @@ from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all,
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
+from zerocast.optim.untrained import FrozenParameters, LeftOut, frozen, listed
 from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
