@@ -35,7 +35,7 @@ from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
-from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
+from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_others, separate_group
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
@@ -89,7 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
             backends.choose(named[0][1].device, self._config.backend)
-            company = has_company(self._group, [parameter for _, parameter, _ in named])
+            company = is_shared_with_others(self._group, [parameter for _, parameter, _ in named])
             settings = {"stage": stage, **vars(self._config), **hyperparameters_by_name(self.param_groups)}
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
@@ -98,7 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._frozen = FrozenParameters(frozen(given), self.NAME)
         self._left_out = LeftOut(self._group, self._frozen.parameters, [parameter for _, parameter, _ in named])
         free = groups_free_on_all(self._group, company)
-        self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
+        self._build(named, stage, self._group if free is None else separate_group(self._group, self, free))
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
         """The given pairs, or groups of them, as torch's constructor takes them. ValueError for a
