@@ -1,4 +1,6 @@
-"""The two calls of a host's optimizer after its step, named and ordered as in TransformerEngine."""
+"""The two calls that an optimizer makes after its step, with the names and arguments of
+TransformerEngine.
+"""
 
 from collections.abc import Sequence
 from typing import Any

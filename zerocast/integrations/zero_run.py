@@ -1,7 +1,7 @@
 """zero_run: the functions by which trainers run ZeroAdamW in place of DistributedDataParallel.
 
-Such trainers (Lightning, accelerate, transformers) know only whole tensors. ZeroAdamW needs files
-of its own in their checkpoints, and gradients that stay on the rank while they accumulate.
+Such trainers (Lightning, accelerate, transformers) know only whole tensors. ZeroAdamW needs
+additional files in their checkpoints, and gradients that stay on the rank while they accumulate.
 """
 
 import contextlib
