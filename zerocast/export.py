@@ -1,7 +1,7 @@
 """Export: the weights of a model as safetensors, in the names and layouts of inference engines.
 
-`export_hf` writes a folder that engines load as it is, `export_safetensors` the weights alone
-(`zerocast.serve.namings` says how each naming stores them).
+`export_hf` writes a folder that engines load without a conversion, `export_safetensors` only the
+weights. `zerocast.serve.namings` describes the tensors of each naming.
 """
 
 import os
@@ -14,9 +14,8 @@ from torch import nn
 
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.piece import Rows
-from zerocast.serve.safetensors_writer import SHARD_BYTES
 from zerocast.serve.weight_source import source_of
-from zerocast.serve.write import write_safetensors
+from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
 __all__ = ["export_hf", "export_safetensors"]
 
@@ -59,18 +58,20 @@ def export_hf(
         naming: `compressed-tensors`, `modelopt`, `deepseek` or `bf16`.
         config: the PreTrainedConfig, config.json or folder of one that describes the model; by
             default the model's own.
-        names: for a model with names of its own, such as Megatron's: by parameter the stored name,
-            or stored names with the ranges of rows that each of them has. Others keep their names.
+        names: for a model whose parameters have other names, such as Megatron's: by parameter the
+            stored name, or stored names with the ranges of rows that each of them has. Parameters
+            that are not in it keep their names.
         files_from: a folder whose tokenizer and generation files are copied.
-        dtype: of what is not quantized; by default the nominal dtype of the quantized weights.
-        allow_unequal_scales: log, and do not raise, where weights that engines fuse have tensor
-            amaxes of their own.
+        dtype: the dtype of tensors that are not quantized; by default the nominal dtype of the
+            quantized weights.
+        allow_unequal_scales: log a warning instead of raising if weights that engines fuse have
+            different tensor amaxes.
         shard_bytes: the size of a file, as for `export_safetensors`.
 
     Returns the paths. Raises ValueError, with nothing written, for weights that are not those of
-    the model, that the naming cannot express or that no reader finds, and for unequal tensor amaxes
-    of weights that engines fuse; TypeError without a config; ModuleNotFoundError without
-    transformers or safetensors.
+    the model, for weights that the naming cannot express or that no reader finds, and for unequal
+    tensor amaxes of weights that engines fuse; TypeError without a config; ModuleNotFoundError
+    without transformers or safetensors.
     """
     return write_hf(
         source_of(model),

@@ -1,4 +1,6 @@
-"""The two calls of a host's optimizer after its step, named and ordered as in TransformerEngine."""
+"""The two calls that an optimizer makes after its step, with the names and arguments of
+TransformerEngine.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +53,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None
             raise RuntimeError(f"model weight {index} ({weight!r}) was never cast: there is nothing to transpose yet")
     devices = {weight.device for weight in model_weights}
     if len(devices) > 1:
-        raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the weights of one call are on one device, got {sorted(map(str, devices))}")
     if not devices:
         return
     ColumnwiseCopies(model_weights, backends.choose(devices.pop())).make()

@@ -15,8 +15,8 @@ _OPTIONS = (
         "one all-reduce over the amaxes of all",
     ),
     ("capturable", "a CUDA graph would replay the cast and not what the host remembers of it"),
-    ("contiguous_param_buffer", "it makes views of all parameters; bytes lie in one buffer a bucket already"),
-    ("store_param_remainders", "the masters would lie in bf16 parameters, which quantized weights are not"),
+    ("contiguous_param_buffer", "it makes views of all parameters; bytes are in one buffer a bucket already"),
+    ("store_param_remainders", "the masters would be in bf16 parameters, which quantized weights are not"),
     ("with_scaled_states", "its masters are FP16 or BF16 times a scale, and a cast needs them in FP32"),
 )
 

@@ -33,8 +33,9 @@ class ZeroStrategy(DDPStrategy):
     weights alone is a file, as ever.
 
     `validate`, `test` and `predict` need no optimizer: of a checkpoint they cast the masters into
-    the weights of the module. Scales of delayed scaling are seeded anew then. Without a checkpoint
-    each rank takes the module as it is there; DDPStrategy would broadcast that of rank 0.
+    the weights of the module. Scales of delayed scaling then start again from the masters. Without
+    a checkpoint each rank takes the module as it is there; DDPStrategy would broadcast that of rank
+    0.
     """
 
     strategy_name = "zerocast"

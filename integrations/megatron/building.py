@@ -134,7 +134,7 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
     def by_width(lay_out: Callable[..., Any]) -> Any:
         return staticmethod(functools.partial(layout.of_one_width, lay_out))
 
-    # Each module has imported `group_params_for_buffers` under a name of its own.
+    # Each module has imported `group_params_for_buffers`, so it is replaced in each of them.
     lays_out, callers = "_compute_per_buffer_param_layout", [buffer, ddp, optimizer]
     for kind in host.layer_wise():
         callers.append(host.module(kind.__module__))
@@ -225,7 +225,7 @@ class ConstructionChecks:
         owned = {id(param) for optimizer in self._optimizers for param in unattached.params_of(optimizer)}
         if any(id(param) not in owned for param in self.moved if not isinstance(param, QuantizedWeight)):
             raise RuntimeError(
-                "MXFP8Tensors in tiles of 32x32 lie in byte buffers, and no optimizer over them was built: build "
+                "MXFP8Tensors in tiles of 32x32 are in byte buffers, and no optimizer over them was built: build "
                 "DistributedDataParallel and the optimizer inside the same quantized_params()"
             )
 
@@ -315,7 +315,7 @@ class ConstructionChecks:
                     repr(param) if isinstance(param, QuantizedWeight) else f"a {type(param).__name__} in tiles of 32x32"
                 )
                 raise RuntimeError(
-                    f"{weight} lies in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
+                    f"{weight} is in no byte buffer that was laid out in this quantized_params(): call quantize_, then build "
                     "DistributedDataParallel and the optimizer, both inside the same quantized_params()"
                 )
 

@@ -75,8 +75,8 @@ class Gathers(Gather):
         """Note that every bucket group has to gather, and find the buffers that the host may have
         moved.
 
-        Weights that `.data =` or `Module.to` gave other storage lie in the host's buffers again
-        afterwards. The cast writes all of their bytes.
+        Weights that `.data =` or `Module.to` gave other storage are moved back into the host's
+        buffers. The cast writes all of their bytes.
         """
         self._due = set(map(id, self._bucket_groups))
         for weight, state in self._placed:

@@ -149,7 +149,7 @@ class TETensors:
             if view.weight is not weight:
                 raise RuntimeError(
                     f"{name} was attached as {weight.format} and has a quantizer of {view.weight.format} now: build the model "
-                    f"anew, and compute by a recipe of {weight.format}"
+                    f"again, and compute by a recipe of {weight.format}"
                 )
             view.locate(param)
 

@@ -108,7 +108,7 @@ def _shards_of(
                 shards.starts.append(None)
             elif buffer.param_dtype.itemsize == 1:
                 raise TypeError(
-                    f"{name} lies in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
+                    f"{name} is in a byte buffer and is a {type(param).__name__}, not a QuantizedWeight, nor a tensor of "
                     "TransformerEngine that holds one weight; for grouped experts set moe_single_grouped_weight=False"
                 )
             elif param.numel():
@@ -172,7 +172,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
         group, bucket = places[param]
         data, rowwise = bucket.param_data, weight.rowwise_data
         if data is None or data.untyped_storage().data_ptr() != rowwise.untyped_storage().data_ptr():
-            return f"{name} does not lie in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
+            return f"{name} is not in the buffer of its bucket: build DistributedDataParallel inside quantized_params()"
         offset = rowwise.data_ptr() - data.data_ptr()  # of the weight in its bucket, in bytes
         span = shards.span(i)
         first, last = byte_range(weight.format, weight.shape, span, weight.dtype)
@@ -182,8 +182,8 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
         if span.numel and not low <= offset + first <= offset + last <= high:
             return (
                 f"{name} ({weight.format}): this rank casts elements [{span.start}, {span.stop}), bytes "
-                f"[{offset + first}, {offset + last}) of bucket {bucket.bucket_id}, and sends bytes [{low}, {high}); what "
-                "lies outside would be lost. Build model, DistributedDataParallel and optimizer inside quantized_params()"
+                f"[{offset + first}, {offset + last}) of bucket {bucket.bucket_id}, and sends bytes [{low}, {high}); codes "
+                "outside of these would be lost. Build model, DistributedDataParallel and optimizer inside quantized_params()"
             )
     return None
 

@@ -16,7 +16,7 @@ from .primary import check_primary, is_primary
 
 _FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
 _WHOLE_MASTERS = (
-    "use_distributed_optimizer=False is not supported: quantized weights lie in the byte buffers of the distributed optimizer; set "
+    "use_distributed_optimizer=False is not supported: quantized weights are in the byte buffers of the distributed optimizer; set "
     "it in DistributedDataParallelConfig and in OptimizerConfig"
 )
 
@@ -226,7 +226,7 @@ def check_layout_is_known(options: Any) -> None:
     """ValueError if megatron.training's layout would divide a matrix between two ranks."""
     if not host.lays_out_whole_matrices():
         raise ValueError(
-            f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix lies in the "
+            f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix is in the "
             "slice of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
         )
     if not getattr(options, "use_layer_wise_param_layout", True):
@@ -240,7 +240,7 @@ def check_whole_matrices(chunks: Sequence[Any]) -> None:
     for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
         if is_primary(param) and not host.is_tagged(param):
             raise ValueError(
-                f"{name} lies in no bucket of whole matrices: before DistributedDataParallel is built call "
+                f"{name} is in no bucket of whole matrices: before DistributedDataParallel is built call "
                 "tag_params_for_buffer_routing([model]), and give it the full_param_layout of "
                 "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or "
                 "take optimizer='adam'"

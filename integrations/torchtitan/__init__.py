@@ -31,9 +31,14 @@ if host.HAS_MODEL_SPECS:
         "zerocast.integrations.torchtitan.quantized(config, recipe) in a config registry"
     )
 else:
-    from .converter import MasterWeightConverter
-    from .job_config import JobConfig
-    from .train_spec import FusedOptimizers, build_optimizers, with_fused_optimizers, with_tensor_parallelism
+    from .section import JobConfig
+    from .train_spec import (
+        FusedOptimizers,
+        MasterWeightConverter,
+        build_optimizers,
+        with_fused_optimizers,
+        with_tensor_parallelism,
+    )
 
     __all__ = [
         "FusedOptimizers",

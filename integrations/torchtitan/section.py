@@ -1,8 +1,12 @@
 """zerocast's section of a torchtitan configuration: its name, its recipe, and the preparation of a
-model by it.
+model by it; and for torchtitan up to 0.2 the additions to its JobConfig.
+
+torchtitan merges JobConfig into its own class, and reads types and defaults from it, so that every
+option can come from TOML or from the command line.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +34,40 @@ class Zerocast:
     """Compare all gathered bytes with an unsharded cast of the masters after every so many
     optimizer steps; 0 for never
     """
+
+
+@dataclass
+class Linear:
+    """The section `quantize.linear` of a job."""
+
+    zerocast: Zerocast = field(default_factory=Zerocast)
+
+
+@dataclass
+class Quantize:
+    """The section `quantize` of a job."""
+
+    linear: Linear = field(default_factory=Linear)
+
+
+@dataclass
+class Optimizer:
+    """The section `optimizer` of a job."""
+
+    implementation: Literal["for-loop", "foreach", "fused", "zerocast"] = "fused"
+    """
+    As torchtitan's, and 'zerocast': AdamW of zerocast.fsdp2.FusedAdamW, whose update measures the
+    amaxes of the next cast. Needs a model whose TrainSpec has zerocast's optimizers, such as
+    llama3_zerocast.
+    """
+
+
+@dataclass
+class JobConfig:
+    """Given to torchtitan with --job.custom_config_module=zerocast.integrations.torchtitan."""
+
+    quantize: Quantize = field(default_factory=Quantize)
+    optimizer: Optimizer = field(default_factory=Optimizer)
 
 
 def recipe_of(section: Zerocast) -> zerocast.Recipe:

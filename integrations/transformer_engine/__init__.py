@@ -6,11 +6,15 @@
 masters. `present` lets FSDP2 gather the weights of TransformerEngine's modules as its tensors.
 """
 
+import contextlib
+from collections.abc import Iterator
+
+from zerocast.integrations.patches import Patch, Patches
+
 from . import host
 from .gathered_weights import present
 from .master_weights import cast_master_weights_to_fp8, quantize_master_weights, release
 from .raw_data import replace_raw_data
-from .redirect import redirect
 from .sources import masters_of
 from .transposes import post_all_gather_processing
 
@@ -27,3 +31,33 @@ __all__ = [
     "release",
     "replace_raw_data",
 ]
+
+_CALLS = {
+    "cast_master_weights_to_fp8": cast_master_weights_to_fp8,
+    "post_all_gather_processing": post_all_gather_processing,
+    "quantize_master_weights": quantize_master_weights,
+    "replace_raw_data": replace_raw_data,
+}
+_MODULES = (f"{host.TENSORS}.utils", host.TENSORS)
+
+
+@contextlib.contextmanager
+def redirect() -> Iterator[None]:
+    """Replace four functions in TransformerEngine's modules while the context is open, for callers
+    that import TransformerEngine's functions and cannot be edited.
+
+    Enter it before the caller imports the functions: a name that was imported earlier is still
+    TransformerEngine's. RuntimeError for a TransformerEngine without a cast to redirect.
+    """
+    modules = [host.module(path) for path in _MODULES]
+    patches = [
+        Patch(module, name, call) for module in modules for name, call in _CALLS.items() if hasattr(module, name)
+    ]
+    if not any("master_weights" in patch.name for patch in patches):
+        raise RuntimeError(
+            f"{' and '.join(_MODULES)} have no quantize_master_weights and no cast_master_weights_to_fp8: this "
+            "TransformerEngine has another shape"
+        )
+    with Patches() as replaced:
+        replaced.apply(patches)
+        yield

@@ -145,7 +145,7 @@ def _entry(tensor: Any, nominal: torch.dtype, master: Tensor | None, start: int 
     storage = _storage(shard, view.weight.format.casts_columnwise)
     if view.codes_in_transpose and master is not None:
         if storage is not None:
-            raise ValueError("its codes are in its transpose alone, where the codes of a shard do not lie side by side")
+            raise ValueError("its codes are in its transpose alone, where the codes of a shard are not contiguous")
         storage = view.scratch(master.numel())
     return Entry(tensor, view, master, start, storage)
 

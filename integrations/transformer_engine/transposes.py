@@ -86,7 +86,7 @@ def post_all_gather_processing(model_weights: Any) -> None:
     copied = list(_copied(weights))
     devices = {view.weight.device for _, _, view in copied}
     if len(devices) > 1:
-        raise ValueError(f"the weights of one call lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the weights of one call are on one device, got {sorted(map(str, devices))}")
     copies = _copies_of(weights, copied, cached, *devices)
     # No fingerprint while the copies are made: if that raises, the next call inspects all tensors.
     copies.fingerprint = None

@@ -1,8 +1,7 @@
 """Reports of made-up times, for tests of what is done with them. Nothing here was measured."""
 
 from zerocast.bench.clock import Times
-from zerocast.bench.measurement import Failure, Measurement
-from zerocast.bench.report import CopyRate, Report
+from zerocast.bench.report import CopyRate, Failure, Measurement, Report
 from zerocast.bench.row import ADAM, CAST, Row, Target
 from zerocast.bench.workload import Workload
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.bench.made_up import ADAM_ROW, COPY, ROW, TINY, measured, report
-from zerocast.bench.measurement import Failure, Measurement
 from zerocast.bench.render import markdown, plot
-from zerocast.bench.report import Report, regressions, stored_ratios
+from zerocast.bench.report import Failure, Measurement, Report, regressions, stored_ratios
 from zerocast.bench.row import ADAM, Row, Target, all_rows, select
 
 ADAM_FLOOR = 28 * 1024 / 2e6  # ms at 2 GB/s

@@ -16,8 +16,8 @@ from tests.workers import Ranks
 from zerocast import gemm
 from zerocast.bench import StepBench, StepConfig, StepReport, variant
 from zerocast.bench.llama import SHAPES, Llama
+from zerocast.bench.step import Text
 from zerocast.bench.step_report import GIB, Profile, StepFailure, StepMeasurement
-from zerocast.bench.text import Text
 from zerocast.cli import main
 
 TINY = StepConfig(

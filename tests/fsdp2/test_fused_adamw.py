@@ -231,14 +231,14 @@ def test_goes_on_from_torchs_adamw(ranks: Ranks) -> None:
 def test_masters_are_fp32_on_one_device() -> None:
     with pytest.raises(TypeError, match=r"masters are float32, a parameter is torch\.bfloat16"):
         FusedAdamW([nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))])
-    with pytest.raises(ValueError, match="lie on one device"):
+    with pytest.raises(ValueError, match="are on one device"):
         FusedAdamW([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, device="meta"))])
 
 
 def test_added_parameters_are_like_the_others() -> None:
     """A kernel that is given addresses of the host reads memory that is not there."""
     optimizer = FusedAdamW([nn.Parameter(torch.zeros(2))])
-    with pytest.raises(ValueError, match="lie on one device"):
+    with pytest.raises(ValueError, match="are on one device"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, device="meta"))]})
     with pytest.raises(TypeError, match="masters are float32"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]})

@@ -17,12 +17,10 @@ from tests.optim.probe import Spec
 from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.checkpoint.sources import open_source
-from zerocast.inspection.contents import Contents
-from zerocast.inspection.format_selection import choose
+from zerocast.inspection.contents import Contents, choose
 from zerocast.serve import Receiver, dequantized
 from zerocast.serve.from_masters import cast_tensors, write_checkpoint
-from zerocast.serve.safetensors_writer import SHARD_BYTES
-from zerocast.serve.write import write_safetensors
+from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
 RUN = Run((Spec("matrix", (24, 16), "fp8_block"), Spec("vector", (5,))))
 Reader = Callable[[Path], object]

@@ -38,7 +38,7 @@ class Prepared(HostUnderTest):
         Place(TORCH, "foreach_all_gather_copy_out"),
         Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
-        Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
+        Place("zerocast.checkpoint.sources.dcp:SafeReader", "read_data"),
     )
 
     NAMES: ClassVar[dict[str, str]] = {

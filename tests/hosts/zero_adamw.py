@@ -77,8 +77,8 @@ class Zero(HostUnderTest):
         Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),
         Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data", "after"),
         Place("zerocast.checkpoint.checkpoint", "_hash_files"),
-        Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data"),
-        Place("zerocast.checkpoint.sources.safe_reader:SafeReader", "read_data", "after"),
+        Place("zerocast.checkpoint.sources.dcp:SafeReader", "read_data"),
+        Place("zerocast.checkpoint.sources.dcp:SafeReader", "read_data", "after"),
     )
 
     def __init__(self, folder: str, variant: str) -> None:

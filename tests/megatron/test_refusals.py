@@ -15,7 +15,9 @@ NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast
 WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
 OTHERS = "ValueError: optimizer=.* is not supported without use_layer_wise_distributed_optimizer=True"
 SGD = "ValueError: optimizer='sgd' is not supported: .* not before the first checkpoint: take optimizer='adam'"
-NO_LAYOUT = "ValueError: .* lies in no bucket of whole matrices: .* call tag_params_for_buffer_routing.* or take optimizer='adam'"
+NO_LAYOUT = (
+    "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing.* or take optimizer='adam'"
+)
 BLOCK = (
     "RuntimeError: QuantizedWeight.* call quantize_, then build DistributedDataParallel and the optimizer, both inside"
 )

@@ -66,4 +66,4 @@ def test_buckets_padded_for_bandwidth(ranks: Ranks, world: int, formats: str) ->
 def test_without_our_layout_bytes_are_lost_and_attach_says_so(ranks: Ranks, world: int, case: Case) -> None:
     for said, wrong in ranks(world)(train_in_the_hole, case):
         assert wrong
-        assert "what lies outside would be lost" in said
+        assert "codes outside of these would be lost" in said

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import zerocast
 from tests.workers import Ranks, error_of
 from zerocast.optim import full_state_dict
-from zerocast.optim.pretrained import _whole
+from zerocast.optim.pretrained import _gathered
 
 FP32 = torch.float32
 
@@ -34,7 +34,7 @@ def trained(parameters: object) -> zerocast.ZeroAdamW:
 def masters_of(optimizer: zerocast.ZeroAdamW) -> dict[str, Tensor]:
     """Whole on every rank, by the optimizer's names."""
     group = zerocast.distributed.group.Group.of(optimizer.process_group)
-    return {name: _whole(master, group, name).clone() for name, master in optimizer.state_dict()["model"].items()}
+    return {name: _gathered(master, group, name).clone() for name, master in optimizer.state_dict()["model"].items()}
 
 
 def names_of_a_part() -> None:

@@ -13,8 +13,8 @@ import zerocast
 from tests.serve.test_live import assert_same, collected
 from zerocast.formats.layout import Span
 from zerocast.serve import Message, Receiver, RefitError, Sender
-from zerocast.serve.changed_bytes import digest
 from zerocast.serve.flat_bytes import digest_of_span, flat_bytes
+from zerocast.serve.refit_message import digest
 
 NAMING = "modelopt"
 Sent = tuple[dict[str, Any], list[Tensor]]

@@ -13,7 +13,7 @@ from tests.fsdp2.models import Net
 from zerocast import Recipe
 from zerocast.export import export_safetensors
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.serve.safetensors_writer import INDEX
+from zerocast.serve.write import INDEX
 
 safetensors = pytest.importorskip("safetensors")
 

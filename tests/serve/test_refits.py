@@ -20,7 +20,7 @@ from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
 from zerocast.serve import Message, Receiver, RefitError, Sender, dequantized
-from zerocast.serve.changed_bytes import BITMAP, GAPS_8, GAPS_16, WHOLE, ChangedBytes, digest
+from zerocast.serve.refit_message import BITMAP, GAPS_8, GAPS_16, WHOLE, ChangedBytes, digest
 
 
 @given(st.integers(0, 70_000), st.sampled_from([0.0, 1e-5, 1e-3, 0.02, 0.3, 1.0]), st.integers(0, 9))
@@ -30,7 +30,7 @@ def test_changes_lead_from_one_buffer_to_the_other(numel: int, share: float, see
     new = torch.where(torch.rand(numel, generator=generator) < share, old + 1, old)
     found = ChangedBytes.between(old, new)
     applied = old.clone()
-    applied[found.places()] = found.values()
+    applied[found.positions()] = found.values()
     assert torch.equal(applied, new) and digest(applied) == found.digest
     if numel:
         assert (digest(old) == found.digest) == torch.equal(old, new)

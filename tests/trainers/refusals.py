@@ -112,7 +112,7 @@ def said(call: Callable[[], Any]) -> str:
     return error_of(call)
 
 
-UNREDUCED = "so nobody would average its gradient over the ranks"
+UNREDUCED = "so its gradient would not be averaged over the ranks"
 
 
 def shared_out(model: nn.Module, weights: bool) -> tuple[zerocast.ZeroAdamW, torch.optim.Optimizer]:

@@ -23,7 +23,7 @@ __all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
 
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
-# modules of this folder that the backends share
+# Modules of this folder that the backends share.
 NO_BACKENDS = ("_C", "checks", "descriptor", "extension", "ops")
 
 
@@ -79,7 +79,9 @@ def _automatic(device_type: str) -> str:
     if usable[0] == "reference":
         unusable = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)
         logger.warning("casting on %s with the slow reference backend (%s)", device_type, unusable)
-    elif reasons.get(device_type):  # the backend of this name is the fast one; pip hides that a build lacks it
+    elif reasons.get(device_type):
+        # The backend named after the device type is the fast one. pip hides the output of a build,
+        # so this is where a user learns that the build left it out.
         text = "casting on %s with the %s backend, as the %s backend cannot be used: %s"
         logger.warning(text, device_type, usable[0], device_type, reasons[device_type])
     return str(usable[0])
@@ -140,8 +142,10 @@ def _row(device: torch.device, name: str) -> BackendRow:
 
 def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
     for name, parameter in parameters:
-        weight = getattr(parameter, "_local_tensor", parameter)  # the slice in a DTensor
-        if not hasattr(weight, "gemm_choice"):  # a master, say, whose weight is not gathered now
+        # A DTensor wraps the local slice. Under FSDP2 a parameter is the master while its quantized
+        # weight is not gathered; a master has no products.
+        weight = getattr(parameter, "_local_tensor", parameter)
+        if not hasattr(weight, "gemm_choice"):
             continue
         fmt, (path, reason) = weight.format, weight.gemm_choice()
         if path == "dequantize":

@@ -1,10 +1,10 @@
-"""Checks of the tensors that are handed to an op.
+"""Checks of the tensors that are passed to an op.
 
-Backends are given addresses, so what a tensor lacks they would read or write in the memory of
-others. An op on plain tensors is checked at each call. Rows of a descriptor table are compared with
-their storages where it is built (`descriptor.check_rows`), and the table then knows its bases: a
-step compares identities, and nothing else. The rows of any other table are read at each call, for
-which the host waits.
+Backends work on addresses. If a tensor were too small, they would read or write the memory of other
+tensors. An op on plain tensors checks them at each call. The rows of a descriptor table are
+compared with their storages once, when the table is built (`descriptor.check_rows`), and the table
+then remembers its bases (`know`): an op only compares identities. For a table that remembers
+nothing, an op reads the rows at each call, which makes the host wait for the device.
 """
 
 import functools
@@ -22,7 +22,7 @@ from zerocast.formats.memory import check_storage
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16
 
-# the buffers that stages take, by the names of their arguments
+# The names of the buffers of a weight, by the names of the arguments that stages take them as.
 BUFFER_ARGUMENTS = {
     "row_data": "rowwise_data",
     "row_scales": "rowwise_scale_inv",
@@ -33,16 +33,20 @@ BUFFER_ARGUMENTS = {
     "histories": "amax_history",
 }
 _LIKE_MASTERS = "masters", "grads", "exp_avgs", "exp_avg_sqs"
-_SCALARS = 8  # a row of the scalars of Adam
+# The length of a row of Adam's scalars: decay, two factors for each beta, step size, the root of
+# the second bias correction, and eps.
+_SCALARS = 8
 
 
 def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
-    """Let the ops take this table, whose rows were checked, with these bases as it is, by the names
-    of their arguments.
+    """Remember on a table that its rows were checked for these bases, given by argument name. Ops
+    then take the table with the same bases without a further check.
     """
-    held = {name: list(tensors) for name, tensors in bases.items()}
-    ids = {name: list(map(id, tensors)) for name, tensors in held.items()}
-    table._zerocast_bases = ids, held  # type: ignore[attr-defined]
+    # The tensors are kept alive together with their ids, since an id may be reused after a tensor
+    # is freed.
+    kept_bases = {name: list(tensors) for name, tensors in bases.items()}
+    ids = {name: list(map(id, tensors)) for name, tensors in kept_bases.items()}
+    table._zerocast_bases = ids, kept_bases  # type: ignore[attr-defined]
 
 
 def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]) -> bool:
@@ -50,12 +54,15 @@ def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]
     arguments.
     """
     known = getattr(table, "_zerocast_bases", None)
-    return known is not None and [list(map(id, tensors)) for tensors in bases] == list(map(known[0].get, names))
+    if known is None:
+        return False
+    known_ids, _ = known
+    return [list(map(id, tensors)) for tensors in bases] == list(map(known_ids.get, names))
 
 
 def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
-    """TypeError or ValueError unless a tensor is contiguous, of one of these dtypes, on `device`,
-    and has memory for so many elements.
+    """TypeError or ValueError unless a tensor is contiguous, has one of these dtypes, is on
+    `device`, and has at least `numel` elements with memory behind them.
     """
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} is {tensor.dtype}, {' or '.join(map(str, dtypes))} is needed")
@@ -78,8 +85,8 @@ def check_codes(backend: str, format: str, data: Tensor, rows: int, columns: int
 def check_direction(
     backend: str, format: str, data: Tensor, scale_inv: Tensor | None, rows: int, columns: int, columnwise: bool = False
 ) -> None:
-    """TypeError or ValueError unless these are the codes and scales of one direction of a weight,
-    or rowwise ones of some of its rows.
+    """TypeError or ValueError unless these are the codes and scales of one direction of a weight.
+    Rowwise codes and scales may also be those of only some of its rows.
     """
     check_codes(backend, format, data, rows, columns, columnwise)
     _, _, scale_dtype, width, height = _direction(format, rows, columns, columnwise)
@@ -94,7 +101,7 @@ def check_direction(
 
 
 def check_amax(format: str, amax: Tensor | None, device: torch.device) -> None:
-    """TypeError or ValueError where a format's codes cannot be read without a tensor amax."""
+    """TypeError or ValueError if the format decodes with a tensor amax and `amax` is not one."""
     if get_format(format).scale_rule is not ScaleRule.TWO_LEVEL:
         return
     if amax is None:
@@ -106,14 +113,15 @@ def check_amax(format: str, amax: Tensor | None, device: torch.device) -> None:
 def _direction(
     format: str, rows: int, columns: int, columnwise: bool
 ) -> tuple[tuple[torch.dtype, ...], int, torch.dtype | None, int, int]:
-    """(dtypes of data, its elements, dtype of scales or None, their columns, the rows of them that
-    are no padding).
+    """The sizes that a reader of one direction needs: (allowed dtypes of the data, its number of
+    elements, dtype of the scales or None, columns of the scale buffer, its rows without padding).
     """
     fmt = get_format(format)
     if min(rows, columns) < 0:
         raise ValueError(f"a weight has no negative extents, got {rows}x{columns}")
     has_own = columnwise and fmt.columnwise is not Columnwise.NONE
-    # a block of columnwise codes spans rows, so only those of a whole weight can be read
+    # A block of columnwise codes spans rows, so columnwise codes are read for a whole weight only.
+    # Rowwise ones may be some rows of a weight, whose number need not be a multiple.
     layout.check_shape(fmt, (rows if has_own else layout.round_up(rows, fmt.multiple[0]), columns))
     data = layout.columnwise_data(fmt, rows, columns) if has_own else None
     data = data or layout.rowwise_data(fmt, rows, columns, torch.float32)
@@ -121,26 +129,31 @@ def _direction(
     dtypes: tuple[torch.dtype, ...] = torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2
     dtypes = FLOATS if fmt.element is None else dtypes
     numel = math.prod(data.shape)
-    if scales is None or len(scales.shape) == 1:
-        return dtypes, numel, None if scales is None else scales.dtype, 1, 1
-    turned = has_own and fmt.columnwise is Columnwise.TRANSPOSE
-    if has_own and not turned:
+    if scales is None:
+        return dtypes, numel, None, 1, 1
+    if len(scales.shape) == 1:
+        return dtypes, numel, scales.dtype, 1, 1
+    is_transposed = has_own and fmt.columnwise is Columnwise.TRANSPOSE
+    if has_own and not is_transposed:
         height = layout.amax_grid(fmt.columnwise_block or fmt.block, rows, columns)[0]
+    elif fmt.scale_rule is ScaleRule.FP32:
+        height = scales.shape[0]
     else:
-        height = scales.shape[0] if fmt.scale_rule is ScaleRule.FP32 else columns if turned else rows
+        # Byte scales are repeated over the rows of a block; the rest of their 128 rows is padding.
+        height = columns if is_transposed else rows
     return dtypes, numel, scales.dtype, scales.shape[1], height
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """ValueError for tensors where a backend cannot reach them."""
+    """ValueError unless the backend can work on tensors of this device."""
     devices = backends.load(backend).DEVICES
     if devices is not None and device.type not in devices:
         raise ValueError(f"the backend {backend!r} takes tensors on {' or '.join(devices)}, got some on {device}")
 
 
 def check_messages(backend: str, messages: Tensor, flat: Tensor, parts: int, numel: int) -> None:
-    """TypeError or ValueError unless `messages` has room for so many messages of `numel` elements
-    each.
+    """TypeError or ValueError unless `messages` has exactly the bytes of `parts` messages of
+    `numel` gradient elements each.
     """
     check_backend(backend, flat.device)
     check_plain("the gradient", flat, FLOATS, 0, flat.device)
@@ -152,7 +165,7 @@ def check_messages(backend: str, messages: Tensor, flat: Tensor, parts: int, num
 
 def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, scalars: Tensor, clip: Tensor) -> None:
     """TypeError or ValueError unless all segments are inside of the master, its gradient and its
-    moments. Reads them.
+    moments. Reads the segments, so the host waits for the device.
     """
     device = flats["master"].device
     check_backend(backend, device)
@@ -172,8 +185,8 @@ def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, sca
 
 
 def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, Any]) -> None:
-    """TypeError or ValueError unless all that a stage reaches by the rows of a table is inside of
-    the tensors that it is given. Reads the table.
+    """TypeError or ValueError unless every element that a stage reaches by the rows of a table is
+    inside of the tensors of its `arguments`. Reads the table, so the host waits for the device.
     """
     table = arguments["table"]
     check_serves(stage, fmt)
@@ -183,20 +196,21 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
     nominal = arguments.get("nominal", torch.float32)
     lists = {name: arguments[name] for name in _LIKE_MASTERS if name in arguments}
     for name, tensors in lists.items():
-        one_dtype = {tensor.dtype for tensor in tensors}
-        if len(one_dtype) > 1 or len(tensors) != len(lists["masters"]):
-            raise ValueError(f"{name} are of one dtype, one for each master, got {len(tensors)} of {one_dtype}")
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) > 1 or len(tensors) != len(lists["masters"]):
+            raise ValueError(f"{name} are of one dtype, one for each master, got {len(tensors)} of {dtypes}")
+        # A cast reads masters of any float dtype. A stage of Adam, which gets moments, too, writes
+        # FP32 masters.
+        allowed = (torch.float32,) if len(lists) > 1 and name == "masters" else FLOATS
         for tensor in tensors:
-            check_plain(
-                name, tensor, (torch.float32,) if len(lists) > 1 and name == "masters" else FLOATS, 0, table.device
-            )
-    held = {BUFFER_ARGUMENTS[name]: arguments[name] for name in BUFFER_ARGUMENTS if name in arguments}
-    byte_scales = fmt.scale_rule is not ScaleRule.FP32
-    for name, tensors in held.items():
-        is_bytes = name.endswith("_data") or (byte_scales and name.endswith("scale_inv"))
+            check_plain(name, tensor, allowed, 0, table.device)
+    buffers = {BUFFER_ARGUMENTS[name]: arguments[name] for name in BUFFER_ARGUMENTS if name in arguments}
+    has_byte_scales = fmt.scale_rule is not ScaleRule.FP32
+    for name, tensors in buffers.items():
+        is_bytes = name.endswith("_data") or (has_byte_scales and name.endswith("scale_inv"))
         for tensor in tensors:
             check_plain(name, tensor, (torch.uint8 if is_bytes else torch.float32,), 0, table.device)
-    check_rows(fmt, nominal, rows, lists, held, stage == "transpose", _reached(stage, fmt))
+    check_rows(fmt, nominal, rows, lists, buffers, stage == "transpose", _reached(stage, fmt))
     if "packed" in arguments:
         _check_packed(fmt, rows, arguments["packed"], table.device)
     if "scalars" in arguments:
@@ -210,7 +224,7 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
 
 
 def check_serves(stage: str, fmt: FormatSpec) -> None:
-    """ValueError for a format whose weights a stage has nothing to do for."""
+    """ValueError if a stage has nothing to do for weights of this format."""
     has_scales, has_amaxes = fmt.scale_rule is not ScaleRule.NONE, fmt.amax_policy is not AmaxPolicy.NONE
     serves = {
         "partial_amax": has_amaxes,
@@ -225,35 +239,51 @@ def check_serves(stage: str, fmt: FormatSpec) -> None:
 
 
 def _reached(stage: str, fmt: FormatSpec) -> frozenset[str]:
-    """The buffers that a stage reaches by every row that owns elements, or by every row."""
-    if stage == "transpose":
-        names = ("data", "scale_inv") if fmt.block else ("data",)
-        return frozenset(f"{direction}_{name}" for direction in ("rowwise", "columnwise") for name in names)
-    if stage == "roll_history":
-        return frozenset({"amax", "scale", "amax_history"})
-    both = fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED)
-    reached = {"scale"} if fmt.amax_policy is AmaxPolicy.DELAYED else set()
-    if stage == "compute_scales":
-        reached |= {"rowwise_scale_inv"} | ({"columnwise_scale_inv"} if both else set())
-        return frozenset(reached | ({"amax"} if fmt.has_tensor_amax else set()))
-    if stage == "partial_cast":
-        reached |= {"rowwise_data"} | ({"columnwise_data"} if fmt.columnwise is Columnwise.OWN_GRID else set())
-        return frozenset(reached | ({"amax"} if fmt.scale_rule is ScaleRule.TWO_LEVEL else set()))
-    return frozenset({"rowwise_data"} if stage == "adam_cast" else ())
+    """The names of the buffers that a stage needs for every row of the table (partial_cast and
+    adam_cast: for every row that owns elements).
+    """
+    has_own_grid = fmt.columnwise is Columnwise.OWN_GRID
+    is_blocked = fmt.block is not None
+    is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
+    needed = {
+        "transpose": {
+            "rowwise_data": True,
+            "columnwise_data": True,
+            "rowwise_scale_inv": is_blocked,
+            "columnwise_scale_inv": is_blocked,
+        },
+        "roll_history": {"amax": True, "scale": True, "amax_history": True},
+        "compute_scales": {
+            "rowwise_scale_inv": True,
+            "columnwise_scale_inv": has_own_grid or fmt.columnwise is Columnwise.SHARED,
+            "amax": fmt.has_tensor_amax,
+            "scale": is_delayed,
+        },
+        "partial_cast": {
+            "rowwise_data": True,
+            "columnwise_data": has_own_grid,
+            "amax": fmt.scale_rule is ScaleRule.TWO_LEVEL,
+            "scale": is_delayed,
+        },
+        "adam_cast": {"rowwise_data": True},
+    }
+    return frozenset(name for name, is_needed in needed.get(stage, {}).items() if is_needed)
 
 
 def _check_packed(fmt: FormatSpec, rows: Sequence[Sequence[int]], packed: Tensor, device: torch.device) -> None:
     check_plain("packed", packed, FLOATS, 0, device)
     for row in rows:
         matrix: Block = (row[Column.ROWS], row[Column.COLUMNS])
-        first, second = layout.amax_counts(fmt, *matrix)
-        places = [(row[Column.ROW_AMAX], first), (row[Column.COLUMN_AMAX], second), (row[Column.NOT_FINITE], 1)]
+        row_count, column_count = layout.amax_counts(fmt, *matrix)
+        ranges = [(row[Column.ROW_AMAX], row_count), (row[Column.COLUMN_AMAX], column_count)]
+        # A table may be without the number that tells of NaN, and without a shared tensor amax.
+        optional = [row[Column.NOT_FINITE]]
         if fmt.scale_rule is ScaleRule.TWO_LEVEL:
-            places.append((row[Column.SHARED_AMAX], 1))
-        for number, (at, count) in enumerate(places):
-            is_absent = at < 0 and (number > 1 or not count)
-            if not is_absent and count and not 0 <= at <= at + count <= packed.numel():
-                raise ValueError(f"packed needs elements {at:,} to {at + count:,}, it has {packed.numel():,}")
+            optional.append(row[Column.SHARED_AMAX])
+        ranges += [(offset, 1) for offset in optional if offset >= 0]
+        for offset, count in ranges:
+            if count and not 0 <= offset <= offset + count <= packed.numel():
+                raise ValueError(f"packed needs elements {offset:,} to {offset + count:,}, it has {packed.numel():,}")
 
 
 def _check_table(name: str, table: Tensor, width: int, device: torch.device) -> None:
@@ -263,8 +293,8 @@ def _check_table(name: str, table: Tensor, width: int, device: torch.device) -> 
 
 
 def check_scalars(scalars: Tensor, clip: Tensor, groups: int, device: torch.device) -> None:
-    """TypeError or ValueError unless these are the scalars of Adam of so many parameter groups, and
-    what gradients are multiplied by.
+    """TypeError or ValueError unless `scalars` has a row of Adam's scalars for each of `groups`
+    parameter groups, and `clip` is the f32[1] factor that gradients are multiplied by.
     """
     if scalars.dim() != 2 or scalars.shape[1] != _SCALARS:
         raise ValueError(f"scalars have {_SCALARS} columns, got {tuple(scalars.shape)}")
@@ -273,6 +303,6 @@ def check_scalars(scalars: Tensor, clip: Tensor, groups: int, device: torch.devi
 
 
 def check_moments(exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """TypeError for moments of two dtypes."""
+    """TypeError unless both moments have the same dtype."""
     if exp_avg.dtype != exp_avg_sq.dtype:
         raise TypeError(f"both moments are of one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")

@@ -18,7 +18,7 @@ PREFERENCE = 1
 
 _C = extension.load()
 
-
+# How each kind of argument is passed to the extension. `clip` is read here: on a CPU it is no wait.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(
     ("typed", "flat", "data", "optional", "messages", "table", "segments", "groups", "scalars"), memory
 )
@@ -27,20 +27,21 @@ _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int
 
 
 def _stage(name: str) -> Callable[..., None]:
-    """The extension's stage, wrapped to take tensors instead of addresses and sizes.
+    """Wrap a stage of the extension to take tensors instead of addresses and sizes.
 
-    It takes the arguments of its table entry by position. With a `skip` that holds True it does
-    nothing.
+    The wrapper takes the arguments of its table entry by position. It does nothing if `skip`, the
+    last argument of the stages that have one, holds True.
     """
     arguments_of = ops.arguments_of(name)
-    plain = {argument.name: _PLAIN[argument.kind] for argument in arguments_of if argument.kind != "skip"}
-    entry = extension.stage(_C.cpu, name, (*plain, "threads"))
-    converters, takes_skip = list(plain.values()), len(plain) < len(arguments_of)
+    converters = {argument.name: _PLAIN[argument.kind] for argument in arguments_of if argument.kind != "skip"}
+    takes_skip = len(converters) < len(arguments_of)
+    entry = extension.stage(_C.cpu, name, (*converters, "threads"))
 
     def run(*arguments: Any) -> None:
         if takes_skip and arguments[-1] is not None and bool(arguments[-1]):
             return
-        values = [convert(value) for convert, value in zip(converters, arguments, strict=False)]
+        # `skip`, which comes last, has no converter and is dropped here.
+        values = [convert(value) for convert, value in zip(converters.values(), arguments, strict=False)]
         entry(*values, torch.get_num_threads())
 
     return run

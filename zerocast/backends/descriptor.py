@@ -47,12 +47,12 @@ class Column(enum.IntEnum):
     SCALE_OFFSET = 19
     HISTORY_BASE = 20  # delayed scaling: f32[amax_history_len]
     HISTORY_OFFSET = 21
-    # of a number in the packed buffer that becomes 1 where an owned master is NaN or Inf
-    NOT_FINITE = 22
+    NOT_FINITE = 22  # of the number in the packed buffer that becomes 1 if an owned master is NaN or Inf
 
 
 WIDTH = len(Column)
 
+# (base, offset) of each buffer of a weight.
 BUFFER_COLUMNS = {
     "rowwise_data": (Column.ROW_DATA_BASE, Column.ROW_DATA_OFFSET),
     "rowwise_scale_inv": (Column.ROW_SCALE_BASE, Column.ROW_SCALE_OFFSET),
@@ -73,15 +73,18 @@ def check_rows(
     of_whole_weights: bool = False,
     needed: Container[str] = (),
 ) -> None:
-    """ValueError unless all that stages reach by these rows is inside of the bases: those of
-    masters, and of buffers by name. Stages of casts reach the codes of the owned elements, others
-    all codes (`of_whole_weights`). A row may be without a buffer that is not `needed`.
+    """ValueError unless every element that stages reach by these rows is inside of its base.
 
-    Stages do not look again: on a device the host would wait for it.
+    Stages check nothing themselves, since on a device the host would have to wait for the table.
+
+    `masters` has the bases of the masters and of the lists parallel to them, by argument name, and
+    `bases` those of buffers, by buffer name. A stage reaches the codes of owned elements, or those
+    of whole weights (`of_whole_weights`). No row may be without a buffer in `needed`.
     """
-    sizes = {name: [base.numel() for base in held] for name, held in (*masters.items(), *bases.items())}
+    sizes = {name: [base.numel() for base in tensors] for name, tensors in (*masters.items(), *bases.items())}
     for row in rows:
-        matrix, start, numel = (row[Column.ROWS], row[Column.COLUMNS]), row[Column.START], row[Column.NUMEL]
+        matrix = row[Column.ROWS], row[Column.COLUMNS]
+        start, numel = row[Column.START], row[Column.NUMEL]
         if min(*matrix, start, numel) < 0 or start + numel > math.prod(matrix):
             raise ValueError(f"elements {start} to {start + numel} are not inside a weight of {matrix[0]}x{matrix[1]}")
         for name in masters if numel else ():
@@ -96,13 +99,17 @@ def check_rows(
 
 @functools.lru_cache(maxsize=1024)
 def _extents(fmt: FormatSpec, matrix: tuple[int, int], nominal: torch.dtype) -> list[tuple[str, int, bool]]:
-    """(name, extent as its offset counts, whether a cast reaches the owned elements alone) of each
-    buffer of a weight.
+    """For each buffer of a weight: (name, extent in the unit of its offset, True if a cast only
+    reaches the owned elements).
     """
     cast = {"rowwise_data"} if fmt.columnwise is Columnwise.TRANSPOSE else {"rowwise_data", "columnwise_data"}
-    held = {name: buffer for name, buffer in buffers(fmt, matrix, nominal).items() if buffer is not None}
-    sizes = {name: buffer.dtype.itemsize if name.endswith("_data") else 1 for name, buffer in held.items()}
-    return [(name, math.prod(buffer.shape) * sizes[name], name in cast) for name, buffer in held.items()]
+    extents = []
+    for name, buffer in buffers(fmt, matrix, nominal).items():
+        if buffer is not None:
+            # Offsets of data count bytes, all others count elements.
+            unit = buffer.dtype.itemsize if name.endswith("_data") else 1
+            extents.append((name, math.prod(buffer.shape) * unit, name in cast))
+    return extents
 
 
 def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reached: tuple[int, int]) -> None:
@@ -119,8 +126,8 @@ def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reach
 
 
 def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
-    """For stage adam_cast: ValueError unless scales depend on nothing but whole rows of blocks that
-    are owned. Reads the table.
+    """Check a table for stage adam_cast: ValueError unless each owned span consists of whole rows
+    of blocks and no scale depends on anything else. Reads the table, so the host waits for it.
     """
     if not fmt.casts_in_one_pass:
         raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")

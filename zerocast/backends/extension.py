@@ -12,12 +12,11 @@ from torch import Tensor
 from zerocast.backends.descriptor import Column
 from zerocast.formats import FormatSpec
 
-_FORMATS: dict[str, Any] = {}
-# addresses, names of dtypes, bytes
+# (address, name of the dtype, bytes) of a tensor, and of a list of tensors of one dtype.
 Memory = tuple[int, str, int]
 Memories = tuple[list[int], str, list[int]]
 
-# the names of all dtypes; the extension refuses those that it has no use for
+# The names of all dtypes. The extension refuses those that it has no use for.
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -27,7 +26,9 @@ def load() -> ModuleType:
     sources.
     """
     try:
-        from zerocast.backends import _C  # noqa: PLC0415  (so that the caller gets the reason)
+        # A missing extension must not fail the import of this module: so the caller gets the
+        # reason.
+        from zerocast.backends import _C  # noqa: PLC0415
     except ImportError as error:
         raise ImportError(
             "zerocast.backends._C, the compiled part of zerocast, cannot be loaded: install with `pip install .`, or, to work in "
@@ -42,8 +43,8 @@ def load() -> ModuleType:
 
 
 def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..., None]:
-    """A stage of `_C.cpu` or `_C.cuda`, which takes these arguments by position; ImportError if it
-    was built with others.
+    """A stage of `_C.cpu` or `_C.cuda`; ImportError unless it was built to take these arguments, by
+    position.
     """
     built = getattr(topic, "ARGUMENTS", {}).get(name, ())
     if built != tuple(arguments):
@@ -55,9 +56,14 @@ def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..
     return entry
 
 
+# The result of `format_of`, by the text of the format.
+_FORMATS: dict[str, Any] = {}
+
+
 def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is
     """The format as the plain data that the extension takes."""
-    key = str(fmt)  # faster to hash than the fields
+    # The text is faster to hash than the fields of the format.
+    key = str(fmt)
     if key not in _FORMATS:
         _FORMATS[key] = _plain(fmt)
     return _FORMATS[key]
@@ -82,8 +88,8 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
 
 
 def memory(tensor: Tensor | None) -> Memory:
-    """The address, dtype and bytes of a tensor without gaps, which the extension compares with what
-    a stage will touch; of None, zeros.
+    """The address, dtype and bytes of a contiguous tensor; zeros for None. The extension compares
+    the bytes with the bytes that a stage will touch.
     """
     if tensor is None:
         return 0, "", 0
@@ -93,7 +99,7 @@ def memory(tensor: Tensor | None) -> Memory:
 
 
 def memories(tensors: Sequence[Tensor]) -> Memories:
-    """The addresses, the dtype and the bytes of tensors without gaps and of one dtype."""
+    """The addresses, the dtype and the bytes of contiguous tensors of one dtype."""
     if not tensors:
         return [], "", []
     if not all(map(Tensor.is_contiguous, tensors)):

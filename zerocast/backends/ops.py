@@ -1,14 +1,14 @@
-"""The stages: a table of their arguments, and each stage as a torch.library op.
+"""The stages of a cast as torch.library ops, made from one table of their arguments.
 
-Ops take base tensors, declared mutable where a stage writes them, and the descriptor table. An op
-on bare addresses would pass opcheck and still compile into wrong results, since nothing would tell
-the compiler what it writes. A format is passed as text (`str(fmt)`). The backend is chosen when a
+Ops take base tensors, declared mutable if a stage writes them, and the descriptor table. An op on
+bare addresses would pass opcheck and still compile into wrong results, since nothing would tell the
+compiler what the op writes. A format is passed as text (`str(fmt)`). The backend is chosen when a
 plan is built and passed by name.
 """
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,29 +102,30 @@ def _implementation(stage: str, backend: str, format: str | None = None) -> Call
 
 
 def _run(stage: str) -> Callable[..., None]:
-    """The kernel of a stage's op, which hands the arguments to the backend in the table's order.
+    """The kernel of a stage's op. It checks the arguments, then passes them to the backend in the
+    order of the stage's table entry.
 
-    A table of ours and its bases are taken as they are; any other is checked, row by row.
+    A descriptor table that was checked with the same bases (`checks.knows`) is not checked again.
     """
-    names = [argument.name for argument in arguments_of(stage)[1:]]
     if stage in _CHECKS:
-        return lambda backend, *arguments: _run_checked(stage, backend, arguments)
-    table = names.index("table")
-    bound = [name for name in ("masters", *checks.BUFFER_ARGUMENTS) if name in names]
-    places = list(map(names.index, bound))
+
+        def run_plain(backend: str, *arguments: Any) -> None:
+            _CHECKS[stage](backend, *arguments)
+            _implementation(stage, backend)(*arguments)
+
+        return run_plain
+
+    names = [argument.name for argument in arguments_of(stage)[1:]]
+    table_index = names.index("table")
+    base_names = [name for name in ("masters", *checks.BUFFER_ARGUMENTS) if name in names]
+    base_indices = [names.index(name) for name in base_names]
 
     def run(backend: str, fmt: str, *arguments: Any) -> None:
-        if not checks.knows(arguments[table], bound, [arguments[place] for place in places]):
+        if not checks.knows(arguments[table_index], base_names, [arguments[i] for i in base_indices]):
             checks.check_stage(stage, backend, get_format(fmt), dict(zip(names, arguments, strict=True)))
         _implementation(stage, backend, fmt)(*arguments)
 
     return run
-
-
-def _run_checked(stage: str, backend: str, arguments: Sequence[Any]) -> None:
-    """Run a stage without a descriptor table."""
-    _CHECKS[stage](backend, *arguments)
-    _implementation(stage, backend)(*arguments)
 
 
 def _check_adam_step(
@@ -148,7 +149,7 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
     checks.check_messages(backend, messages, out, parts, out.numel())
 
 
-# the checks of the ops on plain tensors, at every call
+# The checks of the stages without a descriptor table, made at every call.
 _CHECKS: dict[str, Callable[..., None]] = {
     "adam_step": _check_adam_step,
     "quantize_gradient": _check_quantize,
@@ -157,11 +158,14 @@ _CHECKS: dict[str, Callable[..., None]] = {
 
 
 class Stage:
-    """A stage, which takes the backend and the format by position, and all other arguments of its
+    """A stage as a function: the backend and the format by position, all other arguments of its
     table entry by keyword.
 
-    The op and the backends are then given positions, since torch takes 5 µs longer for an op whose
-    arguments are keywords.
+    The op itself is called with positions, since torch takes 5 µs longer for keywords.
+
+    Attributes:
+        op: the op `zerocast::name`.
+        arguments: the names of its arguments behind the backend and the format.
     """
 
     def __init__(self, name: str) -> None:
@@ -169,21 +173,24 @@ class Stage:
         self.arguments = [argument.name for argument in arguments_of(name) if argument.kind != "format"]
 
     def __call__(self, *head: str, **arguments: Any) -> None:
-        """Run the stage once, with nothing bound before."""
+        """Run the stage once."""
         self.bind(*head)(**arguments)
 
     def bind(self, *head: str, **fixed: Any) -> Callable[..., None]:
-        """The stage with arguments that stay the same; each call gives the others by keyword."""
-        op, names = self.op, self.arguments
+        """Fix the arguments that stay the same from call to call; a call gives the others by
+        keyword.
+        """
+        op = self.op
+        names = self.arguments
         assert fixed.keys() <= {*names}, f"{op} takes {names}, got {[*fixed]}"
         template = [*head, *(fixed.get(name) for name in names)]
-        open_at = {name: len(head) + i for i, name in enumerate(names) if name not in fixed}
+        index_of_open = {name: len(head) + i for i, name in enumerate(names) if name not in fixed}
 
         def call(**arguments: Any) -> None:
-            assert arguments.keys() == open_at.keys(), f"{op} takes {names}, got {[*fixed, *arguments]}"
+            assert arguments.keys() == index_of_open.keys(), f"{op} takes {names}, got {[*fixed, *arguments]}"
             values = template.copy()
             for name, value in arguments.items():
-                values[open_at[name]] = value
+                values[index_of_open[name]] = value
             op(*values)
 
         return call
@@ -192,9 +199,9 @@ class Stage:
 def transposed_copy(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """New columnwise data and scales of one weight.
+    """Make the columnwise data and scales of one weight; the kernel of the op `transposed`.
 
-    A per-tensor scale serves both directions, so then the scales are empty.
+    The scales are empty if the format has one scale per tensor, which serves both directions.
     """
     checks.check_serves("transpose", get_format(format))
     if get_format(format).block is None:
@@ -215,7 +222,7 @@ def transposed_copy(
 def transposed_fake(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the results of `transposed_copy`."""
+    """Allocate the results of `transposed_copy`."""
     data_shape, scale_shape, scale_dtype = _columnwise_shapes(format, rows, columns)
     return row_data.new_empty(data_shape), row_data.new_empty(scale_shape, dtype=scale_dtype)
 
@@ -248,8 +255,8 @@ def dequantized(
     columnwise: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """One direction of one weight as a new tensor `[rows, columns]` of `dtype`; the kernel of the
-    op `dequantize`.
+    """Decode one direction of one weight into a new tensor `[rows, columns]` of `dtype`; the kernel
+    of the op `dequantize`.
     """
     checks.check_direction(backend, format, data, scale_inv, rows, columns, columnwise)
     checks.check_amax(format, amax, data.device)
@@ -277,8 +284,8 @@ def _dequantize_fake(
 def upcast_codes(
     backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
 ) -> tuple[Tensor, Tensor]:
-    """New E4M3 codes and f32 scales of one weight, or of its transpose; the kernel of the op
-    `upcast`.
+    """Make E4M3 codes and f32 scales of the same values as a weight has, or its transpose; the
+    kernel of the op `upcast`.
     """
     if not get_format(format).is_exact_in_fp8:
         raise ValueError(f"{format} is not exact in FP8, so it has no upcast")

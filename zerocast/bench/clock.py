@@ -1,9 +1,9 @@
 """Clock: the time of a call on the device, on the host, and from end to end.
 
-Device time is measured between two CUDA events around one call; the median of many calls counts.
-Before each call a copy of several times the size of the L2 overwrites it, so that a call finds none
-of its data there and pays for writing back dirty lines, as in a training step. The copy also lets
-the host run ahead, so that launch gaps are not part of device time.
+Device time is the median, over many calls, of the time between two CUDA events around one call.
+Before each call a copy of several times the size of the L2 overwrites the L2, so that a call finds
+none of its data there and pays for writing back dirty lines, as in a training step. The copy also
+lets the host run ahead, so that launch gaps are not part of device time.
 """
 
 import time
@@ -14,9 +14,14 @@ from statistics import median, quantiles
 import torch
 
 Run = Callable[[], object]
+# Calls before a measurement.
 WARM_UP = 5
-FEWEST, MOST = 11, 300  # calls a measurement
+# Limits on the calls of a measurement.
+FEWEST_CALLS = 11
+MOST_CALLS = 300
+# Windows of calls back to back, for wall time.
 WINDOWS = 5
+# The copy between calls, as a multiple of the L2.
 L2_MULTIPLE = 8
 
 
@@ -25,11 +30,10 @@ class Times:
     """Milliseconds of one call: medians over `calls` calls, and percentiles of the device time.
 
     Attributes:
+        device_ms: time on the device. On a CPU it is the host time.
         host_ms: time until the call returns, on an idle device.
         wall_ms: time of calls made back to back, up to the end of the last one, divided by their
             number; the median of five such windows.
-
-    On a CPU, device and host time are the same.
     """
 
     calls: int
@@ -41,26 +45,35 @@ class Times:
 
 
 class Clock:
-    """Times calls on `device`; each kind of measurement takes about `seconds`."""
+    """Times calls on `device`. Each kind of measurement takes about `seconds`.
+
+    Attributes:
+        flushed: the bytes of the copy before each call.
+    """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
-        self._device, self._seconds = device, seconds
+        self._device = device
+        self._seconds = seconds
         self.flushed = _l2_bytes(device) * L2_MULTIPLE
+        # Source and target of the copy that overwrites the L2.
         self._flush = [torch.zeros(self.flushed // 4, device=device) for _ in range(2)]
 
     def time(self, run: Run) -> Times:
-        """Measure a call after some calls to warm up."""
+        """Measure a call, after some calls to warm up."""
         for _ in range(WARM_UP):
             run()
-        calls = self._calls(run)
-        device = self._events(run, calls) if self._device.type == "cuda" else self._host(run, calls)
-        deciles = quantiles(device, n=10)
-        host, wall = median(self._host(run, calls)), median(self._windows(run, calls))
-        return Times(calls, median(device), deciles[0], deciles[-1], host, wall)
-
-    def _calls(self, run: Run) -> int:
-        took = self._elapsed(lambda: [run() for _ in range(3)]) / 3
-        return max(FEWEST, min(MOST, int(self._seconds / took)))
+        seconds = self._elapsed(lambda: [run() for _ in range(3)]) / 3
+        calls = max(FEWEST_CALLS, min(MOST_CALLS, int(self._seconds / seconds)))
+        device_times = self._events(run, calls) if self._device.type == "cuda" else self._host(run, calls)
+        deciles = quantiles(device_times, n=10)
+        return Times(
+            calls=calls,
+            device_ms=median(device_times),
+            device_p10_ms=deciles[0],
+            device_p90_ms=deciles[-1],
+            host_ms=median(self._host(run, calls)),
+            wall_ms=median(self._windows(run, calls)),
+        )
 
     def _elapsed(self, run: Run) -> float:
         """Seconds from an idle device to an idle device."""

@@ -1,7 +1,8 @@
-"""The model whose training step is timed: Llama blocks in plain torch, and the shapes of them.
+"""The model whose training step is timed: Llama blocks in plain torch, and their shapes.
 
-RMSNorm, rotary embedding, grouped-query attention by torch's scaled_dot_product_attention, SwiGLU.
-Nothing here knows of zerocast: every implementation that is compared gets this module.
+A block has RMSNorm, rotary embedding, grouped-query attention by torch's
+scaled_dot_product_attention, and SwiGLU. Nothing here uses zerocast, since every implementation
+that is compared trains this module.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-EPSILON, ROTARY_BASE, STANDARD_DEVIATION = 1e-5, 500_000.0, 0.02
+EPSILON = 1e-5
+ROTARY_BASE = 500_000.0
+STANDARD_DEVIATION = 0.02
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,11 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self._head_dim, kv = shape.head_dim, shape.kv_heads * shape.head_dim
+        self._head_dim = shape.head_dim
+        kv_dim = shape.kv_heads * shape.head_dim
         self.wq = nn.Linear(shape.dim, shape.dim, bias=False)
-        self.wk = nn.Linear(shape.dim, kv, bias=False)
-        self.wv = nn.Linear(shape.dim, kv, bias=False)
+        self.wk = nn.Linear(shape.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(shape.dim, kv_dim, bias=False)
         self.wo = nn.Linear(shape.dim, shape.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -81,8 +85,10 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
-        self.attention_norm, self.mlp_norm = (nn.RMSNorm(shape.dim, EPSILON) for _ in range(2))
-        self.attention, self.mlp = Attention(shape), MLP(shape)
+        self.attention_norm = nn.RMSNorm(shape.dim, EPSILON)
+        self.mlp_norm = nn.RMSNorm(shape.dim, EPSILON)
+        self.attention = Attention(shape)
+        self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Run both on `x` (batch, tokens, dim)."""
@@ -101,7 +107,8 @@ class Llama(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, shape.dim)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(layers))
-        self.norm, self.head = nn.RMSNorm(shape.dim, EPSILON), nn.Linear(shape.dim, vocabulary, bias=False)
+        self.norm = nn.RMSNorm(shape.dim, EPSILON)
+        self.head = nn.Linear(shape.dim, vocabulary, bias=False)
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=STANDARD_DEVIATION)

@@ -15,7 +15,7 @@ QUERY = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
     """Hardware names, sizes in bytes and versions; None for a package that is not installed."""
-    found: dict[str, str | int | None] = {
+    description: dict[str, str | int | None] = {
         "device": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
         "cores": os.cpu_count(),
@@ -24,7 +24,7 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
     }
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        description |= {
             "device": properties.name,
             "host": _processor(),
             "memory": properties.total_memory,
@@ -32,8 +32,9 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
             "compute capability": f"{properties.major}.{properties.minor}",
             **_driver(device),
         }
-    found["torch"] = str(torch.__version__)  # with the name of its build
-    return found | {name: _version(name) for name in PACKAGES}
+    # This version includes the name of the build, which that of the package lacks.
+    description["torch"] = str(torch.__version__)
+    return description | {name: _version(name) for name in PACKAGES}
 
 
 def _version(package: str) -> str | None:

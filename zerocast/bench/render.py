@@ -7,8 +7,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from zerocast.bench.measurement import Failure, Measurement
-from zerocast.bench.report import Report
+from zerocast.bench.report import Failure, Measurement, Report
 from zerocast.bench.row import Row
 from zerocast.bench.step_report import GIB, LAST_LOSSES, TARGETS, StepMeasurement, StepReport
 

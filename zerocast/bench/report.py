@@ -1,4 +1,6 @@
-"""Report: all measurements of one run as JSON, and their comparison with a stored report."""
+"""Report: all measurements of one run as JSON, their targets, and the comparison with a stored
+report.
+"""
 
 import datetime
 import json
@@ -8,10 +10,117 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from zerocast.bench.measurement import Failure, Measurement, Verdict, judge
+import torch
+
+from zerocast.bench.clock import Clock, Times
+from zerocast.bench.row import Row, Target
 from zerocast.checkpoint.regular_file import read_bounded
 
 SCHEMA = 1
+# The largest stored report that is read.
+MOST_BYTES = 2**26
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row measured by one implementation.
+
+    Attributes:
+        by: the name of a backend of ours, or of a peer.
+        launches: kernels, fills and copies of one call.
+        checked: the workload on which our bytes were compared with those of the reference.
+    """
+
+    row: Row
+    by: str
+    times: Times
+    launches: int | None
+    checked: str | None
+
+    @property
+    def ms(self) -> float:
+        """The time that the row reports: wall time or device time."""
+        return self.times.wall_ms if self.row.clock == "wall" else self.times.device_ms
+
+    @cached_property
+    def moved(self) -> int:
+        """The bytes that any implementation must move."""
+        return self.row.moved
+
+    @property
+    def rate(self) -> float:
+        """GB/s of the bytes that must move; any further traffic does not count."""
+        return self.moved / self.ms / 1e6
+
+    def floor_ms(self, copy_rate: float) -> float:
+        """The milliseconds in which a copy at `copy_rate` GB/s moves as many bytes."""
+        return self.moved / copy_rate / 1e6
+
+    def over_floor(self, copy_rate: float) -> float:
+        """The time divided by its floor; it can be below 1, as reads are faster than a copy."""
+        return self.ms / self.floor_ms(copy_rate)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row that could not be measured.
+
+    Attributes:
+        by: the name of the backend or peer.
+        reason: the error.
+        ours: True if `by` is a backend of zerocast. The benchmark has then failed; otherwise the
+            failure is only a fact about a peer.
+    """
+
+    row: Row
+    by: str
+    reason: str
+    ours: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of comparing a measurement with its target.
+
+    Attributes:
+        text: the target in words.
+        limit: the limit on the ratio.
+        reached: the ratio that was measured.
+        met: True if the target is met.
+    """
+
+    text: str
+    limit: float
+    reached: float
+    met: bool
+
+
+def judge(measurement: Measurement, target: Target, copy_rate: float, other_ms: float | None) -> Verdict | None:
+    """Compare a measurement with its target.
+
+    `other_ms` is the time of the row that the target refers to. Returns None if that time is needed
+    and is None.
+    """
+    if target.row is None:
+        text = f"≤ {target.limit:g} x floor"
+        reached = measurement.over_floor(copy_rate)
+    elif other_ms is not None:
+        text = f"≤ {target.limit:g} x {target.share:g} of {target.row}"
+        reached = measurement.ms / (target.share * other_ms)
+    else:
+        return None
+    met = reached <= target.limit
+    if target.host_ms is not None:
+        text += f", host < {target.host_ms:g} ms"
+        met = met and measurement.times.host_ms < target.host_ms
+    return Verdict(text, target.limit, reached, met)
+
+
+def copy_rate(clock: Clock, device: torch.device, nbytes: int) -> float:
+    """GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes written."""
+    source = torch.full((nbytes,), 1, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * nbytes / clock.time(lambda: target.copy_(source)).device_ms / 1e6
 
 
 @dataclass(frozen=True)
@@ -24,15 +133,18 @@ class CopyRate:
 
     @property
     def rate(self) -> float:
-        """The mean of the two, by which the floors of the rows are computed."""
+        """The mean of both rates, with which the floors of the rows are computed."""
         return (self.before + self.after) / 2
 
 
 @dataclass(frozen=True)
 class Report:
-    """All results of one run; `backend` is the one of ours that was measured.
+    """All results of one run.
 
-    `full` is True if targets apply, which are set for full-size workloads on a GPU.
+    Attributes:
+        backend: the backend of zerocast that was measured.
+        full: True for full-size workloads on a GPU, for which targets are set.
+        method: how times were taken, in words.
     """
 
     date: str
@@ -111,12 +223,15 @@ class Report:
         path.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
 
-MOST_BYTES = 2**26
-
-
 @dataclass(frozen=True)
 class Regression:
-    """A quantity of a row in the stored report and now; `unit` follows it in the text."""
+    """A quantity of a row that is compared with a stored report.
+
+    Attributes:
+        before: the value in the stored report.
+        now: the value of this run.
+        unit: the text after a value.
+    """
 
     row: str
     before: float

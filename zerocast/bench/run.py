@@ -1,11 +1,12 @@
-"""One run of the benchmark: a copy, every row by us and by the peers, and the copy again.
+"""One run of the benchmark: a copy, every row by a backend of zerocast and by the peers, and the
+copy again.
 
-Before a row is timed, what it writes is compared with the reference backend byte for byte: nobody
-times a wrong kernel.
+Before a row is timed, the bytes that it writes are compared with those of the reference backend, so
+that no wrong kernel is timed.
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import torch
@@ -15,9 +16,8 @@ from zerocast import backends
 from zerocast.bench import machine
 from zerocast.bench.clock import Clock, launches
 from zerocast.bench.config import CPU_SCALE, BenchConfig
-from zerocast.bench.measurement import Failure, Measurement, copy_rate
 from zerocast.bench.peers import usable
-from zerocast.bench.report import CopyRate, Report, today
+from zerocast.bench.report import CopyRate, Failure, Measurement, Report, copy_rate, today
 from zerocast.bench.row import Build, Row, select
 from zerocast.bench.workload import Place, Workload
 
@@ -34,15 +34,18 @@ def check(row: Row, workload: Workload, place: Place) -> None:
     All buffers start with the same random bytes for both. Raises WrongBytesError if a buffer
     differs.
     """
-    written = []
-    for backend in (place.backend, REFERENCE):
+
+    def buffers(backend: str) -> Sequence[Tensor]:
         job = row.work.build(workload, row.fmt, place.with_backend(backend))
         job.run()
-        written.append(job.written())
-    for index, (found, expected) in enumerate(zip_longest(*written)):
-        if found is None or expected is None or not torch.equal(_bytes(found), _bytes(expected)):
+        return job.written()
+
+    written = buffers(place.backend)
+    expected = buffers(REFERENCE)
+    for index, (buffer, expected_buffer) in enumerate(zip_longest(written, expected)):
+        if buffer is None or expected_buffer is None or not torch.equal(_bytes(buffer), _bytes(expected_buffer)):
             raise WrongBytesError(
-                f"{row.name} by {place.backend} on {workload.name}: buffer {index} of {len(written[1])} differs from the reference"
+                f"{row.name} by {place.backend} on {workload.name}: buffer {index} of {len(expected)} differs from the reference"
             )
 
 
@@ -50,8 +53,11 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-COPY_BYTES, FEWEST_COPY_BYTES = 4 << 30, 1 << 20
-Progress = Callable[[str], object]  # is told what is measured next
+# The size of the copy at full scale, and the least size.
+COPY_BYTES = 4 << 30
+FEWEST_COPY_BYTES = 1 << 20
+# Called with the name of the measurement that begins.
+Progress = Callable[[str], object]
 
 
 class Bench:
@@ -76,27 +82,27 @@ class Bench:
         return self._rows
 
     def run(self, progress: Progress = str) -> Report:
-        """Measure the selected rows; `progress` is told of each before it is measured."""
+        """Measure the selected rows. `progress` is called before each measurement."""
         nbytes = max(FEWEST_COPY_BYTES, COPY_BYTES // self._scale**2)
         before = self._copy_rate(nbytes)
-        measured: list[Measurement] = []
+        measurements: list[Measurement] = []
         failures: list[Failure] = []
         for row in self._rows:
             for by, build in self._contenders(row):
                 progress(f"{row.name} by {by}")
                 result = self._attempt(row, by, build)
                 if isinstance(result, Measurement):
-                    measured.append(result)
+                    measurements.append(result)
                 else:
                     failures.append(result)
         copy = CopyRate(nbytes, before, self._copy_rate(nbytes))
-        return self._report(copy, measured, failures)
+        return self._report(copy, measurements, failures)
 
     def _contenders(self, row: Row) -> list[tuple[str, Build]]:
-        """(name, build) of our backend, then of the peers, which take flat masters only."""
+        """(name, build) of zerocast's backend, then of the peers, which take flat masters only."""
         peers = self._peers if row.workload.flat else []
-        others = [(peer.name, peer.works[row.work.name]) for peer in peers if row.work.name in peer.works]
-        return [(self._place.backend, row.work.build), *others]
+        peer_builds = [(peer.name, peer.works[row.work.name]) for peer in peers if row.work.name in peer.works]
+        return [(self._place.backend, row.work.build), *peer_builds]
 
     def _attempt(self, row: Row, by: str, build: Build) -> Measurement | Failure:
         """Measure a row; any error becomes a Failure, so that the other rows still run."""
@@ -124,7 +130,7 @@ class Bench:
     def _copy_rate(self, nbytes: int) -> float:
         return copy_rate(self._clock, self._place.device, nbytes)
 
-    def _report(self, copy: CopyRate, measured: list[Measurement], failures: list[Failure]) -> Report:
+    def _report(self, copy: CopyRate, measurements: list[Measurement], failures: list[Failure]) -> Report:
         device = self._place.device
         settings = {name: getattr(self._config, name) for name in ("only", "check_scale", "peers", "seconds", "seed")}
         return Report(
@@ -135,7 +141,7 @@ class Bench:
             settings={**settings, "scale": self._scale, "flushed": self._clock.flushed},
             method=_method(self._clock, self._scale, device),
             copy=copy,
-            measurements=tuple(measured),
+            measurements=tuple(measurements),
             failures=tuple(failures),
         )
 
@@ -150,12 +156,12 @@ def _device(backend: str | None) -> torch.device:
 
 def _method(clock: Clock, scale: int, device: torch.device) -> str:
     if device.type == "cuda":
-        timed = "Times are medians of CUDA events around single calls, each after a copy of "
-        timed += f"{clock.flushed / 1e6:.0f} MB that overwrites the L2"
+        times = "Times are medians of CUDA events around single calls, each after a copy of "
+        times += f"{clock.flushed / 1e6:.0f} MB that overwrites the L2"
     else:
-        timed = "Times are medians of single calls by the host's clock; nothing is flushed"
+        times = "Times are medians of single calls by the host's clock; nothing is flushed"
     size = "full size" if scale == 1 else f"rows, columns and layers divided by {scale}: for testing, no target applies"
     return (
-        f"{timed}; rows B are wall time, host included, of calls made back to back. Bytes are those that must move "
+        f"{times}; rows B are wall time, host included, of calls made back to back. Bytes are those that must move "
         f"(zerocast/bench/traffic.py). Workloads at {size}."
     )

@@ -38,22 +38,27 @@ class Seat(Group):
         return Seat(None, workload.rank, workload.world, workload)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
-        """When a plan is built, the sums over ranks that own every element of the weights once."""
+        """Fill in the sums over all ranks, which are known: when a plan is built, ranks add up the
+        elements that they own, and together they own each element once.
+        """
         tensor.copy_(whole_sums([math.prod(shape) for shape in self.workload.shapes]))
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """Do nothing: no rank differs when a plan is built, and amaxes stay those of this rank."""
+        """Do nothing. When a plan is built all ranks have the same values; in a cast the amaxes
+        stay those of this rank.
+        """
 
 
-STANDARD_DEVIATION = 0.02  # of the masters, about that of a trained weight
+# The standard deviation of the masters, about that of a trained weight.
+STANDARD_DEVIATION = 0.02
 
 
 class Shard:
     """Weights of random bytes, and random masters of the owned spans, on `place.device`.
 
-    A flat workload has all masters in `flat` and each kind of weight buffer in one tensor; a
-    scattered one has separate tensors for each weight. With `gathers_scales` the plan makes the
-    scales of the owned elements only, where the format allows it.
+    A flat workload has all masters in `flat` and each kind of weight buffer in one tensor. A
+    scattered one has separate tensors for each weight. With `gathers_scales` the plan only makes
+    the scales of the owned elements, if the format allows it.
     """
 
     def __init__(self, workload: Workload, fmt: str, place: Place, gathers_scales: bool = False) -> None:
@@ -66,8 +71,8 @@ class Shard:
         for tensor in self.written():
             _fill(tensor, random)
         self.flat = torch.empty(workload.owned, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
-        parts = self.flat.split([span.numel for span in self.spans])
-        self.masters = [part if workload.flat else part.clone() for part in parts]
+        masters = self.flat.split([span.numel for span in self.spans])
+        self.masters = [master if workload.flat else master.clone() for master in masters]
         starts = [span.start for span in self.spans]
         cuts = [
             cuts if gathers_scales and elements_per_scale(weight.format, weight.matrix_shape) else None
@@ -97,8 +102,8 @@ class Shard:
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:
-    """Fill with random bytes, or floats around 1, so that a kernel that skips an element is
-    found.
+    """Fill a tensor with random bytes, or with floats between 0.5 and 1. A kernel that leaves out
+    an element then gives other bytes than the reference.
     """
     if tensor.dtype is torch.uint8:
         tensor.random_(0, 256, generator=random)

@@ -6,9 +6,11 @@ freely.
 """
 
 import gc
+import hashlib
 import time
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
 
@@ -22,8 +24,8 @@ from zerocast.bench.config import StepConfig
 from zerocast.bench.llama import SHAPES, Llama
 from zerocast.bench.report import today
 from zerocast.bench.step_report import Profile, StepFailure, StepMeasurement, StepReport
-from zerocast.bench.text import Text
 from zerocast.bench.variant import StepRow, Training, select
+from zerocast.checkpoint.regular_file import read_bounded
 from zerocast.distributed.group import Group
 from zerocast.metrics import TrafficCounter
 
@@ -33,8 +35,52 @@ LR_WARM_UP = 20
 PROFILED = 2
 # Batches of random tokens, which steps take in turn.
 BATCHES = 4
+# The largest text that is read.
+MOST_TEXT_BYTES = 2**30
 Result = TypeVar("Result")
 Progress = Callable[[StepMeasurement | StepFailure], None]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text to train on. A token is a byte, so a loss is in nats a byte and no tokenizer is
+    needed.
+
+    Attributes:
+        name: the name of the file.
+        sha256: the SHA-256 of the file, by which a report identifies it.
+        tokens: uint8, one-dimensional.
+    """
+
+    name: str
+    sha256: str
+    tokens: Tensor
+
+    @classmethod
+    def read(cls, path: Path) -> "Text":
+        """Read a file of up to 1 GiB."""
+        content = read_bounded(path, MOST_TEXT_BYTES)
+        tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        return cls(path.name, hashlib.sha256(content).hexdigest(), tokens)
+
+    def batches(self, steps: int, rank: int, ranks: int, shape: tuple[int, int], seed: int) -> Iterator[Tensor]:
+        """Yield the tokens of one rank for each step, (batch, sequence + 1) for `shape`.
+
+        Sequences come in a random order, drawn with `seed`. The last token of a sequence is only a
+        label. Raises ValueError if the text is too short to use each byte at most once.
+        """
+        batch, sequence = shape
+        count = (len(self.tokens) - 1) // sequence
+        if count < steps * ranks * batch:
+            raise ValueError(
+                f"{self.name} has {len(self.tokens):,} bytes, which are {count:,} sequences of {sequence}; "
+                f"{steps} steps of {batch} on {ranks} ranks need {steps * ranks * batch:,}"
+            )
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()
+        for step in range(steps):
+            first = (step * ranks + rank) * batch
+            starts = [number * sequence for number in order[first : first + batch]]
+            yield torch.stack([self.tokens[start : start + sequence + 1] for start in starts]).long()
 
 
 class StepBench:

@@ -3,8 +3,8 @@
 A master is read once for the amaxes and once for the cast, and rounded to the nominal dtype in
 registers. Work that every rank repeats counts in full: the packed amaxes of all weights (stored and
 read) and their scale buffers (written). An element of the shard takes 9 bytes for FP8, 8.5 for
-nvfp4 and 10 for mxfp8; an element of the whole model adds 0.3125 for mxfp8 and 0.078 for nvfp4. A
-rank whose scales are gathered from their owners has those bytes for its own elements alone.
+nvfp4 and 10 for mxfp8; an element of the whole model adds 0.3125 for mxfp8 and 0.078 for nvfp4. If
+scales are gathered from their owners, a rank has the latter bytes for its own elements only.
 """
 
 import math
@@ -20,7 +20,8 @@ from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, amax_g
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize
-ADAM = 7 * FP32  # reads master, gradient and both moments; writes all but the gradient
+# Adam reads master, gradient and both moments, and writes all but the gradient.
+ADAM = 7 * FP32
 
 
 def nbytes(buffer: Buffer | None) -> int:
@@ -49,8 +50,9 @@ class Traffic:
         """The bytes that compute_scales writes: padded scale buffers and tensor amaxes of all
         weights.
         """
-        cast = self.fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED)
-        names = ("rowwise_scale_inv", "amax", *(("columnwise_scale_inv",) if cast else ()))
+        names = ["rowwise_scale_inv", "amax"]
+        if self.fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED):
+            names.append("columnwise_scale_inv")
         return self._whole(lambda m, k: sum(nbytes(buffers(self.fmt, (m, k), NOMINAL)[name]) for name in names))
 
     @property
@@ -112,8 +114,9 @@ class Traffic:
     @property
     def cast_of_own_scales(self) -> int:
         """A cast whose amaxes and scales are those of the owned elements."""
-        of_all = 2 * self.packed + self.scales
-        return 2 * self.masters + of_all * self.workload.owned // self.workload.numel + self.codes
+        all_scales = 2 * self.packed + self.scales
+        own_scales = all_scales * self.workload.owned // self.workload.numel
+        return 2 * self.masters + own_scales + self.codes
 
     @property
     def adam(self) -> int:
@@ -122,22 +125,18 @@ class Traffic:
 
     @property
     def step(self) -> int:
-        """Adam with the amaxes in the same pass, then scales and cast, which read once more the
-        masters that were not cast in that pass.
+        """Adam with amaxes, and with codes if the format casts in one pass; then scales and the
+        other codes, whose masters are read once more.
         """
-        return self.step_in_two_passes - self._cast_at_once
+        if not self.fmt.casts_in_one_pass:
+            return self.step_in_two_passes
+        cast_at_once = self.workload.owned - self.workload.cut(self.fmt)
+        return self.step_in_two_passes - FP32 * cast_at_once
 
     @property
     def step_in_two_passes(self) -> int:
-        """The same where the cast reads all masters once more."""
+        """Adam with amaxes, then scales and all codes, whose masters are read once more."""
         return self.adam + self.cast - self.masters
-
-    @property
-    def _cast_at_once(self) -> int:
-        """The masters whose codes are made in the pass of Adam."""
-        if not self.fmt.casts_in_one_pass:
-            return 0
-        return FP32 * (self.workload.owned - self.workload.cut(self.fmt))
 
     @property
     def transpose(self) -> int:
@@ -162,9 +161,11 @@ class Traffic:
         )
 
     def _transpose_of(self, rows: int, columns: int) -> int:
-        found = buffers(self.fmt, (rows, columns), NOMINAL)
-        row, column = found["rowwise_scale_inv"], found["columnwise_scale_inv"]
-        scales = 0
-        if self.fmt.block and row:  # a scale a tensor serves both directions
-            scales = math.prod(amax_grid(self.fmt.block, rows, columns)) * row.dtype.itemsize + nbytes(column)
-        return nbytes(found["rowwise_data"]) + nbytes(found["columnwise_data"]) + scales
+        layout = buffers(self.fmt, (rows, columns), NOMINAL)
+        row_scales = layout["rowwise_scale_inv"]
+        total = nbytes(layout["rowwise_data"]) + nbytes(layout["columnwise_data"])
+        # A scale per tensor serves both directions and is not copied.
+        if self.fmt.block and row_scales:
+            total += math.prod(amax_grid(self.fmt.block, rows, columns)) * row_scales.dtype.itemsize
+            total += nbytes(layout["columnwise_scale_inv"])
+        return total

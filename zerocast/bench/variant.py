@@ -1,12 +1,12 @@
 """Variant: one way to train the model, by its name; VARIANTS is the table of all of them.
 
-A variant is a host (who shards, gathers and steps), the format of the weights inside blocks, and
-how weight gradients are computed. `Variant.train` makes a `Training` of a fresh model: the same
-FP32 initial values, AdamW and clip for every variant.
+A variant is a host (the implementation that shards, gathers and steps), the format of the weights
+inside blocks, and the way in which weight gradients are computed. `Variant.train` makes a
+`Training` of a fresh model. Initial FP32 values, AdamW and clip are the same for every variant.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,14 +23,21 @@ from zerocast.optim import ZeroAdamW, ZeroConfig, load_masters
 from zerocast.quantize import quantize_
 
 BF16 = "bf16"
-WEIGHTS = "blocks.*.w?.weight"  # the seven matrices of a block
+# The seven matrices of a block.
+WEIGHTS = "blocks.*.w?.weight"
 MAX_NORM = 1.0
 Compile = Callable[[nn.Module], None]
 
 
 @dataclass
 class Training:
-    """A model in training: what a step calls, in its order."""
+    """A model in training: the calls of a step.
+
+    Attributes:
+        clip: clips the norm of the gradients.
+        after_step: called after the optimizer's step.
+        forward_context: makes the context in which the forward pass runs.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -53,14 +60,14 @@ class Training:
 
 @dataclass(frozen=True)
 class Host:
-    """Who shards a model and steps it.
+    """An implementation that shards a model and steps it.
 
     Attributes:
         name: the first half of a variant's name.
-        build: makes a Training of a model, for a format, a learning rate, what compiles a block,
-            and how gradients travel (`ZeroConfig.grad_wire`).
-        package: what has to be installed for it.
-        compiles: whether its blocks compile to one graph each.
+        build: makes a Training of a model, given a format, a learning rate, a function that
+            compiles a block, and the wire format of gradients (`ZeroConfig.grad_wire`).
+        package: the package that must be installed for it.
+        compiles: True if each of its blocks compiles to one graph.
     """
 
     name: str
@@ -71,8 +78,9 @@ class Host:
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the table: `host:format`, with `+fp8_wgrad` where weight gradients are computed in
-    FP8, elsewhere in the dtype of the gradients, and `+fp8_wire` where they travel as FP8.
+    """A row of the table, called `host:format`. The name has `+fp8_wgrad` if weight gradients are
+    computed in FP8 instead of the dtype of the gradients, and `+fp8_wire` if gradients travel as
+    FP8.
     """
 
     host: Host
@@ -108,7 +116,7 @@ def _zero_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_
     for block in model.blocks:
         compile_block(block)
     optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=grad_wire))
-    # masters on the grid of bf16 would not move it by steps of less than half its spacing
+    # The optimizer has made its masters from bf16 weights. The other variants start from FP32.
     load_masters(optimizer, initial)
     return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM))
 
@@ -186,7 +194,8 @@ def _sharded(
     return Training(model, stepper, lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM))
 
 
-FSDP2, ZERO_ADAMW = Host("fsdp2", _fsdp2), Host("zero_adamw", _zero_adamw)
+FSDP2 = Host("fsdp2", _fsdp2)
+ZERO_ADAMW = Host("zero_adamw", _zero_adamw)
 TORCHAO = Host("torchao", _torchao, "torchao")
 TRANSFORMER_ENGINE = Host("transformer_engine", _transformer_engine, "transformer_engine", compiles=False)
 FSDP2_TRANSFORMER_ENGINE = Host(
@@ -197,25 +206,31 @@ TRANSFORMER_ENGINE_RECIPES = {
     "current": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
 }
-FP8_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp4")  # whose products run in FP8 on Hopper
+# The formats whose products run in FP8 on Hopper.
+FP8_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp4")
 OTHER_FORMATS = ("mxfp8", "mxfp8:block=32x32", "nvfp4")
-VARIANTS = (
-    *(
-        Variant(host, fmt, fp8_weight_gradients)
-        for host in (FSDP2, ZERO_ADAMW)
-        for formats, choices in (((BF16,), (False,)), (FP8_FORMATS, (False, True)), (OTHER_FORMATS, (False,)))
-        for fmt in formats
-        for fp8_weight_gradients in choices
-    ),
-    *(
-        Variant(host, fmt, fmt in FP8_FORMATS, "fp8_1x128")
-        for host in (FSDP2, ZERO_ADAMW)
-        for fmt in (BF16, "fp8_current", "nvfp4")
-    ),
-    *(Variant(TORCHAO, recipe) for recipe in ("tensorwise", "rowwise")),
-    *(Variant(TRANSFORMER_ENGINE, recipe) for recipe in TRANSFORMER_ENGINE_RECIPES),
-    *(Variant(FSDP2_TRANSFORMER_ENGINE, f"fp8_{recipe}") for recipe in TRANSFORMER_ENGINE_RECIPES),
-)
+
+
+def _all_variants() -> Iterator[Variant]:
+    for host in (FSDP2, ZERO_ADAMW):
+        yield Variant(host, BF16)
+        for fmt in FP8_FORMATS:
+            yield Variant(host, fmt)
+            yield Variant(host, fmt, fp8_weight_gradients=True)
+        for fmt in OTHER_FORMATS:
+            yield Variant(host, fmt)
+    for host in (FSDP2, ZERO_ADAMW):
+        for fmt in (BF16, "fp8_current", "nvfp4"):
+            yield Variant(host, fmt, fmt in FP8_FORMATS, "fp8_1x128")
+    for recipe in ("tensorwise", "rowwise"):
+        yield Variant(TORCHAO, recipe)
+    for recipe in TRANSFORMER_ENGINE_RECIPES:
+        yield Variant(TRANSFORMER_ENGINE, recipe)
+    for recipe in TRANSFORMER_ENGINE_RECIPES:
+        yield Variant(FSDP2_TRANSFORMER_ENGINE, f"fp8_{recipe}")
+
+
+VARIANTS = tuple(_all_variants())
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The work that the rows time, as jobs: casts, their stages, columnwise copies, Adam steps."""
+"""The work that is timed, as jobs: casts, their stages, columnwise copies, Adam steps."""
 
 import functools
 from collections.abc import Callable
@@ -23,8 +23,8 @@ def cast(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def cast_of_own_scales(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the same where scales are gathered with the codes: each rank makes those of its own
-    elements.
+    """Job of a cast whose scales are gathered with the codes, so that each rank only makes the
+    scales of its own elements.
     """
     shard = Shard(workload, fmt, place, gathers_scales=True)
     return Job(shard.plan.cast, shard.written)
@@ -49,7 +49,8 @@ def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
 def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
-        shard.plan.cast()  # computes the amaxes and scales that the stages read
+        # The cast computes the amaxes and scales that the stages read.
+        shard.plan.cast()
         table = shard.table()
         return Job(lambda: stages(shard, table), shard.written)
 
@@ -68,7 +69,7 @@ def amax_and_cast(shard: Shard, table: WeightTable) -> None:
 
 @_after_amaxes
 def transpose(shard: Shard, table: WeightTable) -> None:
-    """`CastPlan.post_all_gather()` over all weights; those owned elsewhere have random bytes."""
+    """`CastPlan.post_all_gather()` over all weights. Elements of other ranks have random bytes."""
     shard.plan.post_all_gather()
 
 
@@ -76,36 +77,40 @@ def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
         shard.plan.cast()
-        made: list[Tensor] = []
+        # The codes and scales of the last weight.
+        upcast_buffers: list[Tensor] = []
 
         def run() -> None:
             for weight in shard.weights:
                 codes = weight.rowwise_data, weight.rowwise_scale_inv
-                made[:] = ops.upcast(place.backend, fmt, *codes, *weight.matrix_shape, transposed)
+                upcast_buffers[:] = ops.upcast(place.backend, fmt, *codes, *weight.matrix_shape, transposed)
 
-        return Job(in_a_graph(run, place.device), lambda: made)
+        return Job(in_a_graph(run, place.device), lambda: upcast_buffers)
 
     return build
 
 
 def in_a_graph(run: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """On a GPU a replay of what `run` launches, for calls whose launches take the host longer than
-    the device; elsewhere `run`.
+    """Capture `run` in a CUDA graph, and return a function that replays it; on a CPU, `run` itself.
+    For calls whose launches take the host longer than their kernels take the device.
     """
     if device.type != "cuda":
         return run
-    aside = torch.cuda.Stream(device)
-    with torch.cuda.stream(aside):
+    # The first run compiles and allocates, which a capture must not do.
+    warm_up_stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(warm_up_stream):
         run()
-    torch.cuda.current_stream(device).wait_stream(aside)
+    torch.cuda.current_stream(device).wait_stream(warm_up_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
     return graph.replay
 
 
-# Jobs of what products read of every weight, forward and in the backward pass, one after another.
-upcast, upcast_transposed = _upcast(transposed=False), _upcast(transposed=True)
+# Jobs that make the E4M3 operands of every weight, one weight after another: those of the forward
+# pass, and those of the input gradients.
+upcast = _upcast(transposed=False)
+upcast_transposed = _upcast(transposed=True)
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 STEP = 10
@@ -119,7 +124,9 @@ class Moments:
         def normal() -> Tensor:
             return torch.empty(numel, device=device).normal_(0, GRADIENT, generator=random)
 
-        self.grad, self.exp_avg, self.exp_avg_sq = normal(), normal(), normal().square_()
+        self.grad = normal()
+        self.exp_avg = normal()
+        self.exp_avg_sq = normal().square_()
         hyperparameters = Hyperparameters(1, device)
         hyperparameters.refresh([HYPERPARAMETERS])
         self.scalars = hyperparameters.scalars(torch.full((1,), STEP, device=device))
@@ -128,30 +135,40 @@ class Moments:
 
 def adam(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of `adam_step` on the flat shard."""
-    random, numel = place.generator(), workload.owned
+    random = place.generator()
+    numel = workload.owned
     master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
-    m = Moments(numel, place.device, random)
-    segments = torch.tensor([[0, numel, 0]], device=place.device)
-    state = {"master": master, "grad": m.grad, "exp_avg": m.exp_avg, "exp_avg_sq": m.exp_avg_sq}
-    return Job(
-        lambda: ops.adam_step(place.backend, **state, segments=segments, scalars=m.scalars, clip=m.clip, skip=None),
-        lambda: (master, m.exp_avg, m.exp_avg_sq),
+    moments = Moments(numel, place.device, random)
+    run = functools.partial(
+        ops.adam_step,
+        place.backend,
+        master=master,
+        grad=moments.grad,
+        exp_avg=moments.exp_avg,
+        exp_avg_sq=moments.exp_avg_sq,
+        segments=torch.tensor([[0, numel, 0]], device=place.device),
+        scalars=moments.scalars,
+        clip=moments.clip,
+        skip=None,
     )
+    return Job(run, lambda: (master, moments.exp_avg, moments.exp_avg_sq))
 
 
 def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of `quantize_gradient`: a bf16 gradient of as many elements as the shard has, to messages
     for all ranks.
     """
-    parts, part = workload.world, GradientMessage(workload.owned // workload.world)
-    grad = torch.empty(parts * part.numel, device=place.device).normal_(0, GRADIENT, generator=place.generator())
-    grad, messages = grad.bfloat16(), torch.empty(parts * part.nbytes, dtype=torch.uint8, device=place.device)
+    parts = workload.world
+    message = GradientMessage(workload.owned // workload.world)
+    grad = torch.empty(parts * message.numel, device=place.device)
+    grad = grad.normal_(0, GRADIENT, generator=place.generator()).bfloat16()
+    messages = torch.empty(parts * message.nbytes, dtype=torch.uint8, device=place.device)
     run = functools.partial(ops.quantize_gradient, place.backend, grad=grad, parts=parts, messages=messages)
     return Job(run, lambda: [messages])
 
 
 def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `add_gradients`, by which an owner sums the messages of all ranks."""
+    """Job of `add_gradients`, with which an owner sums the messages of all ranks."""
     quantized = quantize_gradient(workload, fmt, place)
     quantized.run()
     (messages,) = quantized.written()
@@ -164,23 +181,24 @@ def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
 def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
-        table, packed = shard.table(), shard.plan.packed
-        m = Moments(shard.flat.numel(), place.device, place.generator())
-        update = AdamUpdate(m.grad, m.exp_avg, m.exp_avg_sq, m.scalars, m.clip)
+        table = shard.table()
+        packed = shard.plan.packed
+        moments = Moments(shard.flat.numel(), place.device, place.generator())
+        update = AdamUpdate(moments.grad, moments.exp_avg, moments.exp_avg_sq, moments.scalars, moments.clip)
 
         def run() -> None:
             packed.begin()
             stages(table, update, packed.buffer)
 
-        return Job(run, lambda: [shard.flat, m.exp_avg, m.exp_avg_sq, *shard.written()])
+        return Job(run, lambda: [shard.flat, moments.exp_avg, moments.exp_avg_sq, *shard.written()])
 
     return build
 
 
 @_step
 def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
-    """All work after the reduce-scatter, as a cast with an update does it: Adam with amaxes, and
-    with codes where scales are local; scales; the other codes.
+    """All work of a step after the reduce-scatter: Adam with amaxes, and with the codes of blocks
+    that have one owner; then scales, and the other codes.
     """
     table.measure(packed, update, None)
     table.compute_scales(packed, None)
@@ -189,7 +207,7 @@ def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
 
 @_step
 def step_in_two_passes(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
-    """The same where every code waits for reduced amaxes."""
+    """The same work if all codes wait for reduced amaxes."""
     lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
     table.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed)
     table.compute_scales(packed, None)

@@ -1,6 +1,7 @@
-"""The values of a benchmark: what is cast (Workload), where (Place), and what is timed (Job).
+"""The values of a benchmark: Workload, the weights that are cast; Place, the device and backend;
+Job, the call that is timed.
 
-Nothing is allocated here: a workload is shapes and one rank's share of them.
+Nothing is allocated here. A workload has shapes and one rank's share of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,12 +13,13 @@ from torch import Tensor
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span, round_up, whole_block_rows
 
-MULTIPLE = 32  # every format accepts rows and columns that are multiples of it
+# Every format accepts rows and columns that are multiples of this.
+MULTIPLE = 32
 
 
 @dataclass(frozen=True)
 class Workload:
-    """The weights of `layers` equal layers, laid end to end and cut into `world` equal shards.
+    """The weights of `layers` equal layers, concatenated and cut into `world` equal shards.
 
     Attributes:
         layer: (rows, columns) of each weight of one layer.
@@ -53,18 +55,19 @@ class Workload:
             start += rows * columns
 
     def cuts(self) -> Iterator[range]:
-        """Where shards meet within each weight; `world` divides the workload."""
-        chunk, start = self.numel // self.world, 0
+        """The boundaries between shards within each weight. `world` must divide the workload."""
+        shard_numel = self.numel // self.world
+        start = 0
         for rows, columns in self.shapes:
-            yield range(chunk - start % chunk, rows * columns, chunk)
+            yield range(shard_numel - start % shard_numel, rows * columns, shard_numel)
             start += rows * columns
 
     @property
     def summary(self) -> str:
         """The weights and the rank's share of them in a few words."""
         share = f"shard {self.rank} of {self.world}" if self.world > 1 else "all of them owned"
-        place = "in one buffer" if self.flat else "each in its own"
-        return f"{len(self.shapes):,} weights, {self.numel / 1e6:,.3g} M elements, {place}; {share}"
+        storage = "in one buffer" if self.flat else "each in its own"
+        return f"{len(self.shapes):,} weights, {self.numel / 1e6:,.3g} M elements, {storage}; {share}"
 
     @property
     def owned(self) -> int:
@@ -72,7 +75,7 @@ class Workload:
         return sum(span.numel for span in self.spans(self.rank))
 
     def cut(self, fmt: FormatSpec) -> int:
-        """The owned elements in rows of exchange blocks that the shard does not hold in whole."""
+        """The number of owned elements in rows of blocks that the shard does not own as a whole."""
         spans = zip(self.shapes, self.spans(self.rank), strict=True)
         return sum(span.numel - whole_block_rows(fmt, shape, span).numel for shape, span in spans if span.numel)
 
@@ -86,12 +89,13 @@ class Workload:
         return replace(self, name=f"{self.name}/{scale}", layer=layer, layers=-(-self.layers // scale))
 
 
-# QKV, output, gate and up, down of Llama 8B, half of whose layers follow
+# QKV, output, gate and up, down of a layer of Llama 8B. The workloads have half of its layers.
 EIGHT_BILLION = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 
-# two whole layers: most weights are not owned at all
+# The shard has two whole layers, so most weights are not owned at all.
 A = Workload("A", EIGHT_BILLION, 16, rank=4, world=8)
-C = Workload("C", EIGHT_BILLION, 16, rank=32, world=64)  # two whole weights and a part of a third
+# The shard has two whole weights and a part of a third.
+C = Workload("C", EIGHT_BILLION, 16, rank=32, world=64)
 B_FLAT = Workload("B flat", ((768, 512),), 1024)
 B_SCATTERED = Workload("B scattered", ((768, 512),), 1024, flat=False)
 

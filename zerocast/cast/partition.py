@@ -234,7 +234,7 @@ def _check_weights(model_weights: Sequence[Any]) -> None:
 def _check_devices(shards: Sequence[MasterShard]) -> None:
     devices = {shard.weight.device for shard in shards}
     if len(devices) > 1:
-        raise ValueError(f"the weights of one plan lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the weights of one plan are on one device, got {sorted(map(str, devices))}")
     if torch.device("meta") in devices:
         raise ValueError("the weights are on the meta device: give them storage before the plan is built")
 

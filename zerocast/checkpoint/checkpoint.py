@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from zerocast.checkpoint import extras, torch_checkpoint
 from zerocast.checkpoint.manifest import LOADS, NAME, FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.moments import PREFIX, problems_of_values
-from zerocast.checkpoint.sources.safe_reader import SafeReader
+from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
 from zerocast.checkpoint.whole_folder import MARKER, WholeFolder
@@ -37,10 +37,12 @@ from zerocast.formats.shared_amax import SharedAmax
 
 logger = logging.getLogger(__name__)
 AnyPath = str | os.PathLike[str]
-# The moments of each parameter, by name, that a checkpoint holds: their entries in its metadata.
-Kept = Mapping[str, Mapping[str, TensorStorageMetadata]]
-UNNUMBERED: Any = object()  # the step of a checkpoint that is no step of a run
-SAVES = "saves a checkpoint"  # the call, as errors name it when ranks make different ones
+# The entries of moments in the metadata of a checkpoint: {parameter: {name of the moment: entry}}.
+SavedMoments = Mapping[str, Mapping[str, TensorStorageMetadata]]
+# The step of a checkpoint that does not belong to a numbered series.
+UNNUMBERED: Any = object()
+# The name of the call in the error that is raised if ranks make different calls.
+SAVES = "saves a checkpoint"
 
 
 class Checkpointed(Protocol):
@@ -48,7 +50,7 @@ class Checkpointed(Protocol):
 
     @property
     def param_groups(self) -> Any:
-        """The parameter groups; two states of the same parameters are of one run."""
+        """The parameter groups. States of the same parameters belong to the same run."""
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -56,30 +58,32 @@ class Checkpointed(Protocol):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model whose state it is, if it is known."""
+        """The model that is trained, None if the object does not know it."""
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
-        """Parameters that were given and are not trained, by name; none of a known model."""
+        """The parameters that were given and are not trained, by name; none if `model` is known."""
 
     @property
     def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name; a checkpoint records them."""
+        """Format and nominal dtype of each quantized weight by name, for the manifest."""
 
     @property
     def shared_amaxes(self) -> Mapping[str, SharedAmax]:
-        """The weights that share a tensor amax, by the name of each; recorded too."""
+        """For each weight that shares its tensor amax, by name, the weights that share it; for the
+        manifest.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors by name, under the keys of `zerocast.optim.state`."""
 
-    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
+    def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """The same tensors, to be overwritten in place by a reader. Moments that the optimizer has
-        not made yet have the keys and shapes of those that are `kept`.
+        not made yet are made with the names and shapes of `kept`, those of the checkpoint.
         """
 
     def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        """ValueError, on this rank alone, for impossible step counts or hyper-parameters."""
 
     def overwriting(self) -> AbstractContextManager[None]:
         """Mark the state as partly written while the body reads into it and calls
@@ -114,11 +118,11 @@ def load(
     """Read what `save` wrote, on any number of ranks, and recast the weights; all ranks call it.
 
     The tensors of `extra` are filled in place, and its other values replaced. Missing state of
-    delayed scaling is seeded anew. Raises ValueError, with nothing changed, for files that differ
-    from what was written and for a tensor that is missing on either side or has another shape;
-    pickle.UnpicklingError for metadata that would run code. A folder without a manifest, as other
-    programs write it, is not checked in advance: a truncated file then raises RuntimeError, and the
-    optimizer must load again before it continues.
+    delayed scaling starts again from the masters. Raises ValueError, with nothing changed, for
+    files that differ from what was written and for a tensor that is missing on either side or has
+    another shape; pickle.UnpicklingError for metadata that would run code. A folder without a
+    manifest, as other programs write it, is not checked in advance: a truncated file then raises
+    RuntimeError, and the optimizer must load again before it continues.
     """
     read(optimizer, Path(path), check_files(Path(path), group_of(optimizer)), extra, model)
 
@@ -131,45 +135,61 @@ def read(
     model: nn.Module | None,
 ) -> None:
     """Load a checkpoint whose files were compared with its manifest."""
-    reader, group = SafeReader(path), group_of(optimizer)
+    reader = SafeReader(path)
+    group = group_of(optimizer)
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
-    kept = _kept(saved)
-    state = optimizer.state_to_overwrite(kept)
-    for name in [name for name in state["zerocast"] if _unfit(saved, f"zerocast.{name}", state["zerocast"][name])]:
-        del state["zerocast"][name]
+
+    # The tensors that a reader is to fill: the optimizer's, those of untrained parameters and
+    # buffers, and those of the caller.
+    saved_moments = _moments_of(saved)
+    state = optimizer.state_to_overwrite(saved_moments)
+    delayed_scaling = state["zerocast"]
+    for name in list(delayed_scaling):
+        if _unfit(saved, f"zerocast.{name}", delayed_scaling[name]):
+            # A missing state of delayed scaling starts again from the masters.
+            del delayed_scaling[name]
     if not any(name.startswith("optim.") for name in saved):
         raise ValueError(f"{path} holds masters and no optimizer state: zerocast.optim.load_masters takes them")
-    rest = Untrained.of(optimizer, model, state["model"])
-    beside = rest.to_overwrite(saved, group)
-    tensors = {name: value for name, value in (extra or {}).items() if isinstance(value, Tensor)}
-    of_caller = extras.to_overwrite(tensors, saved, extras.SAME, group.rank)
-    found = extras.problems(extra or {}, saved, manifest, group)
-    if not found:
-        found = other_dtypes(list(_leaves("", of_caller)), saved) + _unfit(saved, "", of_caller)
-    found = (
-        _unfit(saved, "", state) + _unfit(saved, "", beside) + rest.problems(saved, beside, manifest.formats) + found
-    )
-    known = {*state["model"], *rest.plain, *rest.quantized}
-    found += _unknown(saved, known | {*manifest.frozen})
-    found += _unknown_moments(kept, state["optim"]["state"])
-    _raise_unfit(path, found, group)
+    untrained = Untrained.of(optimizer, model, state["model"])
+    untrained_state = untrained.to_overwrite(saved, group)
+    extra_tensors = {name: value for name, value in (extra or {}).items() if isinstance(value, Tensor)}
+    extra_state = extras.to_overwrite(extra_tensors, saved, extras.SAME, group.rank)
+
+    # Compare them with the metadata before anything is read.
+    extra_problems = extras.problems(extra or {}, saved, manifest, group)
+    if not extra_problems:
+        extra_problems = other_dtypes(list(_leaves("", extra_state)), saved) + _unfit(saved, "", extra_state)
+    known = {*state["model"], *untrained.plain, *untrained.quantized}
+    problems = [
+        *_unfit(saved, "", state),
+        *_unfit(saved, "", untrained_state),
+        *untrained.problems(saved, untrained_state, manifest.formats),
+        *extra_problems,
+        *_unknown_parameters(saved, known | {*manifest.frozen}),
+        *_unknown_moments(saved_moments, state["optim"]["state"]),
+    ]
+    _raise_unfit(path, problems, group)
+
+    # Read and check the values of step counts, hyper-parameters and moments before masters change.
     torch_checkpoint.load({"optim": _numbers(state["optim"])}, reader, group, str(path), "; nothing has changed")
     try:
         optimizer.check_numbers(state)
     except ValueError as error:
-        found.append(str(error))
-    unread = None
+        problems.append(str(error))
+    unreadable = None
     try:
-        found += problems_of_values(reader, metadata, state["optim"]["state"], group)
-    except Exception as error:  # a damaged file can raise any error
-        unread = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
-    validate_across_ranks(group, [], unread, LOADS)
-    _raise_unfit(path, found, group)
-    _tell_unread(path, saved, manifest, known, rest, group)
+        problems += problems_of_values(reader, metadata, state["optim"]["state"], group)
+    except Exception as error:
+        # A damaged file can raise any error.
+        unreadable = RuntimeError(f"{path} cannot be read to its end; nothing has changed: {error!r}")
+    validate_across_ranks(group, [], unreadable, LOADS)
+    _raise_unfit(path, problems, group)
+    _log_unread(path, saved, manifest, known, untrained, group)
+
     with optimizer.overwriting(), torch.no_grad():
-        torch_checkpoint.load_masters(_merged(state, beside, of_caller), reader, group, str(path))
-        rest.take(beside["zerocast"])
+        torch_checkpoint.load_masters(_merged(state, untrained_state, extra_state), reader, group, str(path))
+        untrained.take(untrained_state["zerocast"])
         optimizer.load_state_dict(state)
     if extra is not None:
         extras.take_values(extra, manifest, group)
@@ -185,21 +205,32 @@ def write(
 ) -> None:
     """Write a state dictionary as a checkpoint; all ranks of the group call it.
 
-    The sums of the files are added to the `manifest`, or to the one that `before_commit` returns on
-    rank 0 once they are written. A `planner` may supply the tensors in place of `state`. A manifest
-    with a step lets the checkpoint replace the one at `path`; otherwise an existing folder is an
-    error. Raises RuntimeError on every rank, and leaves nothing behind, if any rank cannot write.
+    The manifest is `manifest`, or the one that `before_commit` returns on rank 0 once the files are
+    written; their sums are added to it. A `planner` may supply the tensors in place of `state`. A
+    checkpoint with a step in its manifest may replace the one at `path`; otherwise an existing
+    folder is an error. Raises RuntimeError on every rank, and leaves nothing behind, if any rank
+    cannot write.
     """
-    said = manifest or Manifest()
-    folder = WholeFolder(path.absolute(), _never if said.step is None else has_manifest)  # "." has no name
-    folder = dataclasses.replace(folder, token=group.broadcast_object(folder.token, "the name of a temporary folder"))
+    given_manifest = manifest or Manifest()
+    # The path is made absolute since "." has no name to which a suffix could be added.
+    folder = WholeFolder(path.absolute())
+    token = group.broadcast_object(folder.token, "the name of a temporary folder")
+    folder = dataclasses.replace(folder, token=token)
+    if given_manifest.step is not None:
+        folder = dataclasses.replace(folder, may_replace=has_manifest)
+
+    def commit(files: dict[str, FileSum]) -> None:
+        final_manifest = given_manifest if before_commit is None else before_commit()
+        dataclasses.replace(final_manifest, files=files).write(folder.partial)
+        folder.commit()
+
     try:
         on_rank_0(group, folder.begin)
         torch_checkpoint.save(state, folder.partial, group, planner)
         files = _hash_files(folder.partial, group)
-        complete = before_commit or (lambda: said)
-        on_rank_0(group, lambda: _commit(folder, dataclasses.replace(complete(), files=files)))
-    except CheckpointException as error:  # no Exception, and the same on every rank
+        on_rank_0(group, lambda: commit(files))
+    except CheckpointException as error:
+        # This error is no Exception, and it is the same on every rank.
         _abandon(folder, group)
         if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
             raise KeyboardInterrupt from error
@@ -220,40 +251,43 @@ def _abandon(folder: WholeFolder, group: Group) -> None:
 def contents_of(
     optimizer: Checkpointed, extra: Mapping[str, Any] | None, model: nn.Module | None, step: Any = UNNUMBERED
 ) -> tuple[dict[str, Any], Manifest]:
-    """The state dictionary that a checkpoint holds, and what its manifest says. Collective; an
-    error on one rank is raised on all.
+    """The state dictionary and the manifest of a checkpoint. Collective; an error on one rank is
+    raised on all.
     """
-    group, given, problem, number = group_of(optimizer), dict(extra or {}), None, None
+    group = group_of(optimizer)
+    extra = dict(extra or {})
+    problem = None
+    step_number = None
     state: dict[str, Any] = {}
-    rest = Untrained()
+    untrained = Untrained()
     try:
-        number = None if step is UNNUMBERED else _checked(step)
-        extras.check(given)
+        step_number = None if step is UNNUMBERED else _checked_step(step)
+        extras.check(extra)
         state = optimizer.state_dict()
         optimizer.check_numbers(state)
-        rest = Untrained.of(optimizer, model, state["model"])
-        rest.check()
+        untrained = Untrained.of(optimizer, model, state["model"])
+        untrained.check()
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error
-    validate_across_ranks(group, [], problem, SAVES, {"the step that is saved": number})
-    rest.tell_left_out(optimizer, group.rank)
-    values, values_of_ranks = extras.values_of(given, group, SAVES)
-    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    of_caller = extras.state_of(tensors, group, extras.SAME, SAVES)
-    masters = {name: one for name, one in state["model"].items() if name not in rest.quantized}
+    validate_across_ranks(group, [], problem, SAVES, {"the step that is saved": step_number})
+    untrained.log_left_out(optimizer, group.rank)
+    values, values_of_ranks = extras.values_of(extra, group, SAVES)
+    extra_tensors = {name: value for name, value in extra.items() if isinstance(value, Tensor)}
+    extra_state = extras.state_of(extra_tensors, group, extras.SAME, SAVES)
+    masters = {name: master for name, master in state["model"].items() if name not in untrained.quantized}
     manifest = Manifest(
-        formats=formats_of(optimizer) | rest.formats(),
-        step=number,
+        formats=formats_of(optimizer) | untrained.formats(),
+        step=step_number,
         values=values,
         values_of_ranks=values_of_ranks,
-        frozen=tuple(sorted({*rest.plain, *rest.quantized})),
-        left_out=rest.left_out,
+        frozen=tuple(sorted({*untrained.plain, *untrained.quantized})),
+        left_out=untrained.left_out,
     )
-    return _merged({**state, "model": masters}, rest.state(group, SAVES), of_caller), manifest
+    return _merged({**state, "model": masters}, untrained.state(group, SAVES), extra_state), manifest
 
 
-def _checked(step: Any) -> int:
-    """The number of a step. TypeError or ValueError for one that is no whole number from 0."""
+def _checked_step(step: Any) -> int:
+    """The step as an int. TypeError or ValueError unless it is a whole number from 0."""
     if isinstance(step, bool) or not hasattr(type(step), "__index__"):
         raise TypeError(f"a step is a whole number, got {step!r}, a {type(step).__name__}: save(optimizer, int(step))")
     number = operator.index(step)
@@ -263,6 +297,7 @@ def _checked(step: Any) -> int:
 
 
 def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dictionary with the entries of all, merged at its first two levels."""
     merged = {key: dict(value) for key, value in state.items()}
     for other in others:
         for key, value in other.items():
@@ -271,7 +306,9 @@ def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
-    """The formats of quantized weights, which `zerocast inspect` and `export` read."""
+    """The formats of quantized weights for a manifest, from which `zerocast inspect` and `export`
+    read them.
+    """
     shares = {name: shared.names for name, shared in optimizer.shared_amaxes.items()}
     return {
         name: Stored(str(fmt), dtype_name(dtype), shares.get(name, ()))
@@ -284,31 +321,25 @@ def group_of(optimizer: Checkpointed) -> Group:
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 
 
-def _never(path: Path) -> bool:
-    return False
-
-
 def has_manifest(path: Path) -> bool:
-    """True for a folder that has a manifest: other programs write none."""
+    """True if a folder has a manifest, which only zerocast writes."""
     return (path / NAME).is_file()
 
 
 def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
-    """The sums of all files, of which each rank hashes a part."""
+    """The sums of all files. Each rank hashes a part of them. Collective."""
     names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir() if path.name != MARKER), SAVES)
-    own, problem = {}, None
+    own_sums = {}
+    problem = None
     try:
-        own = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
+        own_sums = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
     except OSError as error:
         problem = error
     validate_across_ranks(group, [], problem, SAVES)
-    parts: list[dict[str, FileSum]] = group.all_gather_object(own, "the sums of a checkpoint's files")
-    return {name: sums for part in parts for name, sums in part.items()}
-
-
-def _commit(folder: WholeFolder, manifest: Manifest) -> None:
-    manifest.write(folder.partial)
-    folder.commit()
+    sums: dict[str, FileSum] = {}
+    for sums_of_rank in group.all_gather_object(own_sums, "the sums of a checkpoint's files"):
+        sums |= sums_of_rank
+    return sums
 
 
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
@@ -320,71 +351,77 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
     """A problem for each tensor of `state` that the checkpoint lacks or has in another shape."""
     problems = []
     for name, tensor in _leaves(prefix, state):
-        found = saved.get(name)
-        if not isinstance(found, TensorStorageMetadata):
-            problems.append(f"{name} is no tensor there" if found else f"{name} is missing")
-        elif found.size != tensor.shape:
-            problems.append(f"{name} has shape {tuple(found.size)} there and {tuple(tensor.shape)} here")
-        elif tensor.is_floating_point() and not found.properties.dtype.is_floating_point:
-            problems.append(f"{name} is {found.properties.dtype} there and {tensor.dtype} here")
+        entry = saved.get(name)
+        if not isinstance(entry, TensorStorageMetadata):
+            problems.append(f"{name} is no tensor there" if entry else f"{name} is missing")
+        elif entry.size != tensor.shape:
+            problems.append(f"{name} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here")
+        elif tensor.is_floating_point() and not entry.properties.dtype.is_floating_point:
+            problems.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
     return problems
 
 
-def _kept(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The entries of the moments of each parameter, by its name."""
-    kept: dict[str, dict[str, Any]] = {}
+def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The entries of moments in the metadata of a checkpoint, by parameter."""
+    moments: dict[str, dict[str, Any]] = {}
     for path, entry in saved.items():
         if path.startswith(PREFIX):
             name, _, key = path.removeprefix(PREFIX).rpartition(".")
-            kept.setdefault(name, {})[key] = entry
-    return kept
+            moments.setdefault(name, {})[key] = entry
+    return moments
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of one element in a nested state: step counts, hyper-parameters and marks."""
-    nested = {key: _numbers(value) for key, value in state.items() if isinstance(value, Mapping)}
-    return nested | {key: one for key, one in state.items() if isinstance(one, Tensor) and one.dim() == 0}
+    """The scalar tensors of a nested state: step counts, hyper-parameters and flags."""
+    numbers: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            numbers[key] = _numbers(value)
+        elif isinstance(value, Tensor) and value.dim() == 0:
+            numbers[key] = value
+    return numbers
 
 
-def _unknown_moments(kept: Kept, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _unknown_moments(saved_moments: SavedMoments, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """A problem for each moment of the checkpoint that the optimizer here does not keep."""
     return [
         f"{PREFIX}{name}.{key} is there and not kept here"
         for name, moments in state.items()
-        for key in kept.get(name, {})
+        for key in saved_moments.get(name, {})
         if key not in moments
     ]
 
 
-def _raise_unfit(path: Path, found: list[str], group: Group) -> None:
-    """ValueError on every rank if any has found a problem."""
-    problem = ValueError(f"{path} does not fit this optimizer: {'; '.join(found[:4])}") if found else None
-    validate_across_ranks(group, [], problem, LOADS)
-
-
-def _unknown(saved: Mapping[str, Any], known: set[str]) -> list[str]:
-    """A problem for each master of the checkpoint that the optimizer does not have."""
+def _unknown_parameters(saved: Mapping[str, Any], known: set[str]) -> list[str]:
+    """A problem for each parameter of the checkpoint that neither optimizer nor model has."""
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
     return [f"model.{name} is there and is no parameter of the optimizer here" for name in names if name not in known]
 
 
-def _tell_unread(
-    path: Path, saved: Mapping[str, Any], manifest: Manifest, known: set[str], rest: Untrained, group: Group
+def _raise_unfit(path: Path, problems: list[str], group: Group) -> None:
+    """ValueError on every rank if any rank has problems. Collective."""
+    error = ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}") if problems else None
+    validate_across_ranks(group, [], error, LOADS)
+
+
+def _log_unread(
+    path: Path, saved: Mapping[str, Any], manifest: Manifest, known: set[str], untrained: Untrained, group: Group
 ) -> None:
     """Log frozen parameters and buffers of the checkpoint that are not loaded."""
-    left = [name for name in manifest.frozen if name not in known]
+    unread = [name for name in manifest.frozen if name not in known]
     buffers = {name.split(".", 1)[1] for name in saved if name.startswith(f"{BUFFERS}.")}
-    left += sorted(buffers - {*rest.buffers})
-    if left and group.rank == 0:
+    unread += sorted(buffers - {*untrained.buffers})
+    if unread and group.rank == 0:
         logger.warning(
             "%s also holds %d frozen parameters and buffers that are not loaded, the first is %s: pass model= to load them",
             path,
-            len(left),
-            left[0],
+            len(unread),
+            unread[0],
         )
 
 
 def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a nested state with their names, in which dots join the keys."""
     for key, value in state.items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, Mapping):

@@ -7,11 +7,11 @@
 
 An asynchronous save copies this rank's part of the state to host memory (12 bytes an owned
 element). A thread then writes it, over its own gloo group, while training continues. If it fails,
-the next call raises its error, as do `close` and the end of the `with` block; the end of the
-process logs an error that was raised to nobody.
+the next call raises its error, as do `close` and the end of the `with` block. An error that was
+never raised is logged at the end of the process.
 
-One process writes into a folder (`writer.py`), for one optimizer, and a resume takes what was saved
-last (`lineage.py`).
+One process at a time writes into a folder (`writer.py`), for one optimizer, and a resume takes the
+checkpoint that was saved last (`lineage.py`).
 """
 
 import atexit
@@ -51,7 +51,8 @@ from zerocast.distributed.group import Group
 logger = logging.getLogger(__name__)
 STEP = r"step_(\d{8,})"
 NAME = re.compile(rf"{STEP}(?:{TEMPORARY}{re.escape(NEW)})?")
-POLLS = 0.2  # seconds between two looks at the lease of another writer
+# Seconds between two looks at the lease of another writer.
+POLL_INTERVAL = 0.2
 
 
 class Checkpoints:
@@ -59,22 +60,27 @@ class Checkpoints:
 
     Args:
         folder: shared by all ranks; created if it does not exist.
-        keep: how many of the newest to keep; None keeps all. Older ones are deleted once a new one
-            is complete, those of branches that were given up first.
+        keep: the number of the newest checkpoints to keep; None keeps all. Older ones are deleted
+            once a new one is complete, those of abandoned branches first.
         asynchronous: `save` returns once the state is copied to host memory.
 
-    Rank 0 writes into the folder from its first save until `close`, the end of a `with` block, or
-    the end of its process, and another process that saves there raises RuntimeError meanwhile. A
-    writer that died is in nobody's way.
+    Rank 0 owns the folder as its writer from its first save until `close`, the end of a `with`
+    block, or the end of its process. Another process that saves there meanwhile raises
+    RuntimeError. A writer that died is replaced by the next process that saves.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3, asynchronous: bool = False) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep is None or at least 1, got {keep}")
-        self._folder, self._keep, self._asynchronous = Path(folder), keep, asynchronous
-        self._group: Group | None = None  # of asynchronous saves
+        self._folder = Path(folder)
+        self._keep = keep
+        self._asynchronous = asynchronous
+        # A gloo group for asynchronous saves, made by the first of them.
+        self._group: Group | None = None
+        # The asynchronous save whose result no call has waited for yet.
         self._saving: _Saving | None = None
-        self._place_of_writer: _WriterPlace | None = None  # from the first save until `close`, on rank 0
+        # On rank 0 from the first save until `close`.
+        self._writer: _FolderWriter | None = None
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -82,7 +88,9 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Call `close`. If the block raised, its error goes on, and that of a save is logged."""
+        """Call `close`. If the block raised an error, that error goes on, and the error of a failed
+        save is only logged.
+        """
         try:
             self.close()
         except RuntimeError as failed:
@@ -97,13 +105,14 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._place_of_writer = None
+            self._writer = None
 
     def steps(self) -> list[int]:
         """The steps of complete checkpoints, oldest first; nothing is moved or deleted.
 
         A complete checkpoint may still be damaged, which `load` detects. RuntimeError if an
-        asynchronous save has failed; as ranks call this one by one, `wait` raises it once more.
+        asynchronous save has failed. Since a single rank may call this, `wait` raises the error
+        again.
         """
         if self._saving is not None:
             self._saving.raise_if_failed()
@@ -113,7 +122,7 @@ class Checkpoints:
         """The folder of a step: `step_00000100`, or one with a longer name between a crash and the
         next save.
         """
-        return self._place(step).found
+        return self._whole_folder(step).current_path
 
     def save(
         self,
@@ -127,33 +136,36 @@ class Checkpoints:
         A checkpoint of the same step is replaced. `extra` holds a few tensors or plain values of
         the caller, one for all ranks or one a rank; frozen parameters and buffers are those of
         `model`. Raises RuntimeError on every rank, with all older checkpoints kept, if any rank
-        cannot write, if another process writes here, or if another optimizer saves here; an
-        asynchronous save that cannot be written raises at the next call. TypeError or ValueError
-        for a step that is no whole number from 0.
+        cannot write, if another process writes here, or if another optimizer saves here. If an
+        asynchronous save cannot be written, the next call raises. TypeError or ValueError for a
+        step that is no whole number from 0.
         """
         self.wait()
         state, manifest = checkpoint.contents_of(optimizer, extra, model, step)
         group = checkpoint.group_of(optimizer)
         trainee = Trainee.of(optimizer)
         self._become_writer(trainee, group)
-        stands = self._runs.lineage_of(trainee)
+        parent = self._runs.lineage_of(trainee)
 
-        def work(state: Mapping[str, Any], group: Group) -> None:
-            lineage = self._write(state, group, manifest, stands)
-            self._runs.stands(trainee, lineage, has_saved=True)
+        def write(state: Mapping[str, Any], group: Group) -> None:
+            lineage = self._write(state, group, manifest, parent)
+            self._runs.record(trainee, lineage, has_saved=True)
 
         if not self._asynchronous:
-            work(state, group)
+            write(state, group)
             return
         if self._group is None:
-            # for host memory; training uses the other one meanwhile
+            # The thread needs a group that takes host memory and that training does not use at the
+            # same time.
             self._group = group.duplicate("gloo")
-        own, copied = self._group, _snapshot(state)
-        self._saving = _Saving(step, lambda: work(copied, own), group.rank)
+        save_group = self._group
+        snapshot = _snapshot(state)
+        self._saving = _Saving(step, lambda: write(snapshot, save_group), group.rank)
 
     def wait(self) -> None:
         """Wait for a save in progress; RuntimeError on every rank if it could not be written."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.wait()
 
@@ -167,23 +179,24 @@ class Checkpoints:
         """Read a checkpoint into the optimizer and its weights; returns its step. All ranks call
         it.
 
-        Without `step`, reads the undamaged one that was saved last; damaged ones are logged and
-        skipped. The tensors of `extra` are filled in place and its other values replaced; frozen
-        parameters and buffers go into `model`. Raises FileNotFoundError if there is none,
-        ValueError if the chosen one is damaged or does not fit, or if all are damaged.
+        Without `step`, reads the undamaged checkpoint that was saved last; damaged ones are logged
+        and skipped. The tensors of `extra` are filled in place and its other values replaced;
+        frozen parameters and buffers are read into `model`. Raises FileNotFoundError if there is no
+        checkpoint, ValueError if the chosen one is damaged or does not fit, or if all are damaged.
         """
         self.wait()
         group = checkpoint.group_of(optimizer)
-        places: dict[int, Path] = from_rank_0(group, lambda: {one: self.path(one) for one in self._steps()}, LOADS)
-        if not places or (step is not None and step not in places):
+        # Rank 0 lists the folder for all, since ranks may see a network file system differently.
+        paths: dict[int, Path] = from_rank_0(group, lambda: {step: self.path(step) for step in self._steps()}, LOADS)
+        if not paths or (step is not None and step not in paths):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
-            raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {list(places) or 'none'}")
+            raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {list(paths) or 'none'}")
         if step is None:
-            step, manifest = self._last_intact(places, group)
+            step, manifest = self._last_intact(paths, group)
         else:
-            manifest = check_step(places[step], step, group)
-        checkpoint.read(optimizer, places[step], manifest, extra, model)
-        self._runs.stands(Trainee.of(optimizer), manifest.lineage, has_saved=False)
+            manifest = check_step(paths[step], step, group)
+        checkpoint.read(optimizer, paths[step], manifest, extra, model)
+        self._runs.record(Trainee.of(optimizer), manifest.lineage, has_saved=False)
         return step
 
     @property
@@ -197,74 +210,82 @@ class Checkpoints:
         return sorted({int(match[1]) for match in matches if match})
 
     def _become_writer(self, trainee: Trainee, group: Group) -> None:
-        """Take the lease of the folder, or wait until it is clear that its writer is dead.
-        RuntimeError on every rank if another writer lives, or another optimizer saves here.
+        """Take the lease of the folder. If it is unclear whether the present writer is alive, wait
+        until it is clear. RuntimeError on every rank if another writer is alive, or if another
+        optimizer saves here.
         """
 
         def poll() -> bool:
             self._runs.check(trainee, self._folder)
-            if self._place_of_writer is None:
+            if self._writer is None:
                 make_folder(self._folder)
-                self._place_of_writer = _WriterPlace.of(self._folder)
-            self._place_of_writer.check_idle()
-            return self._place_of_writer.lease.poll()
+                self._writer = _FolderWriter.of(self._folder)
+            self._writer.check_idle()
+            return self._writer.lease.poll()
 
-        is_told = group.rank > 0
+        is_logged = group.rank > 0
         while not from_rank_0(group, poll, checkpoint.SAVES):
-            if not is_told:
+            if not is_logged:
                 logger.warning(
                     "another process has written checkpoints into %s: waiting to see if it lives", self._folder
                 )
-            is_told = True
-            time.sleep(POLLS)
+            is_logged = True
+            time.sleep(POLL_INTERVAL)
 
-    def _write(self, state: Mapping[str, Any], group: Group, manifest: Manifest, stands: Lineage) -> Lineage:
-        """Write a checkpoint and delete what is too old; returns its lineage."""
+    def _write(self, state: Mapping[str, Any], group: Group, manifest: Manifest, parent: Lineage) -> Lineage:
+        """Write a checkpoint of a run that continues `parent`, and delete checkpoints that are too
+        old. Returns the lineage of the new one.
+        """
         step = manifest.step
         assert step is not None
-        written = [manifest]
+        # Set on rank 0 by `complete`.
+        lineage = manifest.lineage
 
         def complete() -> Manifest:
-            assert self._place_of_writer is not None
-            self._place_of_writer.lease.check()
-            written[0] = dataclasses.replace(manifest, lineage=self._next_lineage(step, stands))
-            return written[0]
+            nonlocal lineage
+            assert self._writer is not None
+            self._writer.lease.check()
+            lineage = self._next_lineage(step, parent)
+            return dataclasses.replace(manifest, lineage=lineage)
 
         try:
-            if self._place_of_writer is not None:
-                self._place_of_writer.is_writing = True
-            checkpoint.write(state, self._place(step).path, group, manifest, before_commit=complete)
+            if self._writer is not None:
+                self._writer.is_writing = True
+            checkpoint.write(state, self._whole_folder(step).path, group, manifest, before_commit=complete)
         finally:
-            if self._place_of_writer is not None:
-                self._place_of_writer.is_writing = False
+            if self._writer is not None:
+                self._writer.is_writing = False
         checkpoint.on_rank_0(group, lambda: self._prune(step))
-        lineage: Lineage = group.broadcast_object(written[0].lineage, "the lineage of a checkpoint")
-        return lineage
+        written: Lineage = group.broadcast_object(lineage, "the lineage of a checkpoint")
+        return written
 
-    def _next_lineage(self, step: int, stands: Lineage) -> Lineage:
-        """The lineage of the checkpoint of `step` by a run that stands there. It is logged if the
-        run leaves a branch that an automatic resume would have taken so far.
+    def _next_lineage(self, step: int, parent: Lineage) -> Lineage:
+        """The lineage of the checkpoint of `step` by a run that continues `parent`. Logs a warning
+        if the run abandons a branch from which an automatic resume would have continued so far.
         """
         others = self._lineages()
         replaced = others.pop(step, None)
-        lineage = stands.then(others.values())
-        given_up = sorted(one for one, other in others.items() if other.id not in lineage.ancestors)
-        last = max(others.values(), key=lambda one: one.number, default=None)
-        if given_up and last is not None and last.id not in lineage.ancestors and replaced != stands:
+        lineage = parent.then(others.values())
+        abandoned_steps = sorted(other for other, known in others.items() if known.id not in lineage.ancestors)
+        last = max(others.values(), key=lambda known: known.number, default=None)
+        if abandoned_steps and last is not None and last.id not in lineage.ancestors and replaced != parent:
             logger.warning(
                 "the checkpoint of step %d in %s does not descend from those of steps %s: from now on an automatic resume goes on "
                 "from step %d, and those are deleted first",
                 step,
                 self._folder,
-                given_up,
+                abandoned_steps,
                 step,
             )
-        if replaced is not None:  # its number counts, too
+        if replaced is not None:
+            # The replaced checkpoint may have been the last save, so its number counts as well.
             lineage = dataclasses.replace(lineage, number=max(lineage.number, replaced.number + 1))
         return lineage
 
     def _lineages(self) -> dict[int, Lineage]:
-        """The lineages of complete checkpoints by step; one without id for a damaged manifest."""
+        """The lineages of complete checkpoints by step; one with an empty id if the manifest cannot
+        be read.
+        """
         lineages = {}
         for step in self._steps():
             try:
@@ -273,43 +294,51 @@ class Checkpoints:
                 lineages[step] = Lineage(id="")
         return lineages
 
-    def _place(self, step: int) -> WholeFolder:
+    def _whole_folder(self, step: int) -> WholeFolder:
         return WholeFolder(self._folder / f"step_{step:08d}", checkpoint.has_manifest)
 
     def _prune(self, newest: int) -> None:
         """Finish interrupted replacements; delete checkpoints beyond `keep` and the remains of
-        crashes. Only the one living writer of the folder comes here.
+        crashes. Called by the one living writer of the folder only.
         """
         for step in self._steps():
-            self._place(step).settle()
+            self._whole_folder(step).settle()
         discard(temporary_folders(self._folder, STEP, PARTIAL))
-        lineages, retired = self._lineages(), []
+        if self._keep is None:
+            return
+        lineages = self._lineages()
         ancestors = lineages.pop(newest).ancestors
+        # Abandoned branches come first, then older saves.
         steps = sorted(lineages, key=lambda step: (lineages[step].id in ancestors, lineages[step].number, step))
-        for step in steps[: max(0, len(steps) + 1 - self._keep)] if self._keep else ():
-            path = self._place(step).path
+        retired = []
+        for step in steps[: max(0, len(steps) + 1 - self._keep)]:
+            path = self._whole_folder(step).path
             if not checkpoint.has_manifest(path):
                 logger.warning("%s is too old and has no manifest.json, so it is not deleted", path)
                 continue
-            try:  # renamed first, so that a kill leaves nothing that looks complete
+            try:
+                # The rename comes first, so that a kill during the deletion leaves nothing that
+                # looks complete.
                 retired.append(retire(path))
             except OSError as error:
                 logger.warning("%s is too old and cannot be deleted: %s", path, error)
         discard(retired)
 
-    def _last_intact(self, places: Mapping[int, Path], group: Group) -> tuple[int, Manifest]:
+    def _last_intact(self, paths: Mapping[int, Path], group: Group) -> tuple[int, Manifest]:
         """The undamaged checkpoint that was saved last; the last error if all are damaged."""
         lineages: dict[int, Lineage] = from_rank_0(group, self._lineages, LOADS)
-        newest = max(lineages.values(), key=lambda one: one.number, default=Lineage())
+        newest = max(lineages.values(), key=lambda known: known.number, default=Lineage())
 
         def order(step: int) -> tuple[bool, bool, int, int]:
-            one = lineages.get(step, Lineage(id=""))
-            return one.id == "", one.id in (newest.id, *newest.ancestors), one.number, step
+            # Unreadable manifests first, so that each of them is logged. Then the branch of the
+            # last save, the last saved first.
+            lineage = lineages.get(step, Lineage(id=""))
+            return lineage.id == "", lineage.id in (newest.id, *newest.ancestors), lineage.number, step
 
-        steps = sorted(places, key=order, reverse=True)
+        steps = sorted(paths, key=order, reverse=True)
         for step in steps:
             try:
-                manifest = check_step(places[step], step, group)
+                manifest = check_step(paths[step], step, group)
             except ValueError as error:
                 if step == steps[-1]:
                     raise
@@ -322,21 +351,30 @@ class Checkpoints:
         raise AssertionError("there is no step")
 
 
-class _WriterPlace:
-    """The process as the writer of a folder, for all Checkpoints of that folder in it."""
+class _FolderWriter:
+    """The lease of a folder, shared by all Checkpoints of that folder in this process. It is
+    released once the last of them has dropped it.
+
+    Attributes:
+        lease: the right to write, which other processes see.
+        is_writing: True while a Checkpoints writes.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.lease, self.is_writing = folder, WriterLease(folder), False
+        self.folder = folder
+        self.lease = WriterLease(folder)
+        self.is_writing = False
         weakref.finalize(self, self.lease.release)
 
     @classmethod
-    def of(cls, folder: Path) -> "_WriterPlace":
-        """That of a folder, as long as any Checkpoints has it."""
+    def of(cls, folder: Path) -> "_FolderWriter":
+        """The writer of a folder, which is made if no Checkpoints of this process has it."""
+        # A forked process must not use the lease of its parent.
         key = os.getpid(), folder.resolve()
-        place = _PLACES.get(key)
-        if place is None:
-            place = _PLACES[key] = _WriterPlace(folder)
-        return place
+        writer = _FOLDER_WRITERS.get(key)
+        if writer is None:
+            writer = _FOLDER_WRITERS[key] = _FolderWriter(folder)
+        return writer
 
     def check_idle(self) -> None:
         """RuntimeError while a save of another Checkpoints goes on."""
@@ -347,20 +385,23 @@ class _WriterPlace:
 
 
 class _Saving:
-    """A checkpoint that a thread writes."""
+    """A checkpoint that a thread writes; the thread starts at once."""
 
-    def __init__(self, step: int, work: Callable[[], None], rank: int) -> None:
-        self._step, self._work, self.rank = step, work, rank
+    def __init__(self, step: int, write: Callable[[], None], rank: int) -> None:
+        self._step = step
+        self._write = write
+        self.rank = rank
+        # Set by the thread when it fails.
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {step}")
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._work()
+            self._write()
         except BaseException as error:
             self._error = error
-            _UNHEARD.add(self)
+            _UNREPORTED.add(self)
 
     def wait(self) -> None:
         """Wait for the thread; RuntimeError if it could not write the checkpoint."""
@@ -370,27 +411,29 @@ class _Saving:
     def raise_if_failed(self) -> None:
         """RuntimeError if the thread has ended and could not write the checkpoint."""
         if self._error is not None:
-            _UNHEARD.discard(self)
+            _UNREPORTED.discard(self)
             raise RuntimeError(str(self)) from self._error
 
     def __str__(self) -> str:
         return f"the checkpoint of step {self._step} was not written: {self._error}"
 
 
-_PLACES: "weakref.WeakValueDictionary[tuple[int, Path], _WriterPlace]" = weakref.WeakValueDictionary()
-_UNHEARD: set[_Saving] = set()  # that failed, with errors that were raised to nobody
+# (process id, folder) -> the writer of that folder, as long as a Checkpoints has it.
+_FOLDER_WRITERS: "weakref.WeakValueDictionary[tuple[int, Path], _FolderWriter]" = weakref.WeakValueDictionary()
+# Failed saves whose errors were not raised yet.
+_UNREPORTED: set[_Saving] = set()
 
 
 @atexit.register
-def _log_unheard() -> None:
-    """Log, on rank 0, the saves that failed without a word."""
-    for saving in _UNHEARD:
+def _log_unreported() -> None:
+    """Log, on rank 0, the failed saves whose errors were never raised."""
+    for saving in _UNREPORTED:
         if saving.rank == 0:
             logger.error("%s", saving)
 
 
 def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the current values in host memory."""
+    """Copy the tensors of a nested state to host memory."""
     return {key: _snapshot(value) if isinstance(value, Mapping) else _copy(value) for key, value in state.items()}
 
 

@@ -1,10 +1,10 @@
 """Extras: values of the caller in a checkpoint, one for all ranks or one a rank.
 
-    extra.<name>                  a tensor that all ranks have alike
+    extra.<name>                  a tensor that is equal on all ranks
     extra_of_ranks.<rank>.<name>  one that differs, such as a random state or a position in the data
 
-Values that are no tensors are in the manifest. Nothing is converted: a tensor loads into its own
-dtype and shape, and a value that JSON would change is refused.
+Values that are no tensors are in the manifest. Nothing is converted: a tensor is loaded into the
+same dtype and shape, and a value that JSON would change is refused.
 """
 
 import hashlib
@@ -18,7 +18,9 @@ from torch import Tensor
 from zerocast.checkpoint.manifest import Manifest
 from zerocast.distributed.group import Group
 
-SAME, OF_RANKS = "extra", "extra_of_ranks"
+# Prefixes of the keys of tensors.
+SAME = "extra"
+OF_RANKS = "extra_of_ranks"
 
 
 def check(extra: Mapping[str, Any] | None) -> None:
@@ -34,33 +36,42 @@ def check(extra: Mapping[str, Any] | None) -> None:
 
 
 def split(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values that all ranks of the group have alike, and those that differ. Collective."""
+    """Split values into those that are equal on all ranks of the group and those that differ.
+    Collective; `what` says which call this is, for errors.
+    """
     if group.size == 1:
         return dict(extra), {}
     digests = {name: _digest(value) for name, value in extra.items()}
     by_rank: list[dict[str, str]] = group.all_gather_object(digests, f"digests of extra values as this rank {what}")
-    same = {name for name in digests if all(digests[name] == other.get(name) for other in by_rank)}
-    alike = {name: value for name, value in extra.items() if name in same}
-    return alike, {name: value for name, value in extra.items() if name not in same}
+    equal = {}
+    differing = {}
+    for name, value in extra.items():
+        if all(digests[name] == other.get(name) for other in by_rank):
+            equal[name] = value
+        else:
+            differing[name] = value
+    return equal, differing
 
 
 def state_of(tensors: Mapping[str, Tensor], group: Group, prefix: str, what: str) -> dict[str, Any]:
-    """Tensors as a checkpoint holds them: under `prefix` those that ranks have alike, and under
-    `<prefix>_of_ranks.<rank>` this rank's own.
+    """The entries of tensors in a checkpoint: under `prefix` those that are equal on all ranks, and
+    under `<prefix>_of_ranks.<rank>` those of this rank that differ. Collective.
     """
-    alike, own = split(tensors, group, what)
-    return {prefix: alike, f"{prefix}_of_ranks": {str(group.rank): own} if own else {}}
+    equal, own = split(tensors, group, what)
+    return {prefix: equal, f"{prefix}_of_ranks": {str(group.rank): own} if own else {}}
 
 
 def values_of(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
-    """The values that are no tensors: those that all ranks have alike, and those of each rank."""
-    alike, own = split({name: value for name, value in extra.items() if not isinstance(value, Tensor)}, group, what)
+    """The values that are no tensors: those that are equal on all ranks, and for each rank those
+    that differ. Collective.
+    """
+    equal, own = split({name: value for name, value in extra.items() if not isinstance(value, Tensor)}, group, what)
     by_rank = group.all_gather_object(own, "values of extra") if group.size > 1 else [own]
-    return alike, tuple(by_rank) if any(by_rank) else ()
+    return equal, tuple(by_rank) if any(by_rank) else ()
 
 
 def take_values(extra: MutableMapping[str, Any], manifest: Manifest, group: Group) -> None:
-    """Put the values that are no tensors into `extra`, in place of those of the same names."""
+    """Replace the values in `extra` that are no tensors by those of the manifest."""
     own = manifest.values_of_ranks[group.rank] if group.rank < len(manifest.values_of_ranks) else {}
     for name, value in extra.items():
         if not isinstance(value, Tensor):
@@ -68,19 +79,23 @@ def take_values(extra: MutableMapping[str, Any], manifest: Manifest, group: Grou
 
 
 def problems(extra: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manifest, group: Group) -> list[str]:
-    """Why these values cannot be taken from a checkpoint with the entries `saved`."""
-    found = []
+    """The reasons why values for `extra` cannot be taken from a checkpoint with this manifest and
+    the entries `saved` in its metadata.
+    """
+    found: list[str] = []
     for name, value in extra.items():
         is_tensor = isinstance(value, Tensor)
-        ranks = _ranks_with(name, saved) if is_tensor else _ranks_with_value(name, manifest)
-        one = f"{SAME}.{name}" in saved if is_tensor else name in manifest.values
-        if not one and not ranks:
-            other = name in manifest.values or _ranks_with_value(name, manifest)
-            is_other = bool(other) if is_tensor else f"{SAME}.{name}" in saved or bool(_ranks_with(name, saved))
-            kinds = ("no tensor", "a tensor") if is_tensor else ("a tensor", "no tensor")
-            found.append(
-                f"extra.{name} is {kinds[0]} there and {kinds[1]} here" if is_other else f"extra.{name} is missing"
-            )
+        ranks_with_tensor = _ranks_with_tensor(name, saved)
+        ranks_with_value = _ranks_with_value(name, manifest)
+        has_tensor = f"{SAME}.{name}" in saved or bool(ranks_with_tensor)
+        has_value = name in manifest.values or bool(ranks_with_value)
+        ranks = ranks_with_tensor if is_tensor else ranks_with_value
+        if not has_tensor and not has_value:
+            found.append(f"extra.{name} is missing")
+        elif is_tensor and not has_tensor:
+            found.append(f"extra.{name} is no tensor there and a tensor here")
+        elif not is_tensor and not has_value:
+            found.append(f"extra.{name} is a tensor there and no tensor here")
         elif ranks and len(ranks) != group.size:
             found.append(
                 f"extra.{name} has a value for each of {len(ranks)} ranks there, and {group.size} ranks load it: a value of one "
@@ -92,21 +107,21 @@ def problems(extra: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manif
 def to_overwrite(
     tensors: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str, rank: int
 ) -> dict[str, dict[str, Any]]:
-    """The entries of a state dictionary whose tensors a reader fills: those of `rank` where ranks
-    have their own.
+    """The entries of a state dictionary whose tensors a reader fills. A tensor that differs between
+    ranks in the checkpoint is read from the entry of `rank`.
     """
-    own = {name: one for name, one in tensors.items() if f"{prefix}_of_ranks.{rank}.{name}" in saved}
-    alike = {name: one for name, one in tensors.items() if name not in own}
-    return {prefix: alike, f"{prefix}_of_ranks": {str(rank): own} if own else {}}
+    own = {name: tensor for name, tensor in tensors.items() if f"{prefix}_of_ranks.{rank}.{name}" in saved}
+    equal = {name: tensor for name, tensor in tensors.items() if name not in own}
+    return {prefix: equal, f"{prefix}_of_ranks": {str(rank): own} if own else {}}
 
 
 def world_of(saved: Mapping[str, Any], prefix: str) -> int:
-    """How many ranks have values of their own under a prefix."""
-    front = f"{prefix}_of_ranks."
-    return len({name[len(front) :].partition(".")[0] for name in saved if name.startswith(front)})
+    """The number of ranks that have tensors that differ between ranks, under a prefix."""
+    start = f"{prefix}_of_ranks."
+    return len({name.removeprefix(start).partition(".")[0] for name in saved if name.startswith(start)})
 
 
-def _ranks_with(name: str, saved: Mapping[str, Any]) -> list[int]:
+def _ranks_with_tensor(name: str, saved: Mapping[str, Any]) -> list[int]:
     return [rank for rank in range(world_of(saved, SAME)) if f"{OF_RANKS}.{rank}.{name}" in saved]
 
 
@@ -115,8 +130,9 @@ def _ranks_with_value(name: str, manifest: Manifest) -> list[int]:
 
 
 def _is_plain(value: Any) -> bool:
+    """True for a value that JSON stores exactly."""
     if isinstance(value, dict):
-        return type(value) is dict and all(type(key) is str and _is_plain(one) for key, one in value.items())
+        return type(value) is dict and all(type(key) is str and _is_plain(item) for key, item in value.items())
     if isinstance(value, list):
         return type(value) is list and all(map(_is_plain, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -126,7 +142,8 @@ def _digest(value: Any) -> str:
     if not isinstance(value, Tensor):
         return json.dumps(value, sort_keys=True)
     if type(value) is not Tensor and not isinstance(value, torch.nn.Parameter):
-        return f"{type(value).__name__} {tuple(value.shape)}"  # sharded over the ranks: one value
+        # A subclass such as DTensor is sharded over the ranks: together they have a single value.
+        return f"{type(value).__name__} {tuple(value.shape)}"
     plain = value.detach().cpu().contiguous()
     content = plain.view(-1).view(torch.uint8).numpy().tobytes()
     return f"{plain.dtype} {tuple(plain.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -1,12 +1,13 @@
-"""Lineage: which checkpoint of a folder a run stands on, and which it descends from.
+"""Lineage: the checkpoint that a run continues, and the checkpoints that this one descends from.
 
-After a load of step 100 and a save of step 150, the steps 200 and 300 that exist already are of a
-branch that was given up. Numbers of steps do not tell; so each checkpoint has an id, the number of
+If a run loads step 100 and saves step 150, then steps 200 and 300 in the same folder belong to an
+abandoned branch, though their numbers are larger. So each checkpoint records an id, the number of
 its save in the folder, and the ids of the checkpoints that it descends from. An automatic resume
-takes the one that was saved last.
+takes the checkpoint that was saved last.
 
-The process remembers where each optimizer stands, by its parameters: an optimizer that is built
-again over the same parameters is the same run, and one over other parameters is another run.
+The process remembers which checkpoint each optimizer continues, by its parameters: an optimizer
+that is built again over the same parameters is the same run, and one over other parameters is
+another run.
 """
 
 import gc
@@ -17,13 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-MOST_RUNS = 16  # of a folder that are remembered
+# The number of runs that are remembered for each folder.
+MOST_RUNS = 16
 
 
 @dataclass(frozen=True)
 class Lineage:
-    """The id of a checkpoint, the number of its save in the folder, from 1, and the ids of the
-    checkpoints of the folder that it descends from.
+    """The place of a checkpoint among the checkpoints of its folder.
+
+    Attributes:
+        id: unique; empty for a checkpoint whose manifest cannot be read.
+        number: the number of its save in the folder, from 1.
+        ancestors: the ids of the checkpoints in the folder that it descends from.
     """
 
     id: str = field(default_factory=lambda: secrets.token_hex(8))
@@ -31,14 +37,16 @@ class Lineage:
     ancestors: tuple[str, ...] = ()
 
     def then(self, others: Iterable["Lineage"]) -> "Lineage":
-        """The lineage of the next save, in a folder that holds `others`."""
-        held = {other.id: other.number for other in others}
-        ancestors = tuple(one for one in (*self.ancestors, self.id) if one in held)
-        return Lineage(number=1 + max(held.values(), default=0), ancestors=ancestors)
+        """The lineage of the next save by a run that continues this checkpoint. `others` are the
+        lineages of the checkpoints that the folder still has.
+        """
+        numbers = {other.id: other.number for other in others}
+        ancestors = tuple(ancestor for ancestor in (*self.ancestors, self.id) if ancestor in numbers)
+        return Lineage(number=1 + max(numbers.values(), default=0), ancestors=ancestors)
 
 
 class Trains(Protocol):
-    """What is asked of an optimizer."""
+    """The attributes of an optimizer that are read here."""
 
     @property
     def param_groups(self) -> Any:
@@ -46,15 +54,20 @@ class Trains(Protocol):
 
     @property
     def model(self) -> Any:
-        """The model, where the optimizer knows it."""
+        """The model, None if the optimizer does not know it."""
 
 
 @dataclass(frozen=True)
 class Trainee:
-    """Which parameters an optimizer trains, by their ids; what lives as long as they are trained;
-    and what an error calls it.
+    """The set of parameters that an optimizer trains.
 
-    It refers to no parameter: torch moves none to which anybody has a weak reference.
+    Attributes:
+        parameters: their ids. There is no weak reference to a parameter, since
+            `torch.utils.swap_tensors`, with which `Module.to` may move it, refuses one that has
+            any.
+        owner: an object that lives as long as the parameters are trained: the model, or an
+            optimizer that knows no model. While it lives, the ids are not used again.
+        name: the optimizer, as errors name it.
     """
 
     parameters: frozenset[int]
@@ -63,7 +76,7 @@ class Trainee:
 
     @staticmethod
     def of(optimizer: Trains) -> "Trainee":
-        """Those of an optimizer, or of a state of one that its model outlives."""
+        """The parameters of an optimizer, or of an object that stands for its state."""
         ids = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         owner = optimizer if optimizer.model is None else optimizer.model
         name = f"a {type(optimizer).__name__} of {len(ids)} parameters (at {id(optimizer):#x})"
@@ -72,7 +85,9 @@ class Trainee:
 
 @dataclass
 class _Run:
-    """What an optimizer trains, where it stands, and whether it has saved here."""
+    """A run of training: its parameters, the checkpoint that it continues, and whether it has saved
+    into the folder.
+    """
 
     trainee: Trainee
     lineage: Lineage
@@ -82,24 +97,27 @@ class _Run:
 class Runs:
     """The runs that have loaded from a folder, or saved into it, in this process."""
 
-    _of_folders: ClassVar[dict[Path, "Runs"]] = {}  # for as long as the process lives
+    # By resolved path; kept as long as the process lives.
+    _of_folders: ClassVar[dict[Path, "Runs"]] = {}
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
 
     @classmethod
     def of(cls, folder: Path) -> "Runs":
-        """Those of a folder, whichever object asks."""
+        """The runs of a folder, the same object for every Checkpoints of that folder."""
         return cls._of_folders.setdefault(folder.resolve(), Runs())
 
     def check(self, trainee: Trainee, folder: Path) -> None:
-        """RuntimeError if another run, which is still there, has saved into the folder, and this
-        one continues no checkpoint of it.
+        """RuntimeError if this run has neither loaded from the folder nor saved into it, but
+        another run that still lives has saved into it.
         """
-        if self._find(trainee) is not None or not self._saved():
+        if self._find(trainee) is not None or not self._living_writers():
             return
-        gc.collect()  # an optimizer and its hooks refer to each other
-        if others := self._saved():
+        # An optimizer and its hooks refer to each other, so one that is no longer used may still
+        # wait for the garbage collector.
+        gc.collect()
+        if others := self._living_writers():
             raise RuntimeError(
                 f"two optimizers save into {folder}, {others[0].trainee.name} and {trainee.name}, which has neither saved nor "
                 "loaded there and has other parameters: each would replace the checkpoints of the other, so give each a folder of "
@@ -107,20 +125,22 @@ class Runs:
             )
 
     def lineage_of(self, trainee: Trainee) -> Lineage:
-        """Where a run stands; a new lineage for one that has neither loaded nor saved."""
+        """The lineage of the checkpoint that a run continues; a new lineage for a run that has
+        neither loaded nor saved.
+        """
         run = self._find(trainee)
         return Lineage() if run is None else run.lineage
 
-    def stands(self, trainee: Trainee, lineage: Lineage, has_saved: bool) -> None:
-        """A run has loaded or saved this checkpoint."""
-        run = self._find(trainee)
-        if run is not None:
-            has_saved |= run.has_saved
-        self._runs = [one for one in self._runs if one is not run][-MOST_RUNS:]
+    def record(self, trainee: Trainee, lineage: Lineage, has_saved: bool) -> None:
+        """Note that a run has loaded or saved the checkpoint of this lineage."""
+        previous = self._find(trainee)
+        if previous is not None:
+            has_saved |= previous.has_saved
+        self._runs = [run for run in self._runs if run is not previous][-MOST_RUNS:]
         self._runs.append(_Run(trainee, lineage, has_saved))
 
     def _find(self, trainee: Trainee) -> _Run | None:
         return next((run for run in reversed(self._runs) if run.trainee.parameters & trainee.parameters), None)
 
-    def _saved(self) -> list[_Run]:
+    def _living_writers(self) -> list[_Run]:
         return [run for run in self._runs if run.has_saved and run.trainee.owner() is not None]

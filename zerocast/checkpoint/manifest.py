@@ -1,12 +1,14 @@
-"""Manifest: sizes and hashes of the files of a checkpoint, by which damage is found before loading.
+"""Manifest: sizes and hashes of the files of a checkpoint, to find damage before anything is
+loaded.
 
-The manifest is written last. It detects disk errors, broken transfers (its own too, by a hash of
-itself) and folders whose names were exchanged. It does not detect somebody who rewrites it as well;
-loading runs no code in any case (`safe_reader.py`). `zerocast.optim.Checkpoints` always writes one
-and requires it; folders of other programs have none and are loaded unchecked.
+The manifest is written last. It detects disk errors, broken transfers (of the manifest itself, too,
+by a hash of it) and folders whose names were exchanged. It does not detect an attacker who rewrites
+the manifest as well; loading runs no code in any case (`sources/dcp.py`).
+`zerocast.optim.Checkpoints` always writes a manifest and requires it. Folders of other programs
+have none and are loaded unchecked.
 
-It also says what no tensor can: from which checkpoint this one descends, plain values of the
-caller, and what it leaves out.
+The manifest also has what is no tensor: the checkpoints that this one descends from, plain values
+of the caller, and a description of the state that the checkpoint leaves out.
 """
 
 import hashlib
@@ -29,8 +31,10 @@ from zerocast.distributed.group import Group
 logger = logging.getLogger(__name__)
 NAME = MANIFEST
 CHUNK = 2**20
-MOST_BYTES = 2**28  # of a manifest, enough for a million files
-LOADS = "loads a checkpoint"  # the call, as errors name it when ranks make different ones
+# The largest manifest that is read, enough for a million files.
+MOST_BYTES = 2**28
+# The name of the call in the error that is raised if ranks make different calls.
+LOADS = "loads a checkpoint"
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,8 @@ class FileSum:
 
 @dataclass(frozen=True)
 class Stored:
-    """Format and nominal dtype that a weight had, as text, and the names of the weights that it
-    shared its tensor amax with; loading masters ignores them.
+    """Format and nominal dtype of a quantized weight, as text, and the names of the weights that
+    share its tensor amax. A load of masters does not need them.
     """
 
     format: str
@@ -74,17 +78,18 @@ class Stored:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Sums by file name, and what a checkpoint says of itself.
+    """The contents of the file `manifest.json` of a checkpoint.
 
     Attributes:
-        formats: of quantized weights, by parameter name.
+        files: size and hash of each file by name.
+        formats: formats of quantized weights by parameter name.
         step: the training step.
-        lineage: which checkpoint this is, and which it descends from.
-        values: values of `extra` that are no tensors, one for all ranks.
-        values_of_ranks: those that ranks have each for themselves.
+        lineage: the id of this checkpoint and of those that it descends from.
+        values: values of `extra` that are no tensors and are equal on all ranks, by name.
+        values_of_ranks: for each rank, the values of `extra` that differ between ranks.
         frozen: the names of parameters without a master.
-        left_out: what training reads and the checkpoint does not hold, in words.
-        torch: the version that wrote it.
+        left_out: descriptions of state that training reads and the checkpoint does not have.
+        torch: the version of torch that wrote the checkpoint.
     """
 
     files: dict[str, FileSum] = field(default_factory=dict)
@@ -132,14 +137,14 @@ class Manifest:
     def _of_file(path: Path) -> "Manifest":
         content = read_bounded(path, MOST_BYTES)
         try:
-            found = json.loads(content)
-            own = found.pop("sha256", None)
-            manifest = Manifest._of_content(found)
+            fields = json.loads(content)
+            recorded = fields.pop("sha256", None)
+            manifest = Manifest._of_fields(fields)
         except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from None
-        if own != (sums := digest(found)):
+        if recorded != (actual := digest(fields)):
             raise ValueError(
-                f"{path} is damaged: its SHA-256 is {sums[:16]}..., and was {str(own)[:16]}... when it was written"
+                f"{path} is damaged: its SHA-256 is {actual[:16]}..., and was {str(recorded)[:16]}... when it was written"
             )
         outside = [name for name in manifest.files if PurePath(name).name != name]
         if outside:
@@ -147,23 +152,30 @@ class Manifest:
         return manifest
 
     @staticmethod
-    def _of_content(found: dict[str, Any]) -> "Manifest":
-        files = {str(name): FileSum(int(sums["bytes"]), str(sums["sha256"])) for name, sums in found["files"].items()}
+    def _of_fields(fields: dict[str, Any]) -> "Manifest":
+        """A manifest from parsed JSON. KeyError, TypeError or ValueError if it is no manifest."""
+        files = {str(name): FileSum(int(sums["bytes"]), str(sums["sha256"])) for name, sums in fields["files"].items()}
         formats = {
-            str(name): Stored(str(one["format"]), str(one["dtype"]), tuple(map(str, one.get("shares", ()))))
-            for name, one in found["formats"].items()
+            str(name): Stored(str(entry["format"]), str(entry["dtype"]), tuple(map(str, entry.get("shares", ()))))
+            for name, entry in fields["formats"].items()
         }
-        step = None if found["step"] is None else int(found["step"])
-        line = found["lineage"]
-        lineage = Lineage(str(line["id"]), int(line["number"]), tuple(map(str, line["ancestors"])))
-        values, of_ranks = dict(found["values"]), tuple(map(dict, found["values_of_ranks"]))
-        frozen, left_out = (tuple(map(str, found[key])) for key in ("frozen", "left_out"))
-        return Manifest(files, formats, step, lineage, values, of_ranks, frozen, left_out, str(found["torch"]))
+        lineage = fields["lineage"]
+        return Manifest(
+            files=files,
+            formats=formats,
+            step=None if fields["step"] is None else int(fields["step"]),
+            lineage=Lineage(str(lineage["id"]), int(lineage["number"]), tuple(map(str, lineage["ancestors"]))),
+            values=dict(fields["values"]),
+            values_of_ranks=tuple(map(dict, fields["values_of_ranks"])),
+            frozen=tuple(map(str, fields["frozen"])),
+            left_out=tuple(map(str, fields["left_out"])),
+            torch=str(fields["torch"]),
+        )
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder and sync it."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
-        formats = {name: one.content() for name, one in sorted(self.formats.items())}
+        formats = {name: stored.content() for name, stored in sorted(self.formats.items())}
         content: dict[str, Any] = {
             "torch": self.torch,
             "step": self.step,
@@ -180,8 +192,8 @@ class Manifest:
         sync_file(folder / NAME)
 
     def check(self, folder: Path, names: Sequence[str]) -> None:
-        """Raise ValueError, with both values, for the first of these files that differs from its
-        sum.
+        """ValueError, with both values, for the first of these files whose size or hash is not the
+        recorded one.
         """
         for name in names:
             path, expected = folder / name, self.files[name]
@@ -193,9 +205,9 @@ class Manifest:
                 nbytes = os.fstat(stream.fileno()).st_size
                 if nbytes != expected.nbytes:
                     raise ValueError(f"{path} has {nbytes:,} bytes, and had {expected.nbytes:,} when it was written")
-                found = FileSum.of_stream(stream, nbytes)
-            if found != expected:
-                sums = f"its SHA-256 is {found.sha256[:16]}..., and was {expected.sha256[:16]}..."
+                actual = FileSum.of_stream(stream, nbytes)
+            if actual != expected:
+                sums = f"its SHA-256 is {actual.sha256[:16]}..., and was {expected.sha256[:16]}..."
                 raise ValueError(f"{path} is damaged: {sums} when it was written")
 
 
@@ -210,10 +222,11 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def check_files(path: Path, group: Group) -> Manifest:
-    """The manifest, an empty one where there is none. ValueError on every rank if a file differs
-    from it; ranks share the work.
+    """Compare the files of a folder with its manifest, which is returned. Collective: each rank
+    checks a part of the files. ValueError on every rank if a file differs.
 
-    A folder of another program has no manifest; rank 0 then logs that nothing is checked.
+    A folder of another program has no manifest. Rank 0 then logs that nothing is checked, and the
+    result is empty.
     """
     manifest: Manifest | None = from_rank_0(group, lambda: Manifest.read(path), LOADS)
     if manifest is None and group.rank == 0 and (path / ".metadata").is_file():

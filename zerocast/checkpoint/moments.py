@@ -1,5 +1,5 @@
-"""Moments of an optimizer as a checkpoint holds them: what their values may be, and whether those
-of a file are so, before any of them is loaded.
+"""Checks of the moments in a checkpoint's files, made before any of them is loaded: no moment may
+have NaN or Inf, and no second moment may be negative.
 """
 
 import math
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zerocast.checkpoint.sources.safe_reader import SafeReader
+from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.distributed.group import Group
 
-PREFIX = "optim.state."  # before the name of a parameter
+# The prefix of the keys of moments, before the name of the parameter.
+PREFIX = "optim.state."
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
 MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
 
 
 def check_values(name: str, key: str, moment: Tensor) -> None:
-    """ValueError for a moment of a parameter that holds NaN, Inf, or negative squares."""
+    """ValueError if a moment of a parameter has NaN or Inf, or if a second moment is negative."""
     lowest, highest = torch.stack(torch.aminmax(moment)).tolist()
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         raise ValueError(f"{key} of {name} holds NaN or Inf in the state")
@@ -30,35 +31,39 @@ def check_values(name: str, key: str, moment: Tensor) -> None:
 
 
 def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[str, Any], group: Group) -> list[str]:
-    """The problems of the moments of `known` parameters in a checkpoint, of which each rank reads
-    a part.
+    """The problems of the moments in a checkpoint, for parameters whose names are in `known`. Each
+    rank reads and checks a part of the files.
     """
-    found: list[str] = []
+    problems: list[str] = []
     try:
         for name, key, moment in _stored(reader, metadata, known, group):
             try:
                 check_values(name, key, moment)
             except ValueError as error:
-                found.append(str(error))
+                problems.append(str(error))
     except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        # Memory that runs out says nothing of the file. Where other ranks wait to hear of an error,
-        # it is told like one.
+        # Running out of memory says nothing about the file. With several ranks the error must
+        # become a problem nevertheless, since the other ranks wait for this one.
         if isinstance(error, torch.OutOfMemoryError) and group.size == 1:
             raise
-        found.append(f"its moments cannot be read: {error}")
-    return found
+        problems.append(f"its moments cannot be read: {error}")
+    return problems
 
 
 def _stored(
     reader: SafeReader, metadata: Metadata, known: Mapping[str, Any], group: Group
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter, moment, values) of this rank's part of the chunks in the files."""
-    chunks = [(index.fqn.removeprefix(PREFIX).rpartition("."), place) for index, place in metadata.storage_data.items()]
-    wanted = [(name, key, place) for (name, _, key), place in chunks if name in known and key in MOMENTS]
-    for name, key, place in wanted[group.rank :: group.size]:
-        if place.transform_descriptors:
-            continue  # compressed by another program: looked at once it is loaded
-        with reader.fs.create_stream(Path(reader.path, place.relative_path), "rb") as stream:
-            moment = torch.load(reader._slice_file(stream, place), map_location="cpu", weights_only=True)
+    """Yield (parameter, name of the moment, values) for this rank's part of the stored chunks."""
+    chunks = []
+    for index, location in metadata.storage_data.items():
+        name, _, key = index.fqn.removeprefix(PREFIX).rpartition(".")
+        if name in known and key in MOMENTS:
+            chunks.append((name, key, location))
+    for name, key, location in chunks[group.rank :: group.size]:
+        if location.transform_descriptors:
+            # Another program compressed the chunk. Its values are checked once it is loaded.
+            continue
+        with reader.fs.create_stream(Path(reader.path, location.relative_path), "rb") as stream:
+            moment = torch.load(reader._slice_file(stream, location), map_location="cpu", weights_only=True)
         if type(moment) is Tensor and moment.numel():
             yield name, key, moment

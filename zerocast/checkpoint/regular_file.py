@@ -1,7 +1,7 @@
-"""Bounded reads of files that other programs wrote; devices, FIFOs and folders are refused.
+"""Bounded reads of files that other programs wrote. Devices, FIFOs and folders are refused.
 
-Symbolic links are followed, since shared storage often uses them; the file that they point to is
-checked.
+Symbolic links are followed, since shared storage often uses them. The check is of the file that
+they point to.
 """
 
 import os
@@ -25,7 +25,8 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
-        check_regular(path)  # a socket, or a device without a driver
+        # A socket, or a device without a driver, cannot be opened at all.
+        check_regular(path)
         raise
     try:
         _check(path, os.fstat(descriptor))
@@ -36,14 +37,12 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if the path exists and is no regular file; for readers that open it
-    themselves.
-    """
+    """ValueError if the path exists and is no regular file; for readers that open it themselves."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return
-    _check(path, found)
+    _check(path, status)
 
 
 def read_bounded(path: Path, most: int) -> bytes:
@@ -58,8 +57,8 @@ def read_bounded(path: Path, most: int) -> bytes:
     return content
 
 
-def _check(path: str | os.PathLike[str], found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check(path: str | os.PathLike[str], status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ValueError(
-            f"{os.fspath(path)} is {KINDS.get(stat.S_IFMT(found.st_mode), 'no regular file')}, where a file belongs"
+            f"{os.fspath(path)} is {KINDS.get(stat.S_IFMT(status.st_mode), 'no regular file')}, where a file belongs"
         )

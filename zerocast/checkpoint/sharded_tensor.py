@@ -1,7 +1,7 @@
 """TensorShard: presents a flat shard of a tensor to torch.distributed.checkpoint.
 
-Any flat span of a matrix is at most three boxes. Each box is a view of the flat shard, so that
-saving copies nothing and loading writes in place, whatever number of ranks saved.
+Any flat span of a matrix consists of at most three boxes. Each box is a view of the flat shard, so
+that a save copies nothing and a load writes in place, for any number of ranks that saved.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,21 @@ from zerocast.formats.layout import Span
 
 # Methods that torch.distributed.checkpoint calls before it uses the protocol below.
 _ASKED = {"size", "dim", "numel", "nelement", "stride", "storage_offset", "data_ptr", "untyped_storage", "element_size"}
-_STAGED = {"new_empty", "set_"}  # of torch's DefaultStager, which also copies `flat` and `chunks`
+# Methods that torch's DefaultStager calls. It also copies the attributes `flat` and `chunks`.
+_STAGED = {"new_empty", "set_"}
 
 
 class TensorShard(Tensor):
-    """Elements `span` of a tensor of this shape, held by `flat`.
+    """One rank's elements of a tensor that is sharded over ranks.
 
-    The protocol is that of torch.distributed._checkpointable. The tensor itself is a placeholder
-    without memory that has the whole shape and the dtype. Computing with it or copying it raises.
+    Implements the protocol of torch.distributed._checkpointable. The tensor itself is a placeholder
+    without memory that has the shape of the whole tensor and its dtype. Computing with it or
+    copying it raises TypeError.
+
+    Attributes:
+        flat: the elements of this rank, one-dimensional.
+        span: their range in the flattened whole tensor.
+        chunks: views of `flat` as boxes, by their offsets in the whole tensor.
     """
 
     flat: Tensor
@@ -34,8 +41,10 @@ class TensorShard(Tensor):
     def of(flat: Tensor, span: Span, shape: Sequence[int]) -> "TensorShard":
         """The shard of a tensor of `shape`; `flat` is contiguous and has `span.numel` elements."""
         shard: TensorShard = Tensor._make_subclass(TensorShard, flat.new_empty(()).expand(tuple(shape)))
-        shard.flat, shard.span = flat, span
-        shard.chunks, start = {}, 0
+        shard.flat = flat
+        shard.span = span
+        shard.chunks = {}
+        start = 0
         for offsets, sizes in span.boxes(shape):
             numel = torch.Size(sizes).numel()
             shard.chunks[torch.Size(offsets)] = flat[start : start + numel].view(sizes)

@@ -1,5 +1,6 @@
-"""torch.distributed.checkpoint as this package calls it: files that are on the disk once they are
-written, errors of the operating system in their own words, and no warning about one process.
+"""Calls of torch.distributed.checkpoint, with three differences: files are on the disk once they
+are written, errors of the operating system keep their own text, and a single process gets no
+warning.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from zerocast.distributed.group import Group
 
 
 def save(state: Mapping[str, Any], folder: Path, group: Group, planner: SavePlanner | None) -> None:
-    """Write this rank's part of a state dictionary into a folder; CheckpointException on every rank
-    if any cannot.
+    """Write this rank's part of a state dictionary into a folder. CheckpointException on every rank
+    if any rank cannot write.
     """
     with _without_process_group_warning():
         state_dict_saver.save(
@@ -33,26 +34,27 @@ def save(state: Mapping[str, Any], folder: Path, group: Group, planner: SavePlan
         )
 
 
-def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str, left: str = "") -> None:
-    """Fill the tensors of a state dictionary in place. RuntimeError on every rank if any cannot
-    read, which says what is `left` of these tensors.
+def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str, consequence: str = "") -> None:
+    """Fill the tensors of a state dictionary in place. RuntimeError on every rank if any rank
+    cannot read; its text names the `place` and ends with the `consequence` for the tensors.
     """
     try:
         with _without_process_group_warning():
             state_dict_loader.load(
                 state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
             )
-    except CheckpointException as error:  # no Exception, and the same on every rank
-        raise RuntimeError(f"{place} cannot be read to its end{left}: {reasons(error)}") from error
+    except CheckpointException as error:
+        # This error is no Exception, and it is the same on every rank.
+        raise RuntimeError(f"{place} cannot be read to its end{consequence}: {reasons(error)}") from error
 
 
 def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
-    """Like `load`, into the masters themselves."""
+    """Call `load` for tensors that include masters. An error says that they are partly written."""
     load(state, reader, group, place, "; masters are now partly what it holds")
 
 
 def reasons(error: CheckpointException) -> str:
-    """The error of each rank that failed, without tracebacks."""
+    """The error of each rank that failed, as one text without tracebacks."""
     return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
 
 
@@ -65,7 +67,7 @@ def _without_process_group_warning() -> Iterator[None]:
 
 
 class _SyncedFiles(FileSystem):
-    """Files that are on the disk once they are closed, by the process that wrote them."""
+    """A FileSystem whose files are synced when they are closed."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -78,10 +80,10 @@ class _SyncedFiles(FileSystem):
 class ClearWriter(FileSystemWriter):
     """torch's FileSystemWriter, with synced files and the operating system's errors.
 
-    torch syncs a file before it flushes its own buffer, so that the end of a file, or all of a
-    small one, is still in memory; this writer syncs each file after closing it. When a write fails,
-    torch.save reports "unexpected pos 704 vs 598"; the OSError, such as a full disk, is only in the
-    exception's context, which is not sent to other ranks. This writer raises the OSError itself.
+    torch syncs a file before it flushes its own buffer, so the end of a file, or all of a small
+    one, is still in memory. This writer syncs each file after closing it. When a write fails,
+    torch.save reports "unexpected pos 704 vs 598". The OSError, such as a full disk, is only in the
+    context of that exception, which is not sent to other ranks. This writer raises the OSError.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,13 +1,14 @@
-"""Untrained: what training reads beside the masters, frozen parameters and buffers.
+"""Untrained: the frozen parameters and buffers of a model in a checkpoint.
 
     model.<name>               a frozen plain parameter, in its own dtype
     zerocast.<name>.<buffer>   the bytes of a frozen quantized weight, which has no master
     buffers.<name>             a persistent buffer that all ranks have alike
-    buffers_of_ranks.<rank>.<name>   one that differs, such as the statistics of a BatchNorm
+    buffers_of_ranks.<rank>.<name>   one that differs between ranks, such as the statistics of a
+                                     BatchNorm
 
 The optimizer knows the frozen parameters that it was given. The rest of a model is known only if
-the model is given; where it is not, the manifest and the log say so. Bytes of a quantized weight
-are saved as they are, since casting dequantized values again would change some.
+the model is given; if it is not, the manifest and the log say so. The bytes of a quantized weight
+are saved unchanged, since a cast of the dequantized values would change some of them.
 """
 
 import logging
@@ -37,11 +38,12 @@ UNKNOWN = (
     "buffers of the model, and parameters that the optimizer was not given: pass model= to save and load to have them in "
     "the checkpoint"
 )
-_told: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the runs whose incomplete saves were logged
+# The models (or optimizers that know no model) whose incomplete checkpoints were logged already.
+_logged: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class HasParameters(Protocol):
-    """What is asked of an optimizer."""
+    """The attributes of an optimizer that are read here."""
 
     @property
     def param_groups(self) -> Any:
@@ -53,12 +55,20 @@ class HasParameters(Protocol):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model, where the optimizer knows it."""
+        """The model, None if the optimizer does not know it."""
 
 
 @dataclass(frozen=True)
 class Untrained:
-    """Plain parameters, quantized weights and buffers by name, and in words what is not known."""
+    """The tensors of a model that its optimizer does not train.
+
+    Attributes:
+        plain: frozen plain parameters by name. Empty if the optimizer knows the model, since its
+            own state then has them.
+        quantized: frozen quantized weights by name.
+        buffers: persistent buffers by name.
+        left_out: descriptions of state that the checkpoint does not have.
+    """
 
     plain: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
@@ -67,24 +77,26 @@ class Untrained:
 
     @staticmethod
     def of(optimizer: HasParameters, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
-        """What `optimizer` does not train of the `model`; `masters` are its entries by name.
-        ValueError for a frozen parameter that has the name of a trained one.
+        """The untrained tensors of `model`, or of the model that the optimizer knows.
+
+        `masters` are the optimizer's own entries by name. ValueError if a frozen parameter of the
+        model has the same name as one of them.
         """
         model = optimizer.model if model is None else model
-        trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        of_model = {} if model is None else dict(model.named_parameters())
-        known = {id(parameter) for parameter in of_model.values()}
-        given = {name: parameter for name, parameter in optimizer.frozen.items() if id(parameter) not in known}
+        trained_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        model_parameters = {} if model is None else dict(model.named_parameters())
+        model_ids = {id(parameter) for parameter in model_parameters.values()}
+        only_given = {name: parameter for name, parameter in optimizer.frozen.items() if id(parameter) not in model_ids}
         plain: dict[str, Tensor] = {}
         quantized: dict[str, QuantizedWeight] = {}
-        for name, parameter in {**given, **of_model}.items():
-            if id(parameter) in trained or not parameter.numel():
+        for name, parameter in {**only_given, **model_parameters}.items():
+            if id(parameter) in trained_ids or not parameter.numel():
                 continue
             if isinstance(parameter, QuantizedWeight):
                 quantized[name] = parameter
-            elif optimizer.model is None:  # whoever knows the model has its plain parameters
+            elif optimizer.model is None:
                 plain[name] = parameter
-        if both := sorted({*plain, *quantized} & {*masters}) if optimizer.model is None else []:
+        if optimizer.model is None and (both := sorted({*plain, *quantized} & {*masters})):
             raise ValueError(
                 f"the model calls a parameter {both[0]} that the optimizer does not train, and the optimizer another one: give "
                 "the optimizer the names of this model, model.named_parameters()"
@@ -93,28 +105,29 @@ class Untrained:
         return Untrained(plain, quantized, buffers, left_out)
 
     def check(self) -> None:
-        """RuntimeError for a weight that was never cast, or whose last write broke off."""
+        """RuntimeError for a weight that was never cast, or whose last write did not finish."""
         for weight in self.quantized.values():
             weight.check(Use.COPY)
 
     def formats(self) -> dict[str, Stored]:
         """The formats of quantized weights, as a manifest records them."""
-        return {name: Stored(str(one.format), dtype_name(one.dtype)) for name, one in self.quantized.items()}
+        return {name: Stored(str(weight.format), dtype_name(weight.dtype)) for name, weight in self.quantized.items()}
 
     def state(self, group: Group, what: str) -> dict[str, dict[str, Any]]:
-        """The entries of a checkpoint. Collective."""
-        of_weights: dict[str, Any] = {}
+        """The entries of a checkpoint. Collective; `what` says which call this is, for errors."""
+        weights: dict[str, Any] = {}
         for name, weight in self.quantized.items():
             weight.wait()
-            of_weights[name] = own_buffers(weight)
-        plain = {name: one.detach() for name, one in self.plain.items()}
-        return {"model": plain, "zerocast": of_weights, **extras.state_of(self.buffers, group, BUFFERS, what)}
+            weights[name] = own_buffers(weight)
+        plain = {name: parameter.detach() for name, parameter in self.plain.items()}
+        return {"model": plain, "zerocast": weights, **extras.state_of(self.buffers, group, BUFFERS, what)}
 
     def to_overwrite(self, saved: Mapping[str, Any], group: Group) -> dict[str, dict[str, Any]]:
-        """The same entries, for a reader that fills them. Quantized bytes go into new memory, and
-        into the weight by `take`.
+        """The same entries, for a reader that fills them. Bytes of quantized weights are read into
+        new memory, from which `take` copies them into the weights.
 
-        On another number of ranks, rank r takes buffers of rank r modulo the number that saved.
+        `saved` are the entries of the checkpoint's metadata. If another number of ranks saved it,
+        rank r takes the buffers of rank r modulo that number.
         """
         weights = {
             name: {key: torch.empty_like(buffer) for key, buffer in own_buffers(weight).items()}
@@ -129,92 +142,95 @@ class Untrained:
                 world,
             )
         buffers = extras.to_overwrite(self.buffers, saved, BUFFERS, group.rank % max(1, world))
-        return {"model": {name: one.detach() for name, one in self.plain.items()}, "zerocast": weights, **buffers}
+        plain = {name: parameter.detach() for name, parameter in self.plain.items()}
+        return {"model": plain, "zerocast": weights, **buffers}
 
     def take(self, loaded: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Give quantized weights the bytes that were read for them."""
+        """Copy bytes that were read, by name, into the quantized weights."""
         for name, weight in self.quantized.items():
             take_buffers(weight, loaded[name])
 
     def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any], formats: Mapping[str, Stored]) -> list[str]:
-        """Tensors of another dtype, which a load would round, and weights that have another format
-        among the `formats` of the checkpoint, in which the same bytes are other values.
+        """The reasons why the entries of `to_overwrite` cannot be loaded: tensors of another dtype,
+        which a load would round, and quantized weights of another format, in which the same bytes
+        are other values. `saved` and `formats` are those of the checkpoint.
         """
-        pairs = [(f"{BUFFERS}.{name}", one) for name, one in state[BUFFERS].items()]
-        pairs += [
-            (f"{BUFFERS}_of_ranks.{rank}.{name}", one)
-            for rank, own in state[f"{BUFFERS}_of_ranks"].items()
-            for name, one in own.items()
-        ]
-        pairs += [
-            (f"zerocast.{name}.{key}", one) for name, own in state["zerocast"].items() for key, one in own.items()
-        ]
-        found = other_dtypes(pairs, saved)
+        tensors = [(f"{BUFFERS}.{name}", buffer) for name, buffer in state[BUFFERS].items()]
+        for rank, buffers in state[f"{BUFFERS}_of_ranks"].items():
+            tensors += [(f"{BUFFERS}_of_ranks.{rank}.{name}", buffer) for name, buffer in buffers.items()]
+        for name, buffers in state["zerocast"].items():
+            tensors += [(f"zerocast.{name}.{key}", buffer) for key, buffer in buffers.items()]
+        problems = other_dtypes(tensors, saved)
         for name, here in self.formats().items():
             there = formats.get(name, here)
             if (there.format, there.dtype) != (here.format, here.dtype):
-                found.append(
+                problems.append(
                     f"{name} is frozen, and {there.format} of {there.dtype} there and {here.format} of {here.dtype} here: it has "
                     "no master to be cast from, so load it in the format that it was saved in"
                 )
-        return found
+        return problems
 
-    def tell_left_out(self, optimizer: HasParameters, rank: int) -> None:
-        """Log once a run what its checkpoints do not hold."""
+    def log_left_out(self, optimizer: HasParameters, rank: int) -> None:
+        """Log, once for each model, which state its checkpoints do not have."""
         owner = optimizer if optimizer.model is None else optimizer.model
-        if self.left_out and rank == 0 and owner not in _told:
-            _told.add(owner)
+        if self.left_out and rank == 0 and owner not in _logged:
+            _logged.add(owner)
             logger.warning("checkpoints of this run leave out %s", "; ".join(self.left_out))
 
 
-def other_dtypes(pairs: list[tuple[str, Tensor]], saved: Mapping[str, Any]) -> list[str]:
-    """A problem for each tensor that has another dtype in the checkpoint."""
-    found = []
-    for name, tensor in pairs:
+def other_dtypes(tensors: list[tuple[str, Tensor]], saved: Mapping[str, Any]) -> list[str]:
+    """A problem for each (name, tensor) that has another dtype in the checkpoint."""
+    problems = []
+    for name, tensor in tensors:
         entry = saved.get(name)
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != tensor.dtype:
-            found.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
-    return found
+            problems.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
+    return problems
 
 
 def own_buffers(weight: QuantizedWeight) -> dict[str, Tensor]:
     """Return the buffers of a weight that do not derive from others, as they are stored."""
-    derives = weight.format.columnwise is Columnwise.TRANSPOSE
+    has_derived_copy = weight.format.columnwise is Columnwise.TRANSPOSE
     return {
         name: buffer.detach()
         for name, buffer in weight.state.buffers.items()
-        if buffer is not None and not (derives and name.startswith("columnwise"))
+        if buffer is not None and not (has_derived_copy and name.startswith("columnwise"))
     }
 
 
 def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
-    """Copy the bytes that `own_buffers` gave of a weight of the same format into this one."""
+    """Copy the result of `own_buffers` of another weight of the same format into this weight, and
+    make its columnwise copy again if it keeps one.
+    """
     state = weight.state
     weight.wait()
     buffers: dict[str, Tensor | None] = dict(loaded)
     if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
-        buffers |= _columnwise(state, loaded)
+        data = loaded["rowwise_data"]
+        backend = backends.choose(data.device)
+        scale_inv = loaded.get("rowwise_scale_inv")
+        column_data, column_scale_inv = ops.transposed(backend, str(state.format), data, scale_inv, *state.matrix_shape)
+        buffers["columnwise_data"] = column_data
+        # A scale per tensor serves both directions.
+        if state.format.block is not None:
+            buffers["columnwise_scale_inv"] = column_scale_inv
     state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
     state.validity.changed()
 
 
-def _columnwise(state: WeightState, loaded: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columnwise copy of rowwise bytes that were loaded, for a weight that keeps one."""
-    data, scale_inv = loaded["rowwise_data"], loaded.get("rowwise_scale_inv")
-    backend = backends.choose(data.device)
-    made = ops.transposed(backend, str(state.format), data, scale_inv, *state.matrix_shape)
-    return {"columnwise_data": made[0], **({"columnwise_scale_inv": made[1]} if state.format.block else {})}
-
-
 def _buffers(model: nn.Module) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Persistent buffers by their first name, and the modules whose state is more than tensors."""
-    persistent, left_out = {}, []
+    """The persistent buffers of a model, each under its first name, and a description of each
+    module state that is more than tensors.
+    """
+    buffers: dict[str, Tensor] = {}
+    buffer_ids: set[int] = set()
+    left_out: list[str] = []
     for prefix, module in model.named_modules():
-        front = f"{prefix}." if prefix else ""
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set and buffer.numel():
-                persistent[front + name] = buffer
+            is_persistent = name not in module._non_persistent_buffers_set
+            if is_persistent and buffer.numel() and id(buffer) not in buffer_ids:
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+                buffer_ids.add(id(buffer))
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             left_out.append(f"the extra state of module {prefix or type(module).__name__}")
-    first = {id(buffer): name for name, buffer in reversed(persistent.items())}
-    return {name: one for name, one in persistent.items() if first[id(one)] == name}, tuple(left_out)
+    return buffers, tuple(left_out)

@@ -1,14 +1,14 @@
 """WholeFolder: a folder that is written whole or not at all.
 
 Exports and checkpoints are such folders. Files are written into a temporary folder beside the path
-and synced, with their directory entries. One rename then gives the folder its name. Where a folder
-is replaced, the rename goes to a second name first, which from then on counts as that folder; it
-takes the name itself once the old folder has moved out of the way. A whole folder thus exists at
-every moment, and readers move nothing: the next save finishes what a crash interrupted.
+and synced, with their directory entries. One rename then gives the folder its name. To replace a
+folder, the new one is first renamed to a second name, under which it counts as that folder from
+then on. It gets the name itself once the old folder was moved out of the way. So a whole folder
+exists at every moment, and readers move nothing: the next save finishes what a crash interrupted.
 
 A temporary folder is called `<name>.zerocast-<token>.partial` or `.new`, with a token that no other
-save has, and holds a marker with the same token and the process that writes it. Only folders with
-such a name and marker are ever renamed or deleted, so a user's `<name>.partial` stays as it is.
+save has. It has a marker file with the same token and the process that writes it. Only folders with
+such a name and marker are ever renamed or deleted, so a user's `<name>.partial` is safe.
 
 Nothing is deleted before the rename that replaces it is on the disk. The protocol needs only
 renames within a directory and fsync of files and directories, which ext4, XFS, NFS and Lustre all
@@ -30,10 +30,15 @@ from typing import Any
 from zerocast.checkpoint.regular_file import read_bounded
 from zerocast.checkpoint.writer import Writer
 
-PARTIAL, NEW = ".partial", ".new"
-MARKER, MANIFEST = ".zerocast-writer", "manifest.json"
-MARKER_BYTES = 2**12  # the most that a marker has
-TEMPORARY = r"\.zerocast-([0-9a-f]{16})"  # between the name of a folder and PARTIAL or NEW
+# Suffixes of temporary folders: of one that is being written, and of a complete one that is to
+# replace another.
+PARTIAL = ".partial"
+NEW = ".new"
+# A pattern for the part between the name of a folder and the suffix.
+TEMPORARY = r"\.zerocast-([0-9a-f]{16})"
+MARKER = ".zerocast-writer"
+MARKER_BYTES = 2**12
+MANIFEST = "manifest.json"
 
 
 def _is_never_replaced(path: Path) -> bool:
@@ -44,8 +49,12 @@ def _is_never_replaced(path: Path) -> bool:
 class WholeFolder:
     """The folder at `path`, which one process writes.
 
-    `may_replace` says whether what is at the path was written by zerocast and may be replaced.
-    Processes that write the folder together share the `token`.
+    Attributes:
+        path: the name of the folder once it is whole.
+        may_replace: given the path, returns True if zerocast wrote what is there and it may be
+            replaced.
+        token: makes the names of temporary folders unique. Processes that write the folder together
+            share it.
     """
 
     path: Path
@@ -58,30 +67,31 @@ class WholeFolder:
         return self._beside(PARTIAL)
 
     @property
-    def found(self) -> Path:
-        """The folder that was written last: it has a temporary name if a crash interrupted its last
-        rename.
+    def current_path(self) -> Path:
+        """The path of the folder that was written last. It has a temporary name if a crash
+        interrupted its last rename.
         """
-        return next(iter(self._left(NEW)), self.path)
+        return next(iter(self._temporary(NEW)), self.path)
 
     def holds_anything(self) -> bool:
         """True if something other than an empty folder is at the path."""
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def begin(self) -> None:
-        """Finish an interrupted replacement, delete what dead processes left of saves of this
-        folder, and create `partial`. FileExistsError, with nothing changed, for something at the
-        path that may not be replaced.
+        """Finish an interrupted replacement, delete partial folders of this name that dead
+        processes have left, and create `partial`. FileExistsError, with nothing changed, if
+        something at the path may not be replaced.
         """
         self._check_replaceable()
         _make_parents(self.partial)
         self.settle()
-        discard([left for left in self._left(PARTIAL) if (writer := _writer_of(left)) and writer.has_ended()])
+        partial_folders = self._temporary(PARTIAL)
+        discard([folder for folder in partial_folders if (writer := _writer_of(folder)) and writer.has_ended()])
         self.partial.mkdir()
         _mark(self.partial, self.token)
 
     def abandon(self) -> None:
-        """Delete `partial`, as far as it can be deleted."""
+        """Delete `partial`. Errors are ignored."""
         _delete(self.partial)
 
     def commit(self) -> None:
@@ -98,7 +108,7 @@ class WholeFolder:
 
     def settle(self) -> None:
         """Finish a replacement that was committed and then interrupted."""
-        for new in self._left(NEW):
+        for new in self._temporary(NEW):
             self._check_replaceable()
             old = [retire(self.path)] if self.path.exists() else []
             new.rename(self.path)
@@ -112,7 +122,7 @@ class WholeFolder:
                 "or choose another place"
             )
 
-    def _left(self, suffix: str) -> list[Path]:
+    def _temporary(self, suffix: str) -> list[Path]:
         return temporary_folders(self.path.parent, re.escape(self.path.name), suffix)
 
     def _beside(self, suffix: str) -> Path:
@@ -131,7 +141,7 @@ def temporary_folders(parent: Path, name: str, suffix: str) -> list[Path]:
 
 
 def retire(path: Path) -> Path:
-    """Rename a folder that zerocast wrote, so that it no longer looks complete; returns the new
+    """Rename a folder that zerocast wrote so that it no longer looks complete. Returns the new
     path, for `discard`.
     """
     retired = path.with_name(f"{path.name}.zerocast-{secrets.token_hex(8)}{PARTIAL}")
@@ -140,7 +150,9 @@ def retire(path: Path) -> Path:
 
 
 def discard(folders: Iterable[Path]) -> None:
-    """Delete temporary folders of one parent, after syncing their names."""
+    """Delete temporary folders of one parent. Their names are synced first, so that after a power
+    failure no half-deleted folder has its old name.
+    """
     for number, folder in enumerate(folders):
         if number == 0:
             sync_folder(folder.parent)
@@ -178,7 +190,7 @@ def _make_parents(path: Path) -> None:
 
 
 def _mark(folder: Path, token: str) -> None:
-    """Write the marker, which is on the disk before anything else is in the folder."""
+    """Write the marker and sync it, before anything else is in the folder."""
     content = {"token": token, "writer": asdict(Writer.this_process())}
     (folder / MARKER).write_text(json.dumps(content))
     sync_file(folder / MARKER)
@@ -186,8 +198,8 @@ def _mark(folder: Path, token: str) -> None:
 
 
 def _is_ours(folder: Path, token: str) -> bool:
-    """True if a folder with a temporary name has its marker, was a checkpoint, or is empty but for
-    a marker that a power failure damaged.
+    """True if zerocast made a folder with a temporary name: it has a marker with the token, or a
+    manifest, or nothing besides a marker that a power failure damaged.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -209,8 +221,8 @@ def _read_marker(folder: Path) -> dict[str, Any]:
 
 
 def _delete(folder: Path) -> None:
-    """Delete a temporary folder as far as it can be deleted. What proves that it is ours goes last,
-    so that the next save can finish.
+    """Delete a temporary folder, ignoring errors. Its marker and manifest are deleted last, so that
+    the next save recognizes the folder and can finish the deletion.
     """
     if not folder.is_dir():
         return

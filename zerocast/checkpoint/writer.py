@@ -1,12 +1,14 @@
-"""Writer: which process writes a folder. WriterLease: a folder has one living writer.
+"""Writer, the process that writes a folder, and WriterLease, by which a folder has one living
+writer.
 
-The lease is a file in a folder of checkpoints. Its writer touches it every few seconds for as long
-as it lives. A second writer finds the file and watches it: if it is touched, the first one lives,
-and the second gets an error. A writer of this host whose process has ended is dead at once. One of
-another host, or of a container with processes of its own, is dead once the file has been silent for
-a while; no two clocks are compared, except those by which a file system dates two of its files.
+The lease is a file in a folder of checkpoints. Its writer touches the file every few seconds while
+it is alive. A second writer finds the file and watches it. If the file is touched, the first writer
+is alive, and the second gets an error. A writer on this host counts as dead once its process has
+ended. A writer on another host, or in a container with its own process numbers, counts as dead once
+the file was not touched for a while. Clocks of hosts are never compared; the age of the file is
+the difference between two times that the file system gives.
 
-A lock of the file system (flock) was left out: several network file systems have none.
+A lock of the file system (flock) was left out, since several network file systems have none.
 """
 
 import contextlib
@@ -24,21 +26,34 @@ from typing import Any
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
 
 LEASE = ".writer.json"
-BEAT = 2.0  # seconds between two touches of a lease
-WATCHED = 5.0  # seconds that a lease is watched at least, before its writer counts as dead
-SILENCE = 15.0  # seconds without a touch after which a writer counts as dead
-MOST_BYTES = 2**12  # of a lease
+# Seconds between two touches of a lease.
+BEAT = 2.0
+# The least time, in seconds, to watch a lease before its writer counts as dead.
+WATCHED = 5.0
+# Seconds without a touch after which a writer counts as dead.
+SILENCE = 15.0
+# The largest lease that is read.
+MOST_BYTES = 2**12
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A process: where it runs, and when it started, since numbers of processes are used again."""
+    """A process, identified across hosts and restarts.
+
+    Attributes:
+        host: the name of the host, for messages.
+        boot: the boot id of the host. It differs after a restart, and is the same in all containers
+            of a host.
+        namespace: the namespace of the process number. A container has its own.
+        pid: the process number.
+        started: the start of the process in ticks since the boot, since numbers are used again.
+    """
 
     host: str
-    boot: str  # of the host; differs after a restart, is the same in all containers of a host
-    namespace: str  # of the number: a container has its own
+    boot: str
+    namespace: str
     pid: int
-    started: str  # in ticks since the boot
+    started: str
 
     @staticmethod
     def this_process() -> "Writer":
@@ -47,14 +62,14 @@ class Writer:
 
     @staticmethod
     def of_content(content: Any) -> "Writer | None":
-        """What `dataclasses.asdict` gave, as JSON; None for anything else."""
+        """A writer from parsed JSON that `dataclasses.asdict` gave; None for anything else."""
         try:
             return Writer(**content) if isinstance(content["pid"], int) else None
         except (KeyError, TypeError):
             return None
 
     def has_ended(self) -> bool:
-        """True if the process provably runs no more; False for one that is out of sight here."""
+        """True if the process has certainly ended. False if it cannot be seen from here."""
         here = Writer.this_process()
         if not self.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False
@@ -68,15 +83,19 @@ class WriterLease:
     """The right of this process to write checkpoints into `folder`, which exists."""
 
     def __init__(self, folder: Path) -> None:
-        self._file, self._token = folder / LEASE, secrets.token_hex(8)
+        self._file = folder / LEASE
+        self._token = secrets.token_hex(8)
+        # The process that took the lease. A forked child does not have it.
         self._pid = os.getpid()
+        # The lease of another writer, while `poll` finds out if that writer is alive.
         self._watched: _Watched | None = None
         self._released = threading.Event()
+        # The thread that touches the file, from the first time that the lease was taken.
         self._heart: threading.Thread | None = None
 
     def poll(self) -> bool:
-        """Take the lease or see that it is held; False while it is unclear whether another writer
-        lives, which is to be asked again soon. RuntimeError if one does.
+        """Take the lease, unless this process has it already. Returns False while it is unclear
+        whether another writer is alive; call again soon. RuntimeError if one is.
         """
         if self._is_ours():
             return True
@@ -89,7 +108,8 @@ class WriterLease:
         else:
             with os.fdopen(descriptor, "w") as stream:
                 stream.write(self._content())
-        self._watched, self._pid = None, os.getpid()
+        self._watched = None
+        self._pid = os.getpid()
         self._released.clear()
         if self._heart is None or not self._heart.is_alive():
             self._heart = threading.Thread(target=self._beat, name=f"writer of {self._file.parent}", daemon=True)
@@ -97,7 +117,7 @@ class WriterLease:
         return True
 
     def check(self) -> None:
-        """RuntimeError if another writer has taken the folder over meanwhile."""
+        """RuntimeError if another writer took the folder over after this process took the lease."""
         if not self._is_ours():
             raise RuntimeError(
                 f"{self._file.parent} was taken over by {_who(self._read())}, since this process stood still for more than "
@@ -115,11 +135,13 @@ class WriterLease:
         return self._pid == os.getpid() and _parsed(self._read()).get("token") == self._token
 
     def _is_abandoned(self) -> bool:
-        """True if the writer is dead, False while that is unclear. RuntimeError if it lives."""
-        now, content = time.monotonic(), self._read()
+        """True if the writer is dead, False while that is unclear. RuntimeError if it is alive."""
+        now = time.monotonic()
+        content = self._read()
         try:
             touched = _touched(self._file)
-        except FileNotFoundError:  # it was released at this moment
+        except FileNotFoundError:
+            # The writer released the lease just now.
             return False
         writer = Writer.of_content(_parsed(content).get("writer"))
         if writer is not None and writer.has_ended():
@@ -135,7 +157,7 @@ class WriterLease:
         return watched >= WATCHED and watched + self._watched.age >= SILENCE
 
     def _age(self, touched: int) -> float:
-        """For how many seconds the file has been silent, by the clock of the file system."""
+        """The seconds since the file was touched, by the clock of the file system."""
         probe = self._beside()
         probe.write_text(self._content())
         age = (_touched(probe) - touched) / 1e9
@@ -160,8 +182,8 @@ class WriterLease:
             return b""
 
     def _beat(self) -> None:
-        """Touch the file, in a thread, for as long as it is ours. What a file system cannot do now
-        is tried again.
+        """Touch the file as long as this process has the lease; runs in a thread. Errors of the
+        file system are ignored, since the next touch may succeed.
         """
         while not self._released.wait(BEAT):
             with contextlib.suppress(OSError):
@@ -171,8 +193,13 @@ class WriterLease:
 
 @dataclass(frozen=True)
 class _Watched:
-    """The lease of another writer: what was in the file, and when it was touched, at the moment
-    since which it is watched; and for how many seconds it had been silent then.
+    """The lease of another writer, when it was first looked at.
+
+    Attributes:
+        content: the content of the file.
+        touched: the time of its last touch, in ns, by the clock of the file system.
+        since: the time of the first look, in seconds, by the monotonic clock of this process.
+        age: the seconds between the last touch and the first look.
     """
 
     content: bytes
@@ -182,8 +209,8 @@ class _Watched:
 
 
 def _touched(path: Path) -> int:
-    """When a file was touched, in ns. It is opened first: a network file system then asks its
-    server.
+    """The time of the last touch of a file, in ns. The file is opened first, since a network file
+    system then asks its server instead of a cache.
     """
     with open_regular(path) as stream:
         return os.fstat(stream.fileno()).st_mtime_ns
@@ -191,10 +218,10 @@ def _touched(path: Path) -> int:
 
 def _parsed(content: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(content)
+        parsed = json.loads(content)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
 def _who(content: bytes) -> str:
@@ -212,7 +239,7 @@ def _process(pid: int) -> Writer:
 
 
 def _started(pid: int) -> str:
-    """When a process of this host started; empty for one that does not run, a zombie included."""
+    """The start time of a process of this host; empty if it does not run or is a zombie."""
     try:
         fields = read_bounded(Path(f"/proc/{pid}/stat"), MOST_BYTES).rpartition(b")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
 """The command line: `zerocast <command>`, also as `python -m zerocast <command>`.
 
-Each command is one module. They need the extra `cli`, whose packages the library itself never
-imports.
+Each command is a module. Commands need the packages of the extra `cli`, which the library itself
+never imports.
 """
 
 import os
@@ -12,19 +12,24 @@ from collections.abc import Sequence
 from zerocast.cli import interrupts
 from zerocast.cli.app import find
 
+# The exit status once the reader of the output is gone.
 NO_READER = 128 + signal.SIGPIPE
-EXTRA = ("matplotlib", "tyro")  # safetensors is imported only to read or write such files
+# The packages of the extra `cli` that every command needs. safetensors, the third one, is imported
+# only to read or write such files.
+EXTRA = ("matplotlib", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default the one of this process's command line; returns the exit status,
-    which is 130 after a Ctrl-C and 141 once the reader of the output is gone.
+    """Run a command, by default that of the process's command line. Returns the exit status, which
+    is 130 after a Ctrl-C and 141 if the reader of the output is gone.
     """
     if arguments is None:
         interrupts.own_process()
     try:
         return _run(arguments)
-    except BrokenPipeError:  # the reader has gone, as `| head` does; nothing is left to be flushed to it
+    except BrokenPipeError:
+        # The reader has ended, as `| head` does. Python flushes stdout when it ends, which would
+        # raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
     except BaseException as error:
@@ -49,5 +54,6 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"the command line needs {package}: pip install 'zerocast[cli]'", file=sys.stderr)
         return 2
     if interrupts.came():
-        raise KeyboardInterrupt  # a library swallowed the first one
+        # A library swallowed the KeyboardInterrupt.
+        raise KeyboardInterrupt
     return status

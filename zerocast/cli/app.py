@@ -1,4 +1,4 @@
-"""The commands by name, and what answers help, the version and a mistyped command."""
+"""The commands by name, and the answers to --help, --version and a mistyped command."""
 
 import difflib
 import functools
@@ -15,7 +15,14 @@ HELP, VERSION = ("-h", "--help"), "--version"
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the function that runs it, its arguments in a word, and a line of help."""
+    """A command.
+
+    Attributes:
+        module: the module of `zerocast.cli`.
+        function: the function of that module that runs the command.
+        arguments: the positional arguments, as help shows them.
+        summary: a line of help.
+    """
 
     module: str
     function: str
@@ -35,25 +42,36 @@ COMMANDS = {
 
 @dataclass(frozen=True)
 class Call:
-    """The request of a command line; `function` is None if that is no command."""
+    """A command line that was split into the name of a command and its arguments.
+
+    Attributes:
+        name: the name of the command, known or not.
+        words: the arguments after it, or all of them if the command is unknown.
+        function: the function that runs the command; None if the command is unknown.
+    """
 
     name: str
     words: Sequence[str]
     function: Callable[[Any], int] | None
 
     def parsed(self) -> Callable[[], int]:
-        """The command with its options, ready to run; it returns the exit status.
+        """Parse the options. Returns the command as a function without arguments, which returns the
+        exit status.
 
         Help, and arguments that cannot be parsed, end the process with status 0 or 2.
         """
         if self.function is None:
             sys.exit(_without_a_command(self.name, self.words))
-        import tyro  # noqa: PLC0415 - takes half a second
+        # The import takes half a second, which help and the version need not wait for.
+        import tyro  # noqa: PLC0415
 
         (config,) = inspect.signature(self.function).parameters.values()
-        program, description = f"zerocast {self.name}", inspect.getdoc(self.function)
+        program = f"zerocast {self.name}"
         options: Any = tyro.cli(
-            _shown(config.annotation, program), prog=program, description=description, args=self.words
+            _with_flowing_help(config.annotation, program),
+            prog=program,
+            description=inspect.getdoc(self.function),
+            args=self.words,
         )
         return functools.partial(self.function, options)
 
@@ -69,17 +87,23 @@ def find(arguments: Sequence[str] | None = None) -> Call:
 
 
 def _name(words: Sequence[str]) -> str:
-    """The command's words, known or not; `bench step` and what is meant for it have two."""
-    named = [word for word in words[:2] if not word.startswith("-")] if words and not words[0].startswith("-") else []
-    has_parts = named and any(name.startswith(f"{named[0]} ") for name in COMMANDS)
-    return " ".join(named if has_parts else named[:1])
-
-
-def _shown(options: type, program: str) -> type:
-    """The options as a class with the name that errors begin with, and with help that flows: of
-    docstrings tyro keeps the line breaks before an indent.
+    """The name of the command in the arguments, known or not. It has two words if a command begins
+    with the first word and has a second one, such as `bench step`.
     """
-    import docstring_parser  # noqa: PLC0415 - comes with tyro
+    if not words or words[0].startswith("-"):
+        return ""
+    has_second_word = len(words) > 1 and not words[1].startswith("-")
+    if has_second_word and any(name.startswith(f"{words[0]} ") for name in COMMANDS):
+        return f"{words[0]} {words[1]}"
+    return words[0]
+
+
+def _with_flowing_help(options: type, program: str) -> type:
+    """A class of the same options whose help texts are one line each, since tyro keeps the line
+    breaks of docstrings. Its name is that of the program, with which tyro begins errors.
+    """
+    # This package comes with tyro.
+    import docstring_parser  # noqa: PLC0415
 
     fields = docstring_parser.parse_from_object(options).params
     flowing = [f":param {field.arg_name}: {' '.join((field.description or '').split())}" for field in fields]
@@ -96,8 +120,8 @@ def _without_a_command(name: str, words: Sequence[str]) -> int:
     if not words:
         sys.stderr.write(f"{_help()}\n")
     else:
-        meant = difflib.get_close_matches(name or words[0], [*COMMANDS, HELP[1], VERSION], n=1)
-        guess = f"did you mean {meant[0]!r}?" if meant else f"there are {', '.join(COMMANDS)}"
+        close_matches = difflib.get_close_matches(name or words[0], [*COMMANDS, HELP[1], VERSION], n=1)
+        guess = f"did you mean {close_matches[0]!r}?" if close_matches else f"there are {', '.join(COMMANDS)}"
         sys.stderr.write(f"zerocast: no command {name or words[0]!r}: {guess} (zerocast --help shows all)\n")
     return 2
 

@@ -18,8 +18,7 @@ from zerocast.bench.render import legend, markdown, plot, step_markdown, step_pl
 from zerocast.bench.report import Regression, regressions, stored_ratios
 from zerocast.bench.step_report import StepFailure, StepMeasurement
 from zerocast.cli import interrupts
-from zerocast.cli.files import written
-from zerocast.cli.progress import Progress
+from zerocast.cli.output import Progress, written
 
 
 def cast(config: BenchConfig) -> int:
@@ -92,25 +91,25 @@ def _status(grown: list[Regression], failed: bool) -> int:
 AnyReport = TypeVar("AnyReport", Report, StepReport)
 
 
-def _write(report: AnyReport, text: str, draw: Callable[[AnyReport, Path], None], folder: Path, what: str) -> None:
-    """Write JSON, Markdown and PNG, named by date, device and `what` was measured."""
+def _write(report: AnyReport, text: str, draw: Callable[[AnyReport, Path], None], folder: Path, subject: str) -> None:
+    """Write JSON, Markdown and PNG files, named by date, device and `subject`."""
     folder.mkdir(parents=True, exist_ok=True)
     device = "-".join(str(report.machine["device"]).lower().split())
-    stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{what}"
-    data, page, picture = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
-    with written(data) as path:
+    stem = f"{report.date}-{''.join(c for c in device if c.isalnum() or c == '-')}-{subject}"
+    data_file, page_file, picture_file = (folder / f"{stem}.{suffix}" for suffix in ("json", "md", "png"))
+    with written(data_file) as path:
         report.write_json(path)
-    with written(page) as path:
+    with written(page_file) as path:
         path.write_text(text)
-    with written(picture) as path:
+    with written(picture_file) as path:
         draw(report, path)
-    for path in (data, page, picture):
+    for path in (data_file, page_file, picture_file):
         _say(f"wrote {path}")
 
 
 def _step_progress(result: StepMeasurement | StepFailure) -> None:
-    what = f"{result.ms:9.1f} ms" if isinstance(result, StepMeasurement) else f"not measured: {result.reason}"
-    _say(f"{result.row:<48} {what}")
+    outcome = f"{result.ms:9.1f} ms" if isinstance(result, StepMeasurement) else f"not measured: {result.reason}"
+    _say(f"{result.row:<48} {outcome}")
 
 
 def _say(line: str) -> None:
@@ -119,20 +118,21 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _joined() -> Iterator[torch.device]:
-    """Yield this rank's device, inside the default process group that torchrun asks for.
+    """Yield this rank's device, inside the default process group.
 
-    The group uses NCCL if every rank of the host has a GPU, else gloo. Without torchrun it is one
-    of this process alone.
+    The group uses NCCL if every rank of the host has a GPU, otherwise gloo. Without torchrun the
+    group has this process alone.
     """
-    local_rank, local_size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     use_cuda = torch.cuda.device_count() >= local_size
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    ranks: dict[str, Any] = {}
+    single_process: dict[str, Any] = {}
     if "RANK" not in os.environ:
-        ranks = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None, **ranks)
+        single_process = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if use_cuda else "gloo", device_id=device if use_cuda else None, **single_process)
     try:
         yield device
     finally:

@@ -50,11 +50,12 @@ def doctor(config: DoctorConfig) -> int:
     """
     report: dict[str, Any] = {}
     try:
-        for section, found in _examine(config):
-            report[section] = found
+        for section, content in _examine(config):
+            report[section] = content
             if not config.json:
-                print("\n".join(LINES[section](found)), flush=True)
-    except (RuntimeError, ValueError) as error:  # such as ZEROCAST_BACKEND naming one that cannot run
+                print("\n".join(LINES[section](content)), flush=True)
+    except (RuntimeError, ValueError) as error:
+        # For example, ZEROCAST_BACKEND names a backend that cannot run.
         interrupts.complain(f"zerocast doctor: {error}")
         return 2
     if config.json:
@@ -68,15 +69,16 @@ def _examine(config: DoctorConfig) -> Iterator[tuple[str, Any]]:
     yield "devices", {str(device): describe(device) for device in devices}
     yield "no_gpu", _why_no_gpu() if len(devices) == 1 else None
     yield "communication", {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl")}
-    found = backends.report(_one_layer_a_format(devices[-1]))
-    yield "backends", [asdict(row) for row in found.backends]
-    yield "products", [asdict(row) for row in found.layers]
+    report = backends.report(_one_layer_a_format(devices[-1]))
+    yield "backends", [asdict(row) for row in report.backends]
+    yield "products", [asdict(row) for row in report.layers]
     seed = secrets.randbits(31) if config.seed is None else config.seed
     yield "seed", seed
-    each = config.seconds / len(devices)
-    outcomes = [outcome for device in devices for outcome in self_test(device, each, seed)]
-    yield "self_test", [_as_dict(outcome) for outcome in outcomes]
-    yield "verdict", _verdict({row.device: row.backend for row in found.backends if row.chosen}, outcomes)
+    outcomes: list[Outcome] = []
+    for device in devices:
+        outcomes += self_test(device, config.seconds / len(devices), seed)
+    yield "self_test", [{**asdict(outcome), "ok": outcome.ok} for outcome in outcomes]
+    yield "verdict", _verdict({row.device: row.backend for row in report.backends if row.chosen}, outcomes)
 
 
 def _why_no_gpu() -> str:
@@ -93,18 +95,14 @@ def _verdict(chosen: dict[str, str], outcomes: list[Outcome]) -> str:
     return f"right bytes; casts run with {used}"
 
 
-def _as_dict(outcome: Outcome) -> dict[str, Any]:
-    return {**asdict(outcome), "ok": outcome.ok}
-
-
 def _one_layer_a_format(device: torch.device) -> torch.nn.Module:
     names = [name for name in format_names() if get_format(name).element]
     layers = {name: torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16, device=device) for name in names}
     return quantize_(torch.nn.ModuleDict(layers), Recipe({f"{name}.*": name for name in names}))
 
 
-def _devices(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for device, properties in found.items():
+def _devices(properties_of: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for device, properties in properties_of.items():
         yield device
         yield from (f"  {name:<20}{value}" for name, value in properties.items() if value is not None)
 
@@ -126,17 +124,17 @@ def _products(rows: list[dict[str, Any]]) -> Iterator[str]:
 def _outcomes(rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         rounds = f"{row['rounds']} round{'s' if row['rounds'] > 1 else ''}"
-        said = f"the same bytes in {rounds}, {row['nbytes']:,} compared"
-        said = said if row["ok"] else f"WRONG: {row['problem']}"
-        yield f"  {row['device']:<8}{row['backend']:<12}{said}"
+        result = f"the same bytes in {rounds}, {row['nbytes']:,} compared" if row["ok"] else f"WRONG: {row['problem']}"
+        yield f"  {row['device']:<8}{row['backend']:<12}{result}"
     if not rows:
         yield "  no backend beside the reference is usable"
 
 
+# The text of each section of the report.
 LINES: dict[str, Callable[[Any], Iterable[str]]] = {
     "devices": _devices,
     "no_gpu": lambda reason: [f"no GPU was found: {reason}"] if reason else ["GPUs were found"],
-    "communication": lambda found: ["communication: " + ", ".join(name for name, there in found.items() if there)],
+    "communication": lambda available: ["communication: " + ", ".join(name for name in available if available[name])],
     "backends": _backends,
     "products": _products,
     "seed": lambda seed: [f"self-test against the reference, seed {seed}"],

@@ -11,15 +11,14 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from zerocast.cli import interrupts
-from zerocast.cli.progress import Progress
+from zerocast.cli.output import Progress
 from zerocast.inspection import Chosen, Contents, choose
-from zerocast.inspection.format_selection import DTYPES, Dtype
+from zerocast.inspection.contents import DTYPES, Dtype
 from zerocast.serve.from_masters import Reading, cast_tensors, write_checkpoint
 from zerocast.serve.hugging_face import write_hf
-from zerocast.serve.safetensors_writer import SHARD_BYTES
-from zerocast.serve.write import write_safetensors
+from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
-# the targets that use an option; all targets use the others
+# The targets that use an option. Options that are not listed are used by all targets.
 TARGETS = {
     "naming": ("hf", "safetensors"),
     "model": ("hf",),
@@ -89,7 +88,7 @@ class ExportConfig:
 
     @property
     def written_dtype(self) -> Dtype:
-        """Dtype of the masters, or of the tensors that are not quantized."""
+        """The dtype of the masters, or of the tensors that are not quantized."""
         return (self.masters or "float32") if self.to == "checkpoint" else self.dtype
 
 
@@ -135,25 +134,25 @@ def _exported(config: ExportConfig) -> dict[str, Any]:
 
 
 def _names(config: ExportConfig, contents: Contents) -> list[str]:
-    """The tensors to write.
+    """The names of the tensors to write.
 
-    ValueError for one that is no high-precision weight. An export to hf leaves it out, and compares
-    the others with the model.
+    ValueError for a tensor that is no high-precision weight. An export to hf leaves such a tensor
+    out, since it compares the others with the model anyway.
     """
     names = [name for name in contents.masters if not any(fnmatch.fnmatchcase(name, glob) for glob in config.ignore)]
     if config.to == "hf":
         return [name for name in names if name in contents.entries]
     for name in names:
         if name not in contents.entries:
-            what = contents.source.entries[contents.masters[name]]
-            raise ValueError(f"{name} is {what}: no high-precision weight (--ignore leaves it out)")
+            entry = contents.source.entries[contents.masters[name]]
+            raise ValueError(f"{name} is {entry}: no high-precision weight (--ignore leaves it out)")
     return names
 
 
 def _write(
     config: ExportConfig, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
 ) -> Sequence[Path]:
-    """The paths of the files that are written."""
+    """Write the target; returns the paths of its files."""
     dtype = DTYPES[config.written_dtype]
     if config.to == "checkpoint":
         write_checkpoint(contents, names, chosen, config.target, dtype, reading)
@@ -161,14 +160,14 @@ def _write(
     source = cast_tensors(contents, names, chosen, dtype, reading, config.share_amax)
     if config.to == "safetensors":
         return write_safetensors(source, config.target, config.naming, config.shard_bytes)
-    described = config.model or config.source
+    model = config.model or config.source
     return write_hf(
         source,
         None,
         config.target,
         config.naming,
-        config=described,
-        files_from=described if described.is_dir() else None,
+        config=model,
+        files_from=model if model.is_dir() else None,
         dtype=dtype,
         allow_unequal_scales=config.allow_unequal_scales,
         shard_bytes=config.shard_bytes,

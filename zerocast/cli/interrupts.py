@@ -19,12 +19,16 @@ from typing import Any, NoReturn
 
 STATUS = 128 + signal.SIGINT
 GRACE_SECONDS = 10.0
-AGAIN_SECONDS = 0.01  # until a KeyboardInterrupt that a finaliser has swallowed is raised again
+# Seconds until a KeyboardInterrupt that a finaliser has swallowed is raised again.
+AGAIN_SECONDS = 0.01
 LINE = "zerocast: interrupted"
 
-_owns_process = False  # True once this process is the command line, until it ends
-_first: float | None = None  # when the first Ctrl-C of a command came
-_said = False  # True once LINE was written
+# True from the start of the command line of this process to its end.
+_owns_process = False
+# The time of the first Ctrl-C of the present command, by the monotonic clock.
+_first: float | None = None
+# True once LINE was written for the present command.
+_said = False
 
 
 def came() -> bool:
@@ -50,29 +54,30 @@ def raised() -> Iterator[None]:
     if not _ours_to_handle(signal.default_int_handler, _end):
         yield
         return
-    before = signal.signal(signal.SIGINT, _raise), sys.unraisablehook
-    sys.unraisablehook = functools.partial(_lost, sys.unraisablehook)
+    previous_handler = signal.signal(signal.SIGINT, _raise)
+    previous_hook = sys.unraisablehook
+    sys.unraisablehook = functools.partial(_lost, previous_hook)
     try:
         yield
     finally:
         if came():
             _end_after_grace()
-        sys.unraisablehook = before[1]
-        signal.signal(signal.SIGINT, before[0])
+        sys.unraisablehook = previous_hook
+        signal.signal(signal.SIGINT, previous_handler)
 
 
 def over() -> None:
     """Ignore Ctrl-C once the command has ended, and forget those that came.
 
-    While Python cleans up it would kill the process and so change the exit status.
+    A Ctrl-C while Python cleans up would kill the process and so change the exit status.
     """
-    # _raise: Ctrl-C may come while that handler is being installed
+    # The handler may still be `_raise`, if Ctrl-C came while that one was being installed.
     if _owns_process and _ours_to_handle(_end, _raise, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if came() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
-    # Python remembers a KeyboardInterrupt that has left the exec of a string, as dataclasses have,
-    # and ends `python -m` by a signal then. The next string makes it forget.
+    # If a KeyboardInterrupt has left the exec of a string, which dataclasses use, Python remembers
+    # it and ends `python -m` by a signal. Running another string makes it forget.
     eval("0")  # noqa: S307
 
 
@@ -81,18 +86,19 @@ def _raise(*_: object) -> None:
     now = time.monotonic()
     if _first is None:
         _first = now
-        _end_after_grace()  # a library may take the error for itself
+        # A library may catch the error and go on.
+        _end_after_grace()
         raise KeyboardInterrupt
     if now - _first > GRACE_SECONDS:
         _end()
 
 
-def _lost(before: Callable[[Any], object], unraisable: Any) -> None:
-    """Raise a KeyboardInterrupt again that came within a finaliser, of which Python would print a
-    traceback and go on.
+def _lost(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
+    """Handle an error that Python cannot raise. A KeyboardInterrupt inside a finaliser is raised
+    again soon; Python alone would print a traceback and go on.
     """
     if not (came() and issubclass(unraisable.exc_type, KeyboardInterrupt)):
-        before(unraisable)
+        previous_hook(unraisable)
     elif _owns_process and hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _raise_again)
         signal.setitimer(signal.ITIMER_REAL, AGAIN_SECONDS)
@@ -115,7 +121,7 @@ def _end(*_: object) -> NoReturn:
 
 
 def say() -> None:
-    """Write the line to stderr, once in the life of the process."""
+    """Write the line to stderr, once for a command."""
     global _said  # noqa: PLW0603
     if not _said:
         _said = True
@@ -130,5 +136,7 @@ def complain(line: str) -> None:
 
 
 def _ours_to_handle(*handlers: object) -> bool:
-    """True in the main thread if SIGINT has one of these handlers; a background job ignores it."""
+    """True if this is the main thread and SIGINT has one of these handlers. A background job has
+    another one, which ignores the signal, and keeps it.
+    """
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in handlers

@@ -13,16 +13,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zerocast.cli import interrupts
-from zerocast.cli.files import check_folder, written
-from zerocast.cli.progress import tracked
+from zerocast.cli.output import check_folder, tracked, written
 from zerocast.cli.sweep import Sweep
 from zerocast.footprint import LEFT_OUT, PRESETS, Footprint, Parameter, Setup, footprint, read_model
 from zerocast.optim import ZeroConfig
 
-GIB, GB = 2**30, 10**9
+GIB = 2**30
+GB = 10**9
 COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#d55e00", "#cc79a7")
-
-
+# The formats that every plan is compared with.
 COMPARED = ("fp8_block", "bf16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Dtype = Literal["float32", "bfloat16"]
@@ -93,7 +92,7 @@ def plan(config: PlanConfig) -> int:
     try:
         check_folder(config.png)
         parameters = read_model(config.model)
-        text = (_swept if config.sweep else _planned)(config, parameters)
+        text = _sweep_text(config, parameters) if config.sweep else _plan_text(config, parameters)
     except (OSError, TypeError, ValueError) as error:
         interrupts.complain(f"zerocast plan: {error}")
         return 2
@@ -101,16 +100,19 @@ def plan(config: PlanConfig) -> int:
     return 0
 
 
-def _planned(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
+def _plan_text(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
+    """The output for one setup. Also writes the PNG."""
     setup = _setup(config)
-    found = [footprint(parameters, fmt, setup) for fmt in tracked(list(dict.fromkeys([config.format, *COMPARED])))]
+    formats = list(dict.fromkeys([config.format, *COMPARED]))
+    footprints = [footprint(parameters, fmt, setup) for fmt in tracked(formats)]
     if config.png:
         with written(config.png) as path:
-            _plot(found, _title(config, found[0]), path)
-    return json.dumps(_as_dict(config, found), indent=2) if config.json else _text(config, found)
+            _plot(footprints, _title(config, footprints[0]), path)
+    return json.dumps(_as_dict(config, footprints), indent=2) if config.json else _text(config, footprints)
 
 
-def _swept(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
+def _sweep_text(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
+    """The output of --sweep. Also writes the PNG."""
     for name in ("ranks", "parallel", "shard_ranks", "optimizer"):
         if getattr(config, name) != getattr(PlanConfig, name):
             raise ValueError(
@@ -122,11 +124,9 @@ def _swept(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
     if config.png:
         with written(config.png) as path:
             sweep.plot(title, path)
-    return (
-        json.dumps({"plan": _options(config), "sweep": sweep.as_dict()}, indent=2)
-        if config.json
-        else "\n".join([title, *_left_out(config), sweep.text()])
-    )
+    if config.json:
+        return json.dumps({"plan": _options(config), "sweep": sweep.as_dict()}, indent=2)
+    return "\n".join([title, *_left_out(config), sweep.text()])
 
 
 def _setup(config: PlanConfig) -> Setup:
@@ -146,12 +146,12 @@ def _options(config: PlanConfig) -> dict[str, Any]:
     return options
 
 
-def _as_dict(config: PlanConfig, found: Sequence[Footprint]) -> dict[str, Any]:
-    totals = [{"wire": f.wire, "total_memory": f.total_memory, "total_wire": f.total_wire} for f in found]
-    return {
-        "plan": _options(config),
-        "footprints": [{**asdict(f), **total} for f, total in zip(found, totals, strict=True)],
-    }
+def _as_dict(config: PlanConfig, footprints: Sequence[Footprint]) -> dict[str, Any]:
+    entries = []
+    for planned in footprints:
+        totals = {"wire": planned.wire, "total_memory": planned.total_memory, "total_wire": planned.total_wire}
+        entries.append({**asdict(planned), **totals})
+    return {"plan": _options(config), "footprints": entries}
 
 
 def _name(config: PlanConfig) -> str:
@@ -163,16 +163,16 @@ def _left_out(config: PlanConfig) -> list[str]:
     return [f"not counted: {LEFT_OUT[config.model]}"] if config.model in LEFT_OUT else []
 
 
-def _title(config: PlanConfig, found: Footprint) -> str:
+def _title(config: PlanConfig, planned: Footprint) -> str:
     groups = f", shards of {config.shard_ranks}" if config.parallel == "hsdp" else ""
     optimizer = " with muon" if config.optimizer == "muon" else ""
     return (
-        f"{_name(config)}: {found.numel:,} parameters, {config.parallel}{optimizer} on {config.ranks:,} ranks{groups}"
+        f"{_name(config)}: {planned.numel:,} parameters, {config.parallel}{optimizer} on {config.ranks:,} ranks{groups}"
     )
 
 
-def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
-    first = found[0]
+def _text(config: PlanConfig, footprints: Sequence[Footprint]) -> str:
+    first = footprints[0]
     lines = [
         _title(config, first),
         *_left_out(config),
@@ -180,9 +180,9 @@ def _text(config: PlanConfig, found: Sequence[Footprint]) -> str:
     ]
     if first.kept:
         lines.append(f"{first.kept} linear weights stay in bf16: {first.format} cannot take their shape")
-    lines += ["", *_table("GiB a rank, without activations", [(f.format, f.memory) for f in found], GIB)]
-    lines += ["", *_table("GB that a rank sends in a step", [(f.format, f.wire) for f in found], GB)]
-    reduced = ", ".join(f"{f.format} {f.all_amaxes / GB:.3f}" for f in found)
+    lines += ["", *_table("GiB a rank, without activations", [(f.format, f.memory) for f in footprints], GIB)]
+    lines += ["", *_table("GB that a rank sends in a step", [(f.format, f.wire) for f in footprints], GB)]
+    reduced = ", ".join(f"{f.format} {f.all_amaxes / GB:.3f}" for f in footprints)
     if first.busiest:
         lines += ["", f"Muon's operations on the rank that has most: {first.busiest:.2f} of the mean"]
     lines += ["", f"GB in the all-reduce of a host that gathers codes alone: {reduced}"]
@@ -217,7 +217,7 @@ def _stack(axes: Axes, bars: Sequence[tuple[str, dict[str, int]]], unit: int) ->
         heights = [terms[term] / unit for _, terms in bars]
         axes.bar(names, heights, bottom=below, color=color, label=term, width=0.6)
         below = [a + b for a, b in zip(below, heights, strict=True)]
-    for place, total in enumerate(below):
-        axes.annotate(f"{total:.1f}", (place, total), ha="center", va="bottom", fontsize=8)
+    for position, total in enumerate(below):
+        axes.annotate(f"{total:.1f}", (position, total), ha="center", va="bottom", fontsize=8)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), reverse=True)
     axes.margins(y=0.08)

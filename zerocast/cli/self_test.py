@@ -1,21 +1,21 @@
 """The self-test: every usable backend against the reference on random weights and gradients.
 
 A round trains the same small model for a few steps with each backend and compares all results:
-masters, moments, and every buffer of every weight. Every stage of a step takes part, and
-`dequantize`. Shapes are random too.
+masters, moments, and every buffer of every weight. It covers every stage of a step, and
+`dequantize`. Shapes are random, too.
 """
 
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from zerocast import backends
 from zerocast.backends import ops
-from zerocast.cli.progress import Progress
+from zerocast.cli.output import Progress
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import get_format
 from zerocast.formats.layout import BUFFERS
@@ -64,19 +64,20 @@ class Outcome:
 def self_test(device: torch.device, seconds: float, seed: int) -> list[Outcome]:
     """Run rounds of every usable backend on `device` until `seconds` have passed, at least one."""
     names = usable(device)
-    found = {name: Outcome(str(device), name, 0, 0) for name in names}
-    end, number = time.monotonic() + seconds, 0
+    outcomes = {name: Outcome(str(device), name, 0, 0) for name in names}
+    end = time.monotonic() + seconds
+    number = 0
     progress = Progress()
     while names and (number == 0 or time.monotonic() < end):
         progress.say(f"round {number + 1} on {device}: reference")
         expected = _results(REFERENCE, device, seed + number)
         for name in names:
             progress.say(f"round {number + 1} on {device}: {name}")
-            if not found[name].problem:
-                found[name] = _compare(found[name], device, seed + number, expected)
+            if not outcomes[name].problem:
+                outcomes[name] = _compare(outcomes[name], device, seed + number, expected)
         number += 1
     progress.clear()
-    return list(found.values())
+    return list(outcomes.values())
 
 
 def usable(device: torch.device) -> list[str]:
@@ -85,31 +86,34 @@ def usable(device: torch.device) -> list[str]:
 
 
 def _compare(so_far: Outcome, device: torch.device, seed: int, expected: dict[str, Tensor]) -> Outcome:
+    """The outcome after one more round."""
     try:
         results = _results(so_far.backend, device, seed)
         problem = next(_differences(results, expected), "")
-    except Exception as error:  # any error is a result to report
+    except Exception as error:
+        # Any error of a backend is a result to report.
         problem = f"{type(error).__name__}: {error}"
     if problem:
-        return Outcome(so_far.device, so_far.backend, so_far.rounds, so_far.nbytes, f"{problem} (seed {seed})")
+        return replace(so_far, problem=f"{problem} (seed {seed})")
     nbytes = sum(tensor.numel() for tensor in expected.values())
-    return Outcome(so_far.device, so_far.backend, so_far.rounds + 1, so_far.nbytes + nbytes)
+    return replace(so_far, rounds=so_far.rounds + 1, nbytes=so_far.nbytes + nbytes)
 
 
 def _differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> Iterator[str]:
-    for name, wanted in expected.items():
-        differs = results[name] != wanted
+    for name, expected_bytes in expected.items():
+        differs = results[name] != expected_bytes
         if differs.any():
             at = int(differs.byte().argmax())
             yield (
-                f"{name} differs in {int(differs.sum()):,} of {wanted.numel():,} bytes, first at {at:,}: "
-                f"{int(results[name][at]):#04x} where {int(wanted[at]):#04x} is expected"
+                f"{name} differs in {int(differs.sum()):,} of {expected_bytes.numel():,} bytes, first at {at:,}: "
+                f"{int(results[name][at]):#04x} where {int(expected_bytes[at]):#04x} is expected"
             )
 
 
 def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]:
     """The bytes of all tensors after a few steps, by name."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)  # noqa: S311  (no secret)
+    draw = random.Random(seed)  # noqa: S311
+    generator = torch.Generator().manual_seed(seed)
     model = nn.ParameterDict()
     for number, fmt in enumerate(FORMATS):
         model[str(number)] = _parameter(fmt, device, draw, generator)
@@ -120,15 +124,21 @@ def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]
             gradient = torch.randn(parameter.shape, generator=generator) * 10.0 ** draw.randint(-6, 2)
             parameter.grad = gradient.to(device, parameter.dtype)
         optimizer.step()
-    left = _left(backend, model, optimizer)
-    return {name: tensor.detach().contiguous().view(-1).view(torch.uint8).cpu() for name, tensor in left}
+    return {
+        name: tensor.detach().contiguous().view(-1).view(torch.uint8).cpu()
+        for name, tensor in _tensors(backend, model, optimizer)
+    }
 
 
 def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: torch.Generator) -> nn.Parameter:
-    """A weight that is not cast yet, so that only the optimizer's backend takes part."""
-    matrix, dtype = _matrix(fmt, draw, generator).to(device), draw.choice(NOMINAL_DTYPES)
+    """A weight that was not cast yet, so that every byte of it will come from the optimizer's
+    backend.
+    """
+    matrix = _matrix(fmt, draw, generator).to(device)
+    dtype = draw.choice(NOMINAL_DTYPES)
     if get_format(fmt).element is None:
-        # FP16 has no numbers so large, and an optimizer refuses masters that are not finite
+        # The matrix has numbers that FP16 cannot hold, and an optimizer refuses masters that are
+        # not finite.
         largest = torch.finfo(dtype).max
         return nn.Parameter(matrix.clamp(-largest, largest).to(dtype))
     weight = QuantizedWeight.empty(matrix.shape, fmt, dtype, device)
@@ -151,7 +161,10 @@ def _matrix(fmt: str, draw: random.Random, generator: torch.Generator) -> Tensor
     return matrix
 
 
-def _left(backend: str, model: nn.ParameterDict, optimizer: ZeroAdamW) -> Iterator[tuple[str, Tensor]]:
+def _tensors(backend: str, model: nn.ParameterDict, optimizer: ZeroAdamW) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor that training has written, with a name for it, and the values that
+    `dequantize` gives of the weights.
+    """
     state = optimizer.state_dict()
     for number, parameter in model.items():
         fmt = FORMATS[int(number)]
@@ -166,6 +179,6 @@ def _left(backend: str, model: nn.ParameterDict, optimizer: ZeroAdamW) -> Iterat
         if weight is not None:
             for columnwise in (False, True):
                 data, scale_inv = parameter.direction(columnwise)
-                read = str(parameter.format), data, scale_inv, parameter.amax, *parameter.matrix_shape, columnwise
-                what = "columnwise" if columnwise else "rowwise"
-                yield f"{fmt}: dequantized {what}", ops.dequantize(backend, *read, parameter.dtype)
+                arguments = str(parameter.format), data, scale_inv, parameter.amax, *parameter.matrix_shape, columnwise
+                direction = "columnwise" if columnwise else "rowwise"
+                yield f"{fmt}: dequantized {direction}", ops.dequantize(backend, *arguments, parameter.dtype)

@@ -1,4 +1,4 @@
-"""`zerocast plan --sweep`: what the collectives of a step carry as ranks grow."""
+"""`zerocast plan --sweep`: the bytes in each collective of a step for growing numbers of ranks."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from zerocast.cli.progress import tracked
+from zerocast.cli.output import tracked
 from zerocast.footprint import Footprint, Parameter, Setup, footprint
 
 RANKS = (8, 64, 512, 4096, 16384)
@@ -21,19 +21,22 @@ UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 class Sweep:
     """Footprints by sharding and number of ranks.
 
-    A sharding in groups has no entry for fewer ranks than a group has.
+    A sharding in groups has no entry for fewer ranks than one group has.
     """
 
     footprints: dict[str, dict[int, Footprint]]
 
     @staticmethod
     def of(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> "Sweep":
-        """Every sharding of SHARDINGS on RANKS, with the config of `setup`."""
-        found: dict[str, dict[int, Footprint]] = {}
-        for name, (parallel, shards) in tracked(list(SHARDINGS.items()), lambda item: item[0]):
-            setups = {n: replace(setup, parallel=parallel, ranks=n, shard_ranks=shards) for n in RANKS if n >= shards}
-            found[name] = {n: footprint(parameters, fmt, one) for n, one in setups.items()}
-        return Sweep(found)
+        """Plan every sharding of SHARDINGS on RANKS, with the config of `setup`."""
+        footprints: dict[str, dict[int, Footprint]] = {}
+        for name, (parallel, shard_ranks) in tracked(list(SHARDINGS.items()), lambda item: item[0]):
+            footprints[name] = {}
+            for ranks in RANKS:
+                if ranks >= shard_ranks:
+                    sharding = replace(setup, parallel=parallel, ranks=ranks, shard_ranks=shard_ranks)
+                    footprints[name][ranks] = footprint(parameters, fmt, sharding)
+        return Sweep(footprints)
 
     def as_dict(self) -> list[dict[str, Any]]:
         """Return the footprints as plain data, one entry for each sharding and number of ranks."""
@@ -57,25 +60,25 @@ class Sweep:
             largest = collectives[-1]
             if largest.calls:
                 calls = f"{largest.calls:,} call{'s' if largest.calls > 1 else ''}"
-                by_place = zip(by_ranks, collectives, strict=True)
-                yield f"{largest}, {calls}", {ranks: _bytes(one.sent) for ranks, one in by_place}
-        memory = {ranks: f"{one.total_memory / 2**30:,.2f} GiB" for ranks, one in by_ranks.items()}
+                sent = {ranks: _bytes(each.sent) for ranks, each in zip(by_ranks, collectives, strict=True)}
+                yield f"{largest}, {calls}", sent
+        memory = {ranks: f"{planned.total_memory / 2**30:,.2f} GiB" for ranks, planned in by_ranks.items()}
         yield "memory, without activations", memory
 
     def plot(self, title: str, path: Path) -> None:
-        """Write a PNG: on the left what a rank sends, on the right what it holds."""
+        """Write a PNG: on the left the bytes that a rank sends, on the right its memory."""
         figure = Figure(figsize=(11, 4.5), layout="constrained")
-        left, right = figure.subplots(1, 2)
+        traffic, memory = figure.subplots(1, 2)
         for (name, by_ranks), color in zip(self.footprints.items(), COLORS, strict=True):
-            ranks, planned = list(by_ranks), list(by_ranks.values())
+            ranks = list(by_ranks)
             style = {"color": color, "marker": "o", "markersize": 4}
-            left.plot(ranks, [one.total_wire / 1e9 for one in planned], label=name, **style)
-            right.plot(ranks, [one.total_memory / 2**30 for one in planned], label=name, **style)
-        left.set_ylabel("GB that a rank sends in a step")
-        right.set_ylabel("GiB a rank, without activations")
-        left.set_ylim(bottom=0)
-        right.set_yscale("log")
-        for axes in (left, right):
+            traffic.plot(ranks, [planned.total_wire / 1e9 for planned in by_ranks.values()], label=name, **style)
+            memory.plot(ranks, [planned.total_memory / 2**30 for planned in by_ranks.values()], label=name, **style)
+        traffic.set_ylabel("GB that a rank sends in a step")
+        memory.set_ylabel("GiB a rank, without activations")
+        traffic.set_ylim(bottom=0)
+        memory.set_yscale("log")
+        for axes in (traffic, memory):
             axes.set(xscale="log", xlabel="ranks", xticks=RANKS, xticklabels=[f"{n:,}" for n in RANKS])
             axes.minorticks_off()
             axes.legend(fontsize=8)

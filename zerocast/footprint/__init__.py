@@ -5,9 +5,9 @@ Parameters are created on the meta device and laid out by the functions that tra
 run. Activations and the reserves of the allocator and the communication library are not included.
 """
 
-from zerocast.footprint.collective import Collective
 from zerocast.footprint.footprint import Footprint, Setup, footprint
 from zerocast.footprint.shapes import LEFT_OUT, PRESETS, Parameter, model_parameters, read_model
+from zerocast.footprint.weight_bytes import Collective
 
 __all__ = [
     "LEFT_OUT",

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zerocast.footprint.collective import Collective
 from zerocast.footprint.fsdp_bytes import fsdp
 from zerocast.footprint.shapes import Parameter
-from zerocast.footprint.weight_bytes import amax_bytes
+from zerocast.footprint.weight_bytes import Collective, amax_bytes
 from zerocast.footprint.zero_bytes import zero
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits

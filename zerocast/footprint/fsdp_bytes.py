@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zerocast.footprint.collective import Collective
 from zerocast.footprint.shapes import ROOT
 from zerocast.footprint.weight_bytes import (
     FP32,
     Bytes,
+    Collective,
     Placed,
     all_reduce,
     copy_bytes,

@@ -18,8 +18,10 @@ from zerocast.checkpoint.regular_file import read_bounded
 
 Shape = tuple[int, ...]
 ROOT = -1
+# The largest config file that is read.
 MOST_BYTES = 2**26
-MOST = 250_000  # parameters, so that a typing error in a count is reported
+# The most parameters of a model, so that a typing error in a count is reported.
+MOST_PARAMETERS = 250_000
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,18 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 129280,
     },
 }
-LEFT_OUT = {  # what a preset does not count, by its name
+# The parts of a model that its preset does not count.
+LEFT_OUT = {
     "deepseek-v3": "the layer for multi-token prediction, which its config.json has: num_nextn_predict_layers",
 }
 
 
 def read_model(name: str) -> list[Parameter]:
-    """The parameters of a preset, or of the config in the JSON file `name`, or in the config.json
-    of that folder.
+    """The parameters of a model. `name` is that of a preset, of a JSON file with a config, or of a
+    folder with a config.json.
 
-    Raises ValueError for a name that is neither, for a file that is no such config, and for one
-    that lacks a field.
+    Raises ValueError for a name that is none of these, for a file that is no such config, and for a
+    config that lacks a field.
     """
     if name in PRESETS:
         return model_parameters(PRESETS[name])
@@ -94,16 +97,16 @@ def read_model(name: str) -> list[Parameter]:
     except FileNotFoundError:
         if path.is_dir():
             raise ValueError(f"{name} has no config.json") from None
-        close = difflib.get_close_matches(name, PRESETS, n=1)
-        guess = f": did you mean {close[0]!r}?" if close else ""
+        close_matches = difflib.get_close_matches(name, PRESETS, n=1)
+        guess = f": did you mean {close_matches[0]!r}?" if close_matches else ""
         raise ValueError(f"{name!r} is no model ({', '.join(PRESETS)}) and no file{guess}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read as JSON: {error}") from None
     try:
         return model_parameters(config)
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        what = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{name} is no config that can be planned for: {what}") from None
+        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name} is no config that can be planned for: {reason}") from None
 
 
 def model_parameters(config: Mapping[str, Any]) -> list[Parameter]:
@@ -113,13 +116,13 @@ def model_parameters(config: Mapping[str, Any]) -> list[Parameter]:
     """
     if not isinstance(config, Mapping):
         raise TypeError(f"it holds a {type(config).__name__}")
-    listed = _listed(config["parameters"]) if "parameters" in config else _family(config)(config)
-    found = list(itertools.islice(listed, MOST + 1))
-    if len(found) > MOST:
-        raise ValueError(f"it has more than {MOST:,} parameters")
-    if not found or any(extent < 1 for parameter in found for extent in parameter.shape):
+    generated = _listed(config["parameters"]) if "parameters" in config else _family(config)(config)
+    parameters = list(itertools.islice(generated, MOST_PARAMETERS + 1))
+    if len(parameters) > MOST_PARAMETERS:
+        raise ValueError(f"it has more than {MOST_PARAMETERS:,} parameters")
+    if not parameters or any(min(parameter.shape, default=1) < 1 for parameter in parameters):
         raise ValueError("a model has parameters, and those have elements")
-    return found
+    return parameters
 
 
 def _family(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Iterator[Parameter]]:
@@ -197,7 +200,8 @@ def _norms(layer: int, width: int, *names: str) -> Iterator[Parameter]:
 def _gpt2(c: Mapping[str, Any]) -> Iterator[Parameter]:
     h = c["n_embd"]
     inner = c.get("n_inner") or 4 * h
-    yield Parameter("wte", (c["vocab_size"], h), linear=False)  # shared with the head
+    # The head shares this weight.
+    yield Parameter("wte", (c["vocab_size"], h), linear=False)
     yield Parameter("wpe", (c["n_positions"], h), linear=False)
     for layer in range(c["n_layer"]):
         shapes = {"attn.c_attn": (3 * h, h), "attn.c_proj": (h, h), "mlp.c_fc": (inner, h), "mlp.c_proj": (h, inner)}
@@ -208,7 +212,8 @@ def _gpt2(c: Mapping[str, Any]) -> Iterator[Parameter]:
 
 def _bloom(c: Mapping[str, Any]) -> Iterator[Parameter]:
     h = c.get("hidden_size") or c["n_embed"]
-    yield Parameter("word_embeddings", (c["vocab_size"], h), linear=False)  # shared with the head
+    # The head shares this weight.
+    yield Parameter("word_embeddings", (c["vocab_size"], h), linear=False)
     yield from _biased_norms("", ROOT, h, "word_embeddings_layernorm")
     for layer in range(c.get("n_layer") or c["num_hidden_layers"]):
         shapes = {
@@ -238,7 +243,8 @@ def _deepseek(c: Mapping[str, Any]) -> Iterator[Parameter]:
     yield Parameter("embed_tokens", (vocabulary, h), linear=False)
     layers = c["num_hidden_layers"]
     for layer in range(layers + (c.get("num_nextn_predict_layers") or 0)):
-        if layer >= layers:  # predicts a token further on, with the embedding and the head of the model
+        if layer >= layers:
+            # A layer for multi-token prediction. It uses the embedding and the head of the model.
             yield Parameter(f"layers.{layer}.eh_proj", (h, 2 * h), True, layer)
             yield from _norms(layer, h, "enorm", "hnorm", "shared_head.norm")
         yield from _latent_attention(c, layer)
@@ -272,7 +278,8 @@ def _latent_attention(c: Mapping[str, Any], layer: int) -> Iterator[Parameter]:
     yield Parameter(f"layers.{layer}.self_attn.kv_a_layernorm", (kv_rank,), False, layer)
 
 
-BIASES = {"qwen2": ("q_proj", "k_proj", "v_proj")}  # without the field attention_bias
+# The projections that have a bias by default, if a config has no field attention_bias.
+BIASES = {"qwen2": ("q_proj", "k_proj", "v_proj")}
 QUERY_NORMS = ("qwen3",)
 FAMILIES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[Parameter]]] = {
     "llama": _llama,

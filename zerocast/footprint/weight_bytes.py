@@ -1,13 +1,13 @@
-"""The bytes of weights, and of the collectives, that every sharding has."""
+"""Bytes that are counted alike for every sharding: those of weights, and those of collectives."""
 
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zerocast.footprint.collective import Collective
 from zerocast.formats import Columnwise
 from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, Buffer, GradientMessage, amax_counts, buffers, round_up
 from zerocast.optim import ZeroConfig
@@ -18,6 +18,28 @@ SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_hi
 # (name, tensor, number of its unit or bucket)
 Placed = tuple[str, Tensor, int]
 Bytes = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """The calls of one kind of collective in a step.
+
+    Attributes:
+        kind: reduce-scatter, all-to-all, all-gather or all-reduce.
+        content: the tensors that are sent, in words.
+        calls: the number of calls.
+        sent: the bytes that a rank sends in all calls together.
+        ranks: the number of ranks that take part.
+    """
+
+    kind: str
+    content: str
+    calls: int
+    sent: int
+    ranks: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {self.content}"
 
 
 def all_reduce(content: str, calls: int, nbytes: int, ranks: int) -> Collective:

@@ -1,27 +1,31 @@
-"""The bytes of one rank of a ZeroAdamW or ZeroMuon: its own buckets, laid out over meta tensors.
+"""The bytes of one rank of a ZeroAdamW or ZeroMuon, whose own buckets are laid out over meta
+tensors.
 
 The gradients of stage 2 are the FP32 shard and the buckets in flight, for a backward pass that
 completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps all
-gradients of this rank. Columnwise copies are those of all weights where they are kept, else the
+gradients of this rank. If columnwise copies are kept, all of them are counted, otherwise the
 largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
-the norm of gradients. Muon has one moment, FP32, and its parameters lie in buckets of their own,
-padded so that ranks own them in whole; their gradients are cut evenly, and sent to the owners in
-the step, by the rank that sends most of them as many bytes as are counted. What a step takes for
-that, and beside a matrix while it is updated, is left out: activations are gone then.
+the norm of gradients.
+
+Muon has one moment, in FP32. Its parameters are in separate buckets with padding, so that each has
+one rank as its owner. Their gradients are cut evenly over ranks and sent to the owners in the step;
+the bytes are those of the rank that sends the most. Memory that a step takes only for this exchange
+or for the update of a matrix is left out, since the memory of activations is free at that time.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zerocast.cast.amaxes import cut_rows
-from zerocast.footprint.collective import Collective
 from zerocast.footprint.weight_bytes import (
     FP32,
     FP64,
     Bytes,
+    Collective,
     Placed,
     all_reduce,
     copy_bytes,
@@ -37,16 +41,30 @@ from zerocast.optim.gradients import IN_FLIGHT
 from zerocast.weight import QuantizedWeight
 
 
-def zero(
-    tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, costs: Mapping[str, int]
-) -> tuple[Bytes, list[Collective], float]:
-    """(bytes in memory by purpose, the collectives of a step, the operations of Muon on the rank
-    that has most in those of the mean) of one rank of a ZeroAdamW, or of a ZeroMuon: `costs` are
-    the operations of Muon's parameters by name.
+class ZeroBytes(NamedTuple):
+    """The bytes of one rank.
+
+    Attributes:
+        memory: bytes in memory by purpose.
+        collectives: the collectives of a step.
+        busiest: Muon's operations on the rank with the most, divided by the mean of all ranks; 0
+            without Muon.
+    """
+
+    memory: Bytes
+    collectives: list[Collective]
+    busiest: float
+
+
+def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, costs: Mapping[str, int]) -> ZeroBytes:
+    """The bytes of one rank of a ZeroAdamW, or of a ZeroMuon if there are `costs`, which are the
+    numbers of operations for Muon's parameters, by name.
     """
     layout = lay_out(tensors, config.bucket_size, ranks, config.grad_dtype, costs)
     buckets = layout.buckets
-    shard, cut = flat_numel(buckets), flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
+    shard = flat_numel(buckets)
+    # The part of the shard that is cut evenly over ranks, which AdamW updates.
+    cut = flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
     weights = quantized(tensor for _, tensor, _ in tensors)
     computed = quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
     gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
@@ -75,7 +93,7 @@ def zero(
         all_reduce("amaxes", 1, reduced, ranks),
         Collective("all-gather", "weights", gathers, own_bytes * others, ranks),
     ]
-    return memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0
+    return ZeroBytes(memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0)
 
 
 def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
@@ -105,17 +123,19 @@ def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
 
 
 def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int, stage: int, config: ZeroConfig) -> int:
-    """The most that gradients take in a backward pass, from their arrival until their bucket is in
-    the FP32 shard; at stage 1 without the gradients themselves, which stay.
+    """The peak of the bytes that gradients take in a backward pass, from their arrival until their
+    bucket is in the FP32 shard. At stage 1 the gradients themselves are not counted, since they are
+    kept anyway.
     """
-    place = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
+    bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
     missing = {id(bucket): len(bucket.slots) for bucket in buckets}
     arrived = dict.fromkeys(missing, 0)
     flying: deque[tuple[int, int]] = deque()  # (elements, bytes) of the buckets on their way
     most = IN_FLIGHT * config.bucket_size if ranks > 1 else 0
     waiting = peak = 0
     for name, tensor, _ in reversed(tensors):
-        bucket, dtype = place[name], _arriving(tensor, config)
+        bucket = bucket_of[name]
+        dtype = _arriving(tensor, config)
         if stage == 2:
             arrived[id(bucket)] += tensor.numel() * dtype.itemsize
             waiting += tensor.numel() * dtype.itemsize
@@ -123,17 +143,20 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
         missing[id(bucket)] -= 1
         if missing[id(bucket)]:
             continue
-        storage, gone = bucket.storage, arrived[id(bucket)]
-        in_place = bucket.is_one_gradient and dtype is storage.grad_dtype
-        packed = 0 if in_place else bucket.numel * storage.grad_dtype.itemsize
+        storage = bucket.storage
+        unpacked = arrived[id(bucket)]
+        is_sent_unpacked = bucket.is_one_gradient and dtype is storage.grad_dtype
+        packed = 0 if is_sent_unpacked else bucket.numel * storage.grad_dtype.itemsize
+        # The reducer waits for the oldest buckets until this one has room.
         while flying and bucket.numel + sum(numel for numel, _ in flying) > most:
             flying.popleft()
         peak = max(peak, waiting + packed + _bytes(flying))
-        waiting -= gone
+        waiting -= unpacked
+        sent = packed or unpacked
         result = _result(bucket, ranks, config)
-        peak = max(peak, waiting + (packed or gone) + result + _bytes(flying))
-        # Gradients are quantized before they are sent, and freed then.
-        flying.append((bucket.numel, result if config.grad_wire else (packed or gone) + result))
+        peak = max(peak, waiting + sent + result + _bytes(flying))
+        # Gradients that are sent as FP8 are freed once they are quantized.
+        flying.append((bucket.numel, result if config.grad_wire else sent + result))
     return peak
 
 
@@ -142,8 +165,8 @@ def _bytes(flying: Iterable[tuple[int, int]]) -> int:
 
 
 def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
-    """The bytes of what a collective leaves, until they are in the FP32 shard; of messages also
-    what it sends.
+    """The bytes of the result of a bucket's collective, until it is in the FP32 shard. For FP8
+    messages this includes the messages that are sent.
     """
     dtype = bucket.storage.grad_dtype
     if config.grad_wire:
@@ -156,17 +179,19 @@ def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
 
 
 def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
-    """(the bf16 bytes of the one all-reduce, those of amaxes that only their rank has): where
-    scales are gathered, only cut blocks are reduced.
+    """The bf16 bytes of packed amaxes: (those in the all-reduce, those that stay on their rank). If
+    a bucket gathers scales, only the amaxes of blocks that ranks share are reduced.
 
-    With the amaxes travel a flag a parameter, whether its masters are finite, and two numbers that
-    compare the ranks' calls.
+    The all-reduce also has a number for each parameter, which tells of masters that are not finite,
+    and two numbers that compare the calls of the ranks.
     """
     reduced = own = 0
     for bucket in buckets:
         for slot in bucket.slots:
-            matrix, cuts = slot.matrix_shape, bucket.cuts(slot)
+            matrix = slot.matrix_shape
+            cuts = bucket.cuts(slot)
             amaxes = sum(amax_counts(slot.format, *matrix))
+            # The number that tells of masters that are not finite.
             reduced += 1
             if cuts is None:
                 reduced += amaxes

@@ -526,7 +526,7 @@ def _check(parameters: Sequence[Tensor]) -> None:
             raise TypeError(f"masters are float32, a parameter is {parameter.dtype}: leave precision to FSDP2's policy")
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
-        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the parameters of one optimizer are on one device, got {sorted(map(str, devices))}")
 
 
 def _check_gradients(parameters: Sequence[tuple[Any, Tensor]]) -> None:

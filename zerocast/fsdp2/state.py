@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.checkpoint.moments import MOMENTS
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.sources import AnySource
@@ -128,14 +128,14 @@ class TrainingState:
             validity.check(Use.SAVE)
         return self._as_dict(None)
 
-    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
+    def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """The tensors of `state_dict` for a reader that fills them, also after a write that
         raised half-way. Moments that no step has made yet are made as those that are `kept`.
         """
         with _overlooked(self._validities(), self._managers()):
             return self._as_dict(kept)
 
-    def _as_dict(self, kept: Kept | None) -> dict[str, Any]:
+    def _as_dict(self, kept: SavedMoments | None) -> dict[str, Any]:
         model: dict[str, Any] = get_model_state_dict(self._model)  # shards what is gathered
         names = [name for name, _ in self._model.named_parameters()]
         state, groups = {}, {}

@@ -23,10 +23,12 @@ from zerocast.checkpoint.sources.source import pieces, read_span
 from zerocast.formats import AmaxPolicy, FormatSpec
 from zerocast.formats.layout import matrix_shape
 
-ROWS = 128  # a multiple of every block's rows
-LOWEST = -149  # floor(log2) of the smallest f32
+# The rows of a piece are a multiple of this, which is a multiple of the rows of every block.
+ROWS = 128
+# floor(log2) of the smallest f32.
+LOWEST = -149
 BINADES = 127 - LOWEST + 1
-# A scaled value beyond its limit would round to a larger code than the element has.
+# A scaled value above the limit of an element would round to a larger code than the element has.
 LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}
 
 
@@ -58,9 +60,18 @@ class CastStatistics:
 
 
 class _Sums:
+    """Sums over the pieces of one tensor."""
+
     def __init__(self) -> None:
-        self.zeros = self.nonfinite = self.saturated = self.flushed = 0
-        self.amax = self.squares = self.errors = 0.0
+        # Numbers of elements.
+        self.zeros = 0
+        self.nonfinite = 0
+        self.saturated = 0
+        self.flushed = 0
+        self.amax = 0.0
+        # The sums of the squares of the master, and of (cast - master).
+        self.squares = 0.0
+        self.errors = 0.0
         self.masters = torch.zeros(BINADES, dtype=torch.int64)
         self.casts = torch.zeros(BINADES, dtype=torch.int64)
 
@@ -91,14 +102,16 @@ def measure(
 ) -> CastStatistics:
     """Statistics of the tensor `key`, and of its cast to `fmt` through the nominal dtype.
 
-    `scale`, f32[1], is the scale of the last cast of a delayed format; without it the tensor's own
-    amax gives one. The format must take the shape of the tensor.
+    `scale`, f32[1], is the scale of the last cast of a delayed format. Without it the scale is
+    computed from the amax of the tensor. The format must take the shape of the tensor.
     """
-    entry, sums = source.entries[key], _Sums()
+    entry = source.entries[key]
+    sums = _Sums()
     shape = matrix_shape(entry.shape or (1,))
     amax = None
     if fmt is not None and fmt.has_tensor_amax:
-        amax = torch.stack([_amax(x, nominal) for x in _read(source, key, shape)]).amax().view(1)
+        amaxes = [block_amax(round_nominal(x, nominal), None).view(()) for x in _read(source, key, shape)]
+        amax = torch.stack(amaxes).amax().view(1)
     if fmt is not None and fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
         assert amax is not None
         scale = _seed(fmt, amax)
@@ -106,7 +119,8 @@ def measure(
         sums.add_master(x)
         if fmt is not None and fmt.element is not None:
             sums.add_cast(x, *_cast(fmt, round_nominal(x, nominal), amax, scale), LIMITS[fmt.element.name])
-    numel, quantized = max(1, entry.numel), fmt is not None
+    numel = max(1, entry.numel)
+    quantized = fmt is not None
     return CastStatistics(
         name=name or key,
         shape=entry.shape,
@@ -123,7 +137,9 @@ def measure(
 
 
 def binades(values: Tensor) -> Tensor:
-    """int64[BINADES]: how many finite values lie in each power of two; zeros are not counted."""
+    """int64[BINADES]: the number of finite values in each binade (power of two). Zeros are not
+    counted.
+    """
     exponents = torch.frexp(values[values != 0].double()).exponent - 1
     return torch.bincount(exponents - LOWEST, minlength=BINADES)[:BINADES]
 
@@ -133,12 +149,8 @@ def _read(source: TensorSource, key: str, shape: tuple[int, int]) -> Iterator[Te
         yield read_span(source, key, span).view(-1, shape[1])
 
 
-def _amax(x: Tensor, nominal: torch.dtype) -> Tensor:
-    return block_amax(round_nominal(x, nominal), None).view(())
-
-
 def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """The scale after a history of this one amax (docs/formats/fp8_delayed.md)."""
+    """The scale after a history that has this amax alone (docs/formats/fp8_delayed.md)."""
     assert fmt.element
     known = (amax > 0) & amax.isfinite()
     seeded = torch.full_like(amax, fmt.element.max * 2.0**-fmt.margin) / amax
@@ -146,11 +158,13 @@ def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def _cast(fmt: FormatSpec, x: Tensor, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(scaled values before encoding, decoded values), f32 matrices."""
+    """Cast an f32 matrix; returns (scaled values before encoding, decoded values), f32 matrices."""
     assert fmt.element
-    grid = block_amax(x, fmt.block) if fmt.block else amax
-    assert grid is not None
-    grid = grid.view(1, 1) if fmt.block is None else grid
+    if fmt.block is None:
+        assert amax is not None
+        grid = amax.view(1, 1)
+    else:
+        grid = block_amax(x, fmt.block)
     scaled = x * expand(encode_scales(fmt, grid, amax, scale), fmt.block, *x.shape)
     stored = decode_scales(fmt, stored_scales(fmt, grid, amax, scale), amax)
     return scaled, decode(fmt.element, encode(fmt.element, scaled)) * expand(stored, fmt.block, *x.shape)

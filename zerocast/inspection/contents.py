@@ -1,9 +1,13 @@
-"""Contents: the masters and other tensors of a checkpoint, or of any other source of masters."""
+"""Contents, the masters and other tensors of a checkpoint or of any other source of masters; and
+`choose`, which selects the formats of its weights.
+"""
 
+import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,10 +16,14 @@ from zerocast.checkpoint.manifest import Manifest, Stored, check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, open_source
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats import FormatSpec, get_format
+from zerocast.formats.layout import fits
 from zerocast.formats.shared_amax import SharedAmax
 
 MODEL = "model."
 EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class Contents:
         source: the opened source.
         masters: key in the source by parameter name, in the order of the model.
         other: (tensors, bytes) of all other tensors, by the first part of their names.
-        manifest: None if there is none, and then no file was checked.
+        manifest: the manifest; None if the source has none, in which case no file was checked.
     """
 
     source: TensorSource
@@ -38,8 +46,8 @@ class Contents:
     def of(path: Path, whole_names: bool = False) -> "Contents":
         """Open a path, after comparing its files with their hashes if it has a manifest.
 
-        Names lose the "model." that those of a checkpoint begin with; with `whole_names` those of
-        safetensors are left as they are.
+        Parameter names are keys without the prefix "model." that a checkpoint has. With
+        `whole_names` the keys of safetensors are not changed.
 
         Raises like `open_source`, and ValueError for a file that differs from its hash.
         """
@@ -48,15 +56,18 @@ class Contents:
             check_files(path, ONE_PROCESS)
         source = open_source(path)
         entries = source.entries
-        # safetensors are no checkpoint of ours: there "model." may begin some names of a model
-        of_ours = all if isinstance(source, SafetensorsSource) else any
-        keeps = whole_names and isinstance(source, SafetensorsSource)
-        front = MODEL if entries and not keeps and of_ours(key.startswith(MODEL) for key in entries) else ""
-        names = (key.removeprefix(front) for key in source.entries if key.startswith(front))
-        masters = {name: f"{front}{name}" for name in sorted(names, key=_place_in_model)}
+        has_prefix = [key.startswith(MODEL) for key in entries]
+        if isinstance(source, SafetensorsSource):
+            # The names of some of a model's own modules may begin with "model.".
+            has_model_prefix = bool(entries) and all(has_prefix) and not whole_names
+        else:
+            has_model_prefix = any(has_prefix)
+        prefix = MODEL if has_model_prefix else ""
+        names = (key.removeprefix(prefix) for key in entries if key.startswith(prefix))
+        masters = {name: f"{prefix}{name}" for name in sorted(names, key=_order_in_model)}
         other: dict[str, tuple[int, int]] = {}
-        for key, entry in source.entries.items():
-            if not key.startswith(front):
+        for key, entry in entries.items():
+            if not key.startswith(prefix):
                 kind = key.split(".")[0]
                 tensors, nbytes = other.get(kind, (0, 0))
                 other[kind] = tensors + 1, nbytes + nbytes_of(entry)
@@ -65,8 +76,8 @@ class Contents:
     @property
     def entries(self) -> dict[str, Entry]:
         """The masters by parameter name, without those of dtypes that FP32 cannot hold."""
-        found = {name: self.source.entries[key] for name, key in self.masters.items()}
-        return {name: entry for name, entry in found.items() if entry.dtype in HIGH_PRECISION}
+        entries = {name: self.source.entries[key] for name, key in self.masters.items()}
+        return {name: entry for name, entry in entries.items() if entry.dtype in HIGH_PRECISION}
 
     @property
     def stored(self) -> Mapping[str, Stored]:
@@ -74,9 +85,11 @@ class Contents:
         return self.manifest.formats if self.manifest else {}
 
     def shared_amaxes(self, names: Iterable[str]) -> dict[str, SharedAmax]:
-        """The weights of a run that shared a tensor amax, among these."""
-        chosen = {name: SharedAmax(self.stored[name].shares) for name in names if name in self.stored}
-        return {name: shared for name, shared in chosen.items() if shared.names}
+        """For each of these weights that shared its tensor amax in training, the weights that
+        shared it.
+        """
+        stored = {name: self.stored[name] for name in names if name in self.stored}
+        return {name: SharedAmax(record.shares) for name, record in stored.items() if record.shares}
 
     @property
     def step(self) -> int | None:
@@ -86,15 +99,17 @@ class Contents:
         return None if key is None else int(self.source.read(key, (), ()))
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """f32[1], the scale of the last cast of a weight with delayed scaling; None if not
-        stored.
+        """f32[1], the scale of the last cast of a weight with delayed scaling; None if the source
+        does not have it.
         """
         key = f"zerocast.{name}.cast_scale"
         return self.source.read(key, (0,), (1,)) if key in self.source.entries else None
 
 
-def _place_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """Embeddings, then blocks by number, then what follows them: files are sorted by letter."""
+def _order_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:
+    """A key that sorts parameters in the order of a model: embeddings, then blocks by number, then
+    the modules after the blocks. Files are sorted by letter, which is another order.
+    """
     parts = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
     is_numbered = len(parts) > 1
     return (not is_numbered and EMBEDDING.search(name) is None), parts if is_numbered else [(-1, ""), *parts]
@@ -104,3 +119,46 @@ def nbytes_of(entry: Entry) -> int:
     """The size of a tensor in bytes; 0 for a dtype that torch lacks."""
     dtype = getattr(torch, entry.dtype, None)
     return entry.numel * dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The formats that were chosen for weights.
+
+    Attributes:
+        formats: (format, nominal dtype) by weight name.
+        kept: names of selected weights that stay in high precision, since the format cannot take
+            their shape.
+    """
+
+    formats: Mapping[str, tuple[FormatSpec, torch.dtype]]
+    kept: tuple[str, ...] = ()
+
+
+def choose(
+    masters: Mapping[str, Entry],
+    stored: Mapping[str, Stored],
+    fmt: str | None,
+    weights: Sequence[str],
+    nominal: torch.dtype,
+) -> Chosen:
+    """Choose the format `fmt` and the dtype `nominal` for the matrices that match a glob of
+    `weights`. Without `fmt`, choose the formats stored with the checkpoint.
+
+    Raises ValueError for an unknown format and for a glob that matches no weight.
+    """
+    if fmt is None:
+        formats = {
+            name: (get_format(record.format), getattr(torch, record.dtype))
+            for name, record in stored.items()
+            if name in masters
+        }
+        return Chosen(formats)
+    spec = get_format(fmt)
+    matrices = {name: entry for name, entry in masters.items() if len(entry.shape) >= 2}
+    for glob in weights:
+        if not fnmatch.filter(matrices, glob):
+            raise ValueError(f"{glob!r} matches no weight; there are: {', '.join(list(matrices)[:8])} ...")
+    selected = {name: entry for name, entry in matrices.items() if any(fnmatch.fnmatchcase(name, g) for g in weights)}
+    kept = tuple(name for name, entry in selected.items() if not fits(spec, entry.shape))
+    return Chosen({name: (spec, nominal) for name in selected if name not in kept}, kept)

@@ -1,7 +1,7 @@
 """zero_run: the functions by which trainers run ZeroAdamW in place of DistributedDataParallel.
 
-Such trainers (Lightning, accelerate, transformers) know only whole tensors. ZeroAdamW needs files
-of its own in their checkpoints, and gradients that stay on the rank while they accumulate.
+Such trainers (Lightning, accelerate, transformers) know only whole tensors. ZeroAdamW needs
+additional files in their checkpoints, and gradients that stay on the rank while they accumulate.
 """
 
 import contextlib
@@ -61,8 +61,8 @@ def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module
         for name, parameter in model.named_parameters():
             if id(parameter) not in owned and parameter.requires_grad and parameter.numel():
                 raise RuntimeError(
-                    f"{name} requires a gradient and no ZeroAdamW that was set up here has it, so nobody would average its "
-                    "gradient over the ranks: give all trained parameters of a quantized model to ZeroAdamW and set that up too, "
+                    f"{name} requires a gradient and no ZeroAdamW that was set up here has it, so its gradient would not be "
+                    "averaged over the ranks: give all trained parameters of a quantized model to ZeroAdamW and set that up too, "
                     "or call requires_grad_(False)"
                 )
 

@@ -1,8 +1,8 @@
-"""Averages: what follows the masters of one optimizer, and the swap of an average into its weights.
+"""Averages: the averages of one optimizer's masters, and the swap of an average into the weights.
 
-While an average is looked at, masters and average change places, bit by bit and without further
-memory; casts, checks and `zerocast.verify` then take the average for the masters. What would train
-from it, or save it as masters, raises meanwhile. `ema.py` has the average that users make.
+While an average is swapped in, masters and average are exchanged bit by bit, without further
+memory. Casts, checks and `zerocast.verify` then use the average in place of the masters. Calls that
+would train from it, or save it as masters, raise meanwhile. `ema.py` has the average for users.
 """
 
 import contextlib
@@ -25,29 +25,37 @@ BACKWARD = (
 
 
 class Average(ABC):
-    """Something that follows the masters of an optimizer, which calls it."""
+    """An average of the masters of an optimizer, which calls these methods."""
 
     @property
     @abstractmethod
     def description(self) -> str:
-        """The text that all ranks must have alike."""
+        """A text that ranks compare."""
 
     @abstractmethod
     def before_step(self) -> None:
-        """RuntimeError where a step would be wrong, such as for an average of other masters."""
+        """Called before a step. RuntimeError if the step would be wrong, for example since the
+        average is one of other masters.
+        """
 
     @abstractmethod
     def after_step(self) -> None:
-        """The masters have changed, unless the step was skipped: only the device knows."""
+        """Called after a step. If it was skipped, the masters have not changed; only the device
+        knows.
+        """
 
     @abstractmethod
     def masters_loaded(self) -> None:
-        """The masters are others now."""
+        """Called after other masters were loaded."""
 
 
 class Averages:
-    """The averages of one optimizer's masters, and whether one of them is swapped in. It keeps
-    none of them alive.
+    """The averages of one optimizer's masters. It does not keep them alive.
+
+    Attributes:
+        masters: the flat f32 masters of this rank.
+        count: int64[1], the steps taken.
+        state: gives the parts of a flat tensor by parameter name.
     """
 
     def __init__(
@@ -58,18 +66,22 @@ class Averages:
         driver: CastDriver,
         reducer: GradientReducer,
     ) -> None:
-        self.masters, self.count, self.state = masters, count, state
-        self._driver, self._reducer = driver, reducer
+        self.masters = masters
+        self.count = count
+        self.state = state
+        self._driver = driver
+        self._reducer = reducer
         self._all: weakref.WeakSet[Average] = weakref.WeakSet()
+        # True while one of them is swapped in.
         self._swapped = False
 
     def add(self, average: Average) -> None:
-        """Let it follow the masters from now on."""
+        """Call the methods of this average from now on."""
         self.check_not_swapped(Use.SWAP)
         self._all.add(average)
 
     def check_not_swapped(self, use: Use) -> None:
-        """RuntimeError while the weights are those of an average."""
+        """RuntimeError while an average is swapped in."""
         if self._swapped:
             raise RuntimeError(
                 f"{use.value} within `with average.swapped()`, where masters and weights are those of an average: leave it first"
@@ -77,28 +89,30 @@ class Averages:
 
     @property
     def description(self) -> str:
-        """The text of all averages that all ranks must have alike."""
+        """The descriptions of all averages, as one text that ranks compare."""
         return "".join(sorted(f", averaged {average.description}" for average in self._all))
 
     def before_step(self) -> None:
-        """RuntimeError, with nothing changed, where a step would be wrong."""
+        """Call `before_step` of all averages. RuntimeError, with nothing changed, if a step would
+        be wrong.
+        """
         for average in self._all:
             average.before_step()
 
     def after_step(self) -> None:
-        """The masters have changed, unless the step was skipped."""
+        """Call `after_step` of all averages."""
         for average in self._all:
             average.after_step()
 
     def masters_loaded(self) -> None:
-        """The masters are others now."""
+        """Call `masters_loaded` of all averages."""
         for average in self._all:
             average.masters_loaded()
 
     @contextlib.contextmanager
     def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
-        """Within, the weights are cast from what `exchange` makes the masters; it is called
-        again to undo that.
+        """A context in which the weights are cast from other masters. `exchange` replaces the
+        masters, and is called again at the end to restore them.
         """
         validity = self._driver.plan.validity
         validity.check(Use.SWAP)
@@ -113,11 +127,13 @@ class Averages:
                 exchange()
                 raise
         validity.changed()
-        self._swapped, self._reducer.refusal = True, BACKWARD
+        self._swapped = True
+        self._reducer.refusal = BACKWARD
         try:
             yield
         finally:
-            self._swapped, self._reducer.refusal = False, ""
+            self._swapped = False
+            self._reducer.refusal = ""
             self._reducer.check_same_call("swaps an average out")
             with torch.no_grad(), validity.transaction("swapping an average out"):
                 exchange()

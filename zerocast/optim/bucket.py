@@ -1,11 +1,11 @@
-"""Buckets: parameters laid end to end, cut into equal shards, one for each rank.
+"""Buckets: concatenated parameters, cut into equal shards, one for each rank.
 
-A bucket holds parameters that are stored alike, so that the same cut is a cut of its gradients, of
-its masters and of its bytes. Parameters start at multiples of `SHARD_ALIGNMENT_ELEMENTS` and shards
-are multiples of it: no block row of 16, no byte and no vector load is ever cut.
+The parameters of a bucket have the same storage, so that one cut serves for its gradients, its
+masters and its bytes. Parameters start at multiples of `SHARD_ALIGNMENT_ELEMENTS` and shards are
+multiples of it, so that no block row of 16, no byte and no vector load is ever cut.
 
-Parameters that one rank is to own in whole lie in buckets of their own, whose cuts fall between
-them (`whole.py`). Their gradients lie in others, which are cut evenly: `Layout` has both.
+Parameters that one rank owns as a whole are in separate buckets, whose cuts are between parameters
+(`whole.py`). Their gradients are in other buckets, which are cut evenly. `Layout` has both.
 """
 
 import functools
@@ -33,8 +33,11 @@ IDENTITY = get_format("identity")
 
 
 class FlatBuffer(NamedTuple):
-    """The buffers `name` of a bucket's weights, end to end, with an entry for every so many
-    elements.
+    """The concatenated buffers of one kind of a bucket's weights.
+
+    Attributes:
+        name: the name of the weights' buffer.
+        elements: the number of elements of a weight for each entry of the buffer.
     """
 
     name: str
@@ -44,14 +47,25 @@ class FlatBuffer(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """How a parameter is stored and its gradient reduced; parameters of one bucket agree in it."""
+    """The storage of a parameter and the reduction of its gradient. All parameters of a bucket have
+    the same.
 
-    dtype: torch.dtype  # of the flat buffer
+    Attributes:
+        dtype: the dtype of the flat buffer of rowwise codes, or of the values of plain parameters.
+        elements_per_byte: the elements of a weight for each entry of that buffer.
+        columnwise_elements: the same for columnwise codes; 0 if these are not gathered.
+        grad_dtype: the dtype in which gradients are reduced.
+        scales: the scales that are gathered with the codes. If there are none, every rank computes
+            all scales.
+        whole: True if one rank owns all of a parameter.
+    """
+
+    dtype: torch.dtype
     elements_per_byte: int
-    columnwise_elements: int  # of a byte, where columnwise codes are gathered too; else 0
+    columnwise_elements: int
     grad_dtype: torch.dtype
-    scales: tuple[FlatBuffer, ...] = ()  # gathered too; else every rank computes all scales
-    whole: bool = False  # one rank owns all of a parameter
+    scales: tuple[FlatBuffer, ...] = ()
+    whole: bool = False
 
     @property
     def codes(self) -> tuple[FlatBuffer, ...]:
@@ -83,7 +97,7 @@ class Slot:
 
     @property
     def shape(self) -> Shape:
-        """Logical shape; that of a scalar is (1,)."""
+        """The logical shape; (1,) for a scalar."""
         return tuple(self.parameter.shape) or (1,)
 
     @property
@@ -93,11 +107,11 @@ class Slot:
 
     @property
     def format(self) -> FormatSpec:
-        """Identity for a plain parameter."""
+        """The format of the weight; identity for a plain parameter."""
         return self.parameter.format if isinstance(self.parameter, QuantizedWeight) else IDENTITY
 
     def live_weight(self) -> QuantizedWeight:
-        """The parameter where it lies now; a plain one as an identity weight over its storage."""
+        """The parameter in its present storage; a plain one as an identity weight over it."""
         if isinstance(self.parameter, QuantizedWeight):
             return self.parameter
         matrix = self.parameter.detach().reshape(-1, self.shape[-1])
@@ -106,8 +120,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Slots in the order of the backward pass. `start` is where this rank's shard lies in the
-    flat FP32 tensors.
+    """Parameters that are sharded and communicated together.
+
+    Attributes:
+        slots: the parameters in the order of the backward pass.
+        shard_numel: the elements of one rank's shard, padding included.
+        start: the offset of this rank's shard in its flat FP32 tensors.
     """
 
     storage: Storage
@@ -123,7 +141,9 @@ class Bucket:
 
     @property
     def is_one_gradient(self) -> bool:
-        """True if one parameter fills it without padding: its gradient is sent as it lies."""
+        """True if one parameter fills the bucket without padding, so that its gradient is sent
+        without being copied into a flat buffer.
+        """
         return self.slots[0].numel == self.numel
 
     def shard(self, rank: int) -> Span:
@@ -131,21 +151,21 @@ class Bucket:
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def cuts(self, slot: Slot) -> range | None:
-        """Where shards meet within a parameter whose scales are gathered, in its elements; None for
-        any other.
+        """The boundaries between shards within a parameter, in its elements, if its scales are
+        gathered; otherwise None.
         """
         if not self.storage.scales:
             return None
         return range(self.shard_numel - slot.offset % self.shard_numel, slot.numel, self.shard_numel)
 
     def views(self, slot: Slot, flats: Sequence[Tensor]) -> list[Tensor]:
-        """The parts of the flat buffers `flats` in which a parameter lies."""
+        """The parts of the flat buffers `flats` that belong to a parameter."""
         gathered = zip(self.storage.gathered, flats, strict=True)
         return [flat[slot.offset // n : (slot.offset + slot.numel) // n] for (_, _, n), flat in gathered]
 
     def owned(self, slot: Slot, rank: int) -> tuple[Span, int]:
-        """The elements of a parameter that `rank` owns, and where they start in that rank's flat
-        FP32 tensors.
+        """(elements of a parameter that `rank` owns, their offset in that rank's flat FP32
+        tensors).
         """
         common = Span(slot.offset, slot.offset + slot.numel).intersect(self.shard(rank))
         first = min(common.start - slot.offset, slot.numel)
@@ -153,7 +173,7 @@ class Bucket:
 
 
 def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None, whole: bool = False) -> Storage:
-    """The storage class of a parameter."""
+    """The storage of a parameter."""
     grad_dtype = grad_dtype or parameter.dtype
     if not isinstance(parameter, QuantizedWeight):
         return Storage(parameter.dtype, 1, 0, grad_dtype, whole=whole)
@@ -163,7 +183,8 @@ def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None, whole: bool = 
     return replace(storage, whole=True) if whole else storage
 
 
-@functools.lru_cache(maxsize=1024)  # experts are many and have few shapes
+# Cached, since a model may have many experts of few shapes.
+@functools.lru_cache(maxsize=1024)
 def _storage_of(
     fmt: FormatSpec, matrix: Block, nominal: torch.dtype, code: torch.dtype, grad_dtype: torch.dtype
 ) -> Storage:
@@ -177,24 +198,34 @@ def _storage_of(
 
 
 class Layout(NamedTuple):
-    """Where the parameters of an optimizer lie on each rank.
+    """The buckets of an optimizer's parameters.
 
-    `buckets`: masters, the state of their updates and bytes. `gradients`: reduced gradients. The
-    two are one, at the same places of the flat FP32 tensors, but for parameters that ranks own in
-    whole, which lie behind the others. A bucket of theirs holds about one for each rank and would
-    keep back as many gradients; so gradients are cut evenly whoever owns the parameter, in buckets
-    of the usual size, and go to the owner when all of them are reduced (`gradient_exchange.py`).
+    For parameters that ranks own as a whole the two lists differ. Their buckets of masters have
+    about one parameter for each rank. If gradients were reduced in the same buckets, as many of
+    them would be kept in memory until a bucket is complete. So gradients are cut evenly in buckets
+    of the usual size, and sent to the owner once all of them are reduced (`gradient_exchange.py`).
+    In the flat FP32 tensors these parameters come after all others, which have the same offsets in
+    both lists.
+
+    Attributes:
+        buckets: the buckets of masters, of the state of their updates, and of bytes.
+        gradients: the buckets of reduced gradients.
     """
 
     buckets: list[Bucket]
     gradients: list[Bucket]
 
 
-_Member = tuple[int, Slot]  # when a backward pass completes it, and a slot that has no offset yet
+# (the number of a parameter in the order of a backward pass, its slot, which has no offset yet)
+_Member = tuple[int, Slot]
 
 
 class _Unplaced(NamedTuple):
-    """A bucket that a backward pass completes with parameter number `order`."""
+    """A bucket without an offset in the flat tensors.
+
+    Attributes:
+        order: the number of the last of its parameters in the order of a backward pass.
+    """
 
     order: int
     storage: Storage
@@ -203,6 +234,7 @@ class _Unplaced(NamedTuple):
 
     @staticmethod
     def cut(order: int, storage: Storage, slots: list[Slot], ranks: int) -> "_Unplaced":
+        """A bucket that is cut evenly over `ranks`."""
         return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * SHARD_ALIGNMENT_ELEMENTS) // ranks)
 
 
@@ -213,20 +245,20 @@ def lay_out(
     grad_dtype: torch.dtype | None,
     costs: Mapping[str, int],
 ) -> Layout:
-    """The layout of (name, parameter, param group) in registration order; buckets are in the order
-    in which a backward pass completes them.
+    """Lay out (name, parameter, param group) in registration order. Buckets are in the order in
+    which a backward pass completes them.
 
-    `costs` names the parameters of which one rank owns all, and says what the update of each takes
-    there.
+    `costs` has the parameters of which one rank owns all, by name, with the work of their updates.
     """
     cut: list[_Member] = []
     whole: list[_Member] = []
     for order, (name, parameter, param_group) in enumerate(reversed(list(parameters))):
-        (whole if name in costs else cut).append((order, Slot(name, parameter, param_group, 0)))
-    evenly = _cut(cut, bucket_size, ranks, lambda parameter: storage_of(parameter, grad_dtype))
+        members = whole if name in costs else cut
+        members.append((order, Slot(name, parameter, param_group, 0)))
+    evenly_cut = _cut(cut, bucket_size, ranks, lambda parameter: storage_of(parameter, grad_dtype))
     gradients = _cut(whole, bucket_size, ranks, lambda parameter: _gradient_storage(parameter, grad_dtype))
-    owned = list(_dealt(whole, bucket_size, ranks, grad_dtype, costs))
-    return Layout(_started(evenly, owned, ranks), _started(evenly, gradients, ranks))
+    owned_whole = list(_dealt(whole, bucket_size, ranks, grad_dtype, costs))
+    return Layout(_placed(evenly_cut, owned_whole, ranks), _placed(evenly_cut, gradients, ranks))
 
 
 def fill_buckets(
@@ -237,7 +269,7 @@ def fill_buckets(
 
 
 def _gradient_storage(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
-    """Gradients of one dtype lie together, however their parameters are stored."""
+    """The storage of a gradient, which depends on its dtype only."""
     dtype = grad_dtype or parameter.dtype
     return Storage(dtype, 1, 0, dtype)
 
@@ -245,7 +277,7 @@ def _gradient_storage(parameter: Tensor, grad_dtype: torch.dtype | None) -> Stor
 def _cut(
     members: Iterable[_Member], bucket_size: int, ranks: int, storage_of: Callable[[Tensor], Storage]
 ) -> list[_Unplaced]:
-    """Buckets that are cut evenly, filled up to `bucket_size` elements."""
+    """Fill buckets with up to `bucket_size` elements, and cut them evenly."""
     filling: dict[Storage, list[Slot]] = {}
     complete: list[_Unplaced] = []
     last: dict[Storage, int] = {}
@@ -260,13 +292,17 @@ def _cut(
     return complete + [_Unplaced.cut(last[storage], storage, slots, ranks) for storage, slots in filling.items()]
 
 
-def _started(first: list[_Unplaced], behind: list[_Unplaced], ranks: int) -> list[Bucket]:
-    """The buckets in the order of a backward pass; the flat tensors hold those of `behind` last."""
-    starts, start = {}, 0
-    for bucket in (*sorted(first, key=_order), *sorted(behind, key=_order)):
-        starts[bucket.order], start = start, start + bucket.shard_numel
-    complete = sorted((*first, *behind), key=_order)
-    return [Bucket(b.storage, b.slots, b.shard_numel, ranks, starts[b.order]) for b in complete]
+def _placed(first: list[_Unplaced], last: list[_Unplaced], ranks: int) -> list[Bucket]:
+    """Give buckets their offsets in the flat tensors, `first` before `last`. Returns all of them in
+    the order of a backward pass.
+    """
+    starts = {}
+    start = 0
+    for bucket in (*sorted(first, key=_order), *sorted(last, key=_order)):
+        starts[bucket.order] = start
+        start += bucket.shard_numel
+    buckets = sorted((*first, *last), key=_order)
+    return [Bucket(b.storage, b.slots, b.shard_numel, ranks, starts[b.order]) for b in buckets]
 
 
 def _dealt(
@@ -276,18 +312,19 @@ def _dealt(
     grad_dtype: torch.dtype | None,
     costs: Mapping[str, int],
 ) -> Iterator[_Unplaced]:
-    """The buckets of parameters that ranks own in whole."""
-    whole: dict[Storage, list[Whole[Slot]]] = {}
+    """Yield the buckets of parameters that ranks own as a whole."""
+    by_storage: dict[Storage, list[Whole[Slot]]] = {}
     for order, slot in members:
         storage = storage_of(slot.parameter, grad_dtype, whole=True)
-        whole.setdefault(storage, []).append(
-            Whole(order, slot, round_up(slot.numel, SHARD_ALIGNMENT_ELEMENTS), costs[slot.name])
-        )
-    filled = [(storage, batch) for storage, alike in whole.items() for batch in batches(alike, bucket_size, ranks)]
+        size = round_up(slot.numel, SHARD_ALIGNMENT_ELEMENTS)
+        by_storage.setdefault(storage, []).append(Whole(order, slot, size, costs[slot.name]))
+    filled = []
+    for storage, parameters in by_storage.items():
+        filled += [(storage, batch) for batch in batches(parameters, bucket_size, ranks)]
     loads = [0] * ranks
     for storage, batch in sorted(filled, key=lambda pair: pair[1][-1].order):
-        places, shard_numel = deal(batch, loads)
-        slots = tuple(replace(member.item, offset=offset) for offset, member in places)
+        placed, shard_numel = deal(batch, loads)
+        slots = tuple(replace(member.item, offset=offset) for offset, member in placed)
         yield _Unplaced(batch[-1].order, storage, slots, shard_numel)
 
 
@@ -300,5 +337,5 @@ def _end(slots: list[Slot]) -> int:
 
 
 def flat_numel(buckets: list[Bucket]) -> int:
-    """Elements of one rank's flat FP32 tensors."""
+    """The number of elements of one rank's flat FP32 tensors."""
     return sum(bucket.shard_numel for bucket in buckets)

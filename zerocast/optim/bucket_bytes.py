@@ -1,4 +1,6 @@
-"""BucketBytes: the flat bytes of one bucket, which its weights view and which are gathered."""
+"""BucketBytes: the flat buffers of one bucket, which are gathered and of which its weights are
+views.
+"""
 
 import threading
 
@@ -12,8 +14,14 @@ from zerocast.weight import QuantizedWeight
 
 
 class BucketBytes:
-    """The flat buffers of one bucket and the weights in them: `weights[i]` stands for
-    `bucket.slots[i]`.
+    """The flat buffers of one bucket and the weights in them.
+
+    Attributes:
+        flats: the flat buffers, in the order of `bucket.storage.gathered`.
+        weights: the weight of each of `bucket.slots`; an identity weight for a plain parameter.
+        lock: held by the thread that completes the gather.
+        landing: True while that thread does so.
+        foreign_writes: detects writes of other code to the weights.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -23,12 +31,14 @@ class BucketBytes:
         self._plain: list[PlainPlace] = []
         self._quantized: list[QuantizedPlace] = []
         self.weights = [self._place(slot) for slot in bucket.slots]
-        self.lock = threading.RLock()  # held by the thread that completes the gather
-        self.landing = False  # while it does
+        self.lock = threading.RLock()
+        self.landing = False
+        # The gather in flight, one operation for each flat buffer.
         self._works: list[Flight | None] = []
         self.foreign_writes = ForeignWrites(bucket, self.flats, self._plain, self._quantized)
 
     def _place(self, slot: Slot) -> QuantizedWeight:
+        """Move a parameter into the flat buffers."""
         views = self.bucket.views(slot, self.flats)
         weight = slot.parameter
         if isinstance(weight, QuantizedWeight):
@@ -49,16 +59,16 @@ class BucketBytes:
         return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
 
     def gathers(self, name: str) -> bool:
-        """True if the weights' buffers `name` lie in a flat buffer here."""
+        """True if the weights' buffers of this name are in a flat buffer."""
         return any(flat.name == name for flat in self.bucket.storage.gathered)
 
     @property
     def is_plain(self) -> bool:
-        """True if these are ordinary parameters."""
+        """True for a bucket of ordinary parameters."""
         return bool(self._plain)
 
     def start(self, group: Group, what: str = "weight bytes") -> None:
-        """Begin to gather every rank's bytes, in place; `what` they are, for errors."""
+        """Begin to gather the bytes of all ranks, in place. Errors name the bytes as `what`."""
         if group.size > 1:
             parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
             pairs = zip(self.flats, parts, strict=True)

@@ -9,38 +9,39 @@ from zerocast.distributed.gradient_wire import check_grad_wire
 
 @dataclass(frozen=True)
 class ZeroConfig:
-    """How a ZeroAdamW or a ZeroMuon communicates.
+    """The communication, storage and checks of a ZeroAdamW or a ZeroMuon.
 
     Attributes:
-        bucket_size: elements a bucket, before padding; a larger parameter gets a bucket of its own.
-            Of the masters and bytes of matrices that ZeroMuon's ranks own in whole it is the least,
-            and a bucket holds about one for each rank; their gradients are cut as all others, and
-            a rank is sent as many elements at a time.
-        overlap_all_gather: let the all-gather of quantized bytes run into the next forward pass.
-            Changes no bit.
+        bucket_size: the number of elements of a bucket, before padding; a larger parameter gets a
+            separate bucket. For matrices that ZeroMuon's ranks own as a whole it is the least size
+            of a bucket of masters and bytes, which has about one matrix for each rank. Their
+            gradients are cut like all others, and a rank is sent this many elements at a time.
+        overlap_all_gather: let the all-gather of quantized bytes overlap with the next forward
+            pass. Changes no bit.
         deterministic: add gradients in rank order and take the norm in logical order, so that a run
-            repeats bit for bit at the same rank count whatever the communication library does.
-            Costs an all-to-all in place of each reduce-scatter.
-        grad_wire: how gradients travel to their owner: as they are added, or "fp8_1x128", as E4M3
-            codes with one FP32 scale for 128 elements (docs/formats/fp8_1x128.md), 1.03 bytes an
-            element. The scale is 448 / amax of the group, codes are rounded to nearest even, the
-            owner adds `code * (1 / scale)` of all ranks in FP32 in rank order, so this sum repeats
-            without `deterministic`, which then orders the norm alone. Every contribution is
-            rounded, the owner's own and that of a single rank too. A group with a value that is
-            not finite arrives as NaN and skips the step on all ranks. Each backward pass outside
-            `no_sync()` rounds what it sends.
-        grad_dtype: dtype that gradients are reduced in; None is each parameter's own. With FP32,
-            weight gradients of quantized weights are computed in FP32 too.
-        backend: a name from `zerocast.backends`; None chooses.
-        moment_dtype: dtype that both moments of AdamW are stored in; with bf16 an update computes
-            with FP32 values, and what it keeps of them is rounded to nearest even. 4 bytes an
-            element less.
+            with the same number of ranks repeats bit for bit with any communication library. Each
+            reduce-scatter becomes an all-to-all, which costs more.
+        grad_wire: the wire format of gradients: None for the dtype in which they are reduced, or
+            "fp8_1x128", E4M3 codes with one FP32 scale for 128 elements
+            (docs/formats/fp8_1x128.md), 1.03 bytes an element. The scale is 448 / amax of the
+            group, and codes are rounded to nearest even. The owner adds `code * (1 / scale)` of all
+            ranks in FP32 in rank order, so this sum repeats without `deterministic`, which then
+            only orders the norm. Every contribution is rounded, including that of the owner and of
+            a single rank. A group with a value that is not finite arrives as NaN and skips the step
+            on all ranks. Each backward pass outside `no_sync()` rounds what it sends.
+        grad_dtype: the dtype in which gradients are reduced; None for that of each parameter. With
+            FP32, weight gradients of quantized weights are computed in FP32, too.
+        backend: a name from `zerocast.backends`; None for an automatic choice.
+        moment_dtype: the dtype in which both moments of AdamW are stored. With bf16, which saves 4
+            bytes an element, an update computes in FP32 and rounds moments to nearest even when it
+            stores them.
         keep_columnwise: keep the columnwise copies of quantized weights, 0.5 to 1 byte an element,
-            and make them once a step. Else each product that reads a copy makes it and drops it,
-            in every micro-batch. Changes no bit.
-        verify_every: after every so many steps compare all live bytes with an unsharded cast of the
-            masters (`zerocast.verify`) and raise VerificationError on every rank if any differ.
-            None never does. The masters are gathered for it, and cast by the slow reference.
+            and make them once a step. Otherwise each product that reads a copy makes it and drops
+            it, in every micro-batch. Changes no bit.
+        verify_every: compare all live bytes with an unsharded cast of the masters
+            (`zerocast.verify`) after every this many steps, and raise VerificationError on every
+            rank if any differ. None for never. The masters are gathered for it, and cast by the
+            slow reference.
     """
 
     bucket_size: int = 32 * 1024 * 1024
@@ -54,7 +55,7 @@ class ZeroConfig:
     verify_every: int | None = None
 
     def __post_init__(self) -> None:
-        """Reject what cannot work, before any rank communicates."""
+        """ValueError for impossible values, before any rank communicates."""
         if self.bucket_size < 1:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
         if self.verify_every is not None and self.verify_every < 1:

@@ -1,8 +1,10 @@
-"""EMA: an exponential moving average of the FP32 masters, cast into the weights to be looked at.
+"""EMA: an exponential moving average of the FP32 masters, which is cast into the weights for an
+evaluation.
 
-torch.optim.swa_utils averages parameters. Here parameters are low-precision copies, in which an
-average would stand still: what a step adds is smaller than what the format resolves. So masters are
-averaged, each rank its shard, and the average is cast into the live weights as masters are.
+torch.optim.swa_utils averages parameters. Here parameters are low-precision copies, and an average
+of them would not move, since the change of a step is smaller than the resolution of the format. So
+each rank averages its shard of the masters, and the average is cast into the live weights in the
+way that masters are.
 """
 
 import contextlib
@@ -23,8 +25,8 @@ OUTDATED = (
 
 
 class EMA(Average):
-    """`average = decay * average + (1 - decay) * master` after every step, for all masters of
-    `optimizer`; starts at the masters.
+    """An exponential moving average of all masters of an optimizer. It starts at the masters, and
+    after every step `average = decay * average + (1 - decay) * master`.
 
     Args:
         optimizer: the ZeroAdamW or ZeroMuon whose masters are averaged. It does not keep the
@@ -32,23 +34,29 @@ class EMA(Average):
         decay: between 0 and 1; may be changed between steps. `1 - 1 / n` at the n-th step gives the
             equal average of SWA.
 
-    FP32, sharded like the masters: 4 bytes a parameter over all ranks, and one pass over them a
-    step. Captured steps count too. A step that was skipped for a gradient that is not finite
-    changes nothing here either. ValueError for a decay out of range.
+    The average is FP32 and sharded like the masters: 4 bytes a parameter over all ranks, and one
+    pass over them a step. Captured steps count, too. A step that is skipped for a gradient that is
+    not finite does not change the average. ValueError for a decay out of range.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
         self.decay = decay
         self._averages = optimizer.averages
+        # This rank's part of the average, flat f32 like the masters.
         self._average = self._averages.masters.clone()
+        # The count of steps taken before the present step.
         self._count = self._averages.count.clone()
-        self._outdated = self._loaded = False
+        # True if the optimizer has loaded other masters than those that were averaged.
+        self._outdated = False
+        # True if the average was loaded and the masters were not yet.
+        self._loaded = False
         self._resets = 0
-        self._averages.add(self)  # whole: steps call it from now on
+        # This comes last, since steps call the average from now on.
+        self._averages.add(self)
 
     @property
     def decay(self) -> float:
-        """How much of the average a step keeps."""
+        """The factor of the average in a step."""
         return self._decay
 
     @decay.setter
@@ -59,46 +67,49 @@ class EMA(Average):
 
     @property
     def description(self) -> str:
-        """The text that all ranks must have alike: they average elements of the same weights."""
+        """A text that ranks compare, since they average elements of the same weights."""
         return f"by {self._decay:.9g} since reset {self._resets}"
 
     def before_step(self) -> None:
-        """The optimizer calls this. RuntimeError for an average of other masters than those that
-        step now.
+        """Called by the optimizer. RuntimeError if the average is one of other masters than those
+        that step now.
         """
         self._check_current()
         self._loaded = False
         self._count.copy_(self._averages.count)
 
     def after_step(self) -> None:
-        """The optimizer calls this. Whether the step was skipped is known on the device only."""
+        """Called by the optimizer. Only the device knows if the step was skipped."""
         taken = self._averages.count != self._count
         self._average.lerp_(self._averages.masters, taken.float().mul_(1 - self._decay).view(()))
 
     def masters_loaded(self) -> None:
-        """The optimizer calls this. An average that was loaded just before belongs to the
-        masters that are loaded now.
+        """Called by the optimizer. An average that was loaded just before belongs to the masters
+        that are loaded now.
         """
-        self._outdated, self._loaded = self._outdated or not self._loaded, False
+        self._outdated = self._outdated or not self._loaded
+        self._loaded = False
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start anew from the masters as they are."""
+        """Start again from the present masters."""
         self._averages.check_not_swapped(Use.LOAD)
         self._average.copy_(self._averages.masters)
         self._resets += 1
-        self._outdated = self._loaded = False
+        self._outdated = False
+        self._loaded = False
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """Within, the model's weights, plain parameters too, are those of the average; afterwards
-        those of before, bit by bit.
+        """A context in which the model's weights, including plain parameters, are those of the
+        average. Afterwards they are the previous ones, bit by bit.
 
-        All ranks enter and leave it together: the average is cast and gathered, and the masters
-        again at the end. Where scaling is delayed, weights are cast with the scales of the live
-        ones, and it does not move on. Backward passes, steps, loads and saves of the optimizer
-        raise meanwhile. An exception inside is raised on, with the weights as they were; one while
-        weights are written leaves them partial until a state is loaded, and the average as it was.
+        All ranks enter and leave it together: the average is cast and gathered, and so are the
+        masters at the end. With delayed scaling the weights are cast with the live scales, and the
+        amax history does not change. Backward passes, steps, loads and saves of the optimizer raise
+        meanwhile. An exception in the body goes on, after the weights were restored. An exception
+        while weights are written leaves them partial until a state is loaded; the average is not
+        changed.
         """
         self._check_current()
         with self._averages.swapped(self._exchange):
@@ -108,9 +119,9 @@ class EMA(Average):
         """The average by parameter name, f32 in the logical shape, as
         `optimizer.state_dict()["model"]` holds the masters.
 
-        The tensors are views: torch.distributed.checkpoint saves them, and loads in place on any
-        number of ranks; so does the `extra` of a checkpoint. Give what was loaded in place to
-        `load_state_dict`, which then knows of it.
+        The tensors are views. torch.distributed.checkpoint saves them, and loads in place on any
+        number of ranks; so does the `extra` of a checkpoint. Pass a state that was loaded in place
+        to `load_state_dict`, which takes note of it.
         """
         self._averages.check_not_swapped(Use.SAVE)
         self._check_current()
@@ -118,25 +129,29 @@ class EMA(Average):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave, before or after the optimizer loads its own state.
+        """Load a result of `state_dict`, before or after the optimizer loads its own state.
 
         ValueError on every rank, with nothing changed, for missing names and other shapes.
         """
         self._averages.check_not_swapped(Use.LOAD)
         self._averages.state.load_masters(state_dict.get("model", {}), self._average)
-        # in advance of the optimizer, or after it
-        self._outdated, self._loaded = False, not self._outdated
+        # If the optimizer has loaded its masters already, these are the ones that the average
+        # belongs to. If not, those that it loads next are.
+        self._loaded = not self._outdated
+        self._outdated = False
 
     def _check_current(self) -> None:
         if self._outdated:
             raise RuntimeError(OUTDATED)
 
     def _exchange(self) -> None:
-        """Masters and average change places. Nothing is allocated; what is interrupted in here
-        must be loaded anew.
+        """Exchange masters and average without allocating memory. If this is interrupted, both must
+        be loaded again.
         """
-        outdated, self._outdated = self._outdated, True
-        masters, average = (flat.view(torch.int32) for flat in (self._averages.masters, self._average))
+        outdated = self._outdated
+        self._outdated = True
+        masters = self._averages.masters.view(torch.int32)
+        average = self._average.view(torch.int32)
         masters.bitwise_xor_(average)
         average.bitwise_xor_(masters)
         masters.bitwise_xor_(average)

@@ -1,5 +1,5 @@
-"""FlatMasters: this rank's flat FP32 master shard with the state of its updates, and the views of
-them that belong to each parameter.
+"""FlatMasters: this rank's flat FP32 masters and the state of their updates, and the views of them
+for each parameter.
 """
 
 from collections.abc import Sequence
@@ -13,49 +13,59 @@ from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.weight import QuantizedWeight
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-MOMENTUM = ("momentum_buffer",)  # of Muon, whose parameters ranks own in whole
+# The state that AdamW keeps, and the state that Muon keeps, whose parameters ranks own as a whole.
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = ("momentum_buffer",)
 
 
 class FlatMasters:
-    """Flat tensors, one element for each that this rank owns, bucket after bucket: f32 `master`;
-    `exp_avg` and `exp_avg_sq` as far as parameters are cut; f32 `momentum_buffer` of those behind
-    them, which ranks own in whole.
+    """Flat tensors with an element for each element that this rank owns, bucket after bucket. The
+    buckets of parameters that ranks own as a whole come last.
+
+    Attributes:
+        master: f32.
+        exp_avg, exp_avg_sq: AdamW's moments, for the buckets that are cut evenly.
+        momentum_buffer: Muon's momentum, f32, for the buckets that come last.
     """
 
     def __init__(
         self, buckets: Sequence[Bucket], group: Group, device: torch.device, moment_dtype: torch.dtype = torch.float32
     ) -> None:
-        self._buckets, self._group = list(buckets), group
+        self._buckets = list(buckets)
+        self._group = group
         numel = flat_numel(self._buckets)
         self.master = torch.zeros(numel, dtype=torch.float32, device=device)
-        cut = flat_numel([bucket for bucket in self._buckets if not bucket.storage.whole])
-        self.exp_avg, self.exp_avg_sq = (torch.zeros(cut, dtype=moment_dtype, device=device) for _ in MOMENTS)
-        self.momentum_buffer = torch.zeros(numel - cut, dtype=torch.float32, device=device)
+        cut_numel = flat_numel([bucket for bucket in self._buckets if not bucket.storage.whole])
+        self.exp_avg = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
+        self.exp_avg_sq = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
+        self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=torch.float32, device=device)
         for bucket in buckets:
             self._initialise(bucket)
 
     def _initialise(self, bucket: Bucket) -> None:
-        """Rank 0's initial values become everyone's, as in DistributedDataParallel; one bucket
-        at a time, or what one rank owns of it in whole.
+        """Broadcast the initial values of rank 0, as in DistributedDataParallel, and copy this
+        rank's part into its masters.
         """
-        shard, size = bucket.shard(self._group.rank), bucket.shard_numel if bucket.storage.whole else bucket.numel
-        for part, slots in groupby(bucket.slots, lambda slot: slot.offset // size):
-            full, first = torch.zeros(size, dtype=torch.float32, device=self.master.device), part * size
+        # A bucket of parameters that ranks own as a whole is large, so it is sent shard by shard.
+        size = bucket.shard_numel if bucket.storage.whole else bucket.numel
+        shard = bucket.shard(self._group.rank)
+        for number, slots in groupby(bucket.slots, lambda slot: slot.offset // size):
+            first = number * size
+            values = torch.zeros(size, dtype=torch.float32, device=self.master.device)
             for slot in slots:
                 start = slot.offset - first
-                full[start : start + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
-            self._group.broadcast(full, "the initial values of a bucket")
-            mine = Span(first, first + size).intersect(shard)
-            start = bucket.start + mine.start - shard.start
-            self.master[start : start + mine.numel].copy_(full[mine.start - first : mine.stop - first])
+                values[start : start + slot.numel].copy_(_initial_value(slot.parameter).reshape(-1))
+            self._group.broadcast(values, "the initial values of a bucket")
+            owned = Span(first, first + size).intersect(shard)
+            start = bucket.start + owned.start - shard.start
+            self.master[start : start + owned.numel].copy_(values[owned.start - first : owned.stop - first])
         for slot in bucket.slots:
             if isinstance(slot.parameter, QuantizedWeight):
                 slot.parameter.high_precision_init_val = None
 
     def owned(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
-        """The elements of a parameter that this rank owns, and their flat masters and the state of
-        their update, as views.
+        """(the elements of a parameter that this rank owns, views of their masters and of the state
+        of their update by name).
         """
         span, start = bucket.owned(slot, self._group.rank)
         views = {"master": self.master[start : start + span.numel]}
@@ -67,7 +77,7 @@ class FlatMasters:
 
 
 def fields_of(bucket: Bucket) -> tuple[str, ...]:
-    """The state that the update of a bucket's parameters keeps, by its name in torch.optim."""
+    """The names, as in torch.optim, of the state that the update of a bucket's parameters keeps."""
     return MOMENTUM if bucket.storage.whole else MOMENTS
 
 

@@ -1,9 +1,10 @@
-"""ForeignWrites: whether anybody else has written or moved the parameters of a bucket.
+"""ForeignWrites: detects that other code has written or moved the parameters of a bucket.
 
-Masters are the truth: what somebody else writes into the weights would be lost with the next cast.
-The version counters of flat buffers and plain parameters tell at the cost of a comparison; what was
-given other storage (`.data =`, `Module.to`) is compared with the bytes that lie in ours. Writes
-that move no counter (`.data`, numpy, kernels of others) are seen in debug mode, by a copy.
+A cast overwrites the weights with the values of the masters, so the next step would undo what other
+code writes into the weights. The version counters of flat buffers and plain parameters show a write
+at the cost of a comparison. A parameter that was given other storage (`.data =`, `Module.to`) is
+compared with the bytes in the flat buffer. Writes that move no counter (by `.data`, numpy or
+kernels of others) are detected in debug mode only, with a copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,12 @@ LOST = (
 
 @dataclass(frozen=True)
 class PlainPlace:
-    """An ordinary parameter and its place in the flat buffer."""
+    """An ordinary parameter and its place in the flat buffer.
+
+    Attributes:
+        place: the view of the flat buffer in the shape of the parameter.
+        address: the address of that view.
+    """
 
     slot: Slot
     place: Tensor
@@ -34,13 +40,19 @@ class PlainPlace:
 
     @property
     def is_home(self) -> bool:
-        """True if the parameter lies where it was placed."""
+        """True if the storage of the parameter is its place."""
         return self.slot.parameter.data_ptr() == self.address
 
 
 @dataclass(frozen=True)
 class QuantizedPlace:
-    """A QuantizedWeight, its storage, and the places of its buffers in the flat ones, by name."""
+    """A QuantizedWeight and the places of its buffers in the flat buffers.
+
+    Attributes:
+        state: the state of the weight when it was placed. `Module.to` may give the weight another
+            one.
+        places: views of the flat buffers by the name of the weight's buffer.
+    """
 
     slot: Slot
     weight: QuantizedWeight
@@ -48,19 +60,19 @@ class QuantizedPlace:
     places: dict[str, Tensor]
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(buffer as it lies now, its place) of what was moved."""
+        """Yield (present buffer, its place) of the buffers that are not in their places."""
         for name, place in self.places.items():
             tensor = self.state.buffers[name]
             if tensor is None or tensor.data_ptr() != place.data_ptr():
                 yield place if tensor is None else tensor, place
 
     def move_home(self) -> None:
-        """Let the weight lie in its places, with the bytes that it holds."""
+        """Move the weight into its places, with its present bytes."""
         self.weight.wait()
         self.state.move_to(self.places)
 
     def differs(self) -> bool:
-        """True if it holds other bytes than its place."""
+        """True if the present bytes of the weight differ from those in its places."""
         if self.weight.state is not self.state:
             _check_alike(self.weight.rowwise_data, self.state.rowwise_data)
             return self.weight.state.differs(self.state)
@@ -68,9 +80,9 @@ class QuantizedPlace:
 
 
 class ForeignWrites:
-    """Compares the parameters of a bucket with what they held when `note` was called last.
+    """Compares the parameters of a bucket with their contents at the last call of `note`.
 
-    `plain` and `quantized` say where each parameter lies in `flats`, the flat buffers.
+    `plain` and `quantized` are the places of all parameters in `flats`, the flat buffers.
     """
 
     def __init__(
@@ -80,41 +92,47 @@ class ForeignWrites:
         plain: Sequence[PlainPlace],
         quantized: Sequence[QuantizedPlace],
     ) -> None:
-        self._bucket, self._flats, self._plain, self._quantized = bucket, flats, plain, quantized
-        self._at_home: tuple[Validity, int] | None = None  # set while all weights are in our buffers
+        self._bucket = bucket
+        self._flats = flats
+        self._plain = plain
+        self._quantized = quantized
+        # The result of `_places` when all weights were last seen in the flat buffers.
+        self._at_home: tuple[Validity, int] | None = None
+        # The tensors whose version counters are compared.
         self._watched = [*flats, *(place.slot.parameter for place in plain)]
         self.note()
 
     def note(self) -> None:
-        """Remember what the parameters hold now, so that what others write later shows."""
+        """Remember the present contents of the parameters, with which later checks compare."""
         self._versions = [tensor._version for tensor in self._watched]
         recording = self._flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
         self._copies = [flat.clone() for flat in self._flats] if debugging() and not recording else []
 
     def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written the parameters where they lie, since `note`."""
-        copied = self._copies if debugging() else []
+        """RuntimeError if parameters in their places were written since `note`."""
+        copies = self._copies if debugging() else []
         unchanged = [tensor._version for tensor in self._watched] == self._versions
-        if unchanged and all(same_bytes(*pair) for pair in zip(self._flats, copied, strict=False)):
+        if unchanged and all(same_bytes(*pair) for pair in zip(self._flats, copies, strict=False)):
             return
         noted = dict(zip(map(id, self._watched), self._versions, strict=True))
         names = [
             p.slot.name for p in self._plain if p.is_home and p.slot.parameter._version != noted[id(p.slot.parameter)]
         ]
-        if copied:
-            pairs = [
-                (slot, zip(self._bucket.views(slot, self._flats), self._bucket.views(slot, copied), strict=True))
-                for slot in self._bucket.slots
-            ]
-            names += [slot.name for slot, views in pairs if not all(same_bytes(*pair) for pair in views)]
+        if copies:
+            for slot in self._bucket.slots:
+                views = zip(self._bucket.views(slot, self._flats), self._bucket.views(slot, copies), strict=True)
+                if not all(same_bytes(*pair) for pair in views):
+                    names.append(slot.name)
         elif any(flat._version != noted[id(flat)] for flat in self._flats):
+            # A counter is that of a whole flat buffer, so any of its parameters may have been
+            # written.
             names += [slot.name for slot in self._bucket.slots]
         if names:
             raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
 
     def check_moved(self) -> bool:
-        """True if parameters have other storage than ours; RuntimeError if that holds other
-        values.
+        """True if parameters have other storage than their places. RuntimeError if that storage has
+        other values.
         """
         plain = [p for p in self._plain if not p.is_home]
         for p in plain:
@@ -129,27 +147,30 @@ class ForeignWrites:
                 f"parameters have other storage and hold other values since the last step, {_some(names)}: {LOST}"
             )
         moved = bool(plain or quantized)
-        if not moved:  # else `reclaim` brings them back, also where another bucket raises first
+        if not moved:
+            # If some have moved, `reclaim` brings them back and notes it, or another bucket raises
+            # before that and they stay where they are.
             self._at_home = self._places()
         return moved
 
     def _places(self) -> tuple[Validity, int] | None:
-        """Compares equal as long as no weight has moved: one plan casts all weights of a bucket."""
+        """A value that compares equal as long as no weight has moved. All weights of a bucket have
+        the validity of one plan, which counts moves.
+        """
         if not self._quantized:
             return None
         validity = self._quantized[0].state.validity
         return validity, validity.places
 
     def reclaim(self) -> None:
-        """Bring back weights that were moved to other storage since: this is where the gather
-        writes.
-        """
+        """Move parameters with other storage back into their places, where the gather writes."""
         for p in self._plain:
             if not p.is_home:
                 _check_alike(p.slot.parameter, p.place)
                 p.slot.parameter.data = p.place
         for q in self._quantized:
-            if q.weight.state is not q.state:  # swapped by Module.to, `.data =` and the like
+            if q.weight.state is not q.state:
+                # Module.to, `.data =` and the like give a weight another state.
                 _check_alike(q.weight.rowwise_data, q.state.rowwise_data)
                 q.weight.restate(q.state)
             if any(q.moved()):
@@ -163,9 +184,10 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:SHOWN])}{more}"
 
 
-def _check_alike(found: Tensor, place: Tensor) -> None:
-    if (found.shape, found.dtype, found.device) != (place.shape, place.dtype, place.device):
+def _check_alike(tensor: Tensor, place: Tensor) -> None:
+    """RuntimeError unless a tensor fits into a place."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (place.shape, place.dtype, place.device):
         raise RuntimeError(
             f"a parameter was {place.dtype} {tuple(place.shape)} on {place.device} when its optimizer was built and is "
-            f"{found.dtype} {tuple(found.shape)} on {found.device} now: move and convert the model first"
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} now: move and convert the model first"
         )

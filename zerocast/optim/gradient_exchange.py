@@ -1,13 +1,13 @@
-"""GradientExchange: reduced gradients go from the ranks that share them to those that own their
-matrices in whole.
+"""GradientExchange: sends the parts of reduced gradients to the ranks that own whole matrices.
 
-They are reduced while a backward pass runs, into equal shards whoever owns the parameter, so norms,
-clips and whatever else is done to gradients know one layout (`bucket.Layout`). A step then brings
-them together, a round after the other: in each the next matrices of every rank, as many as take
-`limit` elements, or one that is larger. So a round is there beside the shard, and no second shard.
+During a backward pass all gradients are reduced into equal shards, so that norms, clips and other
+operations on gradients work with a single layout (`bucket.Layout`). A step then collects the
+gradients of matrices at their owners, in several rounds. A round has the next matrices of every
+rank, up to `limit` elements, or one matrix that is larger. So a rank needs memory for its shard and
+for one round, and not for a second shard.
 
-Every rank knows both layouts, and the lengths of all messages from them. Padding is not sent. One
-rank sends nothing, and its matrices are read where they were reduced.
+Every rank knows both layouts, and from them the lengths of all messages. Padding is not sent. With
+one rank nothing is sent, and gradients are read from the shard.
 """
 
 import math
@@ -25,14 +25,19 @@ from zerocast.optim.bucket import Bucket, Layout, Slot
 
 
 class Matrix(NamedTuple):
-    """One matrix, or one of a stack: where it lies in its parameter, in elements."""
+    """One matrix, or one of a stack.
+
+    Attributes:
+        slot: its parameter.
+        span: its elements in the parameter.
+    """
 
     slot: Slot
     span: Span
 
 
 def owned_matrices(bucket: Bucket) -> Iterator[tuple[int, Matrix]]:
-    """(rank that owns it, matrix) of all parameters of a bucket that ranks own in whole."""
+    """Yield (owner, matrix) for all matrices of a bucket whose parameters ranks own as a whole."""
     for slot in bucket.slots:
         size = math.prod(slot.shape[-2:])
         for start in range(0, slot.numel, size):
@@ -40,7 +45,7 @@ def owned_matrices(bucket: Bucket) -> Iterator[tuple[int, Matrix]]:
 
 
 def rounds(layout: Layout, ranks: int, limit: int) -> list[tuple[Sequence[Matrix], ...]]:
-    """What each rank gets in each round, in the order of its matrices; nothing once it has all."""
+    """For each round, the matrices whose gradients each rank gets, in the order of its matrices."""
     owned: list[list[Matrix]] = [[] for _ in range(ranks)]
     for bucket in layout.buckets:
         for owner, matrix in owned_matrices(bucket) if bucket.storage.whole else ():
@@ -49,100 +54,119 @@ def rounds(layout: Layout, ranks: int, limit: int) -> list[tuple[Sequence[Matrix
 
 
 def most_sent(layout: Layout, ranks: int) -> int:
-    """The elements that a rank sends to others in all rounds, of the rank that sends most."""
-    whole = [bucket for bucket in layout.buckets if bucket.storage.whole]
-    owners = {slot.name: slot.offset // bucket.shard_numel for bucket in whole for slot in bucket.slots}
-    sent, changes = [0] * ranks, [0] * ranks  # changes from rank to rank of what whole shards add
+    """The number of elements that a rank sends to others in all rounds, for the rank that sends the
+    most.
+    """
+    owners: dict[str, int] = {}
+    for bucket in layout.buckets:
+        if bucket.storage.whole:
+            owners |= {slot.name: slot.offset // bucket.shard_numel for slot in bucket.slots}
+    sent = [0] * ranks
+    # Ranks between the first and the last rank of a parameter send whole shards. To avoid a loop
+    # over them, note where their number begins and ends, and accumulate at the end.
+    whole_shards = [0] * ranks
     for bucket in layout.gradients:
         for slot in bucket.slots:
             owner = owners.get(slot.name)
             if owner is None:
                 continue
-            first, last = (at // bucket.shard_numel for at in (slot.offset, slot.offset + slot.numel - 1))
+            first = slot.offset // bucket.shard_numel
+            last = (slot.offset + slot.numel - 1) // bucket.shard_numel
             for rank in {first, last}:
                 sent[rank] += bucket.owned(slot, rank)[0].numel
-            changes[min(first + 1, last)] += bucket.shard_numel
-            changes[last] -= bucket.shard_numel
+            whole_shards[min(first + 1, last)] += bucket.shard_numel
+            whole_shards[last] -= bucket.shard_numel
             sent[owner] -= bucket.owned(slot, owner)[0].numel
-    return max(map(sum, zip(sent, accumulate(changes), strict=True)))
+    return max(map(sum, zip(sent, accumulate(whole_shards), strict=True)))
 
 
 def _up_to(limit: int, matrices: Iterable[Matrix]) -> Iterator[list[Matrix]]:
+    """Yield batches of matrices with at most `limit` elements, or one matrix that is larger."""
     batch: list[Matrix] = []
-    held = 0
+    numel = 0
     for matrix in matrices:
-        if batch and held + matrix.span.numel > limit:
+        if batch and numel + matrix.span.numel > limit:
             yield batch
-            batch, held = [], 0
+            batch = []
+            numel = 0
         batch.append(matrix)
-        held += matrix.span.numel
+        numel += matrix.span.numel
     if batch:
         yield batch
 
 
 @dataclass(frozen=True)
 class _Round:
-    """What this rank sends, as spans of its flat shard, by receiver; the elements that arrive from
-    each rank and those for each; where the parts of its matrices are in what arrives, of one rank
-    in the shard itself.
+    """The messages of this rank in one round.
+
+    Attributes:
+        sent: the elements of its flat shard that it sends, in the order of the receivers.
+        received_lengths: the number of elements that arrive from each rank.
+        sent_lengths: the number of elements for each rank.
+        matrices: for each of its matrices, the parts of the gradient in the received elements. With
+            one rank, which receives nothing, they are parts of the shard.
     """
 
     sent: list[Span]
-    lengths: tuple[list[int], list[int]]
+    received_lengths: list[int]
+    sent_lengths: list[int]
     matrices: list[list[Span]]
 
 
 class GradientExchange:
-    """The exchange of one optimizer. `limit`: elements that a rank gets at a time, unless one
-    matrix has more.
+    """The exchange of one optimizer.
+
+    Args:
+        limit: the number of elements that a rank gets in a round, unless a single matrix has more.
     """
 
     def __init__(self, layout: Layout, group: Group, limit: int) -> None:
         self._group = group
-        self._places = {slot.name: (bucket, slot) for bucket in layout.gradients for slot in bucket.slots}
+        self._slots = {slot.name: (bucket, slot) for bucket in layout.gradients for slot in bucket.slots}
         self._rounds = [self._round(by_rank) for by_rank in rounds(layout, group.size, limit)]
-        self._most = max((sum(round_.lengths[0]) for round_ in self._rounds), default=0)
+        self._most_received = max((sum(round_.received_lengths) for round_ in self._rounds), default=0)
 
     def deliver(self, shard: Tensor, take: Callable[[Tensor], None]) -> None:
-        """Call `take` with the whole gradient of each of this rank's matrices, f32 and flat, in
-        their order; `shard` is this rank's flat part of all gradients. Collective.
+        """Call `take` with the whole gradient of each of this rank's matrices, f32 and
+        one-dimensional, in their order. `shard` is this rank's flat part of all gradients.
+        Collective.
 
-        A gradient is there as long as `take` runs, and what that leaves lies beside the next round.
+        A gradient is only valid until `take` returns.
         """
-        arrived = shard if self._group.size == 1 else shard.new_empty(self._most)
+        received = shard if self._group.size == 1 else shard.new_empty(self._most_received)
         for number, round_ in enumerate(self._rounds, 1):
             if self._group.size > 1:
-                self._exchange(round_, shard, arrived, f"{number} of {len(self._rounds)}")
+                what = f"gradients for the owners of matrices, round {number} of {len(self._rounds)}"
+                out = received[: sum(round_.received_lengths)]
+                lengths = (round_.received_lengths, round_.sent_lengths)
+                self._group.all_to_all(out, _joined(shard, round_.sent), what=what, lengths=lengths)
             for spans in round_.matrices:
-                take(_joined(arrived, spans))
-
-    def _exchange(self, round_: _Round, shard: Tensor, arrived: Tensor, what: str) -> None:
-        out = arrived[: sum(round_.lengths[0])]
-        what = f"gradients for the owners of matrices, round {what}"
-        self._group.all_to_all(out, _joined(shard, round_.sent), what=what, lengths=round_.lengths)
+                take(_joined(received, spans))
 
     def _round(self, by_rank: Sequence[Sequence[Matrix]]) -> _Round:
-        me, ranks = self._group.rank, range(self._group.size)
+        own_rank = self._group.rank
+        ranks = self._group.size
         sent: list[Span] = []
-        lengths: tuple[list[int], list[int]] = [0] * len(ranks), [0] * len(ranks)
+        sent_lengths = [0] * ranks
         for receiver, matrices in enumerate(by_rank):
             for matrix in matrices:
-                part = self._part(matrix, me)
-                lengths[1][receiver] += part.numel
+                part = self._part(matrix, own_rank)
+                sent_lengths[receiver] += part.numel
                 _append(sent, part)
-        mine: list[list[Span]] = [[] for _ in by_rank[me]]
-        at = 0
-        for sender in ranks:
-            for spans, matrix in zip(mine, by_rank[me], strict=True):
+        own_matrices: list[list[Span]] = [[] for _ in by_rank[own_rank]]
+        received_lengths = [0] * ranks
+        start = 0
+        for sender in range(ranks):
+            for spans, matrix in zip(own_matrices, by_rank[own_rank], strict=True):
                 part = self._part(matrix, sender)
-                lengths[0][sender] += part.numel
-                _append(spans, part if len(ranks) == 1 else Span(at, at + part.numel))
-                at += part.numel
-        return _Round(sent, lengths, mine)
+                received_lengths[sender] += part.numel
+                _append(spans, part if ranks == 1 else Span(start, start + part.numel))
+                start += part.numel
+        return _Round(sent, received_lengths, sent_lengths, own_matrices)
 
     def _part(self, matrix: Matrix, rank: int) -> Span:
         """The part of a matrix's gradient that a rank has, in that rank's flat shard."""
-        bucket, slot = self._places[matrix.slot.name]
+        bucket, slot = self._slots[matrix.slot.name]
         span, start = bucket.owned(slot, rank)
         common = span.intersect(matrix.span)
         start += common.start - span.start
@@ -150,7 +174,7 @@ class GradientExchange:
 
 
 def _append(spans: list[Span], span: Span) -> None:
-    """Add a span; one that goes on where the last ends makes that longer."""
+    """Append a span. If it begins where the last one ends, extend that one."""
     if not span.numel:
         return
     if spans and spans[-1].stop == span.start:
@@ -159,6 +183,6 @@ def _append(spans: list[Span], span: Span) -> None:
 
 
 def _joined(flat: Tensor, spans: Sequence[Span]) -> Tensor:
-    """These parts of a flat tensor end to end, without a copy if they are one."""
+    """Concatenate parts of a flat tensor; a single part is not copied."""
     parts = [flat[span.start : span.stop] for span in spans] or [flat[:0]]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

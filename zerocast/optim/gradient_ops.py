@@ -1,5 +1,5 @@
-"""Operators on reduced gradients: norms of the whole, changes in place of this rank's slice,
-what autograd and GradScaler need.
+"""The operators that are defined on reduced gradients: norms of the whole gradient, changes of this
+rank's slice in place, and those that autograd and GradScaler call.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +29,9 @@ EACH_IN_PLACE = ("mul_", "div_", "add_", "sub_", "neg_", "sign_", "copy_", "clam
 
 
 def _operand(value: Any, beside: ReducedGradient) -> Any:
-    """The elements of a tensor that go with this rank's slice."""
+    """The operand of an operator on this rank's slice: a number, or the elements of a tensor that
+    correspond to the slice of `beside`.
+    """
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ReducedGradient):
@@ -65,7 +67,9 @@ def _in_place(op: Any) -> Callable[..., Any]:
 
 
 def _accumulating(change: Callable[..., Any]) -> Callable[..., Any]:
-    """`add_`, which is autograd's where a node that accumulates gradients runs."""
+    """Wrap `add_`. It accumulates a gradient if autograd calls it, and changes the reduced gradient
+    otherwise.
+    """
 
     def run(gradient: Any, *args: Any, **kwargs: Any) -> Any:
         if not (isinstance(gradient, ReducedGradient) and _accumulates(gradient)):
@@ -77,7 +81,9 @@ def _accumulating(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum(gradient: Any, new: Any, **kwargs: Any) -> Tensor:
-    """How autograd accumulates when the backward pass is differentiated itself."""
+    """The out-of-place `add`, with which autograd accumulates gradients if the backward pass itself
+    is differentiated.
+    """
     if not (isinstance(gradient, ReducedGradient) and _accumulates(gradient)):
         raise undefined(torch.ops.aten.add.Tensor, (gradient, new), kwargs)
     part = gradient.part
@@ -92,7 +98,7 @@ def _accumulates(gradient: ReducedGradient) -> bool:
 
 
 def _each(op: Any) -> Callable[..., Any]:
-    """An operator that changes the tensors of its first list in place."""
+    """Wrap an operator that changes the tensors of its first list in place."""
 
     def run(gradients: Any, *args: Any, **kwargs: Any) -> None:
         targets = [g.part.owner().view(g.part) if isinstance(g, ReducedGradient) else g for g in gradients]
@@ -116,10 +122,9 @@ def _have_changed(gradients: Iterable[Any]) -> None:
 
 
 def _norm(gradient: ReducedGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
-    whole = not dim or sorted(d % gradient.dim() for d in dim) == list(range(gradient.dim()))
-    if keepdim or not whole:
-        part_of_it = "a norm along some dimensions"
-        raise undefined(part_of_it, (gradient,), {})
+    covers_all = not dim or sorted(d % gradient.dim() for d in dim) == list(range(gradient.dim()))
+    if keepdim or not covers_all:
+        raise undefined("a norm along some dimensions", (gradient,), {})
     norm = gradient.part.owner().norm(gradient.part, float(ord))
     return norm if dtype is None else norm.to(dtype)
 
@@ -132,14 +137,19 @@ def _norms(gradients: Any, ord: Any = 2, dtype: Any = None) -> list[Tensor]:
 
 
 def _unscale(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Unscale for torch.amp.GradScaler; every rank learns of values that are not finite on one."""
-    ours = [g for g in gradients if isinstance(g, ReducedGradient)]
-    views = [g.part.owner().view(g.part) for g in ours]
-    for tensors in ([view for view in views if view.numel()], [g for g in gradients if type(g) in PLAIN]):
+    """Unscale gradients for torch.amp.GradScaler. If a rank has values that are not finite, the
+    flag `found_inf` is set on all ranks.
+    """
+    reduced = [g for g in gradients if isinstance(g, ReducedGradient)]
+    views = [g.part.owner().view(g.part) for g in reduced]
+    views = [view for view in views if view.numel()]
+    plain = [g for g in gradients if type(g) in PLAIN]
+    for tensors in (views, plain):
         if tensors:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
-    _have_changed(ours)
-    for owner in {id(owner): owner for owner in (g.part.owner() for g in ours)}.values():
+    _have_changed(reduced)
+    owners = {id(owner): owner for owner in (g.part.owner() for g in reduced)}
+    for owner in owners.values():
         owner.finite_everywhere(found_inf)
 
 
@@ -158,12 +168,18 @@ def _same_part(gradient: ReducedGradient) -> ReducedGradient:
 
 
 _aten = torch.ops.aten
-for _packets, _handler in (
-    ([getattr(_aten, name) for name in IN_PLACE], _in_place),
-    ([getattr(_aten, f"_foreach_{name}") for name in EACH_IN_PLACE if hasattr(_aten, f"_foreach_{name}")], _each),
-):
-    for _op in [getattr(packet, name) for packet in _packets for name in packet.overloads()]:
-        define(_op, _handler(_op))
+
+
+def _define_overloads(names: Iterable[str], handler: Callable[[Any], Any]) -> None:
+    """Define all overloads of the operators of these names that this version of torch has."""
+    for packet in (getattr(_aten, name) for name in names if hasattr(_aten, name)):
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            define(op, handler(op))
+
+
+_define_overloads(IN_PLACE, _in_place)
+_define_overloads([f"_foreach_{name}" for name in EACH_IN_PLACE], _each)
 define(_aten.add_.Tensor, _accumulating(_in_place(_aten.add_.Tensor)))
 define(_aten.add.Tensor, _sum)
 define(_aten.linalg_vector_norm.default, _norm)

@@ -1,11 +1,11 @@
 """Muon's update of the matrices that this rank owns in whole, by torch's own optimizer.
 
-Momentum, the orthogonalization by Newton-Schulz (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/) and the adjustment of the learning rate are those of
-`torch.optim.Muon`, over FP32 masters and FP32 momentum, in whatever version of torch runs: one of
-them steps each matrix. The function behind it would have less around it, but is private, and its
-arguments have changed before. What is added is the factor of a clip, and that a step with a
-gradient that is not finite is undone on the device, which alone knows of it.
+A `torch.optim.Muon` steps each matrix, over an FP32 master and FP32 momentum. So momentum, the
+orthogonalization by Newton-Schulz (Jordan et al. 2024,
+https://kellerjordan.github.io/posts/muon/) and the adjustment of the learning rate are those of the
+installed version of torch. The function behind that class would cost less host time, but it is
+private, and its arguments have changed before. Two things are added: the clip factor, and a step
+with a gradient that is not finite is undone on the device, since the host does not know of it.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,8 +26,12 @@ STATE = "momentum_buffer"
 
 @dataclass(frozen=True)
 class SteppedMatrix:
-    """One matrix, or one of a stack: its parameter group, its f32 `[m, n]` master, a view of the
-    flat masters, and torch's Muon for it, whose momentum is one of the flat momentum.
+    """One matrix, or one of a stack.
+
+    Attributes:
+        param_group: the number of its parameter group.
+        master: its f32 `[m, n]` master, a view of the flat masters.
+        muon: steps the master. Its momentum is a view of the flat momentum.
     """
 
     param_group: int
@@ -36,7 +40,7 @@ class SteppedMatrix:
 
     @staticmethod
     def of(param_group: int, master: Tensor, momentum_buffer: Tensor) -> "SteppedMatrix":
-        """A matrix whose master and momentum lie there."""
+        """A matrix with these f32 `[m, n]` views of the flat masters and of the flat momentum."""
         parameter = nn.Parameter(master)
         muon = torch.optim.Muon([parameter])
         muon.state[parameter][STATE] = momentum_buffer
@@ -52,7 +56,10 @@ class SteppedMatrix:
 
 class MuonStep:
     """One step of all matrices of this rank, one after the other, with the hyper-parameters that
-    their groups have then. `limit`: elements of gradients that a rank is sent at a time.
+    their groups have at the time of the step.
+
+    Args:
+        limit: the number of gradient elements that a rank is sent at a time.
     """
 
     def __init__(
@@ -65,32 +72,36 @@ class MuonStep:
     ) -> None:
         self._param_groups = param_groups
         self._exchange = GradientExchange(layout, group, limit)
-        self._matrices = [m for b in layout.buckets if b.storage.whole for m in _matrices(b, masters, group)]
+        self._matrices: list[SteppedMatrix] = []
+        for bucket in layout.buckets:
+            if bucket.storage.whole:
+                self._matrices += _matrices(bucket, masters, group)
 
     def __call__(self, gradients: Tensor, clip: Tensor, skip: Tensor) -> None:
-        """Step with this rank's flat f32 shard of the `gradients` times `clip`, f32[1]; nothing
-        changes where `skip`, bool[1], holds True. Collective calls, of ranks without a matrix too.
+        """Step with this rank's flat f32 shard of the `gradients` times `clip`, f32[1]. Nothing
+        changes if `skip`, bool[1], is True. Collective, also for ranks without a matrix.
 
-        The host waits for a learning rate that is a tensor on a device, as torch's does. Beside a
-        matrix there are three more of its size in FP32 for as long as it is stepped, and what
-        Newton-Schulz takes in bf16; on several ranks also the gradients that were sent together.
+        The host waits for a learning rate that is a tensor on a device, as in torch. While a matrix
+        is stepped, memory is needed for three FP32 tensors of its size and for Newton-Schulz in
+        bf16; with several ranks also for the gradients that were sent together.
         """
-        left = iter(self._matrices)
-        self._exchange.deliver(gradients, lambda gradient: self._step(next(left), gradient, clip, skip))
-        assert next(left, None) is None
+        matrices = iter(self._matrices)
+        self._exchange.deliver(gradients, lambda gradient: self._step(next(matrices), gradient, clip, skip))
+        assert next(matrices, None) is None
 
     def _step(self, matrix: SteppedMatrix, gradient: Tensor, clip: Tensor, skip: Tensor) -> None:
         master = matrix.master.detach()
-        held = master, matrix.muon.state[matrix.master][STATE]
-        before = [tensor.clone() for tensor in held]
+        momentum = matrix.muon.state[matrix.master][STATE]
+        master_before = master.clone()
+        momentum_before = momentum.clone()
         matrix.step(gradient.view(master.shape) * clip, self._param_groups[matrix.param_group])
-        for now, then in zip(held, before, strict=True):
-            torch.where(skip, then, now, out=now)
+        torch.where(skip, master_before, master, out=master)
+        torch.where(skip, momentum_before, momentum, out=momentum)
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
-    """Operations of Newton-Schulz for a matrix, or all of a stack: each step takes products of
-    m x n with n x m, m x m with m x m, and m x m with m x n, m being the smaller side.
+    """The operations of Newton-Schulz for a matrix, or for a stack of them. Each step has products
+    of m x n with n x m, m x m with m x m, and m x m with m x n, where m is the smaller side.
     """
     *stack, rows, columns = shape
     m, n = sorted((rows, columns))
@@ -102,10 +113,11 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
 
 def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[SteppedMatrix]:
     """The matrices of a bucket that this rank owns, in the order of `owned_matrices`."""
-    for owner, (slot, where) in owned_matrices(bucket):
+    for owner, (slot, elements) in owned_matrices(bucket):
         if owner != group.rank:
             continue
         span, views = masters.owned(bucket, slot)
         assert span.numel == slot.numel, slot.name
-        master, momentum = (views[name][where.start : where.stop].view(slot.shape[-2:]) for name in ("master", STATE))
+        master = views["master"][elements.start : elements.stop].view(slot.shape[-2:])
+        momentum = views[STATE][elements.start : elements.stop].view(slot.shape[-2:])
         yield SteppedMatrix.of(slot.param_group, master, momentum)

@@ -1,9 +1,10 @@
-"""High-precision weights into an optimizer's masters, and masters out of it, whole."""
+"""load_masters, which reads high-precision weights into the masters of an optimizer, and
+full_state_dict, which gathers whole masters from it.
+"""
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,22 +21,22 @@ from zerocast.weight import QuantizedWeight
 
 @torch.no_grad()
 def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[str] = ()) -> None:
-    """Take masters from high-precision weights, and make the weights from them; the rest is as in a
-    new optimizer.
+    """Load masters from high-precision weights, and cast the weights from them. Otherwise the
+    optimizer is as if it were new.
 
     `source` is a safetensors file, its index or folder, a file of torch.save, a folder of
-    torch.distributed.checkpoint (what `zerocast.optim.save` wrote too), a mapping from names to
-    tensors, which is then the same on every rank, or what `zerocast.serve.stored_weights` made of
-    the files of a mixture of experts. FP32, bf16 and fp16 tensors become FP32 masters
-    exactly. Moments and step counts become zero, delayed scaling is seeded anew, hyper-parameters
-    stay. All ranks call it; each reads the elements that it owns. Nothing that a file carries is
-    run.
+    torch.distributed.checkpoint (such as one by `zerocast.optim.save`), a mapping from names to
+    tensors, which must be the same on every rank, or a result of `zerocast.serve.stored_weights`
+    for the files of a mixture of experts. FP32, bf16 and fp16 tensors become FP32 masters exactly.
+    Moments and step counts become zero, delayed scaling starts from the new masters, and
+    hyper-parameters do not change. All ranks call it; each reads the elements that it owns. No code
+    in a file is run.
 
-    Raises ValueError on every rank, with nothing changed and both values named, where names, shapes
-    or dtypes do not fit: every parameter of the optimizer is to be there, and everything there is
-    to be one of them, or to match a glob of `ignore` (frozen weights, buffers, second names of
-    shared ones). RuntimeError for a file that breaks off on the way: the optimizer then says so at
-    every call, until a state or masters are loaded.
+    Raises ValueError on every rank, with nothing changed and both values named, if names, shapes or
+    dtypes do not fit: every parameter of the optimizer must be in the source, and every tensor of
+    the source must be one of them or match a glob of `ignore` (frozen weights, buffers, second
+    names of shared ones). RuntimeError if a file cannot be read to its end: every call of the
+    optimizer then raises, until a state or masters are loaded.
     """
     state = optimizer.state_to_overwrite()
     with contextlib.ExitStack() as stack:
@@ -43,39 +44,44 @@ def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[s
         read_masters(state["model"], source, ignore, group_of(optimizer), begin)
         for moments in state["optim"]["state"].values():
             for tensor in moments.values():
-                _plain(tensor).zero_()
+                own_elements = tensor.flat if isinstance(tensor, TensorShard) else tensor
+                own_elements.zero_()
         optimizer.load_state_dict({**state, "zerocast": {}})
 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The model's state dict with its masters in the place of their weights, for `save_pretrained`
-    and other programs that know whole plain tensors.
+    """The model's state dict with masters in place of their weights, for `save_pretrained` and
+    other programs that work with whole plain tensors.
 
-    Keys are the names of the model, whatever those of the optimizer are: it may have been built
+    Keys are the names of the model. Those of the optimizer may differ, since it may have been built
     from a part of the model, or before the model was wrapped. Masters are rounded to `dtype`, or to
-    the dtype of their parameters, of which a QuantizedWeight has its nominal one; other parameters
-    and buffers are as they are, frozen QuantizedWeights dequantized. Names of one shared parameter
-    share their tensor. Tensors are copies on the CPU, on the first rank of the optimizer's group;
-    the others get an empty dict, as from torch.distributed.checkpoint.state_dict. Collective.
-    ValueError on every rank for a QuantizedWeight that requires a gradient and is not a parameter
-    of this optimizer, whose master is elsewhere. RuntimeError as from `ZeroAdamW.state_dict`.
+    the dtype of their parameters (for a QuantizedWeight the nominal one). Other parameters and
+    buffers are unchanged, frozen QuantizedWeights are dequantized. Names of a shared parameter
+    share a tensor. Tensors are copies on the CPU, on the first rank of the optimizer's group; other
+    ranks get an empty dict, as from torch.distributed.checkpoint.state_dict. Collective. ValueError
+    on every rank for a QuantizedWeight that requires a gradient and is not a parameter of this
+    optimizer. RuntimeError as from `ZeroAdamW.state_dict`.
     """
-    group, names = group_of(optimizer), names_in(optimizer)
+    group = group_of(optimizer)
+    names = names_in(optimizer)
     validate_across_ranks(group, (), _without_master(model, names), "gathers masters")
     masters = optimizer.state_dict()["model"]
-    written: dict[int, Tensor] = {}
+    # Whole values by the id of their parameter.
+    values: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in names:
-            whole = _whole(masters[names[id(parameter)]], group, name).to(dtype or parameter.dtype)
+            value = _gathered(masters[names[id(parameter)]], group, name).to(dtype or parameter.dtype)
+        elif isinstance(parameter, QuantizedWeight):
+            value = parameter.dequantize()
         else:
-            whole = parameter.dequantize() if isinstance(parameter, QuantizedWeight) else parameter.detach().clone()
+            value = parameter.detach().clone()
         if group.rank == 0:
-            written[id(parameter)] = whole.cpu()
+            values[id(parameter)] = value.cpu()
     if group.rank:
         return {}
     tensors = model.state_dict(keep_vars=True)
-    return {name: written[id(t)] if id(t) in written else t.detach().clone().cpu() for name, t in tensors.items()}
+    return {name: values[id(t)] if id(t) in values else t.detach().clone().cpu() for name, t in tensors.items()}
 
 
 def names_in(optimizer: ZeroOptimizer) -> dict[int, str]:
@@ -98,17 +104,13 @@ def _without_master(model: nn.Module, names: Mapping[int, str]) -> ValueError | 
     return None
 
 
-def _whole(master: Tensor, group: Group, name: str) -> Tensor:
-    """A master on every rank. Each element has one owner, so a sum of integers keeps its bits."""
+def _gathered(master: Tensor, group: Group, name: str) -> Tensor:
+    """The whole master on every rank. Collective."""
     if not isinstance(master, TensorShard):
         return master
-    whole = torch.zeros(master.shape, dtype=torch.float32, device=master.flat.device)
-    bits = whole.view(-1).view(torch.int32)
+    gathered = torch.zeros(master.shape, dtype=torch.float32, device=master.flat.device)
+    # Each element has one owner and is zero elsewhere, so a sum of integers keeps its bits.
+    bits = gathered.view(-1).view(torch.int32)
     bits[master.span.start : master.span.stop] = master.flat.view(torch.int32)
     group.all_reduce_sum(bits, f"the master of {name}")
-    return whole
-
-
-def _plain(tensor: Any) -> Tensor:
-    """The elements of this rank."""
-    return tensor.flat if isinstance(tensor, TensorShard) else tensor
+    return gathered

@@ -1,15 +1,15 @@
-"""ReducedGradient: what `parameter.grad` is after a backward pass, this rank's part of a gradient
+"""ReducedGradient: the tensor `parameter.grad` after a backward pass, which stands for a gradient
 that is reduced over all ranks.
 
-It has the shape and the dtype of the gradient and no elements of its own: they are a slice of the
+It has the shape and the dtype of the gradient, but no elements. These are a slice of the
 optimizer's flat FP32 shard. Norms are those of the whole gradient, the same on every rank, so that
-`torch.nn.utils.clip_grad_norm_` and its siblings are right. What changes a gradient in place
-changes this rank's slice, which the step then uses (`gradient_ops.py`). Every other operator
-raises: nothing gathers silently, and nothing takes a slice for the whole.
+`torch.nn.utils.clip_grad_norm_` and similar functions are right. Operators that change a gradient
+in place change this rank's slice, which the step then uses (`gradient_ops.py`). Every other
+operator raises, so that no gradient is gathered silently and no slice is taken for the whole.
 
-When the next backward pass finds it on a parameter, autograd adds the gradient of this rank to it.
-That is no change of what was reduced: the sum is kept beside it (`GradientPart.local`) until it is
-reduced too.
+If it is still on a parameter at the next backward pass, autograd adds the gradient of this rank to
+it. That does not change the reduced gradient: the sum is kept beside it (`GradientPart.local`)
+until it is reduced as well.
 """
 
 import weakref
@@ -28,27 +28,27 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 class OwnsGradients(Protocol):
-    """The shard, as a gradient sees it. All of it raises RuntimeError while there is no reduced
-    gradient to read.
+    """The methods of the shard that a gradient calls. They raise RuntimeError while there is no
+    reduced gradient to read.
     """
 
     def view(self, part: "GradientPart") -> Tensor:
-        """The elements that are on this rank, f32; reduces first what is not reduced yet."""
+        """The elements on this rank, f32. Gradients that are not reduced yet are reduced first."""
 
     def changed(self, part: "GradientPart") -> None:
-        """Somebody has written to `view`."""
+        """Note that the elements of `view` were written."""
 
     def norm(self, part: "GradientPart", norm_type: float) -> Tensor:
         """The norm of the whole gradient, f32[]."""
 
     def gathered(self, part: "GradientPart") -> Tensor:
-        """The whole gradient, f32, flat."""
+        """The whole gradient, f32, one-dimensional. Collective."""
 
     def forget(self, part: "GradientPart") -> None:
-        """The gradient is zero, reduced or not; no collective."""
+        """Make the gradient zero, whether it is reduced already or not; not a collective."""
 
     def finite_everywhere(self, found_inf: Tensor) -> None:
-        """Make a flag that is set on any rank set on all."""
+        """Set a flag on all ranks if it is set on any. Collective."""
 
     @property
     def keeps_local(self) -> bool:
@@ -57,19 +57,27 @@ class OwnsGradients(Protocol):
 
 @dataclass(eq=False)
 class GradientPart:
-    """One parameter's gradient: the elements `span` of it that this rank owns start at `start` of
-    the flat shard.
+    """The gradient of one parameter.
 
-    `local` is the gradient of this rank alone: what no round has reduced yet; with stage 1 also
-    what one has. `forgotten`: p.grad was taken off the parameter after it was reduced. `summed`:
-    autograd has put the sum of `local` and a gradient on the parameter.
+    It has no reference to the parameter. A strong one would be a cycle, since the parameter refers
+    to its gradient, which refers to this part; and torch.utils.swap_tensors refuses a parameter
+    that has weak references.
 
-    The parameter holds its gradient and the gradient this part, so nothing here holds the
-    parameter; not weakly either, which torch.utils.swap_tensors would refuse.
+    Attributes:
+        name: the name of the parameter.
+        offset: the offset of the parameter in its bucket.
+        numel: the elements of the whole gradient.
+        span: the elements that this rank owns.
+        start: their offset in the flat shard.
+        shard: the owner of the flat shard.
+        local: the gradient of this rank alone, as far as it is not reduced yet; with stage 1 also
+            the part that is reduced.
+        forgotten: True if p.grad was taken off the parameter after it was reduced.
+        summed: True if autograd has put the sum of `local` and a gradient on the parameter.
     """
 
     name: str
-    offset: int  # in its bucket
+    offset: int
     numel: int
     span: Span
     start: int
@@ -79,27 +87,28 @@ class GradientPart:
     summed: bool = False
 
     def owner(self) -> OwnsGradients:
-        """The shard; RuntimeError once it is gone."""
+        """The owner of the shard. RuntimeError if it no longer exists."""
         owner: OwnsGradients | None = self.shard()
         if owner is None:
             raise RuntimeError(GONE)
         return owner
 
     def collect(self, parameter: Tensor, placed: "ReducedGradient", reduced: bool) -> None:
-        """Take the gradient that lies on the parameter, and put `placed` in its place; `reduced`
-        says that it was there before.
+        """Take the gradient from the parameter, and put `placed` on the parameter instead.
+        `reduced` is True if `placed` was on the parameter before.
         """
-        found = parameter.grad
-        if found is placed:
+        gradient = parameter.grad
+        if gradient is placed:
             return
-        if isinstance(found, ReducedGradient):
-            if found.part is not self:
+        if isinstance(gradient, ReducedGradient):
+            if gradient.part is not self:
                 raise RuntimeError(
-                    f"p.grad of {self.name} is the reduced gradient of {found.part.name}: use p.grad.copy_(...)"
+                    f"p.grad of {self.name} is the reduced gradient of {gradient.part.name}: use p.grad.copy_(...)"
                 )
         else:
             self.forgotten |= reduced and not self.summed
-            self.local, self.summed = found, False
+            self.local = gradient
+            self.summed = False
         try:
             parameter.grad = placed
         except (RuntimeError, TypeError) as error:
@@ -109,7 +118,7 @@ class GradientPart:
             ) from error
 
     def accumulate(self, gradient: Tensor) -> None:
-        """Autograd adds what a backward pass gives on this rank."""
+        """Add a gradient of this rank, as autograd does."""
         owner = self.owner()
         if self.local is not None:
             self.local.add_(gradient)
@@ -120,9 +129,9 @@ class GradientPart:
 class ReducedGradient(Tensor):
     """The gradient of a parameter, averaged over all ranks.
 
-    There are: norms, `clip_grad_norm_` and the other functions of `torch.nn.utils`,
+    Defined are norms, `clip_grad_norm_` and the other functions of `torch.nn.utils`,
     torch.amp.GradScaler, `mul_` and other changes in place with numbers or with plain tensors of
-    the whole gradient's shape, and `full_tensor()`. All ranks make the same calls.
+    the whole gradient's shape, and `full_tensor()`. All ranks must make the same calls.
     """
 
     part: GradientPart
@@ -134,7 +143,7 @@ class ReducedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, part: GradientPart, like: Tensor, dtype: torch.dtype) -> "ReducedGradient":
-        """Stand for a part, with shape, strides and device of `like`; nothing is copied."""
+        """Make the tensor that stands for a part, with the shape, strides and device of `like`."""
         gradient: ReducedGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
         )
@@ -158,12 +167,13 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let queries of shape, dtype and the like, and functions that end in operators, go on to
-        the dispatcher; functions that read memory raise.
+        """Pass queries such as shape and dtype, and functions that end in operators, on to the
+        dispatcher. Functions that read memory raise.
         """
         name = getattr(func, "__name__", "")
         if func == _SET_DATA and _is_itself(*args):
-            return None  # Module.to of the device where the model is
+            # Module.to sets the data of gradients, even if the model is on that device already.
+            return None
         if func in _HIDDEN or not (name in _ASKED or name == "__get__" or _has_operator(func, name)):
             raise undefined(name or func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
@@ -171,7 +181,7 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run the handler of the table below; an operator without one raises."""
+        """Run the handler that `define` has registered. RuntimeError for any other operator."""
         handler = _HANDLERS.get(func)
         if handler is None:
             raise undefined(func, args, kwargs)
@@ -179,14 +189,14 @@ class ReducedGradient(Tensor):
 
 
 def take_off(parameter: Tensor) -> None:
-    """Leave on the parameter what autograd alone would have left there: a gradient of this rank,
-    or none.
+    """Replace a reduced gradient on the parameter by the gradient that autograd alone would have
+    left there: the one of this rank, or None.
     """
     if isinstance(parameter.grad, ReducedGradient):
         parameter.grad = parameter.grad.part.local
 
 
-# methods of a tensor that have no operator, or none that reads elements
+# Methods of a tensor that have no operator, or none that reads elements.
 _ASKED = {
     "size",
     "dim",
@@ -209,29 +219,30 @@ _ASKED |= {
     "__len__",
     "__hash__",
 }
-_ASKED |= {"_is_view", "untyped_storage"}  # of a compiler; the storage has no memory
+# A compiler calls these. The storage has no memory.
+_ASKED |= {"_is_view", "untyped_storage"}
 _ASKED |= {"requires_grad_", "retain_grad", "register_hook", "__imul__", "__iadd__", "__isub__", "__itruediv__"}
 _HIDDEN = {Tensor.__cuda_array_interface__.__get__}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _is_itself(gradient: Any, data: Any) -> bool:
-    """True for the same part of the same gradient, as `to` and `detach` return it."""
+    """True if `data` stands for the same gradient, as the results of `to` and `detach` do."""
     return isinstance(data, ReducedGradient) and data.part is gradient.part and data.dtype is gradient.dtype
 
 
 def _has_operator(func: Any, name: str) -> bool:
-    """True if the dispatcher will be asked, and can refuse."""
+    """True if the function calls the dispatcher, which can refuse it."""
     written_with_operators = getattr(func, "__module__", "") in ("torch.functional", "torch.nn.functional")
-    # modes of the dispatcher call overloads
+    # Modes of the dispatcher call overloads.
     is_operator = isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
     return is_operator or written_with_operators or (not name.startswith("__") and hasattr(torch.ops.aten, name))
 
 
 def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
-    """The error for what a reduced gradient cannot do; it names the calls that can."""
-    found = torch.utils._pytree.tree_leaves((args, kwargs))
-    of = next((f" of {leaf.part.name}" for leaf in found if isinstance(leaf, ReducedGradient)), "")
+    """The error for an operation that a reduced gradient does not have. It names calls to use."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    of = next((f" of {leaf.part.name}" for leaf in leaves if isinstance(leaf, ReducedGradient)), "")
     return RuntimeError(
         f"{what} is not defined on the reduced gradient{of}, of which each rank holds a part: clip with optimizer.clip_grad_norm_ "
         "or torch.nn.utils.clip_grad_norm_, which give the norm; p.grad.full_tensor() on all ranks gives the values"
@@ -239,7 +250,7 @@ def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
 
 
 def define(op: Any, handler: Callable[..., Any]) -> None:
-    """Register what an operator does when a ReducedGradient is among its arguments."""
+    """Register the handler of an operator that has a ReducedGradient among its arguments."""
     _HANDLERS[op] = handler
 
 

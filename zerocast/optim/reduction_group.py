@@ -1,10 +1,10 @@
-"""The process group that an optimizer reduces gradients over: the given one, or one of its own
-beside other optimizers.
+"""The process group over which an optimizer reduces gradients: the given group, or a separate one
+with the same ranks if another optimizer reduces over the given group.
 
-Destroying a group is up to whoever made the default one. So a group that an optimizer got for
-itself is kept when the optimizer is gone, and given to the next one: otherwise each would leave a
-group behind, with its threads and connections. Garbage is collected at another time on every rank,
-so all ranks exchange which groups are free, and take the first that is free on all.
+Process groups are destroyed together with the default group, and not by an optimizer. So the
+separate group of an optimizer that no longer exists is given to the next one. Otherwise each
+optimizer would leave a group behind, with its threads and connections. Ranks collect garbage at
+different times, so they exchange which groups are free, and take the first that is free on all.
 """
 
 import gc
@@ -19,42 +19,48 @@ from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.optim.gradients import reducers
 
-# the groups that were made beside each parent group
+# The separate groups of each given group.
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, list[_Lease]]" = weakref.WeakKeyDictionary()
 
 
 class _Lease:
-    """A group, and who has it."""
+    """A separate group and its owner.
+
+    Attributes:
+        owner: the optimizer that uses the group; None until the first one is known.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.owner: weakref.ref[Any] | None = None  # None while nobody is known to have it
+        self.owner: weakref.ref[Any] | None = None
 
     def is_free(self) -> bool:
-        """True if its owner is gone."""
+        """True if the owner no longer exists."""
         return self.owner is not None and self.owner() is None
 
 
-def groups_free_on_all(parent: Group, company: bool) -> list[int] | None:
-    """The numbers of the groups that no rank's optimizer uses; None if no rank has company and all
-    reduce over `parent`. All ranks call it.
+def groups_free_on_all(parent: Group, is_shared: bool) -> list[int] | None:
+    """The numbers of the separate groups that no optimizer on any rank uses. None if no separate
+    group is needed, since `parent` is shared with another optimizer on no rank. Collective.
     """
     leases = [] if parent.handle is None else _made.get(parent.handle, [])
-    any_company, most = largest_of_ranks(parent, [company, len(leases)], "whether optimizers stand side by side")
-    if not any_company:
+    is_shared_anywhere, most_leases = largest_of_ranks(
+        parent, [is_shared, len(leases)], "whether optimizers stand side by side"
+    )
+    if not is_shared_anywhere:
         return None
-    used = [not lease.is_free() for lease in leases] + [True] * (most - len(leases))
+    used = [not lease.is_free() for lease in leases] + [True] * (most_leases - len(leases))
     used_anywhere = largest_of_ranks(parent, used, "which groups optimizers use") if used else []
     return [number for number, is_used in enumerate(used_anywhere) if not is_used]
 
 
-def group_of_its_own(parent: Group, owner: Any, free: Sequence[int]) -> Group:
-    """The same ranks in another process group, while `owner` lives; all ranks call it, with the
-    numbers of the groups that are free on all.
+def separate_group(parent: Group, owner: Any, free: Sequence[int]) -> Group:
+    """Another process group with the ranks of `parent`, for as long as `owner` exists. `free` has
+    the numbers of the groups that are free on all ranks. Collective.
 
-    Each optimizer starts its buckets in one order on every rank, but two of them take turns as
-    gradients arrive, and with unused parameters that differs between ranks: on one group they would
-    exchange each other's gradients.
+    Each optimizer starts its buckets in the same order on every rank. But the buckets of two
+    optimizers alternate as gradients arrive, which may differ between ranks if parameters are
+    unused. On one group they would then exchange each other's gradients.
     """
     assert parent.handle is not None
     leases = _made.setdefault(parent.handle, [])
@@ -65,14 +71,13 @@ def group_of_its_own(parent: Group, owner: Any, free: Sequence[int]) -> Group:
     return lease.group.called_by(parent.caller) if parent.caller else lease.group
 
 
-def has_company(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """True if another optimizer of other parameters reduces over this group; one that nobody
-    keeps is collected first.
-    """
+def is_shared_with_others(group: Group, parameters: Sequence[Tensor]) -> bool:
+    """True if an optimizer of other parameters than these reduces over this group."""
 
-    def found() -> bool:
+    def is_shared() -> bool:
         return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(reducers))
 
-    if found():
+    if is_shared():
+        # The other optimizer may be unused and only wait for the garbage collector.
         gc.collect()
-    return found()
+    return is_shared()

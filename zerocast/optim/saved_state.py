@@ -20,7 +20,8 @@ from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.optim.update_rule import UpdateRule
 
 NEVER_STEPPED = "never_stepped"
-STEP = "step"  # of Adam alone, as in torch.optim
+# The step count, which only Adam's state has, as in torch.optim.
+STEP = "step"
 ADAM_STATE = frozenset({"exp_avg", "exp_avg_sq", STEP})
 BETAS = ("beta1", "beta2")
 
@@ -46,13 +47,15 @@ def loaded_hyperparameters(
     ValueError for numbers that are missing, unknown or out of range, and for parameters of the
     group that have different ones. A state without any leaves the group as it is.
     """
-    taken: dict[str, Any] = {}
-    wanted = hyperparameters(group, rule).keys()
-    for name in names if saved else ():
-        if name not in saved or saved[name].keys() != wanted:
+    if not saved:
+        return {}
+    loaded: dict[str, Any] = {}
+    expected = hyperparameters(group, rule).keys()
+    for name in names:
+        if name not in saved or saved[name].keys() != expected:
             raise ValueError(
                 f"the state does not fit this optimizer: {name} has the hyper-parameters {sorted(saved.get(name, ()))} there, and "
-                f"{sorted(wanted)} here"
+                f"{sorted(expected)} here"
             )
         numbers: dict[str, Any] = {key: float(value) for key, value in saved[name].items()}
         if "betas" in rule.others:
@@ -61,20 +64,20 @@ def loaded_hyperparameters(
             rule.check({**group, **numbers})
         except ValueError as error:
             raise ValueError(f"in the state of {name}, {error}") from error
-        taken = taken or numbers
-        if taken != numbers:
+        loaded = loaded or numbers
+        if loaded != numbers:
             raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
-    return taken
+    return loaded
 
 
-def problem_of(check: Callable[[], None], what: str) -> Exception | None:
-    """Return the error of a `check` of a state on this rank, for all ranks to raise: ValueError for
-    a state that does not fit `what` would take it, and memory that ran out as itself.
+def problem_of(check: Callable[[], None], owner: str) -> Exception | None:
+    """Return the error of a `check` of a state on this rank, so that all ranks can raise it. It is
+    a ValueError if the state does not fit the `owner`; an error of memory is not changed.
     """
     try:
         check()
     except KeyError as error:
-        return ValueError(f"the state does not fit this {what}: it lacks {error}")
+        return ValueError(f"the state does not fit this {owner}: it lacks {error}")
     except torch.OutOfMemoryError as error:
         return error
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -82,9 +85,9 @@ def problem_of(check: Callable[[], None], what: str) -> Exception | None:
     return None
 
 
-def check_moments(name: str, moments: Mapping[str, Any], wanted: Collection[str] | None) -> None:
-    """ValueError, on this rank alone, for the saved moments of a parameter whose update keeps
-    `wanted`; None where that is not known.
+def check_moments(name: str, moments: Mapping[str, Any], expected: Collection[str] | None) -> None:
+    """ValueError, on this rank alone, for saved moments that a parameter cannot have. Its update
+    keeps the moments `expected`, which is None if that is not known.
     """
     if NEVER_STEPPED in moments:
         if len(moments) > 1 or not bool(moments[NEVER_STEPPED]):
@@ -92,11 +95,12 @@ def check_moments(name: str, moments: Mapping[str, Any], wanted: Collection[str]
                 f"{name} has {sorted(moments)} in the state: {NEVER_STEPPED} is true, and without moments beside it"
             )
         return
-    if not moments and wanted != set():
+    if not moments and expected != set():
         raise ValueError(f"the state lacks the moments of {name}, and no {NEVER_STEPPED} there says that it has none")
-    if wanted is not None and set(moments) != set(wanted):
+    if expected is not None and set(moments) != set(expected):
         raise ValueError(
-            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps {sorted(wanted)}"
+            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps "
+            f"{sorted(expected)}"
         )
     for key, value in moments.items():
         if key == STEP:
@@ -115,7 +119,7 @@ def check_shapes(name: str, moments: Mapping[str, Any], parameter: Tensor) -> No
 
 
 def check_step(name: str, value: Any) -> None:
-    """ValueError for a step count that is no whole number from 0 on."""
+    """ValueError unless a step count is a whole number from 0 on."""
     count = float(value)
     if not (0 <= count < math.inf and count == int(count)):
         raise ValueError(f"{name} has step {count} in the state: a step count is a whole number from 0 on")
@@ -127,5 +131,6 @@ def _check_values(name: str, key: str, value: Any) -> None:
         raise ValueError(f"{key} of {name} is {kind} in the state: moments are floating-point tensors")
     own = value.flat if isinstance(value, TensorShard) else getattr(value, "_local_tensor", value).detach()
     if type(own) is not Tensor or own.is_meta or not own.numel():
-        return  # moments that another library keeps in a tensor of its own
+        # Another library keeps these moments in its own class of tensors, which is not read here.
+        return
     check_values(name, key, own)

@@ -1,8 +1,8 @@
-"""SkippedSteps: a run whose every step is skipped changes nothing any more, and its loss may look
-as if it were training.
+"""SkippedSteps: a warning if all steps of a run are skipped. Such a run no longer trains, but its
+loss may look as if it did.
 
-The host learns of it from a copy of the count of steps taken, which stands still where a step is
-skipped.
+The host knows of skipped steps from a late copy of the count of steps taken, which a skipped step
+does not increase.
 """
 
 import logging
@@ -13,24 +13,36 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.late_copy import LateCopy
 
 logger = logging.getLogger(__name__)
-WARNED_AT = (20, 200)  # steps skipped in a row
+# The numbers of steps skipped in a row at which a warning is logged.
+WARNED_AT = (20, 200)
 
 
 class SkippedSteps:
-    """The steps skipped in a row, by the int64[1] `count` of steps taken. Rank 0 warns of them."""
+    """Counts the steps that are skipped in a row. Rank 0 warns of them.
+
+    Args:
+        count: int64[1], the number of steps taken, on the device.
+
+    Attributes:
+        in_a_row: the number of steps that were skipped in a row, as far as the host knows.
+    """
 
     def __init__(self, count: Tensor, group: Group) -> None:
-        self._group, self._late = group, LateCopy(count)
-        self._taken, self.in_a_row = 0, 0
+        self._group = group
+        self._late = LateCopy(count)
+        # The last count that the host knows.
+        self._taken = 0
+        self.in_a_row = 0
 
     def before_step(self) -> None:
-        """Read how the last step ended; on a GPU it is the host's first look."""
+        """Note if the last step was skipped. On a GPU its count arrives only now."""
         copies = self._late.take()
         if not copies:
             return
         (taken,) = copies[-1].tolist()
         skipped = taken == self._taken
-        self._taken, self.in_a_row = taken, self.in_a_row + 1 if skipped else 0
+        self._taken = taken
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
         if skipped and self.in_a_row in WARNED_AT and self._group.rank == 0:
             logger.warning(
                 "the last %d steps were all skipped, since gradients are not finite: nothing is trained. zerocast.verify tells "
@@ -39,12 +51,13 @@ class SkippedSteps:
             )
 
     def after_step(self) -> None:
-        """Let the count travel to the host; on a CPU it is there at once."""
+        """Start the copy of the count to the host. On a CPU it arrives at once."""
         self._late.send()
         if not self._late.is_late:
             self.before_step()
 
     def restart(self, taken: int) -> None:
-        """A state with this many steps was loaded."""
+        """Start again after a state with this many steps taken was loaded."""
         self._late.forget()
-        self._taken, self.in_a_row = taken, 0
+        self._taken = taken
+        self.in_a_row = 0

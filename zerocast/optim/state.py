@@ -1,16 +1,17 @@
-"""The optimizer's state as a dictionary: plain values keyed by parameter name, the same keys on
-every rank.
+"""The state of an optimizer as a dictionary of tensors by parameter name. All ranks have the same
+keys.
 
     model.<name>                                   f32 master, logical shape
-    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments as they are kept; step is f32[]
-    optim.state.<name>.momentum_buffer             f32, of a parameter that Muon updates
-    optim.state.<name>.never_stepped               bool[], in their place; FSDP2 saves it
+    optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments in the dtype in use; step is f32[]
+    optim.state.<name>.momentum_buffer             f32, for a parameter that Muon updates
+    optim.state.<name>.never_stepped               bool[], in place of moments; FSDP2 saves it
     optim.param_groups.<name>.{lr,...}             f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
 
-With one rank the tensors are ordinary views; with several each holds this rank's part
-(`TensorShard`). Quantized bytes are not in it: masters are the truth. Moments saved in one dtype
-load into the other: bf16 into f32 exactly, f32 into bf16 rounded to nearest even.
+With one rank the tensors are ordinary views. With several ranks each tensor has this rank's part
+(`TensorShard`). The state has no quantized bytes, since they are cast from the masters. Moments
+that were saved in one dtype can be loaded into the other: bf16 into f32 exactly, f32 into bf16 with
+rounding to nearest even.
 """
 
 import logging
@@ -21,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast.cast.plan import CastPlan
-from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
@@ -44,14 +45,15 @@ logger = logging.getLogger(__name__)
 
 
 class StateByName(defaultdict[Any, Any]):
-    """The `state` of an optimizer that keeps its moments in flat shards: always empty.
+    """The attribute `state` of an optimizer that keeps its moments in flat shards. It is always
+    empty.
 
-    torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
-    stepped, and steps it. It asks `if optimizer.state` first, which raises here.
+    torch's `get_optimizer_state_dict` would conclude from an empty state that the optimizer was
+    never stepped, and step it. It evaluates `if optimizer.state` first, which raises here.
     """
 
     def __bool__(self) -> bool:
-        """RuntimeError, since neither answer is true."""
+        """RuntimeError, since neither True nor False is right."""
         raise RuntimeError(
             "a ZeroAdamW or ZeroMuon keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict "
             "would step it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
@@ -74,7 +76,7 @@ class ZeroState:
         self._masters, self._plan, self._step = masters, plan, step
         self._param_groups, self._group = param_groups, group
 
-    def as_dict(self, kept: Kept | None = None) -> dict[str, Any]:
+    def as_dict(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """The state as it is now; tensors are views of it, scalars copies. A parameter that was
         never stepped in what is `kept` has its mark.
         """
@@ -92,7 +94,7 @@ class ZeroState:
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
     def masters_of(self, flat: Tensor) -> dict[str, Any]:
-        """A flat f32 tensor that is laid out as the masters are, by parameter name; views."""
+        """Views of a flat f32 tensor that has the layout of the masters, by parameter name."""
         views = {}
         for name, (bucket, slot) in self._slots.items():
             span, start = bucket.owned(slot, self._group.rank)
@@ -100,8 +102,8 @@ class ZeroState:
         return views
 
     def load_masters(self, saved: Mapping[str, Any], flat: Tensor) -> None:
-        """Fill such a tensor with what `masters_of` gave; ValueError on every rank, with nothing
-        changed, if it does not fit.
+        """Fill a flat f32 tensor, which has the layout of the masters, from a result of
+        `masters_of`. ValueError on every rank, with nothing changed, if it does not fit.
         """
         problem = None
         try:
@@ -116,12 +118,12 @@ class ZeroState:
             _copy(flat[start : start + span.numel], saved[name], span)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError on every rank for a state that does not fit on any."""
+        """ValueError on every rank if a state does not fit on any rank. Collective."""
         problem = problem_of(lambda: self._check(state), "optimizer")
         validate_across_ranks(self._group, [], problem, what="loads a state")
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        """ValueError, on this rank alone, for impossible step counts or hyper-parameters."""
         steps = self._steps(state)
         for name, step in steps.items():
             check_step(name, step)
@@ -130,7 +132,7 @@ class ZeroState:
         self._loaded_groups(state)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over a state of the same parameters that was checked."""
+        """Load a state of the same parameters that was checked."""
         for name, (bucket, slot) in self._slots.items():
             span, owned = self._masters.owned(bucket, slot)
             moments = state["optim"]["state"][name]
@@ -150,8 +152,8 @@ class ZeroState:
             group.update(values)
         lost = self._plan.delayed.load_state_dict(state.get("zerocast", {}))
         if lost and self._group.rank == 0:
-            what = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else lost[0]
-            logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", what)
+            names = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else lost[0]
+            logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", names)
 
     def _leaf(self, flat: Tensor, span: Span, shape: tuple[int, ...]) -> Tensor:
         return flat.view(shape) if self._group.size == 1 else TensorShard.of(flat, span, shape)
@@ -169,10 +171,13 @@ class ZeroState:
         self.check_numbers(state)
 
     def _steps(self, state: Mapping[str, Any]) -> dict[str, float]:
-        """The step counts of Adam's parameters; none without any."""
+        """The step counts of the parameters that AdamW updates, by name."""
         saved = state["optim"]["state"]
-        of_adam = (name for name, (bucket, _) in self._slots.items() if not bucket.storage.whole)
-        return {name: 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP]) for name in of_adam}
+        steps = {}
+        for name, (bucket, _) in self._slots.items():
+            if not bucket.storage.whole:
+                steps[name] = 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP])
+        return steps
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:
         if set(saved) != set(self._slots):
@@ -201,14 +206,18 @@ class ZeroState:
             names.setdefault(slot.param_group, []).append(name)
         if saved:
             self._check_names(saved)
-        groups = self._param_groups
-        loaded = {at: loaded_hyperparameters(own, groups[at], rule_of(groups[at]), saved) for at, own in names.items()}
-        return {at: values for at, values in loaded.items() if values}
+        loaded = {}
+        for index, group_names in names.items():
+            group = self._param_groups[index]
+            values = loaded_hyperparameters(group_names, group, rule_of(group), saved)
+            if values:
+                loaded[index] = values
+        return loaded
 
 
 def _copy(flat: Tensor, value: Tensor, span: Span) -> None:
-    """From a shard of the same span, or from a whole tensor; nothing to do for the view that was
-    handed out.
+    """Copy the elements `span` from a shard that has them, or from a whole tensor. A view of `flat`
+    itself, which a reader has filled in place, is not copied.
     """
     source = value.flat if isinstance(value, TensorShard) else value.detach().reshape(-1)[span.start : span.stop]
     if source.data_ptr() != flat.data_ptr():

@@ -1,5 +1,5 @@
-"""UpdateRule: the hyper-parameters of a parameter group, which depend on what updates it: what
-they may be, what ranks compare, what a state holds.
+"""UpdateRule: the hyper-parameters of a parameter group, with their ranges, for AdamW, for Muon and
+for optimizers of torch.
 """
 
 import math
@@ -12,17 +12,19 @@ from torch import Tensor
 
 COMMON = ("lr", "eps", "weight_decay")
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
-MOST_STEPS = 99  # torch's own bound
+# torch has the same limit.
+MOST_STEPS = 99
 
 
 @dataclass(frozen=True)
 class UpdateRule:
-    """What updates a parameter group.
+    """The rule by which a parameter group is updated.
 
     Attributes:
-        name: of the update, for messages.
-        numbers: hyper-parameters that are numbers from 0 on; a state holds them.
-        others: the ones of other kinds, each with what is valid for it.
+        name: the name of the rule, for messages.
+        numbers: hyper-parameters that are numbers from 0 on. A saved state has them.
+        others: further conditions, by hyper-parameter: a function that returns True for a valid
+            value.
     """
 
     name: str
@@ -45,12 +47,12 @@ class UpdateRule:
                 raise ValueError(f"{name} is out of range: {value}")
 
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The values that ranks compare."""
+        """The hyper-parameters that ranks compare, by name."""
         return {"lr": float(group["lr"]), **{name: group[name] for name in (*self.others, *self.numbers[1:])}}
 
 
 def _on_host(value: Any) -> Any:
-    """The value itself, with 0.0, which is in every range, in place of tensors on a device."""
+    """The value, with tensors on a device replaced by 0.0, which is in every range."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_on_host, value))
     return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
@@ -85,7 +87,7 @@ MUON = UpdateRule(
 
 
 def rule_of(group: Mapping[str, Any]) -> UpdateRule:
-    """Muon of a group that says `use_muon`, else AdamW."""
+    """The rule of a parameter group: Muon if `use_muon` is true, otherwise AdamW."""
     return MUON if group.get("use_muon") else ADAMW
 
 

@@ -1,6 +1,7 @@
-"""Validation of what an optimizer is given: parameters, hyper-parameters, and who owns the weights.
+"""Validation of an optimizer's arguments: parameters, hyper-parameters, and the ownership of
+weights.
 
-A weight has one owner: nobody else, and of several optimizers the one that was built last.
+A weight has one owner. Of several optimizers over a weight, that is the one that was built last.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +16,8 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, Held, find_conflict, overlapping
 from zerocast.weight.weight import NOMINAL_DTYPES
 
-OURS = ("a ZeroAdamW", "a ZeroMuon")  # which take parameters over from each other
+# Owners that take parameters over from each other.
+OURS = ("a ZeroAdamW", "a ZeroMuon")
 STAGES = (1, 2)
 TAKEN_OVER = (
     "another optimizer was built over these parameters: this one gets no gradients any more, and writes no weights. Use the newer "
@@ -25,11 +27,14 @@ OTHER_GROUPS = (
     "parameters were added to this {name}'s param_groups, taken out or moved since it was built, which changes nothing of what "
     "it trains: build another one and load the state of this one"
 )
-Named = tuple[str, Tensor, int]  # name, parameter, index of its parameter group
+# (name, parameter, index of its parameter group)
+Named = tuple[str, Tensor, int]
 
 
 def check_owners(named: Sequence[Named], who: str) -> None:
-    """RuntimeError for a weight that has no value yet, and for one that another owner writes."""
+    """RuntimeError for a weight that has no value yet, and for one that has another owner, as seen
+    by the new owner `who`.
+    """
     for name, parameter, _ in named:
         if isinstance(parameter, QuantizedWeight) and not _has_value(parameter):
             raise RuntimeError(
@@ -49,18 +54,20 @@ def _has_value(weight: QuantizedWeight) -> bool:
 
 
 def check_owns(claim: Claim) -> None:
-    """RuntimeError once a newer optimizer has taken a parameter over."""
+    """RuntimeError if a newer optimizer has taken a parameter over."""
     if claim.ended:
         raise RuntimeError(TAKEN_OVER)
 
 
 def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[tuple[list[int], str]]:
-    """Return which parameters each group has, and what updates them."""
+    """Return the ids of each group's parameters, and the name of its update rule."""
     return [(list(map(id, group["params"])), rule_of(group).name) for group in param_groups]
 
 
 def take_over(named: Sequence[Named], who: str) -> Claim:
-    """Hold these parameters; any older optimizer over any of them has lost all of its own."""
+    """Claim these parameters. The claim of an older optimizer ends, for all of its parameters, if
+    it has any of these.
+    """
     for older in overlapping(_held(named), _parameters(named)):
         older.end()
     return Claim(who, _held(named), _parameters(named))
@@ -75,13 +82,12 @@ def _held(named: Sequence[Named]) -> Held:
 
 
 def trainable(params: Iterable[Any]) -> list[Any]:
-    """The given pairs, or groups of pairs, without parameters that are frozen or empty.
-    TypeError without names.
+    """The given (name, parameter) pairs, or groups of pairs, without parameters that are frozen or
+    empty. TypeError for parameters without names.
     """
     items = list(params)
     if items and isinstance(items[0], dict):
-        # a group whose parameters are all frozen stays, so that the groups are numbered as the
-        # caller numbers them
+        # A group whose parameters are all frozen stays, so that groups keep the caller's numbers.
         return [{"param_names": [], **group, "params": trainable(group.get("params", ()))} for group in items]
     for item in items:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)):
@@ -90,8 +96,8 @@ def trainable(params: Iterable[Any]) -> list[Any]:
 
 
 def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
-    """The parameters with their names and groups. ValueError or TypeError for what cannot be
-    trained.
+    """The parameters with their names and the indices of their groups. ValueError or TypeError for
+    arguments with which nothing can be trained.
     """
     if stage not in STAGES:
         raise ValueError(f"stage is one of {STAGES}, got {stage}")
@@ -115,7 +121,7 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
         raise ValueError("a parameter is listed twice, under two names")
     devices = {parameter.device for _, parameter, _ in named}
     if len(devices) > 1:
-        raise ValueError(f"the parameters of one optimizer lie on one device, got {sorted(map(str, devices))}")
+        raise ValueError(f"the parameters of one optimizer are on one device, got {sorted(map(str, devices))}")
     for name, parameter, _ in named:
         if parameter.dtype not in NOMINAL_DTYPES:
             raise TypeError(f"{name} is {parameter.dtype}; bf16, fp16 and fp32 parameters can be trained")
@@ -128,8 +134,8 @@ def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The hyper-parameters of all groups, by their names and, of several groups, their group's
-    number.
+    """The hyper-parameters of all groups by name. With several groups the names include the number
+    of the group.
     """
     return {
         f"{name} of group {index}" if len(groups) > 1 else name: value
@@ -139,6 +145,6 @@ def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe(parameter: Tensor) -> str:
-    """Format, shape and dtype, to be compared between ranks."""
+    """The format, shape and dtype of a parameter, as a text that ranks compare."""
     stored = parameter.format if isinstance(parameter, QuantizedWeight) else "plain"
     return f"{stored} {tuple(parameter.shape)} {parameter.dtype}"

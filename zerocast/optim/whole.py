@@ -1,11 +1,11 @@
-"""Which rank owns which parameter, where each is owned in whole: bytes and work spread over ranks.
+"""The assignment of parameters to ranks, if each parameter is owned by one rank as a whole.
 
-A bucket is cut into equal shards, since that is what collectives take, so the ranks' parts of it
-are to be alike: each is dealt by size, the largest parameters first, to the part that holds least
-(LPT, Graham 1969: the largest part is at most 4/3 of the smallest that there can be). A bucket is
-filled until its padding is small. Which rank gets which part is free then, and follows the work:
-the part that costs most goes to the rank that has least to do so far. So two ranks never differ by
-more work than the parts of one bucket do.
+Bytes and work are spread over ranks. Collectives need equal shards, so the parts of a bucket should
+have about the same size. Parameters go to parts by size: the largest first, each to the smallest
+part so far (LPT, Graham 1969: the largest part is at most 4/3 of the optimum). A bucket is filled
+until its padding is small. Parts then go to ranks by work: the most expensive part to the rank with
+the least work so far. So the work of two ranks never differs by more than that of the parts of one
+bucket.
 """
 
 import heapq
@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-PADDING = 1 / 8  # of a bucket; one with more waits for further parameters
+# The most padding of a bucket, as a share of it. A bucket with more waits for further parameters.
+PADDING = 1 / 8
 
 
 @dataclass(frozen=True)
 class Whole(Generic[T]):
-    """A parameter: `order`, when a backward pass completes it; `size`, its elements with padding;
-    `cost`, what its update takes, in any unit.
+    """A parameter that one rank owns as a whole.
+
+    Attributes:
+        order: its place in the order in which a backward pass completes parameters.
+        item: the parameter, which is not looked at here.
+        size: its elements with padding.
+        cost: the work of its update, in any unit.
     """
 
     order: int
@@ -30,52 +36,56 @@ class Whole(Generic[T]):
 
 
 def batches(members: Sequence[Whole[T]], bucket_size: int, ranks: int) -> list[list[Whole[T]]]:
-    """The parameters of each bucket, in order, of at least `bucket_size` elements and with little
-    padding; what is left over at the end goes with the bucket before it.
+    """The parameters of each bucket, in order. A bucket has at least `bucket_size` elements and
+    little padding. Parameters that do not fill a further bucket go into the last one.
     """
-    done: list[list[Whole[T]]] = []
+    buckets: list[list[Whole[T]]] = []
     batch: list[Whole[T]] = []
     size = largest = 0
     for member in members:
         batch.append(member)
-        size, largest = size + member.size, max(largest, member.size)
-        most = (1 + PADDING) * size / ranks  # that a part may hold
-        if size >= bucket_size and largest <= most and max(map(_size, _parts(batch, ranks))) <= most:
-            done.append(batch)
-            batch, size, largest = [], 0, 0
-    if batch and done:
-        done[-1] += batch
+        size += member.size
+        largest = max(largest, member.size)
+        part_limit = (1 + PADDING) * size / ranks
+        # The first two conditions are cheap, and save most calls of `_parts`.
+        if size >= bucket_size and largest <= part_limit and max(map(_size, _parts(batch, ranks))) <= part_limit:
+            buckets.append(batch)
+            batch = []
+            size = largest = 0
+    if batch and buckets:
+        buckets[-1] += batch
     elif batch:
-        done.append(batch)
-    return done
+        buckets.append(batch)
+    return buckets
 
 
 def deal(batch: Sequence[Whole[T]], loads: list[int]) -> tuple[list[tuple[int, Whole[T]]], int]:
-    """((offset, parameter) in order of offsets, elements of a shard) of one bucket; `loads`, the
-    work of each rank so far, is brought up to date.
+    """Place the parameters of one bucket. Returns ((offset, parameter) in order of offsets,
+    elements of a shard), and adds the work of the parameters to `loads`, the work of each rank.
     """
     parts = _parts(batch, len(loads))
-    shard = max(map(_size, parts))
+    shard_numel = max(map(_size, parts))
     parts.sort(key=lambda part: -sum(member.cost for member in part))
+    ranks_by_load = sorted(range(len(loads)), key=lambda rank: loads[rank])
     placed = []
-    idlest = sorted(range(len(loads)), key=lambda rank: loads[rank])
-    for rank, part in zip(idlest, parts, strict=True):
-        offset = rank * shard
+    for rank, part in zip(ranks_by_load, parts, strict=True):
+        offset = rank * shard_numel
         for member in sorted(part, key=lambda member: member.order):
             placed.append((offset, member))
             offset += member.size
             loads[rank] += member.cost
-    return sorted(placed, key=lambda place: place[0]), shard
+    return sorted(placed, key=lambda item: item[0]), shard_numel
 
 
 def _parts(batch: Sequence[Whole[T]], ranks: int) -> list[list[Whole[T]]]:
-    """The parameters in so many parts of about one size."""
+    """Divide the parameters into `ranks` parts of about the same size."""
     parts: list[list[Whole[T]]] = [[] for _ in range(ranks)]
-    held = [(0, part) for part in range(ranks)]
+    # A heap of (size, index of the part).
+    sizes = [(0, index) for index in range(ranks)]
     for member in sorted(batch, key=lambda member: -member.size):
-        size, part = held[0]
-        parts[part].append(member)
-        heapq.heapreplace(held, (size + member.size, part))
+        size, index = sizes[0]
+        parts[index].append(member)
+        heapq.heapreplace(sizes, (size + member.size, index))
     return parts
 
 

@@ -15,10 +15,13 @@ from zerocast.optim.validate import Named
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # torch.optim.Muon's
-BETAS, ADAM_EPS = (0.9, 0.999), 1e-8  # torch.optim.AdamW's
+# The defaults of torch.optim.Muon and of torch.optim.AdamW.
+NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+BETAS = (0.9, 0.999)
+ADAM_EPS = 1e-8
 MUON_DIMS = (2, 3)
-LOGGED_PADDING = 1 / 4  # of the matrices; less goes without a word
+# Padding that is a larger share of the matrices is logged.
+LOGGED_PADDING = 1 / 4
 
 
 class ZeroMuon(ZeroOptimizer):
@@ -30,8 +33,8 @@ class ZeroMuon(ZeroOptimizer):
             `"use_muon": True` or `"use_muon": False`. Muon takes matrices, QuantizedWeights or not,
             and stacks of them `[experts, m, n]`, each matrix by itself. Embeddings, heads, norms
             and biases are for AdamW.
-        lr, weight_decay: of all groups that have none of their own.
-        momentum, nesterov, adjust_lr_fn: of Muon's groups, as in torch.optim.Muon, as are
+        lr, weight_decay: the values of all groups that do not set them. momentum, nesterov,
+        adjust_lr_fn: the values of Muon's groups, as in torch.optim.Muon, as are
             "ns_coefficients", "ns_steps" (5) and "eps" (1e-7), which groups may have. The rate of a
             matrix `[m, n]` is `lr * sqrt(max(1, m / n))` (None or "original", Jordan et al. 2024,
             https://kellerjordan.github.io/posts/muon/) or `0.2 * lr * sqrt(max(m, n))`
@@ -39,19 +42,19 @@ class ZeroMuon(ZeroOptimizer):
             AdamW's rate and decay serve all groups. AdamW's groups may have "betas" and "eps".
         group, stage, config: as in ZeroAdamW. Momentum is FP32 whatever `moment_dtype` is.
 
-    The update is made by torch.optim.Muon itself: momentum and decay in FP32, Newton-Schulz in
-    bf16. It needs the whole matrix, so a rank owns a weight in whole or has nothing of it: masters,
-    momentum and the cast are there, and other ranks get its bytes. Gradients are reduced as in
-    ZeroAdamW, a part of each on every rank; a step sends them to the owners in FP32
-    (`zerocast.optim.gradient_exchange`). Weights are dealt to ranks so that memory and
-    Newton-Schulz's work are spread (`zerocast.optim.whole`); with fewer matrices than ranks some
+    torch.optim.Muon itself makes the update: momentum and decay in FP32, Newton-Schulz in bf16. It
+    needs the whole matrix, so one rank owns each weight as a whole. That rank has its masters and
+    momentum and casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a
+    part of each on every rank. A step sends the parts to the owners in FP32
+    (`zerocast.optim.gradient_exchange`). Weights are assigned to ranks so that memory and the work
+    of Newton-Schulz are spread (`zerocast.optim.whole`). With fewer matrices than ranks some ranks
     own none, and buffers are padded, which is logged. AdamW's parameters are cut as in ZeroAdamW.
-    A matrix is orthogonalized by one rank, whichever it is: with the same reduced gradients any
-    number of ranks makes the same bits.
+    Since one rank orthogonalizes a matrix, any number of ranks gives the same bits for the same
+    reduced gradients.
 
-    A gradient that is not finite skips the step, and everything else is as in ZeroAdamW, but that
-    no CUDA graph holds a step: `capture` raises. Raises ValueError for a group without "use_muon",
-    and for a parameter in a group of Muon's that is no matrix.
+    A gradient that is not finite skips the step. Everything else is as in ZeroAdamW, except that a
+    step cannot be captured in a CUDA graph: `capture` raises. Raises ValueError for a group without
+    "use_muon", and for a parameter in a group of Muon's that is no matrix.
     """
 
     NAME = "ZeroMuon"
@@ -106,14 +109,16 @@ class ZeroMuon(ZeroOptimizer):
     def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
         super()._build(named, stage, reduction_group)
         buckets = [buffer.bucket for buffer in self._weights.buffers if buffer.bucket.storage.whole]
-        held, needed = sum(b.numel for b in buckets), sum(slot.numel for b in buckets for slot in b.slots)
-        if held > (1 + LOGGED_PADDING) * needed and self._group.rank == 0:
+        slots = [slot for bucket in buckets for slot in bucket.slots]
+        numel = sum(slot.numel for slot in slots)
+        padding = sum(bucket.numel for bucket in buckets) - numel
+        if padding > LOGGED_PADDING * numel and self._group.rank == 0:
             logger.warning(
                 "the matrices of a ZeroMuon, %d elements in %d, take %d more of padding on every rank: equal parts for %d ranks, "
                 "which own them in whole, are as large as the largest one",
-                needed,
-                sum(len(b.slots) for b in buckets),
-                held - needed,
+                numel,
+                len(slots),
+                padding,
                 self._group.size,
             )
 
@@ -133,8 +138,8 @@ class ZeroMuon(ZeroOptimizer):
         return "".join(f"; Muon with {', '.join(f'{name} {group[name]}' for name in MUON.others)}" for group in groups)
 
     def capture(self, max_norm: float | None = None) -> CapturedStep:
-        """RuntimeError: Muon's scalars are the host's, and a graph would keep those of its
-        recording.
+        """RuntimeError. Muon's scalars are computed on the host, so a graph would repeat those of
+        its recording.
         """
         raise RuntimeError(
             "a step of a ZeroMuon cannot be captured, since Muon's learning rates are read on the host: call step()"

@@ -21,7 +21,7 @@ from zerocast import backends
 from zerocast.cast.captured_step import CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
-from zerocast.checkpoint.checkpoint import Kept
+from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
@@ -31,16 +31,15 @@ from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.frozen import FrozenParameters, frozen, listed
 from zerocast.optim.gradients import GradientReducer
-from zerocast.optim.left_out import LeftOut
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
-from zerocast.optim.reduction_group import group_of_its_own, groups_free_on_all, has_company
+from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_others, separate_group
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
+from zerocast.optim.untrained import FrozenParameters, LeftOut, frozen, listed
 from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
@@ -90,7 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
             backends.choose(named[0][1].device, self._config.backend)
-            company = has_company(self._group, [parameter for _, parameter, _ in named])
+            company = is_shared_with_others(self._group, [parameter for _, parameter, _ in named])
             settings = {"stage": stage, **vars(self._config), **hyperparameters_by_name(self.param_groups)}
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
@@ -99,7 +98,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._frozen = FrozenParameters(frozen(given), self.NAME)
         self._left_out = LeftOut(self._group, self._frozen.parameters, [parameter for _, parameter, _ in named])
         free = groups_free_on_all(self._group, company)
-        self._build(named, stage, self._group if free is None else group_of_its_own(self._group, self, free))
+        self._build(named, stage, self._group if free is None else separate_group(self._group, self, free))
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
         """The given pairs, or groups of them, as torch's constructor takes them. ValueError for a
@@ -414,7 +413,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._validity.check(Use.SAVE)
         return self._state.as_dict()
 
-    def state_to_overwrite(self, kept: Kept | None = None) -> dict[str, Any]:
+    def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
         raised half-way. `kept` is what the reader has of the moments of each parameter.
         """

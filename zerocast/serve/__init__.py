@@ -6,7 +6,7 @@
 from zerocast.serve.decode import dequantized
 from zerocast.serve.live import Bucket, named_tensors
 from zerocast.serve.receiver import Receiver
-from zerocast.serve.refit_header import RefitError
+from zerocast.serve.refit_message import RefitError
 from zerocast.serve.sender import Message, Sender
 from zerocast.serve.stored_weights import stored_weights
 

@@ -6,7 +6,7 @@ an NVFP4 weight is recovered from the stored global scale, so that values are bi
 the nominal dtype is bf16.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -52,14 +52,16 @@ _FORMATS = {
 
 
 def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
-    """A weight of the format in which these tensors store it."""
-    codes, scales = stored.get("_packed", stored.get("")), stored.get("_scale", stored.get("_scale_inv"))
+    """The weight that these tensors store. ValueError if no naming stores a weight like that."""
+    codes = stored.get("_packed", stored.get(""))
+    scales = stored.get("_scale", stored.get("_scale_inv"))
     key = None if codes is None or scales is None else _FORMATS.get((codes.dtype, scales.dtype))
     if codes is None or scales is None or key is None or not _has_parts(key, codes, scales, stored):
         parts = ", ".join(f"{name}{suffix} {t.dtype} {tuple(t.shape)}" for suffix, t in stored.items())
         raise ValueError(f"no naming stores a weight as {parts}")
     if key == "fp8_block" and scales.dim() == 1:
-        key, scales = "fp8_current", scales[:1]
+        key = "fp8_current"
+        scales = scales[:1]
     fmt = get_format(key)
     shape = codes.shape[0], codes.shape[1] * fmt.elements_per_byte
     buffers = {"rowwise_data": codes.view(torch.uint8), "rowwise_scale_inv": _padded(name, fmt, shape, scales)}
@@ -69,26 +71,30 @@ def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def _has_parts(key: str, codes: Tensor, scales: Tensor, stored: Stored) -> bool:
-    """True for a matrix of codes with scales of blocks, or one scale of the tensor, once or for
-    each row; of nvfp4 with a global scale too.
+    """True if the tensors have the dimensions of a stored weight: a matrix of codes, and scales of
+    blocks or one scale of the tensor, which may be repeated for each row. nvfp4 also needs a global
+    scale.
     """
+    if codes.dim() != 2:
+        return False
     if key == "nvfp4":
-        return codes.dim() == 2 and any(stored[s].numel() == 1 for s in ("_scale_2", "_global_scale") if s in stored)
-    is_one = key == "fp8_block" and scales.dim() == 1 and scales.numel() > 0 and bool((scales == scales[0]).all())
-    return codes.dim() == 2 and (is_one or scales.dim() in (2, 4))
+        return any(stored[s].numel() == 1 for s in ("_scale_2", "_global_scale") if s in stored)
+    if key == "fp8_block" and scales.dim() == 1:
+        return scales.numel() > 0 and bool((scales == scales[0]).all())
+    return scales.dim() in (2, 4)
 
 
 def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The tensor amax, a number of the nominal dtype, of which the stored global scale was made."""
-    make: Callable[[Tensor], Tensor]
+    """The tensor amax, a number of the nominal dtype, that the stored global scale derives from."""
     if "_scale_2" in stored:
-        factor, make = stored["_scale_2"].view(1), lambda amax: amax / TOP
-        near = factor * TOP
+        factor = stored["_scale_2"].view(1)
+        amax = (factor * TOP).to(dtype).float()
+        factor_of_amax = amax / TOP
     else:
-        factor, make = stored["_global_scale"].view(1), lambda amax: TOP / amax
-        near = TOP / factor
-    amax = near.to(dtype).float()
-    if not torch.equal(make(amax), factor):
+        factor = stored["_global_scale"].view(1)
+        amax = (TOP / factor).to(dtype).float()
+        factor_of_amax = TOP / amax
+    if not torch.equal(factor_of_amax, factor):
         raise ValueError(
             f"no tensor amax of dtype {dtype} gives {name} the global scale {float(factor)}: the nominal dtype is another one"
         )

@@ -1,11 +1,12 @@
-"""The bytes of tensors laid end to end: copies of them, the part of each rank, and a digest.
+"""The bytes of concatenated tensors: copies of them, the part of each rank, and a digest.
 
-The digest is a sum, so that a device computes it in any order, but of words that are mixed first.
-A plain weighted sum is linear: two flipped sign bits cancel in it. Here each word of 8 bytes gets
-a number of its place added and goes through the bijection with which MurmurHash3 ends: xor with its
-upper half, times an odd number, twice, and that xor again. The last xor is needed, as a sum of
-products with one number is a product of the sum: without it pairs of flipped bits cancel. One
-damaged word is always noticed. The digest tells damage, and no forger who computes digests.
+The digest is a sum, so that a device may compute it in any order, but its words are mixed first. A
+plain weighted sum is linear, so two flipped sign bits could cancel. Here a number that depends on
+its position is added to each word of 8 bytes, and the result goes through the bijection with which
+MurmurHash3 ends: xor with its upper half and multiplication by an odd number, twice, then the xor
+again. Without the last xor pairs of flipped bits could cancel, since a sum of products with one
+number is a product with the sum. One damaged word is always noticed. The digest detects damage, but
+no attacker who computes digests.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,19 +23,19 @@ _LOWER_HALF = 0xFFFFFFFF
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as u8, flat: the same memory."""
+    """A view of a contiguous tensor as u8, one-dimensional."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
 def flat_bytes(tensors: Sequence[Tensor], span: Span) -> Tensor:
-    """Copies the bytes of a span of contiguous tensors laid end to end, u8."""
-    copied = list(_chunks(tensors, span, max(span.numel, 1)))
-    return copied[0] if copied else torch.empty(0, dtype=torch.uint8, device=_device(tensors))
+    """Copy the bytes of a span of concatenated tensors, which are contiguous; u8."""
+    chunks = list(_chunks(tensors, span, max(span.numel, 1)))
+    return chunks[0] if chunks else torch.empty(0, dtype=torch.uint8, device=_device(tensors))
 
 
 def equal_parts(nbytes: int, ranks: int) -> list[Span]:
-    """By rank, the bytes of a bucket whose changes it reports: equal parts of whole words of 8
-    bytes.
+    """Cut the bytes of a bucket into equal parts of whole words of 8 bytes, one for each rank. A
+    rank reports the changes of its part.
     """
     step = round_up(-(-nbytes // ranks), 8)
     return [Span(min(rank * step, nbytes), min((rank + 1) * step, nbytes)) for rank in range(ranks)]
@@ -46,8 +47,8 @@ def digest(buffer: Tensor) -> int:
 
 
 def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:
-    """Computes a number of 64 bits from every byte of a span of contiguous tensors laid end to end
-    and from its place in the span.
+    """Compute a number of 64 bits from every byte of a span of concatenated tensors, which are
+    contiguous, and from the position of the byte in the span.
 
     It takes memory for three chunks, of 1 MiB on a CPU, where they stay in its cache, and of 16 MiB
     on other devices, where each costs a dozen launches. The host waits for the device.
@@ -67,7 +68,7 @@ def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:
 
 
 def _sum_of_mixed(words: Tensor, places: Tensor, first: int, mixed: Tensor, upper: Tensor) -> Tensor:
-    """Sums int64 words, each mixed with its place; `mixed` and `upper` are room for that."""
+    """Sum int64 words, each mixed with its position. `mixed` and `upper` are scratch memory."""
     torch.add(words, places, out=mixed)
     mixed += first
     for odd in _ROUNDS:
@@ -97,8 +98,8 @@ def _wrapped(number: int) -> int:
 
 
 def _chunks(tensors: Sequence[Tensor], span: Span, size: int) -> Iterator[Tensor]:
-    """Copies a span of tensors laid end to end in chunks of `size` bytes, the last one shorter.
-    Each is valid until the next, as all are written to the same memory.
+    """Copy a span of concatenated tensors in chunks of `size` bytes; the last one is shorter. A
+    chunk is valid until the next one, since all are written to the same memory.
     """
     chunk = torch.empty(min(size, span.numel), dtype=torch.uint8, device=_device(tensors))
     start, filled = 0, 0
@@ -109,7 +110,8 @@ def _chunks(tensors: Sequence[Tensor], span: Span, size: int) -> Iterator[Tensor
         while rest.numel():
             taken = min(rest.numel(), size - filled)
             chunk[filled : filled + taken] = rest[:taken]
-            filled, rest = filled + taken, rest[taken:]
+            filled += taken
+            rest = rest[taken:]
             if filled == size:
                 yield chunk
                 filled = 0

@@ -1,7 +1,7 @@
 """Weights cast from stored masters, as the source of an export, and a checkpoint of the masters.
 
-Tensors are read when they are written: one at a time for a checkpoint, those of one file for
-safetensors.
+Each tensor is read just before it is written. A checkpoint holds one tensor in memory at a time,
+safetensors hold those of one file.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,13 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.layout import Span
 from zerocast.formats.recipe import Recipe
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.inspection.contents import Contents
-from zerocast.inspection.format_selection import Chosen
+from zerocast.inspection.contents import Chosen, Contents
 from zerocast.quantize import cast_together
 from zerocast.serve.weight_source import LazyTensors
 from zerocast.weight import QuantizedWeight
 
-Reading = Callable[[str], object]  # is told the name of a weight before it is read
+# Called with the name of each weight before it is read.
+Reading = Callable[[str], object]
 
 
 def write_checkpoint(
@@ -41,7 +41,7 @@ def write_checkpoint(
     Raises RuntimeError if the checkpoint cannot be written.
     """
     shapes = {name: contents.entries[name].shape for name in names}
-    # shapes without memory
+    # The tensors have shapes but no memory. The planner supplies their values one by one.
     state = {"model": {name: torch.empty((), dtype=dtype).expand(shape) for name, shape in shapes.items()}}
     formats = {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in chosen.formats.items()}
     write(state, path, ONE_PROCESS, Manifest(formats=formats), planner=_Planner(contents, dtype, reading))
@@ -52,7 +52,9 @@ class _Planner(DefaultSavePlanner):
 
     def __init__(self, contents: Contents, dtype: torch.dtype, reading: Reading) -> None:
         super().__init__()
-        self._contents, self._dtype, self._reading = contents, dtype, reading
+        self._contents = contents
+        self._dtype = dtype
+        self._reading = reading
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         name = index.fqn.removeprefix("model.")
@@ -68,11 +70,11 @@ def cast_tensors(
     reading: Reading = str,
     share_amax: str | None = None,
 ) -> LazyTensors:
-    """The chosen weights cast from their masters, and all others in the nominal dtype, each read
+    """The chosen weights cast from their masters, and all others in the nominal dtype. Each is read
     when it is asked for.
 
-    Weights share a tensor amax as in the run that saved them, or as `share_amax` says; such a group
-    is read for each of its members.
+    Weights share a tensor amax as in the run that saved them, or according to `share_amax`. A group
+    that shares one is read again for each of its members.
     """
     shared = _shared(contents, chosen, share_amax)
 
@@ -87,7 +89,8 @@ def cast_tensors(
         for weight in weights:
             weight.state.shared_amax = group
         if any(weight.scale is not None and not _has_scale(contents, name) for weight in weights):
-            cast_together(weights, masters)  # finds the amax that scales the cast
+            # A first cast with delayed scaling computes the scale for the second one.
+            cast_together(weights, masters)
         cast_together(weights, masters)
         return weights[members.index(name)]
 
@@ -97,13 +100,11 @@ def cast_tensors(
 
 def _shared(contents: Contents, chosen: Chosen, share_amax: str | None) -> dict[str, SharedAmax]:
     formats = {name: fmt for name, (fmt, _) in chosen.formats.items()}
-    recipe = Recipe(formats, share_amax=share_amax or ())
-    recorded = contents.shared_amaxes(name for name in formats if str(formats[name]) == _format_of(contents, name))
-    return recipe.shared_amaxes(formats) if share_amax else recorded
-
-
-def _format_of(contents: Contents, name: str) -> str | None:
-    return contents.stored[name].format if name in contents.stored else None
+    if share_amax:
+        return Recipe(formats, share_amax=share_amax).shared_amaxes(formats)
+    stored = contents.stored
+    unchanged = [name for name, fmt in formats.items() if name in stored and stored[name].format == str(fmt)]
+    return contents.shared_amaxes(unchanged)
 
 
 def _master(contents: Contents, name: str) -> Tensor:
@@ -116,7 +117,7 @@ def _has_scale(contents: Contents, name: str) -> bool:
 
 
 def _empty(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:
-    """A weight to cast, with the scale of its last cast if that was delayed and is known."""
+    """A weight to cast. With delayed scaling it has the stored scale of its last cast, if any."""
     fmt, dtype = chosen.formats[name]
     weight = QuantizedWeight.empty(contents.entries[name].shape, fmt, dtype)
     scale = contents.cast_scale(name) if weight.scale is not None and name in contents.stored else None

@@ -1,7 +1,7 @@
-"""Engines lay some weights behind each other and keep one global scale for them: those must agree.
+"""Checks of global scales: weights that an engine fuses into one matrix need the same global scale.
 
-vLLM takes the largest of the stored scales of query, key and value, and of gate and up, and does
-not rescale the codes of the others (`vllm/model_executor/layers/quantization/`:
+vLLM concatenates query, key and value, and gate and up. It takes the largest of their stored global
+scales and does not rescale the codes of the others (`vllm/model_executor/layers/quantization/`:
 `compressed_tensors/schemes/compressed_tensors_w4a16_nvfp4.py`, `modelopt.py`).
 """
 
@@ -29,17 +29,15 @@ def check_shared_amaxes(
     formats: Mapping[str, FormatSpec],
     shared: Mapping[str, SharedAmax | None],
 ) -> None:
-    """ValueError for weights that engines fuse and that do not share their tensor amax in training,
-    before any of them is read.
+    """ValueError for weights that engines fuse and that do not share their tensor amax in training.
+    Called before any of them is read.
     """
-    places = {
-        piece.name: name
-        for name, fmt in formats.items()
-        if layout_of(naming, name, fmt).shares_amax
-        for piece in pieces[name]
-    }
-    for group in groups_of(_PATTERNS, places):
-        members = {places[name] for name in group.names}
+    weight_of: dict[str, str] = {}
+    for name, fmt in formats.items():
+        if layout_of(naming, name, fmt).shares_amax:
+            weight_of |= dict.fromkeys((piece.name for piece in pieces[name]), name)
+    for group in groups_of(_PATTERNS, weight_of):
+        members = {weight_of[name] for name in group.names}
         if len(members) > 1 and len({shared[name] or name for name in members}) > 1:
             raise ValueError(
                 f"{group} have tensor amaxes of their own, and an engine that fuses them takes one: {_REMEDY}"
@@ -47,23 +45,25 @@ def check_shared_amaxes(
 
 
 class FusedAmaxes:
-    """The tensor amaxes of what was written, by stored name."""
+    """The tensor amaxes of the weights that an export has written."""
 
     def __init__(self, naming: str, allow_unequal: bool) -> None:
-        self._naming, self._allow_unequal = naming, allow_unequal
-        self._found: dict[str, float] = {}
+        self._naming = naming
+        self._allow_unequal = allow_unequal
+        # By stored name.
+        self._amaxes: dict[str, float] = {}
 
     def note(self, name: str, weight: QuantizedWeight, pieces: Sequence[Piece]) -> None:
         """Remember the amax of a weight that is written."""
         if self._naming != "bf16" and layout_of(self._naming, name, weight.format).shares_amax:
             assert weight.amax is not None
-            self._found |= dict.fromkeys((piece.name for piece in pieces), weight.amax.item())
+            self._amaxes |= dict.fromkeys((piece.name for piece in pieces), weight.amax.item())
 
     def check(self) -> None:
         """ValueError, or one warning, for weights that engines fuse and whose scales differ."""
         unequal = []
-        for group in groups_of(_PATTERNS, self._found):
-            amaxes = [self._found[name] for name in group.names]
+        for group in groups_of(_PATTERNS, self._amaxes):
+            amaxes = [self._amaxes[name] for name in group.names]
             if min(amaxes) != max(amaxes):
                 unequal.append((min(amaxes) / max(amaxes), group))
         if not unequal:

@@ -213,7 +213,8 @@ class LiveWeights:
         return {name: pieces_of(self._stored, name, shape, names) for name, shape in shapes.items()}
 
     def _check(self) -> None:
-        parameter_of: dict[str, str] = {}  # by stored name
+        # The parameter of each stored name.
+        parameter_of: dict[str, str] = {}
         for name, pieces in self._pieces.items():
             for piece in pieces:
                 if piece.name in parameter_of:

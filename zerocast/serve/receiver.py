@@ -1,9 +1,10 @@
 """Receiver: a copy of the weights of a run, updated by the messages of a Sender.
 
-It has tensors in checkpoint layout, and knows the run and the refit that they are of. A message
-that is damaged, or is not the next one, is refused before it changes anything, and refits only go
-forward. After the bytes are written they are compared with the sender's by a digest. During a
-refit, and after an interrupted one, the tensors are partly of two steps: reading them raises.
+It has tensors in checkpoint layout, and the run and the number of the refit that they come from. A
+message that is damaged, or is not the next one, is refused before it changes anything, and an older
+refit is never accepted. After the bytes are written their digest is compared with the sender's.
+During a refit, and after an interrupted one, the tensors are partly of two steps, and reading them
+raises.
 """
 
 import itertools
@@ -15,9 +16,8 @@ from torch import Tensor
 
 from zerocast.formats.layout import Span
 from zerocast.formats.memory import check_storage
-from zerocast.serve.changed_bytes import ChangedBytes
 from zerocast.serve.flat_bytes import as_bytes, digest_of_span, equal_parts
-from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
+from zerocast.serve.refit_message import DELTA, END, FULL, ChangedBytes, Header, RefitError, check_header, layout_digest
 
 ASK = "ask the sender for named_tensors()"
 
@@ -34,7 +34,8 @@ class Receiver:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | None = None, device: torch.device | str = "cpu") -> None:
-        self._tensors, self._is_given = dict(tensors or {}), tensors is not None
+        self._tensors = dict(tensors or {})
+        self._is_given = tensors is not None
         _check_given(self._tensors)
         self._device = torch.device(device)
         # The newest refit that has begun here, by run. The last run in it is the present one.
@@ -94,7 +95,8 @@ class Receiver:
         lacks tensors, they were written: ask the sender for a full refit.
         """
         check_header(header)
-        sizes, expected = [tensor.nbytes for tensor in tensors], _sizes(header)
+        sizes = [tensor.nbytes for tensor in tensors]
+        expected = _sizes(header)
         if sizes != expected:
             raise RefitError(
                 f"message {header['index']} of refit {header['refit']} came with tensors of {sizes} bytes, and its header says "
@@ -106,13 +108,18 @@ class Receiver:
             return []
         changes = self._changes(header, tensors[0]) if header["kind"] == DELTA else None
         # An error from here on leaves tensors that are partly of two refits.
-        arriving, self._arriving, self._complete = self._arriving, None, None
+        arriving = self._arriving
+        self._arriving = None
+        self._complete = None
         if changes is None:
-            names, digests = self._copy(tensors), header["digests"]
+            names = self._copy(tensors)
+            digests = header["digests"]
         else:
-            names, digests = self._write(*changes), [after for *_, after, _ in header["segments"]]
+            names = self._write(*changes)
+            digests = [after for *_, after, _ in header["segments"]]
         self._check_digests(digests)
-        self._arriving, self._next = arriving, self._next + 1
+        self._arriving = arriving
+        self._next += 1
         return names
 
     def _admit(self, header: Header) -> None:
@@ -143,7 +150,9 @@ class Receiver:
         """RefitError unless the refit that begins is newer than all before it, and the tensors
         still have their memory.
         """
-        run, refit, newest = header["run"], header["refit"], self._begun.get(header["run"])
+        run = header["run"]
+        refit = header["refit"]
+        newest = self._begun.get(run)
         try:
             for name, tensor in self._tensors.items():
                 check_storage(name, tensor)
@@ -163,9 +172,11 @@ class Receiver:
                 f"changes since {of_run}refit {header['since']} came to a receiver of refit {self.refit}: one was missed, {ASK}"
             )
 
-    def _check_full(self, header: Header, brought: Sequence[Sequence[str]]) -> None:
-        """RefitError for tensors that have come already, or that do not fit those given."""
-        seen = {name for names in brought for name in names}
+    def _check_full(self, header: Header, earlier_buckets: Sequence[Sequence[str]]) -> None:
+        """RefitError for tensors that an earlier bucket of the refit had, or that do not fit the
+        tensors that the receiver was given.
+        """
+        seen = {name for names in earlier_buckets for name in names}
         for name, dtype, shape in _layout(header):
             if name in seen:
                 raise RefitError(f"{name} came twice in refit {header['refit']}: {ASK}")
@@ -179,12 +190,16 @@ class Receiver:
             )
 
     def _begin(self, header: Header) -> None:
-        run, refit = header["run"], header["refit"]
+        run = header["run"]
+        refit = header["refit"]
         self._begun[run] = refit
-        self._arriving, self._next = (header["kind"], run, refit), 0
+        self._arriving = (header["kind"], run, refit)
+        self._next = 0
         if header["kind"] == FULL:
-            self._complete, self._naming = None, header["naming"]
-            self._buckets, self._layouts = [], []
+            self._complete = None
+            self._naming = header["naming"]
+            self._buckets = []
+            self._layouts = []
 
     def _allocate(self, header: Header) -> None:
         """Allocate the tensors of the next bucket of a full refit that are missing."""
@@ -208,35 +223,41 @@ class Receiver:
         return names
 
     def _changes(self, header: Header, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """(positions in the bucket, int64 in their order, the new bytes there)."""
-        segments, changes = header["segments"], []
+        """(positions in the bucket, int64 and ascending, the new bytes at these positions)."""
+        segments = header["segments"]
         payloads = payload.to(self._bucket()[0].device).split([nbytes for *_, nbytes in segments])
         spans = self._parts(len(segments))
+        positions: list[Tensor] = []
+        values: list[Tensor] = []
         for span, segment_payload, (numel, encoding, count, after, _) in zip(spans, payloads, segments, strict=True):
             if numel != span.numel:
                 raise RefitError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
-            changed = ChangedBytes(numel, encoding, count, after, segment_payload)
-            changes.append((changed.places() + span.start, changed.values()))
-        return torch.cat([places for places, _ in changes]), torch.cat([values for _, values in changes])
+            changes = ChangedBytes(numel, encoding, count, after, segment_payload)
+            positions.append(changes.positions() + span.start)
+            values.append(changes.values())
+        return torch.cat(positions), torch.cat(values)
 
-    def _write(self, places: Tensor, values: Tensor) -> list[str]:
+    def _write(self, positions: Tensor, values: Tensor) -> list[str]:
         """Write bytes at positions of a bucket. Returns the names of the tensors that changed."""
         names = self._buckets[self._next]
         ends = list(itertools.accumulate(tensor.nbytes for tensor in self._bucket()))
         # The positions are sorted, so those of a tensor are a slice, [first, cut).
-        cuts = torch.searchsorted(places, torch.tensor(ends, device=places.device)).tolist()
-        written, start, first = [], 0, 0
+        cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
+        written = []
+        start = first = 0
         for name, end, cut in zip(names, ends, cuts, strict=True):
             if cut > first:
-                as_bytes(self._tensors[name])[places[first:cut] - start] = values[first:cut]
+                as_bytes(self._tensors[name])[positions[first:cut] - start] = values[first:cut]
                 written.append(name)
-            start, first = end, cut
+            start = end
+            first = cut
         return written
 
     def _end(self, header: Header) -> None:
         if self._next != len(self._buckets):
             raise RefitError(f"a refit ended after {self._next} of {len(self._buckets)} buckets: {ASK}")
-        self._arriving, self._next = None, 0
+        self._arriving = None
+        self._next = 0
         received = {name for names in self._buckets for name in names}
         missing = sorted(set(self._tensors) - received)
         if missing and self._is_given:

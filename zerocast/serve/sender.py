@@ -16,11 +16,10 @@ from torch import Tensor
 
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
-from zerocast.serve.changed_bytes import ChangedBytes
 from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
 from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
 from zerocast.serve.piece import Names
-from zerocast.serve.refit_header import DELTA, END, FULL, Header, RefitError, layout_digest, with_digest
+from zerocast.serve.refit_message import DELTA, END, FULL, ChangedBytes, Header, RefitError, layout_digest, with_digest
 
 
 class Message:
@@ -32,7 +31,8 @@ class Message:
     """
 
     def __init__(self, header: Header, bucket: Bucket) -> None:
-        self.header, self._bucket = header, bucket
+        self.header = header
+        self._bucket = bucket
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -72,14 +72,15 @@ class Sender:
         dtype: torch.dtype | None = None,
         allow_unequal_scales: bool = False,
     ) -> None:
-        options = config, names, dtype, allow_unequal_scales
-        self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, *options)
+        self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
         self._group = self._live.source.masters_group if group is None else Group.of(group)
         settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
         validate_across_ranks(self._group, self._live.stored_names, None, "serves live weights", settings)
         self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
-        # The number of the last refit that has begun, and whether it was read to its end.
-        self._refit, self._is_complete = 0, False
+        # The number of the last refit that has begun.
+        self._refit = 0
+        # True if that refit was read to its end.
+        self._is_complete = False
         # By bucket: a copy of this rank's part of the bytes that were sent last, and a digest of
         # the layout of its tensors.
         self._kept: list[Tensor] = []
@@ -101,9 +102,11 @@ class Sender:
         RefitError when it is read on after another refit has begun, here as in `named_deltas`.
         """
         number = self._begin()
-        self._kept, self._layouts = [], []
+        self._kept = []
+        self._layouts = []
         for index, bucket in enumerate(self._live.buckets()):
-            layout, part = _layout(bucket), self._part(bucket)
+            layout = _layout(bucket)
+            part = self._part(bucket)
             self._kept.append(part)
             self._layouts.append(layout_digest(layout))
             digests = self._gathered_numbers([digest(part)], part.device)
@@ -147,7 +150,8 @@ class Sender:
 
     def _begin(self) -> int:
         """Begin a refit, and return its number."""
-        self._refit, self._is_complete = self._refit + 1, False
+        self._refit += 1
+        self._is_complete = False
         return self._refit
 
     def _check_newest(self, number: int) -> None:

@@ -25,7 +25,7 @@ WEIGHT = ".weight"
 
 
 class StoredModel:
-    """The parameters and buffers of a transformers model, and the pieces that store them.
+    """The parameters and buffers of a transformers model, and their stored pieces.
 
     Attributes:
         config: the model's PreTrainedConfig.

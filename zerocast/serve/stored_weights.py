@@ -1,7 +1,8 @@
-"""stored_weights: a view of a folder of save_pretrained by the names and shapes of the parameters.
+"""stored_weights: the tensors of a folder of save_pretrained under the names and shapes of the
+parameters of a model.
 
-transformers stores experts one by one, and a model has them in one parameter. `load_masters` reads
-through this view, and reads no more than the elements that a rank owns.
+transformers stores experts one by one, but a model has them in one parameter. `load_masters` reads
+from this source only the elements that a rank owns.
 """
 
 import os
@@ -28,22 +29,21 @@ def stored_weights(model: Any, source: str | os.PathLike[str] | Mapping[str, Any
 
 
 class StoredWeights:
-    """A TensorSource whose parameters are put together from stored pieces."""
+    """A TensorSource that joins stored pieces to parameters."""
 
     def __init__(self, model: StoredModel, source: TensorSource) -> None:
-        self.place, self._source = source.place, source
+        self.place = source.place
+        self._source = source
+        # The pieces of each parameter that is not stored under its own name.
         self._pieces = {
             name: pieces
             for name, pieces in model.pieces.items()
             if [piece.name for piece in pieces] != [name] and all(piece.name in source.entries for piece in pieces)
         }
-        joined = {piece.name for pieces in self._pieces.values() for piece in pieces}
-        unchanged = {name: entry for name, entry in source.entries.items() if name not in joined}
-        made = {
-            name: Entry(model.shapes[name], source.entries[pieces[0].name].dtype)
-            for name, pieces in self._pieces.items()
-        }
-        self._entries = unchanged | made
+        piece_names = {piece.name for pieces in self._pieces.values() for piece in pieces}
+        self._entries = {name: entry for name, entry in source.entries.items() if name not in piece_names}
+        for name, pieces in self._pieces.items():
+            self._entries[name] = Entry(model.shapes[name], source.entries[pieces[0].name].dtype)
 
     @property
     def entries(self) -> Mapping[str, Entry]:
@@ -59,13 +59,13 @@ class StoredWeights:
         if name not in self._pieces:
             return self._source.read(name, offsets, sizes)
         shape = self._entries[name].shape
-        columns = (offsets[-1], sizes[-1])
-        parts = [
-            self._source.read(piece, (row, columns[0]), (count, columns[1]))
-            for wanted in _rows(shape[:-1], offsets[:-1], sizes[:-1])
-            for piece, row, count in _stored_rows(self._pieces[name], wanted)
-        ]
-        return torch.cat([torch.empty(0, columns[1], dtype=parts[0].dtype), *parts]).view(*sizes)
+        first_column = offsets[-1]
+        columns = sizes[-1]
+        parts = []
+        for rows in _rows(shape[:-1], offsets[:-1], sizes[:-1]):
+            for piece, first_row, count in _stored_rows(self._pieces[name], rows):
+                parts.append(self._source.read(piece, (first_row, first_column), (count, columns)))
+        return torch.cat([torch.empty(0, columns, dtype=parts[0].dtype), *parts]).view(*sizes)
 
 
 def _rows(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[range]:

@@ -124,9 +124,9 @@ def _saved_names(model: nn.Module) -> set[str]:
     """Names of parameters and persistent buffers, without a state dict of gathered tensors."""
     names = {name for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
-        left_out = module._non_persistent_buffers_set
-        front = f"{prefix}." if prefix else ""
-        names |= {front + name for name, _ in module.named_buffers(recurse=False) if name not in left_out}
+        not_saved = module._non_persistent_buffers_set
+        start = f"{prefix}." if prefix else ""
+        names |= {start + name for name, _ in module.named_buffers(recurse=False) if name not in not_saved}
     return names
 
 
@@ -138,7 +138,7 @@ class WholeWeights(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by name, where they lie now."""
+        """The tensors by name, in their present storage."""
 
     @abstractmethod
     def owners(self) -> Sequence[OwnsMasters]:
@@ -296,7 +296,8 @@ class ShardedModel:
                         )
                 batch = [(str(view.name), view.weight) for view in views.masters]
                 seen |= {name for name, _ in batch}
-                owner.check(Use.SEND)  # what all ranks learn by the gather, such as masters that are NaN
+                # The gather tells all ranks of problems such as masters that are NaN.
+                owner.check(Use.SEND)
                 yield batch
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if name not in seen:

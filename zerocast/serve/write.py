@@ -1,30 +1,96 @@
-"""Write the tensors of a source into a folder that appears complete.
+"""Write the tensors of a source as safetensors files into a folder that appears complete.
 
 Weights are encoded and written one by one. If ranks share the source, rank 0 writes: each batch is
 written before the next one is gathered, and an error on rank 0 is raised on every rank.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from zerocast.checkpoint.whole_folder import WholeFolder
+from zerocast.checkpoint.whole_folder import WholeFolder, sync_file
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group
 from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of
 from zerocast.serve.piece import Piece, whole
-from zerocast.serve.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 from zerocast.serve.stored_tensor import of_plain, of_weight
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
 
+INDEX = "model.safetensors.index.json"
+# The default size of a file.
+SHARD_BYTES = 5 * 10**9
+
 # Returns the pieces of a tensor from its name and shape.
 Pieces = Callable[[str, Sequence[int]], Sequence[Piece]]
 Plain = Callable[[str, Tensor], Tensor]
+
+
+class SafetensorsWriter:
+    """Writes numbered safetensors files with an index into a folder, with one file in memory.
+
+    Tensors that are added in one call are in one file. A file has at most `shard_bytes` bytes,
+    unless the tensors of a single call have more.
+    """
+
+    def __init__(self, folder: Path, naming: str, shard_bytes: int) -> None:
+        self._folder = folder
+        self._naming = naming
+        self._shard_bytes = shard_bytes
+        # The tensors of the next file, in host memory, and their bytes.
+        self._pending: dict[str, Tensor] = {}
+        self._pending_bytes = 0
+        # The number of files so far, the file of each tensor by name, and the bytes of all.
+        self._files = 0
+        self._file_of: dict[str, int] = {}
+        self._total_bytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy tensors to the host, and write a file when it is full. ValueError for a name that
+        was added before.
+        """
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self._pending and self._pending_bytes + nbytes > self._shard_bytes:
+            self._flush()
+        for name, tensor in tensors.items():
+            if name in self._pending or name in self._file_of:
+                raise ValueError(f"two tensors are called {name}")
+            # safetensors refuses two views of one storage, so each tensor is copied.
+            self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_bytes += nbytes
+
+    def close(self) -> list[str]:
+        """Write the last file and the index. Returns the names of all files, the index last."""
+        if self._pending or not self._files:
+            self._flush()
+        # The names have the number of files, which is known only now.
+        names = {n: f"model-{n:05d}-of-{self._files:05d}.safetensors" for n in range(1, self._files + 1)}
+        for number, name in names.items():
+            self._temporary(number).rename(self._folder / name)
+        weight_map = {name: names[number] for name, number in sorted(self._file_of.items())}
+        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
+        sync_file(self._folder / INDEX)
+        return [*names.values(), INDEX]
+
+    def _temporary(self, number: int) -> Path:
+        return self._folder / f"model-{number:05d}.safetensors"
+
+    def _flush(self) -> None:
+        from safetensors.torch import save_file  # noqa: PLC0415
+
+        self._files += 1
+        save_file(self._pending, self._temporary(self._files), metadata={"format": "pt", "naming": self._naming})
+        sync_file(self._temporary(self._files))
+        self._file_of |= dict.fromkeys(self._pending, self._files)
+        self._total_bytes += self._pending_bytes
+        self._pending = {}
+        self._pending_bytes = 0
 
 
 def write(
@@ -49,19 +115,20 @@ def write(
     check_pieces(source, naming, pieces)
     # Absolute, since the partial folder is written beside this one and named after it, and "." has
     # no name.
-    at = WholeFolder(folder.absolute())
-    writer, fused = SafetensorsWriter(at.partial, naming, shard_bytes), FusedAmaxes(naming, allow_unequal_scales)
-    _on_rank_0(source.group, lambda: _begin(at))
+    whole_folder = WholeFolder(folder.absolute())
+    writer = SafetensorsWriter(whole_folder.partial, naming, shard_bytes)
+    fused = FusedAmaxes(naming, allow_unequal_scales)
+    _on_rank_0(source.group, lambda: _begin(whole_folder))
     try:
         for batch in source.batches():
             _on_rank_0(source.group, partial(_add, writer, batch, naming, pieces, plain, fused))
         _on_rank_0(source.group, fused.check)
-        names = _on_rank_0(source.group, lambda: _finish(at, writer, finish))
+        names = _on_rank_0(source.group, lambda: _finish(whole_folder, writer, finish))
     except BaseException:
         if source.group.rank == 0:
-            at.abandon()
+            whole_folder.abandon()
         raise
-    return [at.path / name for name in names]
+    return [whole_folder.path / name for name in names]
 
 
 def write_safetensors(
@@ -76,15 +143,15 @@ def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
     return work() if group.size == 1 else from_rank_0(group, work, "exports")
 
 
-def _begin(at: WholeFolder) -> None:
-    if at.holds_anything():
-        raise ValueError(f"{at.path} is not empty: export into a new folder")
-    at.begin()
+def _begin(folder: WholeFolder) -> None:
+    if folder.holds_anything():
+        raise ValueError(f"{folder.path} is not empty: export into a new folder")
+    folder.begin()
 
 
-def _finish(at: WholeFolder, writer: SafetensorsWriter, finish: Callable[[Path], Sequence[str]]) -> list[str]:
-    names = [*finish(at.partial), *writer.close()]
-    at.commit()
+def _finish(folder: WholeFolder, writer: SafetensorsWriter, finish: Callable[[Path], Sequence[str]]) -> list[str]:
+    names = [*finish(folder.partial), *writer.close()]
+    folder.commit()
     return names
 
 
@@ -107,11 +174,11 @@ def _add(
     writer: SafetensorsWriter, batch: Batch, naming: str, pieces: Pieces, plain: Plain, fused: FusedAmaxes
 ) -> None:
     for name, tensor in batch:
-        parts = pieces(name, tensor.shape)
+        tensor_pieces = pieces(name, tensor.shape)
         if isinstance(tensor, QuantizedWeight):
-            stored = of_weight(tensor, naming, name, parts)
-            fused.note(name, tensor, parts)
+            stored = of_weight(tensor, naming, name, tensor_pieces)
+            fused.note(name, tensor, tensor_pieces)
         else:
             value = plain(name, tensor)
-            stored = of_plain(value, parts, value.dtype)
+            stored = of_plain(value, tensor_pieces, value.dtype)
         writer.add({entry.name: entry.make() for entry in stored})

@@ -7,7 +7,7 @@ from unittest import mock
 
 from zerocast.checkpoint import checkpoints, manifest, torch_checkpoint, whole_folder
 from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
-from zerocast.serve import safetensors_writer
+from zerocast.serve import write as export_write
 
 
 def _put(target: object, name: str, what: object) -> Callable[[], object]:
@@ -29,7 +29,7 @@ def _torch_syncs() -> None:
 
 def _commits_before_sync(self: WholeFolder) -> None:
     self.partial.rename(self._beside(NEW) if self.holds_anything() else self.path)
-    sync_folder(self.found)
+    sync_folder(self.current_path)
     sync_folder(self.path.parent)
     self.settle()
 
@@ -78,7 +78,7 @@ def _makes_parents(path: Path) -> None:
 MUTANTS: dict[str, Callable[[], object]] = {
     "files are synced by torch": _torch_syncs,
     "files are not synced": _put(torch_checkpoint, "sync_file", _nothing),
-    "exported files are not synced": _put(safetensors_writer, "sync_file", _nothing),
+    "exported files are not synced": _put(export_write, "sync_file", _nothing),
     "the manifest is not synced": _put(manifest, "sync_file", _nothing),
     "folders are not synced": _put(whole_folder, "sync_folder", _nothing),
     "new parents are not synced": _put(whole_folder, "_make_parents", _makes_parents),

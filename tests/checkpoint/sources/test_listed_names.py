@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from zerocast.checkpoint.sources.safe_reader import _METADATA_CLASSES, SafeReader
+from zerocast.checkpoint.sources.dcp import _METADATA_CLASSES, SafeReader
 
 # an attribute that each listed module has, and that is not listed
 OTHERS = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from zerocast.checkpoint.sources import open_source
-from zerocast.checkpoint.sources.safe_reader import SafeReader, first_uneven
+from zerocast.checkpoint.sources.dcp import SafeReader, first_uneven
 
 Size = torch.Size
 

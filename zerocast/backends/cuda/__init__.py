@@ -41,13 +41,14 @@ def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
     return addresses(tensors), memories(tensors)[1] or "float32"
 
 
+# How each kind of argument is passed to the extension.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
 _PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
 _PLAIN |= {"segments": segment_work, "int": int, "bool": bool}
 
-
-Work = dict[str, Callable[[FormatSpec, Tensor], Any]]  # by the name of the extension's argument
+# Makers of the arguments that the extension takes instead of a table, by their names.
+FromTable = dict[str, Callable[[FormatSpec, Tensor], Any]]
 
 
 def _work(kind: str) -> Callable[[FormatSpec, Tensor], Any]:
@@ -58,26 +59,29 @@ def _partial(fmt: FormatSpec, table: Tensor) -> int:
     return partial_amaxes(table).data_ptr() if fmt.scale_rule is ScaleRule.TWO_LEVEL else 0
 
 
-def _stage(name: str, from_table: Work | None = None, **other: Callable[[Any], Any]) -> Callable[..., None]:
-    """The extension's stage, wrapped to take tensors instead of addresses.
+def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[Any], Any]) -> Callable[..., None]:
+    """Wrap a stage of the extension to take tensors instead of addresses.
 
-    It takes the arguments of its table entry by position. `from_table` makes the extension's
-    arguments that stand in place of the table; `other` replaces how a kind of argument is passed.
+    The wrapper takes the arguments of its table entry by position. `from_table` makes the
+    extension's arguments that take the place of the table; `other` replaces how a kind of argument
+    is passed. The stage runs on the current stream of the table's device, or, without a table, of
+    its segments, data or messages.
     """
-    kinds, arguments_of, made = {**_PLAIN, **other}, ops.arguments_of(name), from_table or {}
-    plain = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments_of) if argument.kind != "table"]
-    entry = extension.stage(_C.cuda, name, (*(arguments_of[i].name for i, _ in plain), *made, "stream"))
-    on = next(
-        i for i, argument in enumerate(arguments_of) if argument.kind in ("table", "segments", "data", "messages")
-    )
-    makers = list(made.values())
+    kinds = {**_PLAIN, **other}
+    makers = from_table or {}
+    arguments_of = ops.arguments_of(name)
+    converters = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments_of) if argument.kind != "table"]
+    names = [arguments_of[i].name for i, _ in converters]
+    entry = extension.stage(_C.cuda, name, (*names, *makers, "stream"))
+    device_kinds = ("table", "segments", "data", "messages")
+    device_from = next(i for i, argument in enumerate(arguments_of) if argument.kind in device_kinds)
 
     def run(*arguments: Any) -> None:
-        values = [convert(arguments[i]) for i, convert in plain]
+        values = [convert(arguments[i]) for i, convert in converters]
         if makers:
-            fmt, table = arguments[0], arguments[on]
-            values += [make(fmt, table) for make in makers]
-        entry(*values, stream_of(arguments[on]))
+            fmt, table = arguments[0], arguments[device_from]
+            values += [make(fmt, table) for make in makers.values()]
+        entry(*values, stream_of(arguments[device_from]))
 
     return run
 

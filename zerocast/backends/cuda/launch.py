@@ -18,12 +18,13 @@ from zerocast.formats import FormatSpec
 
 _C = extension.load()
 
-# addresses of the table and of (weight, ordinal) pairs, with the length of each
+# (address of the table, its rows, address of the (weight, ordinal) pairs, their number)
 Work = tuple[int, int, int, int]
-Stream = tuple[int, int]  # handle and device
+# (handle of the stream, index of its device)
+Stream = tuple[int, int]
 
-
-# a Stream object takes ten times as long to make as the rest of a call
+# torch.cuda.current_stream makes a Stream object, which takes ten times as long as the rest of a
+# call.
 _current_stream: Callable[[int], int] = getattr(
     torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )
@@ -36,7 +37,7 @@ def stream_of(tensor: Tensor) -> Stream:
 
 
 def addresses(tensors: Sequence[Tensor]) -> int:
-    """The device address of an array of the tensors' addresses; 0 for an empty list."""
+    """The device address of an array that has the address of each tensor; 0 for an empty list."""
     if not tensors:
         return 0
     values = tuple([tensor.data_ptr() for tensor in tensors])
@@ -48,11 +49,14 @@ def addresses(tensors: Sequence[Tensor]) -> int:
 
 
 class StandIns:
-    """Tensors that a CUDA graph is recorded with in place of others, which lie elsewhere at every
-    replay: the graph reads the addresses of these from one place, which `fill` writes.
+    """Placeholders for tensors whose addresses change between replays of a CUDA graph.
+
+    The graph is recorded with the placeholders. At a replay it reads addresses from the array that
+    `addresses` made for them, into which `fill` writes the addresses of the present tensors.
 
     Attributes:
-        tensors: as many as `like`, of the same dtype, without elements.
+        tensors: one empty tensor for each tensor of `like`, of the same dtype. They keep the array
+            of addresses alive, so they must live as long as the graph.
     """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
@@ -61,17 +65,20 @@ class StandIns:
         (self._addresses,) = _kept_on(self.tensors[0], "_zerocast_addresses").values()
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Let the replays to come use these, as many and as large as the ones before."""
+        """Let later replays use these tensors, as many and as large as those of the recording."""
         on_host = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, pin_memory=True)
         self._addresses.copy_(on_host, non_blocking=True)
 
 
 def one_or_more(tensors: Sequence[Tensor]) -> int:
-    """Like `addresses`, but a single tensor passes its own address, marked with ONLY_BASE.
+    """Like `addresses`, but for a single tensor its own address, marked with ONLY_BASE.
 
-    A single tensor may be temporary, and an array stored on it would be made anew each time.
+    A single tensor may be temporary, so an array that is stored on it would be copied to the device
+    again for each call.
     """
-    return tensors[0].data_ptr() | _C.cuda.ONLY_BASE if len(tensors) == 1 else addresses(tensors)
+    if len(tensors) != 1:
+        return addresses(tensors)
+    return tensors[0].data_ptr() | int(_C.cuda.ONLY_BASE)
 
 
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
@@ -82,12 +89,13 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
     """
     if kind == "weights":
         return table.data_ptr(), table.shape[0], 0, table.shape[0]
-    made, key = _kept_on(table, "_zerocast_work"), (kind, str(fmt))
-    if key not in made:
+    work_lists = _kept_on(table, "_zerocast_work")
+    key = (kind, str(fmt))
+    if key not in work_lists:
         host = table.cpu()
         ordinals = _C.cuda.ordinals(kind, extension.format_of(fmt), extension.memory(host))
-        made[key] = _items(ordinals, table.device)
-    items = made[key]
+        work_lists[key] = _items(ordinals, table.device)
+    items = work_lists[key]
     return table.data_ptr(), table.shape[0], items.data_ptr(), items.shape[0]
 
 
@@ -103,12 +111,12 @@ def partial_amaxes(table: Tensor) -> Tensor:
 
 def segment_work(segments: Tensor) -> Work:
     """The work list for segments, int64 rows of (offset, numel, row of scalars)."""
-    made = _kept_on(segments, "_zerocast_work")
-    if () not in made:
+    work_lists = _kept_on(segments, "_zerocast_work")
+    if () not in work_lists:
         size = _C.cuda.SEGMENT_ELEMENTS
         ordinals = [(0, -(-numel // size)) for numel in segments[:, 1].tolist()]
-        made[()] = _items(ordinals, segments.device)
-    items = made[()]
+        work_lists[()] = _items(ordinals, segments.device)
+    items = work_lists[()]
     return segments.data_ptr(), segments.shape[0], items.data_ptr(), items.shape[0]
 
 
@@ -124,5 +132,6 @@ def _items(ordinals: list[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _kept_on(tensor: Tensor, name: str) -> dict[Any, Tensor]:
+    """Tensors that live as long as `tensor`, in a dict that is stored on it as attribute `name`."""
     kept: dict[Any, Tensor] = tensor.__dict__.setdefault(name, {})
     return kept

@@ -1,5 +1,5 @@
-"""The Adam stages in plain torch: `adam_step` for formats without amaxes, else `adam_amax`, or
-`adam_cast` for whole rows of blocks.
+"""The Adam stages in plain torch: `adam_step` on flat shards, `adam_amax` with the amaxes of the
+new masters, and `adam_cast` with their codes as well, for spans of whole rows of blocks.
 """
 
 import torch
@@ -26,7 +26,10 @@ def adam_step(
     for offset, numel, group in segments.tolist():
         s = slice(offset, offset + numel)
         p, m, v = adamw(master[s], grad[s].float(), exp_avg[s].float(), exp_avg_sq[s].float(), scalars[group], clip)
-        master[s], exp_avg[s], exp_avg_sq[s] = p, m, v  # bf16 moments are rounded here
+        master[s] = p
+        # The assignment rounds to bf16 if the moments are bf16.
+        exp_avg[s] = m
+        exp_avg_sq[s] = v
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +91,9 @@ def adam_cast(
     row_data: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Stage adam_cast: adam_amax, and the codes of the new masters by these amaxes alone."""
+    """Stage adam_cast: adam_amax, then partial_cast with the amaxes that this rank took. No other
+    rank owns an element of the same blocks.
+    """
     check_whole_blocks(fmt, table)
     adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
     partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

@@ -14,26 +14,30 @@ def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
     groups = torch.zeros(parts, layout.groups * layout.GROUP, dtype=torch.float32, device=grad.device)
     groups[:, : layout.numel] = grad.view(parts, -1)
     groups = groups.view(parts, layout.groups, layout.GROUP)
-    amax = groups.abs().amax(2)  # NaN if any element is
+    # torch's maximum is NaN if any element is.
+    amax = groups.abs().amax(2)
     scale = divide(448.0, amax).clamp(max=FLT_MAX).masked_fill(amax == 0, 1.0)
     scale = scale.masked_fill(~amax.isfinite(), torch.nan)
     codes = encode_e4m3(groups * scale.unsqueeze(2)).view(parts, -1)
-    scale_inv = divide(1.0, scale).masked_fill(scale.isnan(), torch.nan)  # of one bit pattern
+    # A NaN may have many bit patterns; this one is the same on every device.
+    scale_inv = divide(1.0, scale).masked_fill(scale.isnan(), torch.nan)
     rows = messages.view(parts, layout.nbytes).zero_()
     rows[:, : layout.numel] = codes[:, : layout.numel]
     rows[:, layout.scales_at :][:, : 4 * layout.groups] = scale_inv.view(torch.uint8)
 
 
 def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
-    """Stage add_gradients: the sum of what `parts` ranks sent, in their order, over `divisor`."""
+    """Stage add_gradients: add the messages of `parts` ranks in the order of the ranks, and divide
+    by `divisor`.
+    """
     layout = GradientMessage(out.numel())
     if not layout.numel:
         return
     values = []
     for message in messages.view(parts, layout.nbytes):
         scale_inv = message[layout.scales_at :][: 4 * layout.groups].view(torch.float32)
-        of_elements = scale_inv.repeat_interleave(layout.GROUP)[: layout.numel]
-        values.append(decode_e4m3(message[: layout.numel]) * of_elements)
+        element_scales = scale_inv.repeat_interleave(layout.GROUP)[: layout.numel]
+        values.append(decode_e4m3(message[: layout.numel]) * element_scales)
     total, *others = values
     for value in others:
         total = total + value

@@ -1,4 +1,6 @@
-"""The unsharded cast of a whole weight, the standard for every plan, rank count and backend."""
+"""The unsharded cast of a whole weight. Every plan, on any number of ranks and by any backend,
+gives the bytes that this cast gives.
+"""
 
 from dataclasses import dataclass
 
@@ -37,10 +39,11 @@ def quantize(
 ) -> Quantized:
     """Cast a whole master of logical shape to `fmt` (docs/formats).
 
-    `scale` is the f32[1] scale of delayed formats. Columnwise buffers are included, as they are
-    after post-all-gather processing. A slice of rows of a larger weight gives that slice of every
-    buffer, if it starts and ends at multiples of 512 rows and `tensor_amax`, f32[1], is the amax of
-    the whole weight. Raises ValueError for a shape that the format cannot take.
+    `scale` is the f32[1] scale of delayed formats. Columnwise buffers are included, with the bytes
+    that post-all-gather processing gives them. The master may also be a slice of rows of a larger
+    weight that starts and ends at multiples of 512 rows. `tensor_amax`, f32[1], is then the amax of
+    the whole weight, and the result is that slice of every buffer. Raises ValueError for a shape
+    that the format cannot take.
     """
     check_shape(fmt, master.shape)
     rows, columns = matrix_shape(master.shape)
@@ -56,7 +59,8 @@ def quantize(
         tensor_amax = grid.amax().view(1)
     elif fmt.block is None:
         grid = tensor_amax.view(1, 1)
-    codes = encode(fmt.element, x * expand(encode_scales(fmt, grid, tensor_amax, scale), fmt.block, rows, columns))
+    factors = encode_scales(fmt, grid, tensor_amax, scale)
+    codes = encode(fmt.element, x * expand(factors, fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)
     row_buffer = rowwise_scale_inv(fmt, rows, columns)
     column_buffer = columnwise_scale_inv(fmt, rows, columns)
@@ -65,8 +69,8 @@ def quantize(
 
     if fmt.columnwise is Columnwise.OWN_GRID:
         grid = block_amax(x, fmt.columnwise_block)
-        over = expand(encode_scales(fmt, grid, None, scale), fmt.columnwise_block, rows, columns)
-        column_codes: Tensor | None = encode(fmt.element, x * over)
+        factors = encode_scales(fmt, grid, None, scale)
+        column_codes: Tensor | None = encode(fmt.element, x * expand(factors, fmt.columnwise_block, rows, columns))
         stored = stored_scales(fmt, grid, None, scale)
     elif fmt.columnwise is Columnwise.SHARED:
         column_codes = None

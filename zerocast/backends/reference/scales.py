@@ -37,8 +37,8 @@ def expand(grid: Tensor, block: Block | None, rows: int, columns: int) -> Tensor
 
 
 def fill_scales(grid: Tensor, repeat: Block, buffer: Buffer) -> Tensor:
-    """The whole scale buffer: the grid at its origin, each scale repeated over rows or columns
-    (`FormatSpec.scale_repeat`), padding.
+    """Make a whole scale buffer: each scale of the grid repeated over rows or columns
+    (`FormatSpec.scale_repeat`), then padding at the bottom and on the right.
     """
     full = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=grid.device)
     if len(buffer.shape) == 1:
@@ -91,7 +91,7 @@ def _nvfp4_global(amax: Tensor) -> Tensor:
 def _nvfp4_byte(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """The stored E4M3 scale sd of each block, as a byte."""
     v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
-    # fminf: NaN gives the largest
+    # TransformerEngine clamps with fminf, which turns a NaN into the largest value.
     return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))
 
 
@@ -105,7 +105,8 @@ def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
 def _e8m0_bytes(fmt: FormatSpec, amaxes: Tensor) -> Tensor:
     """The stored biased exponent of each block of `[down, across]` amaxes.
 
-    Where scales come in groups, `amaxes` holds whole ones, except at the edges of the weight.
+    If the format has scale groups, `amaxes` must hold whole groups, except at the edges of the
+    weight.
     """
     assert fmt.element
     if fmt.scale_rounding == "floor":

@@ -1,4 +1,5 @@
-"""The stages of a cast in plain torch, in the order in which a step runs them; then of its readers.
+"""The stages of a cast in plain torch, in the order in which a step runs them, then the stages that
+read a weight.
 
 This file is the specification: ../README.md says what each stage reads and writes, and every other
 backend gives these bytes.
@@ -35,8 +36,8 @@ from zerocast.formats.spec import UPCAST_EXPONENT
 
 
 def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], table: Tensor, packed: Tensor) -> None:
-    """Stage partial_amax: the amax of the owned elements of every block that holds any, and a 1
-    for each weight of which any is NaN or Inf.
+    """Stage partial_amax: write the amax of the owned elements of every block that has any. Write a
+    1 for each weight with an owned element that is NaN or Inf.
     """
     for row in table.tolist():
         window = Window.of(fmt, row)
@@ -75,10 +76,10 @@ def compute_scales(
         grid = grid_of(packed, row[Column.ROW_AMAX], fmt.block, rows, columns)
         tensor_amax = None
         if fmt.has_tensor_amax:
-            most = grid.amax().view(1)
+            largest = grid.amax().view(1)
             if fmt.scale_rule is ScaleRule.TWO_LEVEL and (shared := row[Column.SHARED_AMAX]) >= 0:
-                most = torch.maximum(most, packed[shared : shared + 1].float())
-            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(most)
+                largest = torch.maximum(largest, packed[shared : shared + 1].float())
+            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(largest)
         scale = None
         if fmt.amax_policy is AmaxPolicy.DELAYED:
             scale = scales[row[Column.SCALE_BASE]][row[Column.SCALE_OFFSET] :][:1]
@@ -155,25 +156,26 @@ def _scalar(bases: list[Tensor], base: int, offset: int) -> Tensor:
     return bases[base][offset : offset + 1]
 
 
-def _at(out: Tensor, offset: int, data: Tensor) -> None:
-    out[offset : offset + data.numel()] = data
-
-
 def _write_bytes(out: Tensor, offset: int, start: int, codes: Tensor) -> None:
-    _at(out, offset + start, codes)
+    out[offset + start :][: codes.numel()] = codes
 
 
 def _write_nibbles(out: Tensor, offset: int, start: int, codes: Tensor) -> None:
-    head, tail = start % 2, (start + codes.numel()) % 2
+    """Write 4-bit codes from element `start`. The other halves of the first and the last byte stay
+    as they are.
+    """
+    head = start % 2
+    tail = (start + codes.numel()) % 2
     if head:
         byte = offset + start // 2
         out[byte] = (out[byte] & 0x0F) | (codes[0] << 4)
-        start, codes = start + 1, codes[1:]
+        start += 1
+        codes = codes[1:]
     if tail and codes.numel():
         byte = offset + (start + codes.numel()) // 2
         out[byte] = (out[byte] & 0xF0) | codes[-1]
         codes = codes[:-1]
-    _at(out, offset + start // 2, codes[0::2] | (codes[1::2] << 4))
+    _write_bytes(out, offset, start // 2, codes[0::2] | (codes[1::2] << 4))
 
 
 def roll_history(
@@ -203,15 +205,16 @@ def rolled(fmt: FormatSpec, amax: Tensor, scale: Tensor, history: Tensor) -> tup
     """
     assert fmt.element
     last = torch.where(amax != 0, amax, history[:1])
-    moved = torch.cat((torch.zeros_like(last), history[2:], last))[: history.numel()]
+    rolled_history = torch.cat((torch.zeros_like(last), history[2:], last))[: history.numel()]
     chosen = last
     if fmt.amax_compute_algo == "max":
         chosen = torch.cat((history[1:], last)).amax().view(1)
-    fresh = divide(fmt.element.max * 2.0**-fmt.margin, chosen)
-    fresh = torch.where((chosen > 0) & (chosen < torch.inf), fresh, scale)
-    fresh = torch.where(fresh.isinf(), torch.full_like(fresh, FLT_MAX), fresh)
+    next_scale = divide(fmt.element.max * 2.0**-fmt.margin, chosen)
+    next_scale = torch.where((chosen > 0) & (chosen < torch.inf), next_scale, scale)
+    next_scale = torch.where(next_scale.isinf(), torch.full_like(next_scale, FLT_MAX), next_scale)
+    # No amax was ever seen: both stay as they are.
     idle = last == 0
-    return torch.where(idle, history, moved), torch.where(idle, scale, fresh)
+    return torch.where(idle, history, rolled_history), torch.where(idle, scale, next_scale)
 
 
 def transpose(
@@ -258,13 +261,13 @@ def dequantize(
     assert scale_inv is not None
     transposed = columnwise and fmt.columnwise is Columnwise.TRANSPOSE
     height, width = (columns, rows) if transposed else (rows, columns)
-    own = columnwise and fmt.columnwise is Columnwise.OWN_GRID
-    block = fmt.columnwise_block if own else fmt.block
+    has_own_grid = columnwise and fmt.columnwise is Columnwise.OWN_GRID
+    block = fmt.columnwise_block if has_own_grid else fmt.block
     codes = unpack(data) if fmt.elements_per_byte == 2 else data
-    down, across = amax_grid(block, height, width)
-    stored = (
-        scale_inv.view(1, 1) if block is None else scale_grid(scale_inv, fmt.scale_repeat(columnwise), down, across)
-    )
+    if block is None:
+        stored = scale_inv.view(1, 1)
+    else:
+        stored = scale_grid(scale_inv, fmt.scale_repeat(columnwise), *amax_grid(block, height, width))
     value = decode(fmt.element, codes) * expand(decode_scales(fmt, stored, amax), block, height, width)
     out.copy_(to_nominal(value.t() if transposed else value, out.dtype))
 
@@ -279,8 +282,8 @@ def upcast(
     codes: Tensor,
     group_scale_inv: Tensor,
 ) -> None:
-    """Stage upcast: E4M3 codes of the values of rowwise codes, with one f32 scale a scale group, of
-    the weight or of its transpose.
+    """Stage upcast: write E4M3 codes with one f32 scale a scale group that have the same values as
+    the rowwise codes of a weight, or the transpose of them.
     """
     assert fmt.element and fmt.block and fmt.scale_group
     blocks = fmt.scale_group[0] // fmt.block[0], fmt.scale_group[1] // fmt.block[1]

@@ -25,7 +25,8 @@ from zerocast.backends.triton.transpose import transpose
 from zerocast.backends.triton.upcast import upcast
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-DEVICES = ("cpu",) if INTERPRETED else ("cuda",)  # the interpreter dereferences host addresses
+# The interpreter dereferences host addresses.
+DEVICES = ("cpu",) if INTERPRETED else ("cuda",)
 PREFERENCE = -1 if INTERPRETED else 1
 
 __all__ = [

@@ -1,7 +1,8 @@
 """Stage adam_cast: the kernels of adam_amax and of partial_cast, one after the other.
 
-A pass that keeps the masters of a block until its amax is known is left to the CUDA backend; here
-they are read once more. No rank has to be asked for the amaxes in between.
+Masters are read a second time for their codes. Only the CUDA backend keeps the masters of a block
+in a single pass until the amax of the block is known. No all-reduce is needed between the two
+kernels, since each rank owns whole blocks.
 """
 
 import torch
@@ -29,8 +30,9 @@ def adam_cast(
     skip: Tensor | None,
 ) -> None:
     """Run Adam over spans of whole rows of blocks, take the partial amaxes, and cast by them."""
+    # Checked once for each table, as its tiles are counted once: the check waits for the device.
     checked = table.__dict__.setdefault("_zerocast_whole_blocks", set())
-    if fmt not in checked:  # once a table, as its tiles are counted
+    if fmt not in checked:
         check_whole_blocks(fmt, table)
         checked.add(fmt)
     adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)

@@ -25,12 +25,13 @@ def amax_bits(x):
 
 @triton.jit
 def note_not_finite(packed, row, bits):
-    """Note, where the table has a place for it, that the largest |x| of any elements, as bits with
-    NaN above Inf, is not finite. Several programs may write the same value.
+    """Set the NOT_FINITE number of a weight to 1 if `bits` is that of NaN or Inf, and the table has
+    such a number. `bits` is the largest |x| of some elements, NaN above Inf. Several programs may
+    write the same 1.
     """
-    place = tl.load(row + NOT_FINITE)
-    one = amax_word(packed, tl.full((), 0x3F800000, tl.int32))
-    tl.store(packed + place, one, mask=(bits >= INF) & (place >= 0))
+    i = tl.load(row + NOT_FINITE)
+    word = amax_word(packed, tl.full((), 0x3F800000, tl.int32))
+    tl.store(packed + i, word, mask=(bits >= INF) & (i >= 0))
 
 
 @triton.jit
@@ -123,9 +124,9 @@ def max_into(packed, i, bits):
     """`packed[i] = max(packed[i], bits)` for one amax that many programs share.
 
     There is no 16-bit atomic maximum, so a bf16 buffer uses compare-and-swap on the 32-bit word
-    around the amax: of the last amax of an odd number this takes two bytes behind the buffer, which
-    allocators round up, and leaves them as they are. Both variants read first, so that only a new
-    maximum costs an atomic.
+    around the amax. The word of the last amax, if their number is odd, includes two bytes behind
+    the buffer. They are written back unchanged, and allocators round sizes up, so they exist. Both
+    variants read first, so that only a new maximum costs an atomic.
     """
     word = amax_word(packed, bits)
     if word > tl.load(packed + i):
@@ -144,6 +145,6 @@ def _max_into_half(at, half):
     seen = tl.load(around)
     pending = ((seen >> shift) & 0xFFFF) < half
     while pending:
-        found = tl.atomic_cas(around, seen, (seen & others) | (half << shift), sem="relaxed")
-        pending = (found != seen) & (((found >> shift) & 0xFFFF) < half)
-        seen = found
+        previous = tl.atomic_cas(around, seen, (seen & others) | (half << shift), sem="relaxed")
+        pending = (previous != seen) & (((previous >> shift) & 0xFFFF) < half)
+        seen = previous

@@ -32,7 +32,8 @@ def bf16_bits(x):
     is 0x7FFF.
     """
     a = magnitude(x)
-    bounded = tl.minimum(a, INF)  # also keeps the sum below within 31 bits
+    # The minimum also keeps the next sum within 31 bits.
+    bounded = tl.minimum(a, INF)
     rounded = (bounded + 0x7FFF + ((bounded >> 16) & 1)) & 0x7FFF0000
     signed = rounded | (x.to(tl.int32, bitcast=True) & ~MAGNITUDE)
     return tl.where(a > INF, 0x7FFF0000, signed)

@@ -1,5 +1,5 @@
-"""Stages quantize_gradient and add_gradients: a gradient on its way between ranks, in groups of 128
-elements with one scale.
+"""Stages quantize_gradient and add_gradients: gradients that travel between ranks as FP8, in groups
+of 128 elements with one scale.
 """
 
 import torch
@@ -11,8 +11,9 @@ from zerocast.backends.triton.codec import INF, as_f32, decode, encode, magnitud
 from zerocast.backends.triton.launch import launch
 from zerocast.formats.layout import GradientMessage
 
-GROUPS = 32  # a program of quantize_gradient
-RUN = 2048  # elements a program of add_gradients
+# Groups per program of quantize_gradient, and elements per program of add_gradients.
+GROUPS = 32
+RUN = 2048
 FLT_MAX = tl.constexpr(0x7F7FFFFF)
 ONE = tl.constexpr(0x3F800000)
 NAN = tl.constexpr(0x7FC00000)
@@ -23,14 +24,17 @@ def quantize_gradient(grad: Tensor, parts: int, messages: Tensor) -> None:
     part = GradientMessage(grad.numel() // parts)
     tiles = triton.cdiv(part.groups, GROUPS)
     sizes = part.numel, part.groups, part.scales_at, part.nbytes, tiles
-    is_bf16 = grad.dtype is torch.bfloat16  # whose subnormals Triton's interpreter loses
+    # Triton's interpreter loses the subnormals of bf16, so the kernel reads bf16 as integers.
+    is_bf16 = grad.dtype is torch.bfloat16
     words = grad.view(torch.int16) if is_bf16 else grad
     constants = {"GROUP": part.GROUP, "GROUPS": GROUPS, "BF16": is_bf16}
     launch(_quantize, parts * tiles, grad.device, words, messages, *sizes, **constants)
 
 
 def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: Tensor) -> None:
-    """Add what `parts` ranks sent in their order, divide, and store or add it to `out`."""
+    """Add the messages of `parts` ranks in the order of the ranks, divide, and store the mean in
+    `out` or add it to `out`.
+    """
     part = GradientMessage(out.numel())
     sizes = part.numel, part.scales_at, part.nbytes, parts, float(divisor)
     constants = {"ADDS": adds, "GROUP": part.GROUP, "RUN": RUN}

@@ -1,9 +1,9 @@
-"""How a stage becomes one launch, and how a program finds its weight and its data.
+"""The launch of a stage for all weights at once, and how a program finds its weight and its data.
 
 A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a
 `Tiling`, whose running sum tells a program which weight it works on (`find`). All three are made
-once and found again by identity, so that a step does no host work for a single weight and never
-waits for the device.
+once and cached, so that the host work of a step does not grow with the number of weights and the
+host never waits for the device.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class Tiling:
     total: int
 
 
-# table -> {geometry: Tiling}; a tiling lives as long as its table
+# table -> {geometry: Tiling}. A tiling is dropped together with its table.
 _tilings: Any = WeakIdKeyDictionary()
 
 
@@ -48,28 +48,28 @@ def tiling(table: Tensor, geometry: Geometry) -> Tiling:
     """The tiles of a table, which must not change afterwards; the first call waits for the
     device.
     """
-    known = _tilings.setdefault(table, {})
-    if geometry not in known:
+    tilings: dict[Geometry, Tiling] = _tilings.setdefault(table, {})
+    if geometry not in tilings:
         firsts = [0]
         for row in table.tolist():
             firsts.append(firsts[-1] + geometry.count(row))
-        known[geometry] = Tiling(torch.tensor(firsts, device=table.device), len(firsts) - 1, firsts[-1])
-    found: Tiling = known[geometry]
-    return found
+        tilings[geometry] = Tiling(torch.tensor(firsts, device=table.device), len(firsts) - 1, firsts[-1])
+    return tilings[geometry]
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """The addresses of base tensors as an int64 tensor on the device.
 
-    A CUDA graph reads this tensor at every replay, so one handed out during a capture is kept
-    forever.
+    A CUDA graph reads this tensor at every replay, so a tensor that is used during a capture is
+    kept as long as the process lives.
     """
-    found = _addresses(tuple([tensor.data_ptr() for tensor in tensors]), device)
+    on_device = _addresses(tuple([tensor.data_ptr() for tensor in tensors]), device)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured[id(found)] = found
-    return found
+        _captured[id(on_device)] = on_device
+    return on_device
 
 
+# Address tensors of all captures so far, by id. Never emptied: a graph does not say when it ends.
 _captured: dict[int, Tensor] = {}
 
 

@@ -65,13 +65,14 @@ def _roll(
     moved = tl.where(i == LENGTH - 1, last, older)
     chosen = last
     if MAX:
-        # nothing in a history is negative or NaN
+        # A history has no negative values and no NaN, so bits order as values do.
         chosen = as_f32(tl.max(moved.to(tl.int32, bitcast=True), 0))
     fresh = tl.div_rn(LARGEST, chosen).to(tl.int32, bitcast=True)
     finite = (chosen > 0) & (chosen.to(tl.int32, bitcast=True) < INF)
     fresh = tl.where(finite, fresh, scale.to(tl.int32, bitcast=True))
     fresh = tl.where(fresh == INF, 0x7F7FFFFF, fresh)
-    tl.debug_barrier()  # the history moves in place: all of it is read before any of it is written
+    # The history is shifted in place, so all of it must be read before any of it is written.
+    tl.debug_barrier()
     if last != 0:
         tl.store(history + i, tl.where(i == 0, 0.0, moved), mask=i < LENGTH)
         tl.store(scale_at, as_f32(fresh))

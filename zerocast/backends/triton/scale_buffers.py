@@ -12,7 +12,9 @@ from zerocast.backends.triton.scales import FP32
 from zerocast.formats import Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv
 
-HEIGHT, WIDTH = 32, 128  # of a tile, in scales
+# The size of a tile, in scales.
+HEIGHT = 32
+WIDTH = 128
 
 
 @dataclass(frozen=True)

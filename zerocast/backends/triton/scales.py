@@ -37,8 +37,8 @@ def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
 
 
 def group_constants(fmt: FormatSpec) -> dict[str, Any]:
-    """The scale groups of a format in blocks, 0 where there are none, and its rounding of E8M0
-    exponents.
+    """The scale groups of a format in blocks, 0 if it has none, and its rounding of E8M0 exponents,
+    as compile-time arguments of the kernels.
     """
     assert fmt.block
     rows, columns = fmt.scale_group or (0, 0)
@@ -68,7 +68,8 @@ def two_level_global(amax):
 def two_level_byte(amax, s_enc):
     """The stored E4M3 scale sd of each block, as an int32 code."""
     v = amax * (s_enc * ONE_6TH)
-    return encode(tl.where(v <= FLT_MAX, v, FLT_MAX), "e4m3")  # fminf: a NaN gives the largest
+    # TransformerEngine clamps with fminf, which turns a NaN into the largest value.
+    return encode(tl.where(v <= FLT_MAX, v, FLT_MAX), "e4m3")
 
 
 @triton.jit

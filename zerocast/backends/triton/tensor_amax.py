@@ -1,6 +1,7 @@
-"""The tensor amax of two-level scales: maxima of runs of block amaxes, which later launches reduce.
+"""The tensor amax of two-level scales: the maxima of runs of block amaxes, which the programs of
+the next launch reduce further.
 
-It is a launch of its own: no program may wait for the result of another one.
+This needs a separate launch, since no program of a launch may wait for the result of another one.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ def grid_maxima(fmt: FormatSpec, words: Tensor, table: Tensor) -> tuple[Tensor, 
 
 @triton.jit(do_not_specialize=["n"])
 def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr, SIZE: tl.constexpr):
-    """The minus of an amax says what its block has chosen."""
+    """The largest amax of each run, as bits."""
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
     row = table + weight * WIDTH
@@ -56,7 +57,7 @@ def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS
     i = (tile - tl.load(firsts + weight)) * SIZE + tl.arange(0, SIZE)
     amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < down * across)
     shared = tl.load(row + SHARED_AMAX)
-    amax = tl.maximum(tl.abs(amax), load_amax(packed, shared, shared >= 0))
+    amax = tl.maximum(amax, load_amax(packed, shared, shared >= 0))
     tl.store(maxima + tile, tl.max(magnitude(amax), 0))
 
 

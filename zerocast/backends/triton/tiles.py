@@ -1,10 +1,10 @@
-"""How the owned span of a weight is cut into tiles, and the loads and stores of a tile.
+"""Tiles of the owned span of a weight, and the loads and stores of a tile.
 
 Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands
 of whole block rows around the span, and those into tiles of whole blocks in both directions, so
-that no two programs share a block. A tile that is owned to its last element and lies on 16-byte
-boundaries takes loads and stores without masks (`FULL`), which Triton vectorises; all others go
-element by element.
+that no two programs share a block. A tile whose elements are all owned and whose rows start at
+16-byte boundaries uses loads and stores without masks (`FULL`), which Triton vectorises. All other
+tiles go element by element.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Stage upcast: E2M1 codes with E8M0 scales as E4M3 codes of the same values, one f32 scale a
-scale group; of the weight or of its transpose.
+"""Stage upcast: E2M1 codes with E8M0 scales become E4M3 codes of the same values, with one f32
+scale a scale group, for a weight or for its transpose.
 """
 
 import triton
@@ -67,7 +67,7 @@ def _upcast(
     left = across * WIDTH_A
     tiles_down: tl.constexpr = HEIGHT // ROWS_A
     tiles_across: tl.constexpr = WIDTH_A // COLUMNS_A
-    # beyond the weight the buffer holds zeros, the smallest exponent
+    # Beyond the weight the scale buffer has zeros, the smallest exponent.
     i = (top + tl.arange(0, tiles_down)[:, None] * ROWS_A) * scale_width
     j = across * tiles_across + tl.arange(0, tiles_across)[None, :]
     exponent = tl.load(tl.load(bases + 1).to(tl.pointer_type(tl.uint8)) + i + j).to(tl.int32)

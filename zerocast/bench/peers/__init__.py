@@ -1,7 +1,6 @@
 """Peers: other implementations of the same work, timed in the same process on the same shapes.
 
-torch's fused AdamW and copies are always there; TransformerEngine is timed where it can be
-imported.
+torch's fused AdamW and copies are always timed, TransformerEngine if it can be imported.
 """
 
 import math
@@ -18,8 +17,11 @@ from zerocast.bench.workload import Job, Place, Workload
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation: its name in the report, and how to set up each work that it can
-    do, by the work's name.
+    """Another implementation.
+
+    Attributes:
+        name: the name in the report.
+        works: the functions that set up the work that it can do, by the name of the work.
     """
 
     name: str
@@ -27,10 +29,11 @@ class Peer:
 
 
 def fused_adamw(workload: Workload, fmt: str, place: Place) -> Job:
-    """One step of torch.optim.AdamW with fused=True on the flat shard; its bits differ from
+    """Job of one step of torch.optim.AdamW with fused=True on the flat shard. Its bits differ from
     those of `adam_step`.
     """
-    random, numel = place.generator(), workload.owned
+    random = place.generator()
+    numel = workload.owned
     master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
     parameter = torch.nn.Parameter(master)
     parameter.grad = Moments(numel, place.device, random).grad
@@ -39,19 +42,19 @@ def fused_adamw(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def copies(workload: Workload, fmt: str, place: Place) -> Job:
-    """For every weight one copy of half the bytes that `upcast` moves: 3/4 byte an element read, as
-    much written. The operands of a weight cannot be there sooner, in a launch of its own.
+    """Job of one copy for every weight: 3/4 byte an element read and written, which is as much
+    traffic as `upcast` has. No kernel that is launched once for each weight can be faster.
     """
     sources = [
         torch.ones(math.prod(shape) * 3 // 4, dtype=torch.uint8, device=place.device) for shape in workload.shapes
     ]
-    copied = [torch.empty_like(source) for source in sources]
+    targets = [torch.empty_like(source) for source in sources]
 
     def run() -> None:
-        for source, target in zip(sources, copied, strict=True):
+        for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 
-    return Job(in_a_graph(run, place.device), lambda: copied)
+    return Job(in_a_graph(run, place.device), lambda: targets)
 
 
 TORCH = Peer("torch fused", {"Adam": fused_adamw})
@@ -60,9 +63,10 @@ COPIES = Peer("torch copies", {"upcast": copies, "upcast transposed": copies})
 
 def usable(device_type: str) -> list[Peer]:
     """The peers that can run on a device of this type."""
-    from zerocast.bench.peers import transformer_engine  # noqa: PLC0415  (it imports Peer from here)
+    # That module imports Peer from here.
+    from zerocast.bench.peers import transformer_engine  # noqa: PLC0415
 
-    found = [TORCH, COPIES]
+    peers = [TORCH, COPIES]
     if device_type == "cuda" and transformer_engine.is_importable():
-        found.append(transformer_engine.PEER)
-    return found
+        peers.append(transformer_engine.PEER)
+    return peers

@@ -33,7 +33,8 @@ def is_importable() -> bool:
         return False
     try:
         importlib.import_module(f"{PACKAGE}.pytorch")
-    except (ImportError, OSError):  # OSError: a shared library of it does not load
+    except (ImportError, OSError):
+        # An OSError says that one of its shared libraries does not load.
         return False
     return True
 
@@ -82,10 +83,11 @@ class _Shard:
         ]
         self.flat = torch.empty(workload.owned, device=place.device)
         self.flat.normal_(0, STANDARD_DEVIATION, generator=place.generator())
-        parts = self.flat.split([span.numel for span in spans])
-        self.masters: list[Tensor | None] = [part if part.numel() else None for part in parts]
+        masters = self.flat.split([span.numel for span in spans])
+        self.masters: list[Tensor | None] = [master if master.numel() else None for master in masters]
         self.starts = [span.start if span.numel else None for span in spans]
-        self._calls, self._group = importlib.import_module(f"{TENSOR}.utils"), _group(place.device)
+        self._calls = importlib.import_module(f"{TENSOR}.utils")
+        self._group = _group(place.device)
 
     def cast(self) -> None:
         """Call `quantize_master_weights` as Megatron does: columnwise copies stay allocated."""

@@ -16,12 +16,12 @@ AnySource = str | os.PathLike[str] | Mapping[str, Any] | TensorSource
 
 
 def open_source(source: AnySource) -> TensorSource:
-    """Open the tensors at a path, or of a mapping from names to tensors; what is open already is
-    returned.
+    """Open the tensors at a path, or of a mapping from names to tensors. A source that is open
+    already is returned.
 
     A path is a safetensors file, an index or a folder of them; a folder of
-    torch.distributed.checkpoint; or a file of torch.save. Raises FileNotFoundError, ValueError for
-    a damaged file, pickle.UnpicklingError for metadata that would run code.
+    torch.distributed.checkpoint; or a file of torch.save. Raises FileNotFoundError if there is
+    nothing, ValueError for a damaged file, pickle.UnpicklingError for metadata that would run code.
     """
     if isinstance(source, Mapping):
         return StateDictSource(source)
@@ -35,8 +35,9 @@ def open_source(source: AnySource) -> TensorSource:
     if is_safetensors(path):
         return SafetensorsSource(path)
     if path.is_dir():
-        found = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]  # a run has a folder of checkpoints
-        inside = sorted(str(file.parent.relative_to(path)) for file in found)
+        # The path may be that of a run, which has its checkpoints one or two levels below.
+        metadata_files = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]
+        inside = sorted(str(file.parent.relative_to(path)) for file in metadata_files)
         offer = f"; it holds checkpoints, of which {inside[-1]} is the last: {', '.join(inside[-8:])}" if inside else ""
         raise ValueError(
             f"{path} holds neither safetensors files nor a checkpoint of torch.distributed.checkpoint{offer}"

@@ -14,8 +14,11 @@ from zerocast.checkpoint.torch_checkpoint import load_masters
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 
+# Prefixes that all names in a source may have.
 PREFIXES = ("", "model.", "module.", "state_dict.")
+# Prefixes in zerocast's own checkpoints of entries that are no masters.
 BESIDE_MASTERS = ("optim.", "zerocast.", "extra.")
+# The number of problems that an error lists.
 SHOWN = 4
 
 
@@ -35,13 +38,14 @@ def read_masters(
     """
     if isinstance(source, (str, os.PathLike)):
         check_files(Path(source), group)
-    opened, prefix = None, ""
+    opened = None
+    prefix = ""
     problem: Exception | None = None
     try:
         opened = open_source(source)
-        kept = [name for name in opened.entries if not any(fnmatch.fnmatchcase(name, glob) for glob in ignore)]
-        prefix = max(PREFIXES, key=lambda front: sum(front + name in opened.entries for name in masters))
-        problems = _problems(masters, opened, prefix, kept)
+        names = [name for name in opened.entries if not any(fnmatch.fnmatchcase(name, glob) for glob in ignore)]
+        prefix = max(PREFIXES, key=lambda candidate: sum(candidate + name in opened.entries for name in masters))
+        problems = _problems(masters, opened, prefix, names)
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
             problem = ValueError(f"{opened.place} does not fit the masters: {'; '.join(problems[:SHOWN])}{more}")
@@ -56,17 +60,20 @@ def read_masters(
     load_masters(state, opened.reader(), group, opened.place)
 
 
-def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, kept: Sequence[str]) -> list[str]:
+def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, names: Sequence[str]) -> list[str]:
+    """The reasons why the tensors `names` of a source cannot be read into the masters."""
     problems = []
     for name, tensor in masters.items():
-        entry, shape = source.entries.get(prefix + name), tuple(tensor.shape)
+        entry = source.entries.get(prefix + name)
+        shape = tuple(tensor.shape)
         if entry is None:
             problems.append(f"{prefix}{name} is missing there, here it has shape {shape}")
         elif entry.shape != shape:
             problems.append(f"{prefix}{name} has shape {entry.shape} there and {shape} here")
         elif entry.dtype not in HIGH_PRECISION:
             problems.append(f"{prefix}{name} is {entry.dtype} there; a master takes {', '.join(HIGH_PRECISION)}")
-    left = [name for name in kept if not name.startswith(prefix) or name.removeprefix(prefix) not in masters]
-    if prefix == "model.":  # may be one of our checkpoints, which holds more than masters
-        left = [name for name in left if not name.startswith(BESIDE_MASTERS)]
-    return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in left]
+    unknown = [name for name in names if not name.startswith(prefix) or name.removeprefix(prefix) not in masters]
+    if prefix == "model.":
+        # The source may be a checkpoint of zerocast, which has optimizer states and more.
+        unknown = [name for name in unknown if not name.startswith(BESIDE_MASTERS)]
+    return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in unknown]

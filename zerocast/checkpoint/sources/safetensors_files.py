@@ -1,4 +1,6 @@
-"""SafetensorsSource: a safetensors file, or a folder of them with or without an index, mapped."""
+"""SafetensorsSource: a safetensors file, or a folder of them with or without an index, mapped into
+memory.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +16,8 @@ from zerocast.checkpoint.sources.source import Entry, SourceReader
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MOST_INDEX_BYTES = 2**28
-DTYPES = {  # as safetensors calls them
+# The names of torch's dtypes by the names that safetensors gives them.
+DTYPES = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -40,7 +43,8 @@ class SafetensorsSource:
 
     def __init__(self, path: Path) -> None:
         self.place = str(path)
-        self._files: dict[str, Any] = {}  # by tensor
+        # The open file and the entry of each tensor by name.
+        self._files: dict[str, Any] = {}
         self._entries: dict[str, Entry] = {}
         index = _index_of(path)
         if index is not None:
@@ -70,26 +74,27 @@ class SafetensorsSource:
     def _open_index(self, index: Path) -> None:
         content = read_bounded(index, MOST_INDEX_BYTES)
         try:
-            places: dict[str, str] = dict(json.loads(content)["weight_map"])
-            outside = [file for file in places.values() if PurePath(file).name != file]
+            file_of: dict[str, str] = dict(json.loads(content)["weight_map"])
+            outside = [file for file in file_of.values() if PurePath(file).name != file]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"{index} is no index of safetensors files: {error!r}") from None
         if outside:
             raise ValueError(f"{index} points out of its folder: {outside[0]!r}")
-        for file in sorted(set(places.values())):
-            self._open(index.parent / file, {name for name, place in places.items() if place == file})
+        for file in sorted(set(file_of.values())):
+            self._open(index.parent / file, {name for name, other in file_of.items() if other == file})
 
     def _open(self, file: Path, wanted: set[str] | None) -> None:
         """Register the tensors of a file: all, or those that an index names."""
         from safetensors import safe_open  # noqa: PLC0415
 
-        check_regular(file)  # safe_open would block on a FIFO
+        # safe_open would block on a FIFO.
+        check_regular(file)
         if not file.is_file():
             raise ValueError(f"{file} is missing, which the index of {self.place} names")
         opened = _or_damaged(str(file), lambda: safe_open(file, "pt"))
-        held = set(opened.keys())
-        for name in sorted(held if wanted is None else wanted):
-            if name not in held:
+        names = set(opened.keys())
+        for name in sorted(names if wanted is None else wanted):
+            if name not in names:
                 raise ValueError(f"{name} is not in {file}, where the index of {self.place} has it")
             if name in self._entries:
                 raise ValueError(f"{name} is in two files of {self.place}, {file} is the second")
@@ -109,14 +114,14 @@ def is_safetensors(path: Path) -> bool:
 def _index_of(path: Path) -> Path | None:
     if path.name.endswith(INDEX_SUFFIX):
         return path
-    found = sorted(path.glob(f"*{INDEX_SUFFIX}")) if path.is_dir() else []
-    if len(found) > 1:
-        raise ValueError(f"{path} holds {len(found)} indices: name one of {', '.join(file.name for file in found)}")
-    return found[0] if found else None
+    indices = sorted(path.glob(f"*{INDEX_SUFFIX}")) if path.is_dir() else []
+    if len(indices) > 1:
+        raise ValueError(f"{path} holds {len(indices)} indices: name one of {', '.join(file.name for file in indices)}")
+    return indices[0] if indices else None
 
 
 def _or_damaged(place: str, work: Callable[[], Any]) -> Any:
-    """Run `work`, with the errors of safetensors as ValueError."""
+    """Return `work()`. Errors of safetensors are raised as ValueError, which names the `place`."""
     from safetensors import SafetensorError  # noqa: PLC0415
 
     try:

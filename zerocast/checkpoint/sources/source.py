@@ -1,8 +1,9 @@
-"""TensorSource: named tensors in storage, with their shapes known and their values read in boxes.
+"""TensorSource: named tensors in storage. Their shapes are known at once, their values are read box
+by box.
 
 A safetensors file, a plain state dict and a folder of torch.distributed.checkpoint are sources;
 none of them runs code from a file. SourceReader lets torch.distributed.checkpoint load from any of
-them, each rank only the boxes that it needs.
+them, so that each rank reads only the boxes that it needs.
 """
 
 import math
@@ -26,8 +27,10 @@ from torch.futures import Future
 
 from zerocast.formats.layout import Span
 
-HIGH_PRECISION = ("float32", "bfloat16", "float16")  # dtypes that FP32 holds exactly
-PIECE = 2**20  # elements
+# The dtypes whose values FP32 holds exactly.
+HIGH_PRECISION = ("float32", "bfloat16", "float16")
+# The number of elements of a piece (`pieces`).
+PIECE = 2**20
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,8 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, on the CPU, in its stored dtype; ValueError for damage found only
-        now.
+        """A box of a tensor, on the CPU, in its stored dtype. ValueError if reading shows that the
+        source is damaged.
         """
         ...
 
@@ -68,10 +71,13 @@ class TensorSource(Protocol):
 
 
 def read_span(source: TensorSource, name: str, span: Span) -> Tensor:
-    """The elements `span` of a row-major tensor, flat, as f32."""
+    """The elements `span` of a row-major tensor, one-dimensional, as f32."""
     shape = source.entries[name].shape
-    parts = [source.read(name, *box).reshape(-1).float() for box in span.boxes(shape)]
-    return parts[0] if len(parts) == 1 else torch.cat([torch.empty(0, dtype=torch.float32), *parts])
+    boxes = [source.read(name, *box).reshape(-1).float() for box in span.boxes(shape)]
+    if len(boxes) == 1:
+        return boxes[0]
+    # torch.cat takes no empty list, and an empty span has no boxes.
+    return torch.cat([torch.empty(0, dtype=torch.float32), *boxes])
 
 
 def pieces(rows: int, columns: int, multiple: int) -> Iterator[Span]:
@@ -132,5 +138,5 @@ class SourceReader(StorageReader):
 
 def _metadata(entry: Entry) -> TensorStorageMetadata:
     size = torch.Size(entry.shape)
-    whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-    return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), size, [whole])
+    chunk = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+    return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), size, [chunk])

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from zerocast.checkpoint.regular_file import check_regular
 from zerocast.checkpoint.sources.source import Entry, SourceReader, dtype_name
 
+# The levels of nested dictionaries that are read.
 DEEPEST = 16
 
 
@@ -33,18 +34,18 @@ class StateDictSource:
 
     @staticmethod
     def of_file(path: Path) -> "StateDictSource":
-        """Open a file of torch.save; ValueError if it is damaged or holds more than plain
-        tensors.
-        """
+        """Open a file of torch.save. ValueError if it is damaged or has more than plain tensors."""
         check_regular(path)
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except FileNotFoundError:
             raise
-        except Exception as error:  # torch raises many kinds of errors for a damaged file
-            # its first line; behind the first sentence torch advises to run what the file says
-            first = next(iter(str(error).strip().splitlines()), "").partition(". In PyTorch")[0]
-            raise ValueError(f"{path} is no file of plain tensors: {type(error).__name__}: {first}") from None
+        except Exception as error:
+            # torch raises many kinds of errors for a damaged file. Only the first sentence is kept:
+            # after it torch advises to load with weights_only=False, which runs code of the file.
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            reason = first_line.partition(". In PyTorch")[0]
+            raise ValueError(f"{path} is no file of plain tensors: {type(error).__name__}: {reason}") from None
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} holds a {type(state).__name__} and no state dict")
         return StateDictSource(state, str(path))
@@ -75,7 +76,7 @@ def _tensors(state: Mapping[Any, Any], prefix: str, levels: int) -> Iterator[tup
 
 
 def _kind(tensor: Tensor) -> str:
-    """The name of the dtype, or of the kind of tensor if its elements cannot be read here."""
+    """The name of the dtype, or a name for the kind of tensor if its elements cannot be read."""
     if type(tensor) not in (Tensor, nn.Parameter):
         return type(tensor).__name__
     if tensor.is_meta or tensor.layout is not torch.strided:

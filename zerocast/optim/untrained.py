@@ -1,0 +1,149 @@
+"""Checks of the parameters and buffers that an optimizer does not train.
+
+FrozenParameters raises if a parameter is unfrozen later. An optimizer lays its masters out once, so
+such a parameter would get gradients and never change.
+
+LeftOut compares untrained tensors between ranks. Trained parameters begin with the values of rank 0
+and stay equal on all ranks. Nothing does that for frozen parameters, for those that another
+optimizer steps, and for buffers. Ranks may differ in these for a good reason, as in experts or in
+the statistics of their own batches. So differences are logged once, and never raised.
+"""
+
+import hashlib
+import logging
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.distributed.agreement import largest_of_ranks
+from zerocast.distributed.group import Group
+from zerocast.weight import QuantizedWeight
+from zerocast.weight.models import models_of
+from zerocast.weight.owners import is_trained
+
+logger = logging.getLogger(__name__)
+# The number of names that a message lists.
+SHOWN = 4
+# The numbers of steps taken at which ranks compare. Before the first step other optimizers may not
+# be built yet. After it, those whose ranks diverge have stepped as well.
+COMPARED_AFTER = (1, 100)
+
+
+def listed(params: Iterable[Any]) -> list[Any]:
+    """The given pairs, or groups of pairs, in lists that can be iterated over more than once."""
+    return [{**item, "params": list(item.get("params", ()))} if isinstance(item, dict) else item for item in params]
+
+
+def frozen(params: Sequence[Any]) -> dict[str, Tensor]:
+    """The parameters that need no gradient, by name. `params` are (name, parameter) pairs or groups
+    of them.
+    """
+    frozen_parameters: dict[str, Tensor] = {}
+    for item in params:
+        pairs = item["params"] if isinstance(item, dict) else [item]
+        frozen_parameters |= {name: parameter for name, parameter in pairs if not parameter.requires_grad}
+    return frozen_parameters
+
+
+class FrozenParameters:
+    """The parameters that were frozen when an optimizer was built over them.
+
+    Attributes:
+        parameters: the frozen parameters by name. The references are strong, since torch's
+            `swap_tensors`, with which `Module.to` may move a parameter, refuses a tensor that has
+            weak references.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
+        self.parameters = parameters
+        self._optimizer = optimizer
+        # `zerocast.weight.owners` checks quantized parameters.
+        self._plain = {name: p for name, p in parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)}
+
+    def check_still_frozen(self) -> None:
+        """RuntimeError if a plain parameter requires a gradient now and no owner trains it.
+        Gradients are not looked at, since only some ranks may have one. So all ranks raise
+        together.
+        """
+        unfrozen = [name for name, p in self._plain.items() if p.requires_grad and not is_trained(p)]
+        if unfrozen:
+            raise RuntimeError(
+                f"{len(unfrozen)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "
+                f"them {', '.join(unfrozen[:SHOWN])}: it has no masters of them and would never train them. Build another one over "
+                "all parameters, or call requires_grad_(False) on these"
+            )
+
+
+class LeftOut:
+    """Compares the tensors that an optimizer does not train between ranks. Collective calls.
+
+    These are the `frozen` parameters that it was given, and all untrained parameters and buffers of
+    models that have any of its `trained` parameters. A model is known if `zerocast.quantize_` has
+    changed it.
+    """
+
+    def __init__(self, group: Group, frozen: Mapping[str, Tensor], trained: Sequence[Tensor]) -> None:
+        self._group = group
+        # The names that were logged already.
+        self._logged: set[str] = set()
+        self._models = list(map(weakref.ref, models_of(trained)))
+        # All ranks compare again if any of them knows a model.
+        self._has_models = self._compare(frozen)
+
+    def after_steps(self, taken: int) -> None:
+        """Compare all untrained tensors after some numbers of steps. Called before each step with
+        the number of steps taken.
+        """
+        if self._has_models and taken in COMPARED_AFTER:
+            self._compare(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = {}
+        for model in (reference() for reference in self._models):
+            if model is not None:
+                parameters = {name: p for name, p in model.named_parameters() if not is_trained(p)}
+                tensors = {**parameters, **dict(model.named_buffers()), **tensors}
+        return {name: tensor for name, tensor in tensors.items() if name not in self._logged}
+
+    def _compare(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Log, on rank 0, the names of tensors whose bytes differ between ranks. A tensor that a
+        rank does not have differs on no rank. Each tensor is read once. Returns True if any rank
+        knows a model.
+        """
+        if self._group.size == 1:
+            return False
+        sums = {name: _sum(tensor) for name, tensor in sorted(tensors.items())}
+        digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
+        words = [digest, -digest, int(bool(self._models))]
+        highest, negated, has_models = largest_of_ranks(self._group, words, "digests of what is not trained")
+        if highest != -negated:
+            by_rank = self._group.all_gather_object(sums, "sums of what is not trained")
+            differing = []
+            for name, expected in by_rank[0].items():
+                if any(rank_sums.get(name, expected) != expected for rank_sums in by_rank):
+                    differing.append(name)
+            self._log(differing)
+        return bool(has_models)
+
+    def _log(self, names: Sequence[str]) -> None:
+        self._logged.update(names)
+        if names and self._group.rank == 0:
+            logger.warning(
+                "%d parameters and buffers that this optimizer does not train have other values on other ranks, among them %s: "
+                "only trained ones begin as on rank 0 and stay alike. Load or seed the others alike on all ranks, and give the "
+                "optimizer the parameters that are to be trained",
+                len(names),
+                ", ".join(names[:SHOWN]),
+            )
+
+
+@torch.no_grad()
+def _sum(tensor: Tensor) -> int:
+    """The sum of the bytes of a tensor; zero if they cannot be read."""
+    data = tensor.rowwise_data if isinstance(tensor, QuantizedWeight) else tensor.detach()
+    if type(data) is not Tensor or data.is_meta or not data.numel():
+        return 0
+    return int(data.contiguous().view(-1).view(torch.uint8).sum(dtype=torch.int64))
