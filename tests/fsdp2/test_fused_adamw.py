@@ -307,6 +307,7 @@ def refused_states() -> list[str]:
     changes = {
         "a negative square": lambda state: state["state"][0].update(exp_avg_sq=state["state"][0]["exp_avg_sq"] - 1),
         "no step": lambda state: state["state"][1].pop("step"),
+        "half a step": lambda state: state["state"][1].update(step=torch.tensor(1.5)),
         "a learning rate": lambda state: state["param_groups"][0].update(lr=-1.0),
         "fewer parameters": lambda state: state["param_groups"][0]["params"].pop(),
         "no groups": lambda state: state.pop("param_groups"),

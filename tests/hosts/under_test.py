@@ -1,7 +1,7 @@
 """HostUnderTest: a training run of one host on this rank, as the shared tests of this folder see it.
 
 A host says once how it is built, stepped, saved and loaded, where it may fail and what must refuse to go on then. The tests
-beside this file ask the same of all hosts, through what anybody can call; `mutate.py` shows that they notice when a guard is gone.
+beside this file ask the same of all hosts, through what anybody can call.
 """
 
 import abc
