@@ -20,8 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise, FormatSpec, layout
-from zerocast.fsdp2.prepare import PickledHook
-from zerocast.fsdp2.presentation import owner_of_tensors
+from zerocast.fsdp2.prepare import PickledHook, owner_of_tensors
+from zerocast.fsdp2.weight import Presentation
 from zerocast.weight.validity import Use
 
 from . import host
@@ -71,7 +71,7 @@ _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
 }
 
 
-class GatheredWeight:
+class GatheredWeight(Presentation):
     """A weight that modules of TransformerEngine see as one of its tensors while it is gathered."""
 
     # The weight over the buffers of the last gather.

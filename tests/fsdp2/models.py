@@ -19,7 +19,7 @@ from zerocast.formats import Columnwise
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
-from zerocast.fsdp2.prepare import managers_of
+from zerocast.fsdp2.prepare import managers_behind, managers_of
 from zerocast.fsdp2.weight import FSDPWeight
 
 DELAYED = "fp8_delayed:amax_history_len=4"
@@ -160,7 +160,8 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
 
 def cast_scale(owner: FSDPWeight) -> float:
     """The delayed scale that the last cast had; 1 for other formats."""
-    scale = owner.scaling.cast_scale(owner.name) if owner.scaling else None
+    (manager,) = managers_behind([owner.local])
+    scale = manager.cast_scale(owner.name)
     return 1.0 if scale is None else float(scale)
 
 

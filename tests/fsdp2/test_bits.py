@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, SMALL, Net, slow
 from tests.workers import Ranks
-from zerocast.fsdp2.gather_layout import RowFill
 
 PLACES = [(3, 96), (4, 32)]  # ranks and rows: boundaries on blocks and in them, empty shards of scales
 MORE_PLACES = [(world, hidden) for hidden in (32, 96, 160) for world in (1, 2, 3, 4) if (world, hidden) not in PLACES]
@@ -72,8 +71,8 @@ def filled_by_rows(mixed: bool) -> tuple[list[str], set[int]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(2), 512)
     found = models.complaints(model, "without padding")
-    fills = [fill for _, weight in models.masters(model).values() for fill in weight.group.fill.fills]
-    return found, {fill.buffer.shape[1] for fill in fills if isinstance(fill, RowFill)}
+    fills = [fill for _, weight in models.masters(model).values() for fill in weight.group.side.row_fills]
+    return found, {fill.buffer.shape[1] for fill in fills}
 
 
 @pytest.mark.parametrize(("world", "mixed"), [(2, True), (3, False), slow(2, False), slow(3, True)])

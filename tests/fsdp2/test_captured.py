@@ -104,7 +104,7 @@ def compared(keep_codes: bool, formats: tuple[str, ...] = FORMATS) -> list[str]:
             addresses.add((trainee is captured, *(group._scales.untyped_storage().data_ptr() for group in groups)))
             held.append(digests(zerocast.fsdp2.TrainingState(trainee.model, trainee.optimizer).state_dict()))
         found += [f"{name} after step {number}" for name in held[0] if held[0][name] != held[1][name]]
-    generations = {models.manager(trainee.model).record.generation for trainee in (ordinary, captured)}
+    generations = {models.manager(trainee.model).generation for trainee in (ordinary, captured)}
     kept = sum(any(pointers) for is_captured, *pointers in addresses if is_captured)
     return [*found, *captured.kept, f"{len(captured.recorded)} graphs, casts {generations}, works at {kept} addresses"]
 
@@ -186,7 +186,7 @@ def tables_of_a_graph() -> tuple[list[str], int, int]:
         trainee.step(number)
     manager = models.manager(trainee.model)
     (group,) = manager.cast_groups
-    read = [weakref.ref(table) for names, tables in group._without.items() if names for table in tables]
+    read = [weakref.ref(table) for names, tables in group._tables_without.held.items() if names for table in tables]
     weights = [parameter for parameter in named.values() if parameter.dim() == 2]
     for chosen in range(1, 2 ** len(weights)):
         FusedAdamW([weight for i, weight in enumerate(weights) if chosen >> i & 1]).step()

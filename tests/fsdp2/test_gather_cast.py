@@ -15,7 +15,7 @@ from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
 from zerocast.cast.tables import WeightTable
 from zerocast.fsdp2 import manager
-from zerocast.fsdp2.gather_cast import GatherCast
+from zerocast.fsdp2.cast_group import GatherCast
 
 
 @pytest.mark.parametrize(("world", "formats"), [(3, FEW), *(models.slow(world, FORMATS) for world in (2, 3))], ids=str)
@@ -30,7 +30,7 @@ def kept_by_default(most: int) -> list[bool]:
         for keep_codes in (None, False, True):
             model = models.sharded(Net(("nvfp4",), 64, 96), keep_codes=keep_codes)
             zerocast.fsdp2.refresh(model)
-            found += [not group.gather_casts for group in models.manager(model).cast_groups]
+            found += [group.keep_codes for group in models.manager(model).cast_groups]
     return found
 
 

@@ -228,7 +228,7 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
         with torch.no_grad():
             loss(model, 100)
         found += models.complaints(model, f"step {step}")
-    return found, digests(model), models.manager(model).record.generation
+    return found, digests(model), models.manager(model).generation
 
 
 MAKERS = {"sgd": torch.optim.SGD, "fused": zerocast.fsdp2.FusedAdamW}

@@ -17,7 +17,6 @@ from tests.fsdp2.models import DELAYED, FEW, Net, slow
 from tests.optim.memory import live_bytes
 from tests.workers import Ranks
 from zerocast import QuantizedWeight
-from zerocast.fsdp2.gather_layout import RowFill
 
 WIDTH, HIDDEN = 512, 1024
 # what is sent beside codes, and bf16 amaxes
@@ -47,7 +46,7 @@ def held(fmt: str, keep_codes: bool) -> tuple[float, float]:
                 module.reshard()
         weights = [weight for _, weight in models.masters(model).values()]
         # where rows of scales come from, 4 bytes a row of the weights of one layer, however many there are
-        fills = [fill for weight in weights for fill in weight.group.fill.fills if isinstance(fill, RowFill)]
+        fills = [fill for weight in weights for fill in weight.group.side.row_fills]
         indices = {id(fill.index): fill.index.nbytes for fill in fills}
         assert sum(indices.values()) <= 2 * 4 * (WIDTH + HIDDEN)
         sizes.append(settled_bytes() - before - sum(indices.values()))

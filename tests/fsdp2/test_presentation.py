@@ -11,9 +11,10 @@ import zerocast
 from tests.fsdp2 import models
 from tests.workers import Ranks
 from zerocast import FormatSpec, QuantizedWeight
+from zerocast.fsdp2.weight import Presentation
 
 
-class Presenting:
+class Presenting(Presentation):
     """A presentation that takes down what is asked of it."""
 
     def __init__(self) -> None:

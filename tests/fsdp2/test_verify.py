@@ -84,6 +84,12 @@ def test_what_is_right_is_not_complained_of(
         assert nbytes > 2 * len(formats) * width * hidden // 2
 
 
+def kept_codes(model: Any, weight: Any) -> torch.Tensor:
+    """The codes that this rank keeps of a weight and sends."""
+    (group,) = models.manager(model).cast_groups
+    return group.kept_codes(weight.name).view(-1)
+
+
 def sent() -> list[tuple[str, int, str, int, int]]:
     """What is said of a byte that changed in what rank 1 sends."""
     model, _ = trained(reshard=False, formats=("nvfp4",), keep_codes=True)
@@ -91,7 +97,8 @@ def sent() -> list[tuple[str, int, str, int, int]]:
         model(models.batch(0, 64))  # leaves weights gathered
     assert verify(model).ok
     if dist.get_rank() == 1:
-        models.masters(model)["blocks.0.1.weight"][1].outputs()[0].view(-1)[3] ^= 1
+        _, weight = models.masters(model)["blocks.0.1.weight"]
+        kept_codes(model, weight)[3] ^= 1
     assert verify(model).ok, "nobody has gathered it yet"
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -165,7 +172,7 @@ def _break_the_cast(model: Any) -> None:
 
     def broken(repeat: bool) -> None:
         refresh(repeat)
-        weight.outputs()[0].view(-1)[0] ^= 1
+        kept_codes(model, weight)[0] ^= 1
 
     manager.refresh = broken  # type: ignore[method-assign]
 
@@ -191,7 +198,7 @@ def sliced() -> tuple[bool, list[Any]]:
     before = verify(model, dist.group.WORLD)
     weight = models.masters(model)["blocks.1.1.weight"][1]
     if dist.get_rank() == 3:
-        weight.outputs()[0].view(-1)[0] ^= 1
+        kept_codes(model, weight)[0] ^= 1
     return before.ok, said(verify(model, dist.group.WORLD))
 
 

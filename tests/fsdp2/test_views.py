@@ -16,15 +16,14 @@ from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.weight.validity import Validity
 
 
 class Recorder(FSDPWeight):
     """A weight that keeps what it is told of."""
 
     def __init__(self, manager: CastManager) -> None:
-        super().__init__("weight", zerocast.get_format("nvfp4"), manager.record, Validity())
-        self.is_cast, self.found = True, list[Tensor]()
+        super().__init__("weight", zerocast.get_format("nvfp4"), manager)
+        self.is_located, self.found = True, list[Tensor]()
 
     def note_write(self, data: Tensor) -> None:
         """Keep what was written to."""
@@ -36,7 +35,7 @@ def a_master(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[MasterPar
     manager = CastManager(nn.Module(), None)
     recorder = Recorder(manager)
     plain = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape).to(dtype)
-    return MasterParameter(plain, recorder, manager), recorder
+    return MasterParameter(plain, recorder), recorder
 
 
 def operators() -> Iterator[Any]:
@@ -344,12 +343,12 @@ def written_later() -> list[str]:
             view.mul_(-3)
         found += found_after(model, "kept")
         assert not torch.equal(before, parameter.full_tensor())
-    generation = models.manager(model).record.generation
+    generation = models.manager(model).generation
     if dist.get_rank() == 0:  # other memory by now: nothing is noticed, nor need it be
         of_the_whole.zero_()
         before_sharding.zero_()
     found += found_after(model, "memory of before")
-    assert models.manager(model).record.generation == generation
+    assert models.manager(model).generation == generation
     return found
 
 

@@ -27,8 +27,7 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.fsdp2.gather_layout import MOST_KEPT, GatherLayout
-from zerocast.fsdp2.shard import RowShards, ShardGeometry
+from zerocast.fsdp2.wire import MOST_KEPT, RowShards, ShardGeometry, weight_layout
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 
@@ -97,14 +96,14 @@ def _geometry(weight: QuantizedWeight, shards: int) -> ShardGeometry:
 def _sent(tensor: Tensor, shards: int) -> int:
     """The bytes that each rank contributes to one all-gather."""
     if isinstance(tensor, QuantizedWeight):
-        return GatherLayout(_geometry(tensor, shards)).nbytes
+        return weight_layout(_geometry(tensor, shards)).nbytes
     return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.dtype.itemsize
 
 
 @functools.lru_cache(maxsize=1024)
 def _codes(weight: QuantizedWeight, shards: int) -> int:
     """The bytes of codes among those that a rank contributes to one all-gather."""
-    return GatherLayout(_geometry(weight, shards)).codes_nbytes
+    return weight_layout(_geometry(weight, shards)).codes_nbytes
 
 
 def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:

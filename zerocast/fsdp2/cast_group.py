@@ -6,8 +6,9 @@ equal distances and so do the scale buffers that the stages fill: one strided co
 of all of them from one to the other.
 """
 
+import functools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,100 +20,126 @@ from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.rank_report import ShardStatus
-from zerocast.formats import AmaxPolicy, layout
+from zerocast.formats import AmaxPolicy
 from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
-from zerocast.fsdp2.gather_cast import GatherCast
-from zerocast.fsdp2.gather_layout import JointLayout
-from zerocast.fsdp2.weight import FSDPWeight
+from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
+from zerocast.fsdp2.wire import GatherLayout
 
-# kept for sets of weights that steps have not measured; which experts learn may change with every
-# step
+# Tables that are kept for sets of weights that steps have not measured. Which experts learn may
+# change with every step.
 MOST_TABLES = 8
 
 
 class CastGroup:
-    """Weights with one reduction, the same list on every rank, all on one device, and the bytes
-    that they send: with `keep_codes` a cast makes all of them, else `gather_casts` make the codes.
+    """The weights of some parameter groups, with one reduction, the same list on every rank, all on
+    one device, and the bytes that they send. It lasts until masters move or formats change.
+
+    Args:
+        groups: the parameter groups, whose weights are located.
+        reduction: who reduces amaxes.
+        keep_codes: True if a cast makes all bytes that are sent, False if each gather makes its
+            codes.
+        scaling: the state of delayed scaling by weight, as far as there is any.
     """
 
-    def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup, keep_codes: bool) -> None:
-        self.weights, self.amaxes, self.keep_codes = weights, StepAmaxes(weights, reduction), keep_codes
+    def __init__(
+        self,
+        groups: Sequence[ParamGroup],
+        reduction: ReductionGroup,
+        keep_codes: bool,
+        scaling: Mapping[str, Mapping[str, Tensor]],
+    ) -> None:
+        self._groups = groups
+        self.keep_codes = keep_codes
+        weights = self.weights
+        self.amaxes = StepAmaxes(weights, reduction)
         self._device = weights[0].master.device
         self._backend = backends.choose(self._device)
         self._delayed_buffers = _delayed_buffers(weights, self._device)
         self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
-        self.delayed.load_state_dict(_seeded_state(weights))
-        self.shards: dict[str, MasterShard] = {}
-        # (in a side channel, of the stages): scales of owned block rows
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.delayed.load_state_dict(scaling)
+        # True while a graph holds the address of what a cast works in.
         self._holds_scales = False
-        alike = _alike(_gathered_together(weights))
-        sizes = [len(gathers) * _kept_bytes(gathers[0]) for gathers in alike]
-        sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        shapes = [
-            spec for gathers in alike for stack in zip(*gathers, strict=True) for _, spec in _scale_buffers(stack)
-        ]
-        # in the layout of the stages; there during a cast unless they are held
-        self._scales, scales = _side_by_side(shapes, self._device)
-        for gathers, part in zip(alike, sent.split(sizes), strict=True):
-            self._lay_out(gathers, part.view(len(gathers), -1), scales)
-        # headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are
-        statuses = [weight.status_after_cast for weight in weights]
-        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)  # of finite masters
-        self._headers = torch.stack([self._statuses, torch.zeros_like(self._statuses)], 1)
-        places = [weight.header.storage_offset() + half for weight in weights for half in (0, 1)]
-        self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
-        self._sent = sent.view(torch.int32)
-        self._targets, self._sources = [target for target, _ in self._copies], [source for _, source in self._copies]
-        self._tables = self._tables_of(self.shards)
-        self._without: dict[frozenset[str], list[WeightTable]] = {frozenset(): self._tables}
-        self._cut_rows: dict[frozenset[str], list[WeightTable]] = {frozenset(): []}
-        self._in_graphs = self._without.copy(), self._cut_rows.copy()
-        for weight in weights:
-            weight.scaling = self.delayed if weight.name in self._delayed_buffers else None
-        self.gather_casts = [] if keep_codes else list(map(self._gather_cast, _by_gather(weights)))
+        self.shards: dict[str, MasterShard] = {}
+        # In side channels, and in the buffers of the stages: the scales of owned block rows.
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._gather_casts: list[GatherCast] = []
+        self._lay_out(groups)
+        tables = functools.partial(_tables_of, self.shards, self.amaxes, self._device, self._backend)
+        self._tables_without = TablesOfSets(lambda names: tables(without=names))
+        self._cut_rows_of = TablesOfSets(lambda names: _cut_rows(tables(of=names)))
+        self._tables = self._tables_without.of(frozenset())
         self._free_scales()
 
-    def _lay_out(self, gathers: Sequence[list[FSDPWeight]], sent: Tensor, scales: Iterator[Tensor]) -> None:
-        """Lay out gathers that are alike side by side, over zero bytes `sent`
-        `[gathers, bytes]`, and the next `scales`.
+    @property
+    def weights(self) -> list[FSDPWeight]:
+        """The weights, which the model keeps alive."""
+        return [weight for group in self._groups for weight in group.weights]
+
+    # -- where everything lies
+
+    def _lay_out(self, groups: Sequence[ParamGroup]) -> None:
+        """Give all groups the bytes that they send, those of equal layouts side by side, and the
+        stages the buffers that they fill.
         """
-        first = gathers[0]
-        joint = first[0].joint
-        sides = [side for _, side in joint.parts(sent)] if joint else [first[0].layout.parts(sent)[1]]
-        for weights, of_each in zip(zip(*gathers, strict=True), sides, strict=True):
-            self._stack(weights, sent, of_each, {name: next(scales) for name, _ in _scale_buffers(weights)})
+        alike: dict[GatherLayout, list[ParamGroup]] = {}
+        for group in groups:
+            alike.setdefault(group.layout_of(self.keep_codes), []).append(group)
+        sizes = [layout.kept_bytes * len(members) for layout, members in alike.items()]
+        all_sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
+        # In the layout of the stages. It has memory during a cast, unless that is held.
+        self._scales, buffers = _side_by_side([*_stage_scales(alike)], self._device)
+        for (layout, members), part in zip(alike.items(), all_sent.split(sizes), strict=True):
+            sent = part.view(len(members), -1)
+            self._lay_out_alike(layout, members, sent, buffers)
+            for group, own in zip(members, sent, strict=True):
+                group.lay_out(layout, own, self._cast_at_gather(group, layout))
+        self._sent = all_sent.view(torch.int32)
+        # Headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are.
+        statuses = [weight.status_after_cast for weight in self.weights]
+        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)  # of finite masters
+        self._headers = torch.stack([self._statuses, torch.zeros_like(self._statuses)], 1)
+        headers = [header for group in groups for header in group.headers]
+        places = [header.storage_offset() + half for header in headers for half in (0, 1)]
+        self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
 
-    def _stack(self, weights: Sequence[FSDPWeight], sent: Tensor, side: Tensor, scales: Mapping[str, Tensor]) -> None:
-        """Lay out weights of one geometry, which send their parts of `sent` and have the side
-        channels `side`, `[weights, bytes]`, and the scale buffers `scales`.
+    def _lay_out_alike(
+        self, layout: GatherLayout, groups: Sequence[ParamGroup], sent: Tensor, buffers: Iterator[Tensor]
+    ) -> None:
+        """Make the shards of groups that are laid out alike, over `sent`, `[groups, bytes]`, and
+        the next of the `buffers` of scales.
         """
-        first, geometry = weights[0], weights[0].geometry
-        for index, weight in enumerate(weights):
-            own = {name: buffer[index] for name, buffer in scales.items()}
-            shard = weight.bind(sent[index], own | self._delayed_buffers.get(weight.name, {}))
-            if geometry.takes_part:
-                self.shards[weight.name] = shard
-        if geometry.takes_part:
-            self._copies += first.layout.outgoing_scales(side, scales)
+        sides = [side for _, side in layout.parts(sent)]
+        parts = [layout.parts(own) for own in sent]
+        members = [group.weights for group in groups]
+        for place, of_weight in enumerate(layout.weights):
+            stage_scales = of_weight.scale_specs(of_weight.geometry.cast_rows)
+            scales = {region.name: next(buffers) for region, _ in stage_scales}
+            for index, weight in enumerate(weights[place] for weights in members):
+                codes, side = parts[index][place]
+                own = {name: buffer[index] for name, buffer in scales.items()} | of_weight.scalars(side)
+                own |= self._delayed_buffers.get(weight.name, {})
+                # No bytes stand for codes that are not kept.
+                shard = weight.shard_over(codes, {"rowwise_data": side[:0], **own})
+                if weight.geometry.takes_part:
+                    self.shards[weight.name] = shard
+            if of_weight.geometry.takes_part:
+                for target, source in of_weight.outgoing_scales(sides[place], scales):
+                    self._targets.append(target)
+                    self._sources.append(source)
 
-    def _gather_cast(self, weights: Sequence[FSDPWeight]) -> GatherCast:
-        layouts = {weight.name: weight.layout for weight in weights}
-        found = GatherCast(layouts, self.shards, self.amaxes.offsets, self.amaxes.buffer, self.delayed, self._backend)
-        for weight in weights:
-            weight.gather_cast = found
-        return found
+    def _cast_at_gather(self, group: ParamGroup, layout: GatherLayout) -> Callable[[int], Sequence[Tensor]] | None:
+        """What gives the codes of a group for each gather; None where they are kept."""
+        if self.keep_codes:
+            return None
+        offsets, packed = self.amaxes.offsets, self.amaxes.buffer
+        cast = GatherCast(group.weights, layout, self.shards, offsets, packed, self.delayed, self._backend)
+        self._gather_casts.append(cast)
+        return cast.take
 
-    def _tables_of(
-        self, shards: Mapping[str, MasterShard], measured: frozenset[str] = frozenset()
-    ) -> list[WeightTable]:
-        """Tables of the weights in `shards` without those that a step has measured."""
-        tables = WeightTables(self._device, self._backend)
-        for name, shard in shards.items():
-            if name not in measured:
-                tables.of(shard.weight).add_shard(shard, self.amaxes.offsets[name], flag=self.amaxes.flag_of[name])
-        return tables.freeze()
+    # -- casts
 
     @torch.no_grad()
     def cast(self, repeat: bool) -> None:
@@ -120,66 +147,17 @@ class CastGroup:
         kept; with `repeat` by the delayed scales of the last cast.
         """
         self._allocate_scales()  # which tables that are built now are checked against
-        coded = self.amaxes.coded if self.keep_codes else frozenset[str]()
-        unmeasured = self._tables_without(self.amaxes.measured)
-        codes = [*self._tables_without(coded), *self._cut_rows_of(coded)] if self.keep_codes else ()
+        unmeasured = self._tables_without.of(self.amaxes.measured)
+        codes: list[WeightTable] = []
+        if self.keep_codes:
+            coded = self.amaxes.coded
+            codes = [*self._tables_without.of(coded), *self._cut_rows_of.of(coded)]
         try:
-            cast(
-                self._tables,
-                self.amaxes,
-                self.delayed,
-                unmeasured=unmeasured,
-                codes=codes,
-                repeat=repeat,
-            )
+            cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, codes=codes, repeat=repeat)
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:
             self._free_scales()
-
-    def kept_codes(self, name: str) -> Tensor:
-        """The codes that are kept of a weight with one set of them, from its first element here."""
-        codes = self.shards[name].shard_data
-        assert isinstance(codes, Tensor), name
-        return codes
-
-    def hold_scales(self) -> None:
-        """Leave what a cast works in where it is: a graph is going to hold its address."""
-        self._holds_scales = True
-        self._allocate_scales()
-
-    def hold_tables(self) -> None:
-        """Keep those of the coming cast as long as this group: a graph is going to hold their
-        addresses.
-        """
-        self._allocate_scales()
-        without, cut_rows = self._in_graphs
-        measured, coded = self.amaxes.measured, self.amaxes.coded
-        without |= {names: self._tables_without(names) for names in (measured, coded)}
-        cut_rows[coded] = self._cut_rows_of(coded)
-
-    def _allocate_scales(self) -> None:
-        storage = self._scales.untyped_storage()
-        if storage.nbytes() != self._scales.nbytes:
-            storage.resize_(self._scales.nbytes)
-
-    def _free_scales(self) -> None:
-        if not self._holds_scales:
-            self._scales.untyped_storage().resize_(0)
-
-    def hold_codes(self) -> None:
-        """Keep the codes of the masters as they are now, by the scales of the last cast. The host
-        waits for a GPU once, since gathers to come run on another stream.
-        """
-        for gather_cast in self.gather_casts:
-            gather_cast.hold()
-        if self.gather_casts:
-            self.synchronize()
-
-    def synchronize(self) -> None:
-        """Wait for what was issued on this stream, where another one is to read it."""
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
 
     def stamp(self, generation: int | None) -> None:
         """Write the headers of a cast, by default of the one after the last; as arguments of
@@ -196,78 +174,210 @@ class CastGroup:
         """The status of each weight that the last cast has left. Waits for the device."""
         return [ShardStatus(status) for status in self._headers[:, 0].tolist()]
 
-    def _tables_without(self, names: frozenset[str]) -> list[WeightTable]:
-        """Tables of what no step has measured of these weights, or written the codes of."""
-        if names not in self._without:
-            if len(self._without) - len(self._in_graphs[0]) >= MOST_TABLES:
-                self._without = self._in_graphs[0].copy()
-            self._without[names] = self._tables_of(self.shards, names)
-        return self._without[names]
+    def kept_codes(self, name: str) -> Tensor:
+        """The codes that are kept of a weight with one set of them, from its first element here."""
+        codes = self.shards[name].shard_data
+        assert isinstance(codes, Tensor), name
+        return codes
 
-    def _cut_rows_of(self, names: frozenset[str]) -> list[WeightTable]:
-        """Tables of the rows of blocks that a boundary cuts, of weights whose other codes a step
-        has written.
+    def hold_codes(self) -> None:
+        """Keep the codes of the masters as they are now, by the scales of the last cast. The host
+        waits for a GPU once, since gathers to come run on another stream.
         """
-        if names not in self._cut_rows:
-            if len(self._cut_rows) - len(self._in_graphs[1]) >= MOST_TABLES:
-                self._cut_rows = self._in_graphs[1].copy()
-            tables = self._tables_of({name: shard for name, shard in self.shards.items() if name in names})
-            self._cut_rows[names] = [table.cut_rows for table in tables if table.cut_rows]
-        return self._cut_rows[names]
+        for gather_cast in self._gather_casts:
+            gather_cast.hold()
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait for what was issued on this stream, where another one is to read it."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    # -- graphs
+
+    def hold_scales(self) -> None:
+        """Leave what a cast works in where it is: a graph is going to hold its address."""
+        self._holds_scales = True
+        self._allocate_scales()
+
+    def hold_tables(self) -> None:
+        """Keep those of the coming cast as long as this group: a graph is going to hold their
+        addresses.
+        """
+        self._allocate_scales()
+        self._tables_without.hold(self.amaxes.measured)
+        self._tables_without.hold(self.amaxes.coded)
+        self._cut_rows_of.hold(self.amaxes.coded)
+
+    def _allocate_scales(self) -> None:
+        storage = self._scales.untyped_storage()
+        if storage.nbytes() != self._scales.nbytes:
+            storage.resize_(self._scales.nbytes)
+
+    def _free_scales(self) -> None:
+        if not self._holds_scales:
+            self._scales.untyped_storage().resize_(0)
 
 
-def _gathered_together(weights: Sequence[FSDPWeight]) -> list[list[FSDPWeight]]:
-    """The weights that send their side channels as one, in the order of each gather; any other one
-    by itself.
+class TablesOfSets:
+    """The tables of sets of weights, which `make` makes: those of the last few sets, and those that
+    are held as long as this object.
     """
-    found = []
-    for gathered in _by_gather(weights):
-        is_joint = len(gathered) > 1 and all(weight.may_share_side for weight in gathered)
-        joint = JointLayout([weight.layout for weight in gathered]) if is_joint else None
-        for place, weight in enumerate(gathered):
-            weight.joint, weight.place = joint, place
-        found += [gathered] if is_joint else [[weight] for weight in gathered]
-    return found
+
+    def __init__(self, make: Callable[[frozenset[str]], list[WeightTable]]) -> None:
+        self._make = make
+        self.held = {frozenset[str](): make(frozenset())}
+        self._recent: dict[frozenset[str], list[WeightTable]] = {}
+
+    def of(self, names: frozenset[str]) -> list[WeightTable]:
+        """The tables of a set."""
+        if names in self.held:
+            return self.held[names]
+        if names not in self._recent:
+            if len(self._recent) >= MOST_TABLES:
+                self._recent.clear()
+            self._recent[names] = self._make(names)
+        return self._recent[names]
+
+    def hold(self, names: frozenset[str]) -> None:
+        """Keep the tables of a set."""
+        self.held[names] = self.of(names)
 
 
-def _alike(gathers: Iterable[list[FSDPWeight]]) -> list[list[list[FSDPWeight]]]:
-    """Gathers of weights with the same geometries together, as those of equal layers are."""
-    found: dict[Hashable, list[list[FSDPWeight]]] = {}
-    for gathered in gathers:
-        key = tuple(weight.geometry for weight in gathered)
-        found.setdefault((key, gathered[0].joint is None), []).append(gathered)
-    return list(found.values())
+class GatherCast:
+    """The codes of a parameter group, cast when FSDP2 gathers it, gone once they are sent.
+
+    The codes of a shard are most of what a rank sends, and nobody reads them between two gathers. A
+    cast therefore leaves amaxes, scales and headers, and FSDP2's hook of a group casts its codes
+    from the masters by these: one launch for the group's weights of a format, on the stream that
+    FSDP2 copies from. A gather then reads 4 bytes an element and writes a code, as FSDP2 does
+    without zerocast to send bf16.
+
+    Optimizers that step within a backward pass write masters while the pass still gathers the
+    weights of its forward pass: `hold` keeps their codes until the next cast.
+
+    Args:
+        weights: those of the group.
+        layout: of what it sends.
+        shards: by name those that this rank casts anything of.
+        offsets: where each weight has its amaxes in `packed`.
+        packed: the amaxes of the last cast.
+        delayed: the scales of the last cast, from which delayed scaling has moved on.
+        backend: what casts.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[FSDPWeight],
+        layout: GatherLayout,
+        shards: Mapping[str, MasterShard],
+        offsets: Mapping[str, tuple[int, int]],
+        packed: Tensor,
+        delayed: DelayedScaling,
+        backend: str,
+    ) -> None:
+        self._packed = packed
+        # Where the codes of each weight are, by direction, in memory for those of all.
+        self._spans: list[list[tuple[int, int]]] = []
+        self._nbytes = 0
+        for of_weight in layout.weights:
+            self._spans.append([(self._nbytes + start, self._nbytes + stop) for start, stop in of_weight.code_spans])
+            self._nbytes += of_weight.codes_nbytes
+        # The codes of each weight that are cast and not yet sent.
+        self._cast: dict[int, list[Tensor]] = {}
+        self._is_held = False
+        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=packed.device)
+        tables = WeightTables(packed.device, backend)
+        for place, codes in self._by_place(memory).items():
+            weight = weights[place]
+            shard = shards.get(weight.name)
+            if shard is None:
+                continue
+            buffers = {name: buffer for name, buffer in shard.weight.state.buffers.items() if buffer is not None}
+            if (scale := delayed.cast_scale(weight.name)) is not None:
+                buffers["scale"] = scale
+            tables.of(shard.weight).add_shard(weight.shard_over(codes, buffers), offsets[weight.name])
+        self._tables = tables.freeze()
+        self._bases = [base for table in self._tables for base in _code_bases(table)]
+        memory.untyped_storage().resize_(0)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
+
+    def _by_place(self, memory: Tensor) -> dict[int, list[Tensor]]:
+        """The codes of each weight, by direction, in `memory`."""
+        return {place: [memory[start:stop] for start, stop in spans] for place, spans in enumerate(self._spans)}
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """Cast the codes from the masters as they are now, by the scales of the last cast."""
+        self._cast = {}
+        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._packed.device)
+        for base in self._bases:
+            base.set_(memory.untyped_storage(), 0, (self._nbytes,), (1,))
+        try:
+            for table in self._tables:
+                table.partial_cast(self._packed, None)
+        finally:
+            for base in self._bases:
+                base.set_(self._nothing)
+        self._cast = self._by_place(memory)
+
+    def take(self, place: int) -> list[Tensor]:
+        """The codes of a weight by direction, uint8, for one gather: the first weight of a gather
+        casts those of all.
+        """
+        if self._is_held:
+            return self._cast[place]
+        if place == 0 or place not in self._cast:
+            self.cast()
+        return self._cast.pop(place)
+
+    def hold(self) -> None:
+        """Keep the codes of the masters as they are now, for all gathers to come."""
+        self.cast()
+        self._is_held = True
 
 
-def _scale_buffers(weights: Sequence[FSDPWeight]) -> list[tuple[str, Buffer]]:
-    """The scale buffers of weights of one geometry by name, with a first dimension of weights."""
-    first, geometry = weights[0], weights[0].geometry
-    specs = layout.buffers(first.format, (geometry.cast_rows, geometry.columns), geometry.nominal)
-    found = [(region.name, specs[region.name]) for region in first.layout.scales]
-    return [(name, replace(spec, shape=(len(weights), *spec.shape))) for name, spec in found if spec is not None]
+def _code_bases(table: WeightTable) -> list[Tensor]:
+    return [base for name in ("rowwise_data", "columnwise_data") for base in table.buffers[name].tensors]
+
+
+def _tables_of(
+    shards: Mapping[str, MasterShard],
+    amaxes: StepAmaxes,
+    device: torch.device,
+    backend: str,
+    *,
+    of: Collection[str] | None = None,
+    without: Collection[str] = (),
+) -> list[WeightTable]:
+    """Tables of the weights `of` these names, by default of all, `without` some."""
+    tables = WeightTables(device, backend)
+    for name, shard in shards.items():
+        if name not in without and (of is None or name in of):
+            tables.of(shard.weight).add_shard(shard, amaxes.offsets[name], flag=amaxes.flag_of[name])
+    return tables.freeze()
+
+
+def _cut_rows(tables: Iterable[WeightTable]) -> list[WeightTable]:
+    """Tables of the rows of blocks that a boundary cuts."""
+    return [table.cut_rows for table in tables if table.cut_rows]
+
+
+def _stage_scales(alike: Mapping[GatherLayout, Sequence[ParamGroup]]) -> Iterator[Buffer]:
+    """The scale buffers that the stages fill, with a first dimension of groups that are alike."""
+    for layout, groups in alike.items():
+        for weight in layout.weights:
+            for _, spec in weight.scale_specs(weight.geometry.cast_rows):
+                yield replace(spec, shape=(len(groups), *spec.shape))
 
 
 def _side_by_side(shapes: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
     """(memory, buffers in it that nobody has written), uint8 and aligned as allocations are."""
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in shapes]
-    memory = torch.empty(
-        sum(round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes), dtype=torch.uint8, device=device
-    )
-    parts = memory.split([round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes])
-    buffers = zip(parts, sizes, shapes, strict=True)
+    rooms = [round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes]
+    memory = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
+    buffers = zip(memory.split(rooms), sizes, shapes, strict=True)
     return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
-
-
-def _kept_bytes(gathered: Sequence[FSDPWeight]) -> int:
-    return (gathered[0].joint or gathered[0].layout).kept_bytes
-
-
-def _by_gather(weights: Iterable[FSDPWeight]) -> list[list[FSDPWeight]]:
-    """The weights that FSDP2 gathers together, in the order of each gather."""
-    found: dict[int, list[FSDPWeight]] = {}
-    for weight in weights:
-        found.setdefault(id(weight.group), []).append(weight)
-    return list(found.values())
 
 
 def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:
@@ -282,15 +392,4 @@ def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dic
     return {
         weight.name: {"scale": scale, "amax_history": history}
         for weight, (scale, history) in zip(delayed, parts, strict=True)
-    }
-
-
-def _seeded_state(weights: Iterable[FSDPWeight]) -> dict[str, dict[str, Tensor]]:
-    """Collect the state of delayed scaling from the cast groups that the weights were in before."""
-    before = {id(weight.scaling): weight.scaling for weight in weights if weight.scaling}
-    return {
-        name: state
-        for scaling in before.values()
-        for name, state in scaling.state_dict().items()
-        if name not in scaling.unseeded
     }

@@ -11,7 +11,7 @@ only some were, all raise.
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,32 +20,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.switch import SwitchPart
 from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
+from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import FormatSpec
+from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_layout import ReductionGroup
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.gather_layout import MOST_KEPT
-from zerocast.fsdp2.gather_status import StatusExchange
-from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
+from zerocast.fsdp2.gather_status import GatherStatus, StatusExchange
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
-from zerocast.fsdp2.weight import ADVICE, CastRecord, FSDPWeight
+from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, Presentation, living
+from zerocast.fsdp2.wire import MOST_KEPT, weight_layout
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.verification.verify import verify
 from zerocast.weight.validity import Use, Validity, debugging
 
-NOT_SHARDED = (
-    "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
-    "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
-)
-
 BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
-LOAD = (
-    "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict) through zerocast.fsdp2.TrainingState"
-)
 _validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDictionary()
 
 
@@ -59,29 +53,71 @@ def validity_of(owner: nn.Module | Optimizer) -> Validity:
 
 
 class CastManager:
-    """The casts of `model`, whose prepared `weights` are cast together."""
+    """The casts of `model`, whose prepared `weights` are cast together.
 
-    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None = None) -> None:
-        self._model, self._weight_mesh = weakref.ref(model), weight_mesh
-        self.keep_codes = keep_codes  # from one cast to the next; None: by their size
-        self._holds_codes = False  # those of this cast, for the rest of a backward pass
-        self.weights: list[FSDPWeight] = []
-        self.plain: list[str] = []  # the other parameters of two or more dimensions
-        self.memory = MasterMemory({})
-        self.validity = Validity(LOAD, advice=ADVICE)  # of all masters together
-        self.record = CastRecord(self.validity)
-        self.param_groups = ParamGroups(self.record.status)
-        self.cast_groups: list[CastGroup] = []
-        self._reductions: list[tuple[ReductionGroup, list[FSDPWeight]]] = []
+    Args:
+        model: not kept alive.
+        weight_mesh: the ranks that reduce the amaxes of a weight; by default those that FSDP2
+            shards it over.
+        keep_codes: True if codes are kept from one cast to the next; None decides by their size.
+        plain: the names of its other parameters of two or more dimensions.
+        sizes: the elements of each prepared weight by name.
+
+    Attributes:
+        generation: how many casts there were. The same on all ranks, or gathers raise.
+        validity: of all masters together. It knows of steps and loads that raised half-way.
+        status: what ranks said of themselves in the headers of gathers.
+        memory: where the shards of masters lie that FSDP2 allocates.
+        addresses: where the masters are since the last `bind`, and their version counters at the
+            last cast.
+        cast_groups: what casts. Empty before the first `bind` and once formats change.
+        measuring: the optimizers whose steps leave amaxes in the cast groups.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weight_mesh: DeviceMesh | None,
+        keep_codes: bool | None = None,
+        plain: Sequence[str] = (),
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._weight_mesh = weight_mesh
+        self.keep_codes = keep_codes
+        self._plain = plain
+        self.memory = MasterMemory(sizes or {})
+        self._weights: list[weakref.ref[FSDPWeight]] = []
+        self.validity = Validity(LOAD, advice=ADVICE)
+        self.status = GatherStatus(self.validity)
+        self.param_groups = ParamGroups()
+        # Who reduces the amaxes of which parameter groups, once FSDP2 has sharded the model.
+        self._reductions: list[tuple[ReductionGroup, list[ParamGroup]]] = []
         self._caller = Caller("zerocast.fsdp2", "cast")
-        self._is_due = True  # a cast, at the next gather
-        self._stepped = True  # an optimizer step made it due
+        self.addresses = MasterAddresses({})
+        self.cast_groups: list[CastGroup] = []
+        # The delayed scaling of each weight that has it, in its last cast group.
+        self._scaling: dict[str, DelayedScaling] = {}
+
+        self.generation = 0
         self._steps = 0  # casts after an optimizer step
-        # that have stepped over masters: of several none says which weights it has changed
-        self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._verified = 0  # the step after which weights were verified
-        # whose steps leave amaxes in the cast groups
+        # True if the next gather casts, and if an optimizer step is the reason.
+        self._is_due = True
+        self._stepped = True
+        # The optimizers that have stepped over masters. Of several none says which weights it has
+        # changed.
+        self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # Since the last cast: the weights whose masters are known to have changed, whether masters
+        # may lie elsewhere than they were located, and whether an operator has written to one since
+        # a step left amaxes.
+        self._written: list[weakref.ref[FSDPWeight]] = []
+        self._is_rewrapped = False
+        self._may_have_moved = False  # the same, since the last gather too
+        self._amaxes_are_old = False
+        # True if the codes of the last cast are held for the rest of a backward pass.
+        self._holds_codes = False
 
     def __deepcopy__(self, memo: Any) -> "CastManager":
         """Return itself: copies of a shard are states of the same model."""
@@ -95,21 +131,45 @@ class CastManager:
             raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
         return model
 
-    def weight(self, name: str, fmt: FormatSpec) -> FSDPWeight:
-        """A new weight of this model; `prepare` chooses which to keep in `weights`."""
-        gathered = Validity(LOAD, advice=ADVICE)
-        gathered.owner, gathered.has_masters = weakref.ref(self), True
-        return FSDPWeight(name, fmt, self.record, gathered)
+    def add_weight(
+        self, name: str, fmt: FormatSpec, shared_amax: SharedAmax | None, presentation: Presentation
+    ) -> FSDPWeight:
+        """Return a new weight of this model."""
+        weight = FSDPWeight(name, fmt, self, shared_amax, presentation)
+        self._weights.append(weakref.ref(weight))
+        return weight
+
+    @property
+    def weights(self) -> list[FSDPWeight]:
+        """The prepared weights, which the model keeps alive."""
+        return living(self._weights)
 
     @property
     def casts(self) -> tuple[int, bool]:
         """(number of casts so far, True if the next gather makes another)."""
-        return self.record.generation, self._is_due
+        return self.generation, self._is_due
 
     @property
     def has_company(self) -> bool:
         """True if other ranks have parts of the same masters, or the same parts."""
         return any(reduction.group.size > 1 for reduction, _ in self._reductions)
+
+    # -- told by masters
+
+    def note_operator(self) -> None:
+        """An operator has written to a master: amaxes that a step has left are old."""
+        self._amaxes_are_old = True
+
+    def note_written(self, weight: FSDPWeight) -> None:
+        """A master has changed since the last cast, as this rank knows from now on."""
+        self._written.append(weakref.ref(weight))
+
+    def note_rewrapped(self) -> None:
+        """A master has another wrapper, and may lie elsewhere than where it was located."""
+        self._is_rewrapped = True
+        self._may_have_moved = True
+
+    # -- casts
 
     def make_due(self, by: Optimizer | None = None) -> None:
         """Cast before the next gather, and let there be one. `by` is who stepped."""
@@ -126,7 +186,7 @@ class CastManager:
         """Hold the codes of the forward pass, which the rest of its backward pass gathers: an
         optimizer is about to write masters. From the next cast on codes are kept.
         """
-        if self._holds_codes or not any(group.gather_casts for group in self.cast_groups):
+        if self._holds_codes or all(group.keep_codes for group in self.cast_groups):
             return
         self._holds_codes = True
         for group in self.cast_groups:
@@ -138,14 +198,16 @@ class CastManager:
         """
         due = self._is_due and not self.param_groups.step_goes_on
         for reduction, _ in self._reductions:
-            what = f"{'casts and gathers' if due else 'gathers'} after cast {self.record.generation}"
+            what = f"{'casts and gathers' if due else 'gathers'} after cast {self.generation}"
             check_same_call(reduction.group, what)
         if due:
-            self.record.status.next_step()
+            self.status.next_step()
             self.param_groups.before_cast()
             self.refresh(repeat=not self._stepped)
         elif not self.cast_groups:
             self.bind()
+        elif self._may_have_moved:
+            self._mark_moved()
 
     def cast_again(self) -> None:
         """Cast because all ranks were written to; by a step, perhaps, whose cast this then is. The
@@ -164,30 +226,32 @@ class CastManager:
         are.
         """
         if self._holds_codes:
-            self.keep_codes, self._holds_codes, self.cast_groups = True, False, []
+            self.keep_codes = True
+            self._holds_codes = False
+            self.cast_groups = []
         self.bind()
-        record = self.record
-        record.addresses.check_memory()
-        self._caller.number = record.generation + 1
+        self.addresses.check_memory()
+        self._caller.number = self.generation + 1
         self.forget_old_amaxes()
         with contextlib.ExitStack() as stack:
             for group in self.cast_groups:
                 stack.enter_context(group.delayed.rollback())
             for group in self.cast_groups:
                 group.cast(repeat)
-                group.stamp(record.generation + 1)
+                group.stamp(self.generation + 1)
         self.after_cast(repeat)
 
     def after_cast(self, repeat: bool) -> None:
         """The host's part of a cast after the device's."""
-        record = self.record
-        record.addresses.note()
-        record.generation += 1
+        self.addresses.note()
+        self.generation += 1
         self._steps += not repeat
-        written, record.written = record.written, []
+        written = living(self._written)
+        self._written = []
         for weight in written:
             weight.mark_cast()
-        for weight in self.weights if self._stepped and len(self._steppers) == 1 else written:
+        one_has_stepped = self._stepped and len(self._steppers) == 1
+        for weight in self.weights if one_has_stepped else written:
             weight.validity.changed()
         self._is_due = self._stepped = False
         self.param_groups.after_cast()
@@ -218,12 +282,12 @@ class CastManager:
     def before_captured_cast(self, by: Optimizer) -> None:
         """The host's part before a graph of a step and its cast; RuntimeError as at a gather."""
         for reduction, _ in self._reductions:
-            check_same_call(reduction.group, f"takes a captured step after cast {self.record.generation}")
+            check_same_call(reduction.group, f"takes a captured step after cast {self.generation}")
         self.make_due(by)
-        self.record.status.next_step()
+        self.status.next_step()
         self._forget_amaxes()  # the graph measures all
-        self.record.amaxes_are_old = False
-        self._caller.number = self.record.generation + 1
+        self._amaxes_are_old = False
+        self._caller.number = self.generation + 1
 
     def launch_cast(self) -> None:
         """The device's part of a cast, whose number it counts by itself."""
@@ -239,11 +303,16 @@ class CastManager:
         return SwitchPart(
             groups=[reduction.group for reduction, _ in self._reductions],
             weights={weight.name: (weight.format, weight.shape) for weight in self.weights},
-            plain=self.plain,
+            plain=self._plain,
             check=self._check_switch,
             convert=self._convert,
             recast=lambda formats: None,
-            held=[self, self.record, *self.weights, *(weight.param() for weight in self.weights)],
+            held=[
+                self,
+                *self.weights,
+                *self.param_groups.prepared,
+                *(weight.param() for weight in self.weights),
+            ],
         )
 
     def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
@@ -262,13 +331,12 @@ class CastManager:
 
     def _convert(self, formats: Mapping[str, FormatSpec]) -> None:
         self.param_groups.discard()
-        gathered_with = {id(weight.group) for weight in self.weights if weight.name in formats}
-        for weight in self.weights:
-            if weight.name in formats:
-                weight.convert(formats[weight.name])
-            elif id(weight.group) in gathered_with:
-                weight.forget_gathered()
-        self.cast_groups, self._is_due = [], True
+        self._scaling = {name: scaling for name, scaling in self._scaling.items() if name not in formats}
+        for group in self.param_groups.prepared:
+            if formats.keys() & set(group.names):
+                group.convert(formats)
+        self.cast_groups = []
+        self._is_due = True
         self.bind()
 
     # -- delayed scaling
@@ -292,8 +360,14 @@ class CastManager:
         for group in self.cast_groups:
             for name in group.delayed.load_state_dict(state):
                 warnings.warn(f"no state of delayed scaling for {name}: it starts anew from its amax", stacklevel=3)
-        self._is_due, self._stepped = True, False
+        self._is_due = True
+        self._stepped = False
         self.param_groups.free()
+
+    def cast_scale(self, name: str) -> Tensor | None:
+        """The scale, f32[1], that a weight was cast with last; None without delayed scaling."""
+        scaling = self._scaling.get(name)
+        return scaling.cast_scale(name) if scaling else None
 
     # -- amaxes that optimizer steps leave
 
@@ -302,13 +376,13 @@ class CastManager:
         others, or a cast to use them.
         """
         measured = any(group.amaxes.measured for group in self.cast_groups)
-        if measured and (self.record.amaxes_are_old or self.record.addresses.any_written()):
+        if measured and (self._amaxes_are_old or self.addresses.any_written()):
             self._forget_amaxes()
-        self.record.amaxes_are_old = False
+        self._amaxes_are_old = False
 
     def after_step(self) -> None:
         """A step has left amaxes: writes that are counted from now on make them old."""
-        self.record.addresses.note()
+        self.addresses.note()
 
     def _forget_amaxes(self) -> None:
         for group in self.cast_groups:
@@ -320,34 +394,52 @@ class CastManager:
         """Find the masters where they lie now. The first time all ranks agree on the weights;
         later nothing is sent.
         """
-        record = self.record
         if not self._reductions:
-            self._reductions = list(self._agree(self._adopt()))
+            self._adopt()
+            self._reductions = list(self._agree())
         if not self.cast_groups or self._moved():
             self.cast_groups = []  # whatever raises from here on is begun anew
             for weight in self.weights:
                 # buffers to send are new ones: a cast fills them, or the next gather says so
                 weight.mark_written()
-            for index, weight in enumerate(self.weights):
-                weight.locate(index)
-            keep = self._keeps_codes()
-            for weight in () if keep else self.weights:
-                weight.let_go_of_codes()
-            record.addresses = MasterAddresses([weight.param for weight in self.weights])
-            self.cast_groups = [CastGroup(weights, reduction, keep) for reduction, weights in self._reductions]
-        record.rewrapped = False
+            for weight in self.weights:
+                weight.locate()
+            self.addresses = MasterAddresses({weight.name: weight.param for weight in self.weights})
+            keep, scaling = self._keeps_codes(), self._seeded_scaling()
+            self.cast_groups = [CastGroup(groups, reduction, keep, scaling) for reduction, groups in self._reductions]
+            self._scaling = {name: group.delayed for group in self.cast_groups for name in group.delayed.state_dict()}
+        self._is_rewrapped = False
+        self._may_have_moved = False
+
+    def _seeded_scaling(self) -> dict[str, dict[str, Tensor]]:
+        """The state of delayed scaling by weight in the cast groups of before."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
+            found |= scaling.state_dict()
+        return {name: found[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
 
     def _keeps_codes(self) -> bool:
         if any(weight.must_keep_codes for weight in self.weights):
             return True
-        few = sum(weight.layout.codes_nbytes for weight in self.weights) <= MOST_KEPT
-        return few if self.keep_codes is None else self.keep_codes
+        if self.keep_codes is not None:
+            return self.keep_codes
+        return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
 
     def _moved(self) -> bool:
         """True if masters lie elsewhere than when they were bound. It takes a new wrapper; debug
         mode looks all the same.
         """
-        return (self.record.rewrapped or debugging()) and self.record.addresses.moved()
+        return (self._is_rewrapped or debugging()) and self.addresses.moved()
+
+    def _mark_moved(self) -> None:
+        """Let headers say which masters lie elsewhere than at the last cast: other tensors have
+        taken their places.
+        """
+        self._may_have_moved = False
+        moved = self.addresses.moved_names()
+        for weight in self.weights if moved else ():
+            if weight.name in moved:
+                weight.mark_written()
 
     def check_sharded(self) -> None:
         """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass
@@ -356,40 +448,37 @@ class CastManager:
         if not self._reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
             self._adopt()
 
-    def _adopt(self) -> list[FSDPWeight]:
-        """The weights once FSDP2 has sharded the model, in the order of its groups; RuntimeError
-        if it does not manage all.
+    def _adopt(self) -> None:
+        """Find the weights in the groups of FSDP2, once it has sharded the model; RuntimeError if
+        it does not manage all.
         """
-        by_group = self.param_groups.find(self.model, set(self.weights))
-        found = [weight for _, members in by_group for weight, _ in members]
-        missing = sorted({weight.name for weight in self.weights} - {weight.name for weight in found})
+        self.param_groups.find(self.model, set(self.weights), self.status)
+        found = {name for group in self.param_groups.prepared for name in group.names}
+        missing = sorted(weight.name for weight in self.weights if weight.name not in found)
         if missing:
             raise RuntimeError(
                 f"{missing[0]} is prepared, and no FSDP module inside the prepared model manages it: {NOT_SHARDED}"
             )
-        for group, members in by_group:
-            for weight, param in members:
-                weight.adopt(group, param)
-        return found
 
-    def _agree(self, weights: Sequence[FSDPWeight]) -> Iterator[tuple[ReductionGroup, list[FSDPWeight]]]:
+    def _agree(self) -> Iterator[tuple[ReductionGroup, list[ParamGroup]]]:
         """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication
         but that of casts.
         """
-        by_group: dict[str, list[FSDPWeight]] = {}
-        for weight in weights:
-            by_group.setdefault(self._mesh_of(weight).get_group().group_name, []).append(weight)
-        for members in by_group.values():
+        by_mesh: dict[str, list[ParamGroup]] = {}
+        for group in self.param_groups.prepared:
+            by_mesh.setdefault(self._mesh_of(group.weights[0]).get_group().group_name, []).append(group)
+        for groups in by_mesh.values():
+            members = [weight for group in groups for weight in group.weights]
             mesh = self._mesh_of(members[0])
-            group = Group.of(mesh).called_by(self._caller)
+            ranks_of_mesh = Group.of(mesh).called_by(self._caller)
             problems = [problem for problem in (one.problem(self._weight_mesh) for one in members) if problem]
-            validate_across_ranks(group, [one.fingerprint for one in members], next(iter(problems), None))
+            validate_across_ranks(ranks_of_mesh, [one.fingerprint for one in members], next(iter(problems), None))
             # ranks that shard one slice have the same first rank
             ranks = dist.get_process_group_ranks(mesh.get_group())
             first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
-            is_first = largest_of_ranks(group, [rank == first for rank in ranks], "the slices of weights")
+            is_first = largest_of_ranks(ranks_of_mesh, [rank == first for rank in ranks], "the slices of weights")
             slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
-            yield ReductionGroup(group, mesh.device_type, slices.index(first), len(slices)), members
+            yield ReductionGroup(ranks_of_mesh, mesh.device_type, slices.index(first), len(slices)), groups
 
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
         return self._weight_mesh if self._weight_mesh is not None else weight.shard_mesh
@@ -404,7 +493,7 @@ class CastManager:
         """
         self.param_groups.note_left_gathered()
         if torch.is_grad_enabled():
-            self.record.status.end_pass()
+            self.status.end_pass()
         else:
             self.check(Use.READ)
 
@@ -413,16 +502,25 @@ class CastManager:
         any gather so far, or were NaN or Inf in a cast that was gathered. Waits for the device.
         """
         self.validity.check(use)
-        self.record.status.check()
-        self.record.status.check_finite()
+        self.status.check()
+        self.status.check_finite()
 
     def _exchange_finite(self) -> None:
         """Let all ranks know of masters that are not finite in a cast that no gather has sent."""
-        for group, (reduction, weights) in zip(self.cast_groups, self._reductions, strict=True):
-            if not all(weight.is_sent for weight in weights):
-                names, cast = [weight.name for weight in weights], self.record.generation
-                exchange = StatusExchange(names, group.statuses(), cast, reduction.group, reduction.device)
-                exchange.check(self.record.status)
+        for group, (reduction, _) in zip(self.cast_groups, self._reductions, strict=True):
+            if not all(weight.is_sent for weight in group.weights):
+                self._exchange(reduction, group.weights, group.statuses())
+
+    def _exchange(
+        self, reduction: ReductionGroup, weights: Sequence[FSDPWeight], statuses: Sequence[ShardStatus]
+    ) -> StatusExchange:
+        """Tell all ranks of the statuses here. RuntimeError on all of them where they disagree; on
+        a GPU a step later.
+        """
+        names = [weight.name for weight in weights]
+        exchange = StatusExchange(names, statuses, self.generation, reduction.group, reduction.device)
+        exchange.check(self.status)
+        return exchange
 
     def exchange_status(self) -> None:
         """Before a forward pass of the prepared model: gather anew what was left gathered, if
@@ -439,13 +537,12 @@ class CastManager:
             for weight in self.weights:
                 weight.mark_written()
         is_written = False
-        for reduction, weights in self._reductions:
-            names, statuses = [weight.name for weight in weights], [weight.status for weight in weights]
-            exchange = StatusExchange(names, statuses, self.record.generation, reduction.group, reduction.device)
-            exchange.check(self.record.status)
+        for reduction, groups in self._reductions:
+            weights = [weight for group in groups for weight in group.weights]
+            exchange = self._exchange(reduction, weights, [weight.status for weight in weights])
             is_written = exchange.any_written() or is_written
             for weight in weights:
-                weight.validity.finish = None
+                weight.mark_readable()
         if is_written:
             for group in left:
                 group.gather_again()
@@ -460,23 +557,22 @@ class CastManager:
         for them.
         """
         self.check_sharded()
-        self.record.status.check()
+        self.status.check()
         for group in torch_fsdp.groups(self.model):
             weights = [weight for weight, _ in prepared_params(group, set(self.weights))]
             if weights:
                 with torch_fsdp.gathered(group):
                     shard_group = Group.of(weights[0].shard_mesh)
-                    self.record.status.check()
+                    self.status.check()
                     yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
 
     def _owned(self, weight: FSDPWeight) -> MasterView:
         span = weight.geometry.span_in_weight
         flat = weight.local.plain.view(-1) if span.numel else None
-        scale = weight.scaling.cast_scale(weight.name) if weight.scaling else None
         slices = None
         if weight.sliced:
-            slices = next(reduction.group for reduction, weights in self._reductions if weight in weights)
-        return MasterView(weight.name, weight.live, flat, span, scale, slices)
+            slices = next(reduction.group for reduction, groups in self._reductions if weight.group in groups)
+        return MasterView(weight.name, weight.live, flat, span, self.cast_scale(weight.name), slices)
 
     def verify_every(self, steps: int) -> None:
         """Cast if that is due, and verify after every so many optimizer steps.
@@ -487,3 +583,101 @@ class CastManager:
         if self._steps >= self._verified + steps:
             self._verified = self._steps
             verify(self).raise_for_differences()
+
+
+class ParamGroups:
+    """FSDP2's parameter groups in a prepared model, and what optimizer steps do to what they have
+    gathered.
+
+    Attributes:
+        prepared: those that gather prepared weights, once FSDP2 has sharded the model.
+    """
+
+    def __init__(self) -> None:
+        self.prepared: list[ParamGroup] = []
+        self._groups: list[weakref.ref[Any]] = []
+        # What the last forward pass left gathered, and how many weights it had received by then.
+        self._left: list[tuple[ParamGroup, int]] = []
+        # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
+        # next cast.
+        self._stepped_in: int | None = None
+
+    def find(self, model: nn.Module, weights: Collection[FSDPWeight], status: GatherStatus) -> None:
+        """Find the groups of a sharded model, and which of `weights` each of them gathers."""
+        groups = list(torch_fsdp.groups(model))
+        self._groups = [weakref.ref(group) for group in groups]
+        members = [(group, prepared_params(group, weights)) for group in groups]
+        self.prepared = [ParamGroup(group, found, status) for group, found in members if found]
+
+    # -- what is left gathered
+
+    def note_left_gathered(self) -> None:
+        """A forward pass ends, and leaves some groups gathered."""
+        self._left = [(group, group.received) for group in self.prepared if group.is_unsharded]
+
+    def left_gathered(self) -> list[ParamGroup]:
+        """The groups that nothing has gathered since the last forward pass left them so; alike
+        on all ranks.
+        """
+        return [group for group, received in self._left if group.is_unsharded and group.received == received]
+
+    def free(self) -> None:
+        """Let the next forward pass gather what is left gathered."""
+        torch_fsdp.reshard(group() for group in self._groups)
+
+    def discard(self) -> None:
+        """The same, and forget gathers that a pass which broke off has left."""
+        torch_fsdp.discard_gathers(group() for group in self._groups)
+        self.free()
+        self._stepped_in = None
+
+    # -- optimizer steps
+
+    def after_step(self) -> None:
+        """Let there be a gather before the next forward pass.
+
+        Optimizers that step within a backward pass, each a few parameters, take one step together:
+        what is gathered for the rest of that pass are the weights of its forward pass.
+        """
+        backward = torch_fsdp.backward_pass()
+        if backward is None:
+            self.discard()
+        elif backward != self._stepped_in:
+            torch_fsdp.at_end_of_backward(self._free_idle)
+        self._stepped_in = backward
+
+    @property
+    def is_in_pass(self) -> bool:
+        """True while a module is in its forward or backward pass."""
+        groups = (group() for group in self._groups)
+        return any(group is not None and not torch_fsdp.is_idle(group) for group in groups)
+
+    @property
+    def step_goes_on(self) -> bool:
+        """True while the backward pass runs within which optimizers step."""
+        return self._stepped_in is not None and torch_fsdp.backward_pass() is not None
+
+    def before_cast(self) -> None:
+        """A backward pass within which optimizers stepped may have raised, and left gathers of
+        the weights before.
+        """
+        if self._stepped_in is not None:
+            torch_fsdp.discard_gathers(group() for group in self._groups)
+
+    def after_cast(self) -> None:
+        """A step that follows is another one."""
+        self._stepped_in = None
+
+    def _free_idle(self) -> None:
+        """At the end of a backward pass, which may be one of recomputed modules within another."""
+        torch_fsdp.reshard(group for group in (group() for group in self._groups) if torch_fsdp.is_idle(group))
+
+
+def prepared_params(group: Any, weights: Collection[FSDPWeight]) -> list[tuple[FSDPWeight, Any]]:
+    """(weight, FSDPParam) of the parameters of an FSDPParamGroup whose local tensor is the
+    MasterParameter of one of `weights`.
+    """
+    params: list[tuple[Any, Any]] = [
+        (getattr(param._sharded_local_tensor, "weight", None), param) for param in group.fsdp_params
+    ]
+    return [(weight, param) for weight, param in params if weight in weights]

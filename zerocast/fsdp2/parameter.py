@@ -19,26 +19,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.formats import FormatSpec
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.manager import NOT_SHARDED, CastManager
-from zerocast.fsdp2.weight import FSDPWeight
+from zerocast.fsdp2.weight import NOT_SHARDED, FSDPWeight, WeightHost
 
 
 class MasterParameter(Tensor):
-    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of,
-    `manager` who casts that.
-    """
+    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of."""
 
     plain: Tensor
     weight: FSDPWeight
-    manager: CastManager
     fsdp_pre_all_gather: "_PreAllGather"  # FSDP2's hook: quantized bytes, scales and a header
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(
-        cls, plain: Tensor, weight: FSDPWeight, manager: CastManager, requires_grad: bool = False
-    ) -> "MasterParameter":
+    def __new__(cls, plain: Tensor, weight: FSDPWeight, requires_grad: bool = False) -> "MasterParameter":
         """Stand for `plain`; nothing is copied.
 
         The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`):
@@ -54,10 +48,11 @@ class MasterParameter(Tensor):
             device=plain.device,
             requires_grad=requires_grad,
         )
-        master.plain, master.weight, master.manager = plain, weight, manager
-        # made once, since FSDP2 asks four times for every gather
-        master.fsdp_pre_all_gather = _PreAllGather(plain, weight, manager)
-        weight.record.rewrapped = True  # FSDP2 may replace the parameter by this one
+        master.plain = plain
+        master.weight = weight
+        # Made once, since FSDP2 asks four times for every gather.
+        master.fsdp_pre_all_gather = _PreAllGather(plain, weight)
+        weight.host.note_rewrapped()  # FSDP2 may replace the parameter by this one
         return master
 
     @property
@@ -65,24 +60,18 @@ class MasterParameter(Tensor):
         """The format that the weight is gathered in."""
         return self.weight.format
 
-    def like(self, plain: Tensor) -> "MasterParameter":
-        """A wrapper of another tensor, or of a view, for the same weight."""
-        return MasterParameter(plain, self.weight, self.manager)
-
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """FSDP2's hook: the QuantizedWeight of all ranks' bytes, or what the module sees instead of
         it, refilled in place after the first time.
         """
-        if self.weight.receive(outputs, dtype, is_first=out is None):
-            self.manager.cast_again()
-        return self.weight.unshard(outputs, out)
+        return self.weight.receive(outputs, dtype, out)
 
     @property
-    def master_owner(self) -> Any:
-        """Who shows this master to `zerocast.verify`."""
-        return self.manager
+    def master_owner(self) -> WeightHost:
+        """Who casts this master, and shows it to `zerocast.verify`."""
+        return self.weight.host
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The storage of the plain tensor, by which FSDP2 sees that its flat view is still the
@@ -111,12 +100,12 @@ class MasterParameter(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Take the wrapper apart for torch.compile."""
-        return ["plain"], (self.weight, self.manager)
+        return ["plain"], self.weight
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], behind: Any, size: Any, stride: Any) -> "MasterParameter":
+    def __tensor_unflatten__(inner: dict[str, Tensor], weight: Any, size: Any, stride: Any) -> "MasterParameter":
         """Put together what `__tensor_flatten__` took apart."""
-        return MasterParameter(inner["plain"], *behind)
+        return MasterParameter(inner["plain"], weight)
 
     def _stable_hash_for_caching(self) -> str:
         """Part of the key of a compiled graph (`torch_fsdp.key_graphs_by_local_tensors`)."""
@@ -164,16 +153,15 @@ class _PreAllGather:
     bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
     """
 
-    __slots__ = ("_manager", "_plain", "_weight")
+    __slots__ = ("_plain", "_weight")
     __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
 
-    def __init__(self, plain: Tensor, weight: FSDPWeight, manager: CastManager) -> None:
-        self._plain, self._weight, self._manager = plain, weight, manager
+    def __init__(self, plain: Tensor, weight: FSDPWeight) -> None:
+        self._plain = plain
+        self._weight = weight
 
     def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        if self._weight.is_first_of_gather:
-            self._manager.before_gather()
-        return self._weight.send(self._plain, mesh), None
+        return self._weight.send(mesh, self._plain.device), None
 
 
 def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
@@ -197,13 +185,13 @@ def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> Maste
     if size is None or list(size[1:]) != list(like.shape[1:]):
         return None
     device = torch.device(options.get("device") or like.device)
-    plain = like.manager.memory.take(like.weight.name, size, device)
-    return None if plain is None else like.like(plain)
+    plain = like.weight.host.memory.take(like.weight.name, size, device)
+    return None if plain is None else MasterParameter(plain, like.weight)
 
 
 def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
     """Refuse the cut by which fully_shard would shard columns."""
-    if dim % master.dim() and not master.weight.is_cast:
+    if dim % master.dim() and not master.weight.is_located:
         raise ValueError(
             "FSDP2 shards quantized weights by rows only: let shard_placement_fn give Shard(0) or None for prepared weights, "
             f"not Shard({dim})"
@@ -233,7 +221,7 @@ def _check_product(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
-    if not master.weight.is_cast and not master.is_meta:
+    if not master.weight.is_located and not master.is_meta:
         raise RuntimeError(
             f"{master.weight.name} is prepared, and {func} would compute with its FP32 master, since FSDP2 did not gather it: "
             f"{NOT_SHARDED}"
@@ -251,9 +239,9 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
             alias: Tensor = _aten.alias.default(source)
             return alias
     if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
-        return source.like(source.plain)
+        return MasterParameter(source.plain, source.weight)
     if func in _KEEP or _is_alias_of(tensor, source.plain):
-        return source.like(tensor)
+        return MasterParameter(tensor, source.weight)
     return tensor
 
 

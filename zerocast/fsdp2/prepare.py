@@ -12,8 +12,8 @@ The life of a prepared parameter:
         ▼
     cast of all weights, before the next gather       manager.py, cast_group.py
         │ amaxes, one all-reduce, scales
-        │ fsdp_pre_all_gather: codes of the shard     weight.py, gather_cast.py
-        │ are cast; codes, scales, header are sent    gather_layout.py
+        │ fsdp_pre_all_gather: codes of the shard     weight.py
+        │ are cast; codes, scales, header are sent    wire.py
         ▼
     all-gather of bytes, by FSDP2
         │ fsdp_post_all_gather                        weight.py, gather_status.py
@@ -27,7 +27,6 @@ The life of a prepared parameter:
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +42,7 @@ from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
-from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Present, Presentation, only_quantized_weights
-from zerocast.fsdp2.torch_fsdp import MasterMemory
-from zerocast.fsdp2.weight import FSDPWeight
+from zerocast.fsdp2.weight import AS_QUANTIZED_WEIGHT, FSDPWeight, Presentation
 from zerocast.quantize import check_weight, read_without_products, show_formats
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
@@ -57,10 +54,33 @@ _optimizer_hooks: list[RemovableHandle] = []
 # The prepared modules in a module, looked for once.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
+# What presents the parameter of this name and module, or None where it is a QuantizedWeight.
+# ValueError for a parameter that it cannot present.
+Present = Callable[[nn.Module, str, Tensor], Presentation | None]
+
+# Packages whose modules give kernels the memory of their own tensors, and what presents these.
+OWN_TENSORS = {"transformer_engine": "zerocast.integrations.transformer_engine.present"}
+
 PICKLED = (
     "this {} was pickled after zerocast.fsdp2.prepare, as torch.multiprocessing does with arguments: its parameters are plain "
     "FP32 ones, and train so. Call prepare again before fully_shard to gather quantized weights"
 )
+
+
+def owner_of_tensors(module: nn.Module) -> str | None:
+    """The package in `OWN_TENSORS` that a class of the module, its own or a base, comes from."""
+    packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
+    return next((package for package in packages if package in OWN_TENSORS), None)
+
+
+def only_quantized_weights(module: nn.Module, name: str, parameter: Tensor) -> None:
+    """The `Present` of a model whose modules are torch's; ValueError for one of another host."""
+    package = owner_of_tensors(module)
+    if package is not None:
+        raise ValueError(
+            f"{name} of a {type(module).__name__} is multiplied as a tensor of {package}'s own: give prepare "
+            f"present={OWN_TENSORS[package]}, or leave it out of the recipe"
+        )
 
 
 def prepare(
@@ -115,8 +135,7 @@ def prepare(
     watch_optimizers()
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)
-    manager = CastManager(model, weight_mesh, keep_codes)
-    chosen: dict[Tensor, FSDPWeight] = {}
+    chosen: dict[Tensor, tuple[str, FormatSpec, Presentation]] = {}
     attached: list[tuple[Presentation, nn.Module, str]] = []
     sharded, unfit = _sharded(model), read_without_products(model)
     for name, parameter in weights.items():
@@ -125,18 +144,27 @@ def prepare(
             continue
         _check(model, name, parameter, sharded)
         check_weight(unfit, name, parameter, fmt, _local(parameter).shape)
-        weight = chosen.setdefault(parameter, manager.weight(name, fmt))
-        if weight.format != fmt:
-            raise ValueError(f"{name} is shared and its names match two formats, {weight.format} and {fmt}")
-        weight.shared_amax = shared.get(weight.name)
-        attached.append(_present(model, name, parameter, weight, present))
-    manager.weights = list(chosen.values())
-    manager.plain = [name for name, parameter in weights.items() if parameter not in chosen]
-    manager.memory = MasterMemory({weight.name: _local(parameter).numel() for parameter, weight in chosen.items()})
-    new = {parameter: _wrap(parameter, weight, manager) for parameter, weight in chosen.items()}
-    _replace(model, chosen, new, manager)
-    for presentation, module, name in attached:
-        presentation.attach(module, name)
+        module, own_name = _holder(model, name)
+        presentation = _present(module, own_name, name, parameter, fmt, present)
+        first_name, first_format, first_presentation = chosen.setdefault(parameter, (name, fmt, presentation))
+        if first_format != fmt:
+            raise ValueError(f"{name} is shared and its names match two formats, {first_format} and {fmt}")
+        if (presentation is AS_QUANTIZED_WEIGHT) != (first_presentation is AS_QUANTIZED_WEIGHT):
+            raise ValueError(
+                f"{name} is {first_name} too, and their modules compute with different tensors: untie them"
+            )
+        # A weight that modules share is one tensor for all of them.
+        attached.append((first_presentation, module, own_name))
+    plain = [name for name, parameter in weights.items() if parameter not in chosen]
+    sizes = {name: _local(parameter).numel() for parameter, (name, *_) in chosen.items()}
+    manager = CastManager(model, weight_mesh, keep_codes, plain, sizes)
+    prepared = {
+        parameter: manager.add_weight(name, fmt, shared.get(name), presentation)
+        for parameter, (name, fmt, presentation) in chosen.items()
+    }
+    _replace(model, prepared)
+    for presentation, module, own_name in attached:
+        presentation.attach(module, own_name)
     model.register_state_dict_pre_hook(_before_state_dict)
     _prepared[model] = weakref.ref(manager)
     _within.clear()
@@ -208,7 +236,8 @@ def managers_of(model: nn.Module) -> list[CastManager]:
 def managers_behind(parameters: Iterable[Any]) -> list[CastManager]:
     """The cast managers of the prepared ones among parameters, each once."""
     tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
-    return list({id(t.manager): t.manager for t in tensors if isinstance(t, MasterParameter)}.values())
+    hosts: dict[int, Any] = {id(t.weight.host): t.weight.host for t in tensors if isinstance(t, MasterParameter)}
+    return list(hosts.values())
 
 
 def _sharded(model: nn.Module) -> set[int]:
@@ -237,47 +266,41 @@ def _check(model: nn.Module, name: str, parameter: Tensor, sharded: set[int]) ->
             )
 
 
+def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter of the model, and the name that it has there."""
+    prefix, _, own_name = name.rpartition(".")
+    return model.get_submodule(prefix), own_name
+
+
 def _present(
-    model: nn.Module, name: str, parameter: Tensor, weight: FSDPWeight, present: Present
-) -> tuple[Presentation, nn.Module, str]:
-    """Choose how the module that holds `weight` as `name` sees it; ValueError where it cannot."""
-    prefix, _, own = name.rpartition(".")
-    module = model.get_submodule(prefix)
+    module: nn.Module, own_name: str, name: str, parameter: Tensor, fmt: FormatSpec, present: Present
+) -> Presentation:
+    """Choose how `module` sees its parameter `own_name`; ValueError where it cannot."""
     try:
-        found = present(module, own, parameter)
-        if found is not None:
-            found.check(weight.format)
+        presentation = present(module, own_name, parameter)
+        if presentation is None:
+            return AS_QUANTIZED_WEIGHT
+        presentation.check(fmt)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
-    is_shown = found is not None
-    if name != weight.name:  # a weight that modules share is one tensor for all of them
-        if is_shown != (weight.presentation is not AS_QUANTIZED_WEIGHT):
-            raise ValueError(
-                f"{name} is {weight.name} too, and their modules compute with different tensors: untie them"
-            )
-        return weight.presentation, module, own
-    if found is not None:
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{name} is a DTensor, whose slices only a QuantizedWeight presents: leave it out of the recipe"
-            )
-        weight.presentation = found
-    return weight.presentation, module, own
+    if isinstance(parameter, DTensor):
+        raise ValueError(
+            f"{name} is a DTensor, whose slices only a QuantizedWeight presents: leave it out of the recipe"
+        )
+    return presentation
 
 
-def _replace(
-    model: nn.Module, chosen: Mapping[Tensor, FSDPWeight], new: Mapping[Tensor, nn.Parameter], manager: CastManager
-) -> None:
+def _replace(model: nn.Module, prepared: Mapping[Tensor, FSDPWeight]) -> None:
     """Let modules hold the wrapped parameters, also when state is loaded."""
+    new = {parameter: _wrap(parameter, weight) for parameter, weight in prepared.items()}
     for module in model.modules():
         held = module.named_parameters(recurse=False, remove_duplicate=False)
-        mine = {name: chosen[parameter] for name, parameter in held if parameter in chosen}
+        mine = {name: prepared[parameter] for name, parameter in held if parameter in prepared}
         for name in mine:
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
         if mine:
             show_formats(module)
-            wraps = {name: partial(MasterParameter, weight=weight, manager=manager) for name, weight in mine.items()}
-            module.register_load_state_dict_post_hook(_Loaded(wraps))
+            module.register_load_state_dict_post_hook(_Loaded(mine))
             module.register_state_dict_post_hook(_unwrap_whole)
 
 
@@ -286,18 +309,18 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _wrap(parameter: Tensor, weight: FSDPWeight, manager: CastManager) -> nn.Parameter:
+def _wrap(parameter: Tensor, weight: FSDPWeight) -> nn.Parameter:
     """The parameter over the same memory, its tensor wrapped; under tensor parallelism its local
     tensor.
     """
     value = parameter.detach()
     if isinstance(value, DTensor):
-        local = MasterParameter(value.to_local(), weight, manager)
+        local = MasterParameter(value.to_local(), weight)
         value = DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
     else:
-        value = MasterParameter(value, weight, manager)
+        value = MasterParameter(value, weight)
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
     for name, said in vars(parameter).items():  # hosts write on parameters, as how they are sliced
         if not hasattr(new, name):
@@ -346,21 +369,20 @@ class _Loaded:
     Nothing is cast here, since one rank alone may load: the next gather notices what changed.
     """
 
-    def __init__(self, wraps: Mapping[str, Callable[[Tensor], MasterParameter]]) -> None:
-        self._wraps = wraps
+    def __init__(self, weights: Mapping[str, FSDPWeight]) -> None:
+        self._weights = weights
 
     def __reduce__(self) -> Any:
         return _Loaded, ({},)  # parameters pickle as plain ones
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        for name, wrap in self._wraps.items():
+        for name, weight in self._weights.items():
             parameter: Any = module._parameters[name]
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if isinstance(local, MasterParameter) or parameter is None:
                 continue
             # load_state_dict(assign=True) puts other tensors in place
-            plain = local.detach().to(torch.float32)
-            wrapped = wrap(plain)
+            wrapped = MasterParameter(local.detach().to(torch.float32), weight)
             if isinstance(parameter, DTensor):
                 parameter._local_tensor = wrapped
             else:

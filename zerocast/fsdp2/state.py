@@ -318,7 +318,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
 def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity], what: str) -> Iterator[None]:
     for manager in managers:
         manager.make_due()  # on all ranks, whatever each of them was in the middle of
-        manager.record.status.forget()
+        manager.status.forget()
     with transaction(validities, what):
         yield
 
@@ -329,7 +329,7 @@ def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager])
     """
     stack = contextlib.ExitStack()
     for manager in managers:
-        stack.enter_context(manager.record.status.overlooked())
+        stack.enter_context(manager.status.overlooked())
     for validity in validities:
         stack.enter_context(validity.reading_partial())
     return stack

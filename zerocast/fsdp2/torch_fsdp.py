@@ -291,16 +291,17 @@ class MasterMemory:
 
 
 class MasterAddresses:
-    """Addresses and version counters of the masters in `params`, FSDPParams that are referred to
-    weakly.
+    """Addresses and version counters of the masters in `params`, FSDPParams by the name of the
+    weight, which are referred to weakly.
 
     They are kept as lists, so that a refresh needs no Python loop over parameters. Masters know of
     this through their weight, so they are referred to weakly: a view of a master holds its base
     where the garbage collector does not look, and the two would never be freed.
     """
 
-    def __init__(self, params: Sequence[Callable[[], Any]]) -> None:
-        self._params = params
+    def __init__(self, params: Mapping[str, Callable[[], Any]]) -> None:
+        self._params = list(params.values())
+        self._index = {name: index for index, name in enumerate(params)}
         locals_ = list(map(_local_tensor, [param() for param in self._params]))
         plains = [local.plain for local in locals_]
         self._locals = list(map(weakref.ref, locals_))
@@ -316,6 +317,11 @@ class MasterAddresses:
         found = list(map(_local_tensor, [param() for param in self._params]))
         same = all(map(operator.is_, found, [local() for local in self._locals]))
         return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
+
+    def moved_names(self) -> set[str]:
+        """The weights whose masters lie elsewhere now."""
+        found = [_local_tensor(param()).plain.data_ptr() for param in self._params]
+        return {name for name, index in self._index.items() if found[index] != self._addresses[index]}
 
     def check_memory(self) -> None:
         """ValueError for a master whose storage was freed or made smaller since."""
@@ -334,8 +340,9 @@ class MasterAddresses:
         """True if autograd has counted a write since `note`."""
         return self._count() != self._counted
 
-    def is_written(self, index: int) -> bool:
-        """True if autograd has counted a write to the `index`-th master since `note`."""
+    def is_written(self, name: str) -> bool:
+        """True if autograd has counted a write to the master of a weight since `note`."""
+        index = self._index[name]
         for counters, versions in zip(self._counters, self._counted, strict=True):
             tensor = counters[index]()
             if (-1 if tensor is None else tensor._version) != versions[index]:

@@ -1,35 +1,114 @@
-"""FSDPWeight: a prepared weight, from FP32 rows of this rank to the QuantizedWeight of all
-ranks.
+"""FSDPWeight, a prepared weight, and ParamGroup, the weights that FSDP2 gathers together: from FP32
+rows of this rank to the QuantizedWeight of all ranks.
+
+Masters keep their weights alive, and weights their group and their host. All other references are
+weak, those to FSDP2's objects too: the garbage collector does not look into all tensors, so a
+circle through masters would keep a dropped model alive, or take it a second collection.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
 from zerocast.distributed.rank_report import Comparison, ShardStatus
-from zerocast.formats import AmaxPolicy, FormatSpec, layout
+from zerocast.formats import AmaxPolicy, FormatSpec
 from zerocast.formats.layout import check_shape, matrix_shape
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
-from zerocast.fsdp2.gather_cast import GatherCast
-from zerocast.fsdp2.gather_layout import GatherLayout, JointLayout, RowFill, ScaleFill, header_of
 from zerocast.fsdp2.gather_status import GatherStatus
-from zerocast.fsdp2.param_groups import ParamGroup
-from zerocast.fsdp2.presentation import AS_QUANTIZED_WEIGHT, Presentation
-from zerocast.fsdp2.shard import RowShards, ShardGeometry
-from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
+from zerocast.fsdp2.wire import (
+    CODES,
+    GatheredSide,
+    GatherLayout,
+    RowShards,
+    ShardGeometry,
+    header_of,
+)
 from zerocast.weight.validity import Validity
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
+LOAD = (
+    "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict) through zerocast.fsdp2.TrainingState"
+)
+NOT_SHARDED = (
+    "call fully_shard on the model that was given to zerocast.fsdp2.prepare, or on modules in it, before the first forward pass "
+    "(it takes the place of DistributedDataParallel and FullyShardedDataParallel)"
+)
+
+
+class Presentation:
+    """How modules see one weight: as a QuantizedWeight, which torch's layers compute with.
+
+    A host whose layers compute with tensors of their own overrides this: the same bytes, as its
+    tensor.
+    """
+
+    def check(self, fmt: FormatSpec) -> None:
+        """Raise ValueError, with nothing changed, for a format that the modules cannot compute
+        with.
+        """
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """`module` holds the weight as parameter `name`. Called once for each, after all checks."""
+
+    def show(self, weight: QuantizedWeight) -> Tensor:
+        """Return a tensor over the buffers of `weight`, for the first gather; nothing is copied.
+
+        FSDP2 makes a parameter of it, which is another object, by `as_strided` and `detach`.
+        """
+        return weight
+
+    def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
+        """The bytes behind `shown`, that parameter, are those of another gather: drop what was
+        derived from earlier ones.
+        """
+
+    def live(self, shown: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return what products of `shown` would read now, for `zerocast.verify`."""
+        assert isinstance(shown, QuantizedWeight)
+        return shown
+
+
+AS_QUANTIZED_WEIGHT = Presentation()
+
+
+class WeightHost(Protocol):
+    """What a weight asks and tells of the casts of its model. The CastManager is one.
+
+    Attributes:
+        generation: how many casts there were. The same on all ranks, or gathers raise.
+        validity: of all masters together.
+        addresses: where the masters were when they were located.
+        memory: where the shards of masters lie that FSDP2 allocates.
+    """
+
+    generation: int
+    validity: Validity
+    addresses: MasterAddresses
+    memory: MasterMemory
+
+    def before_gather(self) -> None:
+        """A gather begins: cast if that is due."""
+
+    def cast_again(self) -> None:
+        """All ranks have written to a weight: cast once more."""
+
+    def note_operator(self) -> None:
+        """An operator has written to a master."""
+
+    def note_written(self, weight: "FSDPWeight") -> None:
+        """A master has changed since the last cast, as this rank knows from now on."""
+
+    def note_rewrapped(self) -> None:
+        """A master has another wrapper, and may lie elsewhere than where it was located."""
 
 
 class FSDPWeight:
@@ -37,77 +116,80 @@ class FSDPWeight:
     here.
 
         sharded      `locate` finds the rows of this rank that FSDP2 cut, a cast encodes them
-           │ send         fsdp_pre_all_gather: codes, scales and a header of this rank
+           │ send         fsdp_pre_all_gather: casts if that is due; codes, scales and a header
            ▼
         gathering    FSDP2's all-gather of bytes, prefetched or not
-           │ receive      fsdp_post_all_gather: looks at the headers of all ranks
-           │ unshard      lays out scales; gathers again if all ranks were written to
+           │ receive      fsdp_post_all_gather: looks at the headers of all ranks, casts and gathers
+           │              again if all were written to, lays out scales
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
            │         module sees as what `presentation` makes of it
-           │              FSDP2 reshards: it frees the storage of codes and `inner`
+           │              FSDP2 reshards: it frees the storage of codes and of scale buffers
            ▼
         freed        sharded again; `unsharded` stays, and the next gather fills the same
                      storage, which autograd or a compiled graph may have saved
+
+    Attributes:
+        format: that it is gathered in, until a switch.
+        shared_amax: the weights that it shares a tensor amax with, if any.
+        presentation: how modules see it.
+        host: who casts it.
+        validity: of what is gathered.
+        group: the weights that it is gathered with, and `place` among them. These and `param`, the
+            FSDPParam, are there once FSDP2 has sharded the model (`adopt`).
+        is_located: True once its shard was found. From then on, and anew whenever masters move,
+            there are `master`, f32, plain, this rank's rows; `addresses`, those of its bytes;
+            `geometry`; and `status_after_cast`, which a cast leaves in the header.
+        unsharded: the weight of all ranks, from the first gather on.
     """
 
-    master: Tensor  # f32, this rank's rows, plain
+    group: "ParamGroup"
+    param: Callable[[], Any]
+    master: Tensor
     geometry: ShardGeometry
-    layout: GatherLayout
-    group: ParamGroup
-    header: Tensor  # int32 `[2]` in the side channel that is sent
-    status_after_cast: ShardStatus  # that a cast leaves in the header
-    param: Callable[[], Any]  # the FSDPParam, referred to weakly, as groups are
+    status_after_cast: ShardStatus
 
-    def __init__(self, name: str, fmt: FormatSpec, record: "CastRecord", validity: Validity) -> None:
-        self.name, self.format, self.record, self.validity = name, fmt, record, validity
-        self.shared_amax: SharedAmax | None = None
-        self.presentation: Presentation = AS_QUANTIZED_WEIGHT
-        # that of the weight's cast group, if its scaling is delayed
-        self.scaling: DelayedScaling | None = None
-        self.is_first_of_gather = True
-        self.is_cast = False  # whether FSDP2 has sharded the weight and its shard was located
+    def __init__(
+        self,
+        name: str,
+        fmt: FormatSpec,
+        host: WeightHost,
+        shared_amax: SharedAmax | None = None,
+        presentation: Presentation = AS_QUANTIZED_WEIGHT,
+    ) -> None:
+        self.name = name
+        self.format = fmt
+        self.shared_amax = shared_amax
+        self.presentation = presentation
+        self.host = host
+        self.validity = Validity(LOAD, advice=ADVICE)
+        self.validity.owner = weakref.ref(host)
+        self.validity.has_masters = True
+        self.place = 0  # so that the very first gather looks for the others
+        self.is_located = False
+        self.addresses = range(0)
+        # True if the master has changed since the last cast, as far as this rank knows.
         self._is_written = False
-        self._addresses = range(0)  # of the master
-        self.gather_cast: GatherCast | None = None  # of its codes, where they are not kept
-        # of the weights gathered with it, where all send their side channels as one, and its place
-        # among them
-        self.joint: JointLayout | None = None
-        self.place = 0
-        self._outputs: tuple[Tensor, ...] = ()  # to send
-        self._header = -1, ShardStatus.CLEAN  # the cast that it is of, and its status
-        self._sent = -1  # the cast whose bytes were sent last
-        self.sent_status = ShardStatus.CLEAN
+        # The mesh of the last gather, and the number of the cast that it sent.
+        self._mesh: DeviceMesh | None = None
+        self._sent = -1
         self.unsharded: QuantizedWeight | None = None
-        self.inner: list[Tensor] = []
-        self._fills: Sequence[ScaleFill | RowFill] = ()
+        # The buffers that FSDP2 allocates and frees with it.
+        self._inner: list[Tensor] = []
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
-        """Itself: `async_save` copies shards with what they point to, and the copy is a state of
-        the same weight.
+        """Return itself: `async_save` copies shards with what they point to, and the copy is a
+        state of the same weight.
         """
         return self
 
-    def convert(self, fmt: FormatSpec) -> None:
-        """Be cast into another format and gathered in it from now on; delayed scaling begins
-        anew.
-        """
-        self.format, self.scaling = fmt, None
-        self.forget_gathered()
+    # -- what FSDP2 decides
 
-    def forget_gathered(self) -> None:
-        """Let the next gather be like the first: this weight, or one that is gathered with it, is
-        sent in another format.
-        """
-        self.unsharded, self.inner = None, []
-        torch_fsdp.forget_gathered(self.param())
-
-    # -- sharded: this rank's rows, and the bytes that a cast makes of them
-
-    def adopt(self, group: ParamGroup, param: Any) -> None:
+    def adopt(self, group: "ParamGroup", place: int, param: Any) -> None:
         """FSDP2 has sharded the model: `param`, an FSDPParam, holds this weight."""
-        self.group, self.param = group, weakref.ref(param)
-        self.is_first_of_gather = group.names[0] == self.name
+        self.group = group
+        self.place = place
+        self.param = weakref.ref(param)
 
     @property
     def local(self) -> Any:
@@ -150,35 +232,39 @@ class FSDPWeight:
         return tuple(self.param().sharded_param.shape) != self.shape
 
     @property
+    def must_keep_codes(self) -> bool:
+        """True where codes are kept from one cast to the next, whatever was asked for: one rank
+        sends all as one output, and masters on the host are cast there.
+        """
+        return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param())
+
+    # -- checks
+
+    @property
     def fingerprint(self) -> str:
         """One line that all ranks must have alike."""
         shared = f" with the amax of {self.shared_amax}" if self.shared_amax else ""
         return f"{self.name} {self.format} {self.shape} {self.nominal}{shared}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
-        """Why this weight cannot be cast, if so."""
+        """Return why this weight cannot be cast, if so."""
         try:
-            self._check(weight_mesh)
+            self._check_dtypes()
+            if self.local.is_meta:
+                raise ValueError("the weight is on the meta device: give it storage with to_empty first")
+            self.check_format(self.format, weight_mesh)
         except (TypeError, ValueError, RuntimeError) as error:
             return type(error)(f"{self.name}: {error}")
         return None
 
-    def _check(self, weight_mesh: DeviceMesh | None) -> None:
-        if problem := self._dtype_problem():
-            raise TypeError(problem)
-        if self.local.is_meta:
-            raise ValueError("the weight is on the meta device: give it storage with to_empty first")
-        self.check_format(self.format, weight_mesh)
-
-    def _dtype_problem(self) -> str | None:
+    def _check_dtypes(self) -> None:
         if self.local.dtype != torch.float32:
-            return f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy"
+            raise TypeError(f"masters are float32, this is {self.local.dtype}: leave precision to MixedPrecisionPolicy")
         if self.nominal not in NOMINAL_DTYPES:
-            return f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}"
-        return None
+            raise TypeError(f"weights compute in one of {', '.join(map(str, NOMINAL_DTYPES))}, not in {self.nominal}")
 
     def check_format(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
-        """ValueError unless this weight can be gathered in a format."""
+        """Raise ValueError unless this weight can be gathered in a format."""
         problem = self.group.problem()
         if problem:
             raise ValueError(problem)
@@ -203,65 +289,39 @@ class FSDPWeight:
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
             )
 
-    @property
-    def must_keep_codes(self) -> bool:
-        """True where codes are kept from one cast to the next, whatever was asked for: one rank
-        sends all as one output, and masters on the host are cast there.
-        """
-        return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param())
+    # -- sharded: this rank's rows
 
-    @property
-    def may_share_side(self) -> bool:
-        """True where FSDP2 takes several outputs, out of the memory that they are kept in."""
-        return self.shard_mesh.size() > 1 and not torch_fsdp.is_offloaded(self.param())
-
-    def locate(self, index: int) -> None:
-        """Find the rows of this rank where they lie now; `index` is the place among the
-        addresses of all masters. TypeError where `Module.to` has given them another dtype.
+    def locate(self) -> None:
+        """Find the rows of this rank where they lie now. TypeError where `Module.to` has given
+        them another dtype.
         """
-        if problem := self._dtype_problem():
-            raise TypeError(f"{self.name}: {problem}")
-        self._index = index
+        try:
+            self._check_dtypes()
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
         rows, columns = matrix_shape(self.shape)
         world, rank = self.shard_mesh.size(), self.shard_mesh.get_local_rank()
         shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
         self.master = self.local.plain
         self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
-        self.layout, self.gather_cast = GatherLayout(self.geometry), None
-        self._header, self.is_cast = (-1, ShardStatus.CLEAN), True
         self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
+        self.is_located = True
         self.validity.watch([self.master], sharded=False)
         first = self.master.data_ptr()
-        self._addresses = range(first, first + self.master.nbytes)
+        self.addresses = range(first, first + self.master.nbytes)
 
-    def let_go_of_codes(self) -> None:
-        """Keep no codes between gathers, from the coming `bind` on."""
-        self.layout = GatherLayout(self.geometry, keep_codes=False)
-
-    def bind(self, buffer: Tensor, scales: Mapping[str, Tensor]) -> MasterShard:
-        """Make the small weight over `buffer`, the zero bytes that the layout, or the joint one,
-        keeps, and buffers `scales`; what the stages are given.
+    def shard_over(self, codes: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> MasterShard:
+        """The part that this rank casts, as the stages take it: a small weight over `codes`, by
+        direction and from its first element on this rank, and over scale `buffers`.
         """
-        if self.joint is None:
-            codes, side = self.layout.parts(buffer)
-            self._outputs = self.layout.outputs(buffer)
-        else:
-            codes, side = self.joint.parts(buffer)[self.place]
-            self._outputs = self.joint.outputs(self.place, buffer)
-        self.header = header_of(side)
-        elsewhere = [side[:0]]  # no bytes, which stand for codes that are not kept
-        names = "rowwise_data", "columnwise_data"
-        buffers = {**scales, **self._scalars(side), **dict(zip(names, codes or elsewhere, strict=False))}
         geometry = self.geometry
         shape = geometry.cast_rows, geometry.columns
-        weight = QuantizedWeight.of_part(shape, self.format, geometry.nominal, buffers)
+        memory = {**buffers, **dict(zip(CODES, codes, strict=False))}
+        weight = QuantizedWeight.of_part(shape, self.format, geometry.nominal, memory)
         data = (codes[0], codes[1]) if len(codes) > 1 else codes[0] if codes else None
         return MasterShard(weight, self.master.view(-1) if geometry.span.numel else None, geometry.span, data)
 
-    def _scalars(self, side: Tensor) -> dict[str, Tensor]:
-        """The scalars of the tensor by the names of their buffers, in a side channel."""
-        offsets = self.layout.scalar_offsets
-        return {name: side[at : at + 4].view(torch.float32) for name, at in offsets.items()}
+    # -- written to
 
     def note_write(self, data: Tensor) -> None:
         """An operator wrote to `data`, this master or something that FSDP2 or an optimizer made
@@ -269,21 +329,25 @@ class FSDPWeight:
         """
         if torch._guards.TracingContext.try_get() is not None:
             return  # compiled: what runs later is not seen here, the optimizer's hook is
-        if data.data_ptr() not in self._addresses:
+        if data.data_ptr() not in self.addresses:
             return  # also of a view of no elements
-        self.record.amaxes_are_old = True
+        self.host.note_operator()
         self.mark_written()
 
     def mark_written(self) -> None:
         """Say so at the next gather, unless a cast comes before."""
         if not self._is_written:
             self._is_written = True
-            self.record.written.append(self)
+            self.host.note_written(self)
             self.validity.finish = self._refuse
 
     def mark_cast(self) -> None:
         """A cast has read the master as it is now."""
         self._is_written = False
+
+    def mark_readable(self) -> None:
+        """What is left gathered may be read: all ranks know of writes since."""
+        self.validity.finish = None
 
     def _refuse(self, weight: Any) -> None:
         raise RuntimeError(
@@ -294,123 +358,83 @@ class FSDPWeight:
     @property
     def status(self) -> ShardStatus:
         """The status of this rank's shard."""
-        if self.record.validity.partial:
+        if self.host.validity.partial:
             return ShardStatus.PARTIAL
-        if self.record.addresses.is_written(self._index):
+        if self.host.addresses.is_written(self.name):
             self.mark_written()
         clean = self.status_after_cast
         return ShardStatus.WRITTEN if self._is_written and clean == ShardStatus.CLEAN else clean
 
-    # -- gathering
+    # -- gathered
 
-    def send(self, master: Tensor, mesh: DeviceMesh) -> tuple[Tensor, ...]:
-        """The bytes of this rank for a gather over `mesh`, on the device of `master`. Masters
-        that are due were cast before.
-        """
-        if master.data_ptr() != self._addresses.start and master.device == self.master.device:  # else FSDP2's copy
-            self.record.rewrapped = True  # the cast looks for it
-            self.mark_written()
-        outputs = self._outputs_on(master.device)
-        self._mesh, self._sent = mesh, self.record.generation
-        return outputs
+    def send(self, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, ...]:
+        """FSDP2 begins a gather over `mesh`: return the bytes of this rank, on `device`."""
+        if self.place == 0:
+            self.host.before_gather()
+        self._mesh = mesh
+        self._sent = self.host.generation
+        return self.group.outputs(self.place, self._sent, device)
 
     @property
     def is_sent(self) -> bool:
         """True once the bytes of the last cast were sent."""
-        return self._sent == self.record.generation
+        return self._sent == self.host.generation
 
-    def _outputs_on(self, device: torch.device) -> tuple[Tensor, ...]:
-        self._write_header()
-        outputs = self.outputs()
-        if device == self.master.device:
-            return outputs
-        return tuple(part.to(device, non_blocking=True) for part in outputs)
-
-    def outputs(self) -> tuple[Tensor, ...]:
-        """The tensors to send, on the device of the master. Codes that are not kept are cast for
-        this gather.
-        """
-        kept = self._outputs
-        return kept if self.gather_cast is None else (*self.gather_cast.take(self.name), *kept)
-
-    def _write_header(self) -> None:
-        """Write the status into the header, if another one lies there since the last cast."""
-        cast, before = self._header
-        if cast != self.record.generation:
-            before = self.status_after_cast
-        self.sent_status = self.status
-        if self.sent_status != before:
-            self.header[0].fill_(self.sent_status)
-        self._header = self.record.generation, self.sent_status
-
-    def receive(self, outputs: Sequence[Tensor], dtype: torch.dtype, is_first: bool) -> bool:
-        """Look at what FSDP2 gathered. True if all ranks must cast again: all were written to.
-
-        RuntimeError on all ranks where only some were. Reading the headers makes the host wait for
-        a GPU: only a rank that was written to outside of an optimizer does, since all may have
-        been, and one without rows. If not all were, it learns of it with the others, later.
+    def receive(
+        self, outputs: Sequence[Tensor], dtype: torch.dtype, shown: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """FSDP2 has gathered `outputs`: return (the weight as its module sees it, buffers that
+        FSDP2 allocates and frees with it). `shown` is what FSDP2 made of the former the first time.
         """
         if dtype != self.geometry.nominal:
             raise RuntimeError(f"{self.name} was cast for {self.geometry.nominal} and is gathered as {dtype}")
-        if is_first or self.unsharded is None:
-            self._unshard(outputs)
-        if self.joint is None:
-            everywhere = self._all_written([self], [self._gathered_header])
-        else:  # the first one looks at all headers
-            everywhere = self.place == 0 and self._all_written(self.group.weights, self.group.headers)
-        return everywhere and self.is_sent
+        if shown is None or self.unsharded is None:
+            self._lay_in(outputs)
+        assert self.unsharded is not None
+        if self.place == 0 and self.group.all_written() and self.is_sent:
+            self.host.cast_again()
+        if not self.is_sent:
+            self._gather_again(outputs)
+        self.group.note_received(self.place)
+        self.validity.finish = None
+        self.validity.gathered()
+        if shown is None:
+            return self.presentation.show(self.unsharded), self._inner
+        shown = getattr(shown, "_local_tensor", shown)
+        self.presentation.refill(shown, self.unsharded)
+        return shown, self._inner
 
-    def _all_written(self, received: Sequence["FSDPWeight"], headers: Sequence[Tensor]) -> bool:
-        """True if there is a weight that all ranks have written to."""
-        status = self.record.status
-        if not status.reads_late(headers[0]):
-            written = [status.all_written(w.name, header) for w, header in zip(received, headers, strict=True)]
-            return any(written)
-        self.group.note([weight.name for weight in received], headers)
-        read = [header for w, header in zip(received, headers, strict=True) if w.sent_status.may_be_written]
-        return any(Comparison.of_headers(header).may_be_written for header in read)
-
-    def _unshard(self, outputs: Sequence[Tensor]) -> None:
-        """Make the weight over the `outputs` of FSDP2's first gather.
-
-        Codes and scalars stay where FSDP2 gathered them. Scales are put into `inner`, in the layout
-        that products read.
-        """
+    def _lay_in(self, outputs: Sequence[Tensor]) -> None:
+        """Make the weight over the `outputs` of FSDP2's first gather."""
         geometry = self.geometry
-        if self.joint is None:
-            codes, side = self.layout.gathered(outputs)
-            self._gathered_header = header_of(side)
-            scales = self._own_scales(side)
-        else:
-            codes = self.layout.gathered_codes(outputs[: self.layout.directions])
-            if self.place == 0:
-                self.group.unshard(self.joint, outputs[-1])
-            side, scales = self.group.sides[self.place], self.group.fill.buffers[self.place]
-            self.inner = self.group.fill.memory if self.place == 0 else []
-            # those of all are filled when the last one is received
-            self._fills = self.group.fill.fills if self.name == self.group.names[-1] else ()
-        specs = layout.buffers(self.format, (geometry.rows, geometry.columns), geometry.nominal)
-        names = "rowwise_data", "columnwise_data"
-        stored = [spec.dtype for name in names if (spec := specs[name]) is not None]
-        buffers = {name: data.view(dtype) for name, data, dtype in zip(names, codes, stored, strict=False)}
-        buffers |= self._scalars(side[0]) | scales  # rank 0 always has rows
-        self.unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
-        self.unsharded.state.columnwise_on_demand, self.unsharded.state.name = True, self.name
-        self.unsharded.state.validity, self.unsharded.state.shared_amax = self.validity, self.shared_amax
-        self.unsharded.state.host_casts_gradient = True
+        buffers, self._inner = self.group.lay_in(self.place, outputs)
+        unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
+        unsharded.state.columnwise_on_demand = True
+        unsharded.state.name = self.name
+        unsharded.state.validity = self.validity
+        unsharded.state.shared_amax = self.shared_amax
+        unsharded.state.host_casts_gradient = True
+        self.unsharded = unsharded
 
-    def _own_scales(self, side: Tensor) -> dict[str, Tensor]:
-        """The scale buffers by name, filled from this weight's own side channels
-        `[world, bytes]`.
+    @torch.no_grad()
+    def _gather_again(self, outputs: Sequence[Tensor]) -> None:
+        """Gather the bytes of another cast in place of what FSDP2 gathered."""
+        assert self._mesh is not None
+        group, cast = Group.of(self._mesh), self.host.generation
+        sent = self.group.outputs(self.place, cast, outputs[0].device)
+        for output, part in zip(outputs, sent, strict=True):
+            with torch_fsdp.unversioned([output]):
+                group.all_gather_into(output.view(-1), part, what=f"the bytes of {self.name}, which was written to")
+        self._sent = cast
+
+    def convert(self, fmt: FormatSpec) -> None:
+        """Be cast into another format from now on, unless it is the same. The next gather is like
+        the first in any case: this weight, or one that is gathered with it, is sent in another one.
         """
-        found, fills = {}, []
-        for region, spec in self.layout.scale_specs():
-            found[region.name] = torch.empty(spec.shape, dtype=spec.dtype, device=side.device)
-            fills.append(ScaleFill(region, self.geometry.shards, side, found[region.name], spec.padding))
-        self.inner, self._fills = list(found.values()), fills
-        return found
-
-    # -- unsharded
+        self.format = fmt
+        self.unsharded = None
+        self._inner = []
+        torch_fsdp.forget_gathered(self.param())
 
     @property
     def live(self) -> QuantizedWeight:
@@ -420,50 +444,155 @@ class FSDPWeight:
         # of a DTensor the local tensor
         return self.presentation.live(getattr(live, "_local_tensor", live), self.unsharded)
 
-    def unshard(self, outputs: Sequence[Tensor], shown: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """(the weight as its module sees it, buffers that FSDP2 allocates and frees with it) of
-        what was gathered, once more after another cast. `shown` is what FSDP2 made of it the first
-        time.
-        """
-        assert self.unsharded is not None
-        if not self.is_sent:
-            self._gather_again(outputs)
-        self.validity.finish = None
-        self.group.received += 1
-        self.validity.casts += 1  # what was derived from earlier bytes is old
-        if self._fills or self.joint is None:
-            self.group.put_scales(self.name, self._fills)
-        if shown is None:
-            return self.presentation.show(self.unsharded), self.inner
-        shown = getattr(shown, "_local_tensor", shown)
-        self.presentation.refill(shown, self.unsharded)
-        return shown, self.inner
 
-    @torch.no_grad()
-    def _gather_again(self, outputs: Sequence[Tensor]) -> None:
-        """Gather in place of what FSDP2 gathered."""
-        group = Group.of(self._mesh)
-        for output, part in zip(outputs, self._outputs_on(outputs[0].device), strict=True):
-            with torch_fsdp.unversioned([output]):
-                group.all_gather_into(output.view(-1), part, what=f"the bytes of {self.name}, which was written to")
-        self._sent = self.record.generation
+def living(references: Iterable["weakref.ref[FSDPWeight]"]) -> list[FSDPWeight]:
+    """Return the weights that are referred to, which the model keeps alive."""
+    return [weight for reference in references if (weight := reference()) is not None]
 
 
-@dataclass(eq=False)
-class CastRecord:
-    """The casts of one model so far, and what happened to its masters since the last one.
+class ParamGroup:
+    """One of FSDP2's parameter groups (an FSDPParamGroup), and the bytes of its weights.
 
-    `generation` counts casts; it is the same on all ranks, or gathers raise. `validity` knows of
-    steps and loads that raised half-way.
+    Attributes:
+        names: of its prepared weights, in the order of its gather. A weight's `place` is its index.
+        received: how many weights have arrived, over all gathers.
+        layout: of the bytes that are sent. Another one after a switch of formats.
+        side: what is gathered beside codes, from the first gather on.
+        headers: int32 `[2]` of each weight, in the bytes that are sent.
+        take_codes: gives the codes of the weight at a place for one gather; None where casts keep
+            them with what is sent.
     """
 
-    validity: Validity
-    generation: int = 0
-    rewrapped: bool = False  # whether masters may lie elsewhere than they were located
-    amaxes_are_old: bool = False  # whether a master was written to since a step left amaxes
-    written: list[FSDPWeight] = field(default_factory=list)  # all that say so
-    addresses: MasterAddresses = field(default_factory=lambda: MasterAddresses([]))
-    status: GatherStatus = field(init=False)
+    layout: GatherLayout
+    headers: list[Tensor]
+    take_codes: Callable[[int], Sequence[Tensor]] | None
 
-    def __post_init__(self) -> None:
-        self.status = GatherStatus(self.validity)
+    def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
+        """Gather these weights, each with its FSDPParam, from now on."""
+        self._group: Callable[[], Any] = weakref.ref(group)
+        self._status = status
+        self._weights = [weakref.ref(weight) for weight, _ in members]
+        self.names = tuple(weight.name for weight, _ in members)
+        self.received = 0
+        for place, (weight, param) in enumerate(members):
+            weight.adopt(self, place, param)
+        # From `lay_out` on, for each weight: what is sent beside codes that are not kept, the
+        # status that a cast leaves in its header, and the one that is there now.
+        self._kept: list[tuple[Tensor, ...]] = []
+        self._after_cast: list[ShardStatus] = []
+        self._said: list[ShardStatus] = []
+        # The number of the cast after which a gather has written headers.
+        self._said_after = -1
+        self.side: GatheredSide | None = None
+
+    @property
+    def weights(self) -> list[FSDPWeight]:
+        """The weights, which the model keeps alive."""
+        return living(self._weights)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True while its weights are gathered."""
+        return bool(self._group().is_unsharded)
+
+    def problem(self) -> str | None:
+        """Return why quantized weights cannot be gathered by it, if so."""
+        if self._group()._use_post_forward_mesh:
+            return (
+                "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards plain tensors alone): "
+                "give True or False"
+            )
+        return None
+
+    def gather_again(self) -> None:
+        """Gather in the same memory."""
+        torch_fsdp.gather_again(self._group())
+
+    # -- sent
+
+    def layout_of(self, keep_codes: bool) -> GatherLayout:
+        """The layout of what this rank sends of the weights as they are located now."""
+        geometries = tuple(weight.geometry for weight in self.weights)
+        return GatherLayout(geometries, keep_codes)
+
+    def lay_out(
+        self, layout: GatherLayout, buffer: Tensor, take_codes: Callable[[int], Sequence[Tensor]] | None
+    ) -> None:
+        """Send from `buffer`, which casts fill, uint8 `[layout.kept_bytes]` of zeros."""
+        self.layout = layout
+        self.take_codes = take_codes
+        self.headers = [header_of(side) for _, side in layout.parts(buffer)]
+        self._kept = layout.outputs(buffer)
+        self._after_cast = [weight.status_after_cast for weight in self.weights]
+        self._said_after = -1
+
+    def outputs(self, place: int, cast: int, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors to send of a weight, on `device`, after cast number `cast`. Codes that are
+        not kept are cast for this gather.
+        """
+        if place == 0:
+            self._write_headers(cast)
+        outputs = self._kept[place]
+        if self.take_codes is not None:
+            outputs = *self.take_codes(place), *outputs
+        if outputs[0].device == device:
+            return outputs
+        return tuple(part.to(device, non_blocking=True) for part in outputs)
+
+    def _write_headers(self, cast: int) -> None:
+        """Write the statuses of all weights, where others are there since the last cast: they
+        travel with the first weight, which FSDP2 may copy before it asks for the next one.
+        """
+        said = self._said if self._said_after == cast else self._after_cast
+        self._said = [weight.status for weight in self.weights]
+        self._said_after = cast
+        for header, before, now in zip(self.headers, said, self._said, strict=True):
+            if before != now:
+                header[0].fill_(now)
+
+    # -- received
+
+    def lay_in(self, place: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """(the buffers of a weight by name, buffers that FSDP2 allocates and frees with it) over
+        the `outputs` of its first gather.
+
+        Codes and scalars stay where FSDP2 gathered them. Scales get buffers of their own, in the
+        layout that products read; those of all weights are allocated with the first one.
+        """
+        if place == 0:
+            self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs))
+        assert self.side is not None
+        scales = self.side.scalars[place] | self.side.buffers[place]
+        return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
+
+    def convert(self, formats: Mapping[str, FormatSpec]) -> None:
+        """Some of its weights, by name, are cast into other formats from now on."""
+        self.side = None
+        for weight in self.weights:
+            weight.convert(formats.get(weight.name, weight.format))
+
+    def all_written(self) -> bool:
+        """Look at the headers of a gather. Return True if all ranks have written to one of the
+        weights, so that all must cast again.
+
+        RuntimeError on all ranks where only some have. Reading headers makes the host wait for a
+        GPU: only a rank that was written to outside of an optimizer does, since all may have been,
+        and one without rows. If not all were, it learns of it with the others, later.
+        """
+        assert self.side is not None
+        headers = self.side.headers
+        if not self._status.reads_late(headers[0]):
+            written = [self._status.all_written(name, own) for name, own in zip(self.names, headers, strict=True)]
+            return any(written)
+        self._status.note(self.names, headers)
+        read = [own for own, status in zip(headers, self._said, strict=True) if status.may_be_written]
+        return any(Comparison.of_headers(own).may_be_written for own in read)
+
+    def note_received(self, place: int) -> None:
+        """A weight has arrived. After the last one the scales of all are put where products read
+        them.
+        """
+        self.received += 1
+        if place + 1 == len(self.names):
+            assert self.side is not None
+            self.side.fill()

@@ -242,6 +242,10 @@ class Validity:
         self.casts += 1
         self._note_masters()
 
+    def gathered(self) -> None:
+        """The weight holds the bytes of another gather: copies that were made before are old."""
+        self.casts += 1
+
     def copied(self) -> None:
         """All bytes of the last cast are gathered, and the columnwise copies made from them."""
         self.copies = self.casts

@@ -1,0 +1,605 @@
+"""The wire format of a gather: which rows of a weight a rank holds, the bytes that it sends of the
+weights that FSDP2 gathers together, laid out alike on all ranks, and where gathered bytes go.
+
+FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ceil(M / world)`, less
+at the end: a shard may be short or empty, and a boundary may cut a row of blocks. Rows here are
+those of the weight as a matrix. A rank sends:
+
+    codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | side channels of 0, 1, 2, ...
+
+The codes of each weight are an output of their own for each direction, so that gathered codes lie
+in the order of the weight and need no copy. All side channels travel as one output, the last one of
+the first weight, since the host works for every output. A side channel is a header (the status of
+the rank and the number of its cast), the scalars of the tensor, and the scales of the block rows
+that the rank owns, without the padding and replication of docs/formats/common.md, which are made
+after the gather. In a shard group of one rank FSDP2 takes only the first output of a weight (torch
+2.11 to 2.13): the codes of both directions are one there, with the side channels behind those of
+the first weight.
+
+Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in what FSDP2
+gathers: products take the scalars where they are, and cuBLASLt wants operands and their scales so.
+
+Layouts are values that depend on shapes, formats and ranks alone. Where codes are cast at each
+gather (`cast_group.py`), a rank keeps side channels between gathers and no codes.
+"""
+
+import functools
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.layout import (
+    OPERAND_ALIGNMENT_BYTES,
+    Buffer,
+    Span,
+    amax_counts,
+    amax_grid,
+    buffers,
+    round_up,
+    rowwise_data,
+)
+from zerocast.fsdp2 import torch_fsdp
+
+HEADER = OPERAND_ALIGNMENT_BYTES  # bytes: two int32 and room
+UNIT = 8  # bytes: scales are copied by so many where rows are multiples of it
+CODES = "rowwise_data", "columnwise_data"
+SCALES = "rowwise_scale_inv", "columnwise_scale_inv"
+# bytes: codes of a rank that are kept unless somebody decides; for so few the launches of casts for
+# each gather cost more than the memory is worth
+MOST_KEPT = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class RowShards:
+    """`rows` of a matrix over `world` ranks, `chunk` of them each."""
+
+    rows: int
+    chunk: int
+    world: int
+
+    def span(self, rank: int) -> Span:
+        """The rows of a rank."""
+        return Span(min(rank * self.chunk, self.rows), min((rank + 1) * self.chunk, self.rows))
+
+    def touched(self, rank: int, height: int) -> Span:
+        """The block rows that a rank holds any row of."""
+        span = self.span(rank)
+        return Span(span.start // height, -(-span.stop // height)) if span.numel else Span(0, 0)
+
+    def owned(self, rank: int, height: int) -> Span:
+        """The block rows whose first row a rank holds: every block row has one owner."""
+        span = self.span(rank)
+        return Span(-(-span.start // height), -(-span.stop // height))
+
+    def most_owned(self, height: int) -> int:
+        """The number of block rows that any rank owns at most."""
+        return self.owned(0, height).numel  # no other shard begins with a block row for sure
+
+    def cut(self, height: int) -> tuple[int, ...]:
+        """The block rows that more than one rank holds rows of, in order."""
+        return _cut(self.rows, self.chunk, height)
+
+    def owners(self, height: int) -> tuple[list[int], list[int]]:
+        """(rank, place among the rank's own) of every block row."""
+        blocks = range(-(-self.rows // height))
+        ranks = [block * height // self.chunk for block in blocks]
+        return ranks, [block - self.owned(rank, height).start for block, rank in zip(blocks, ranks, strict=True)]
+
+
+@functools.lru_cache(maxsize=1024)  # the weights of a model repeat a few shapes
+def _cut(rows: int, chunk: int, height: int) -> tuple[int, ...]:
+    return tuple(sorted({row // height for row in range(chunk, rows, chunk) if row % height}))
+
+
+@dataclass(frozen=True)
+class ShardGeometry:
+    """The part of a weight of `columns` columns that `rank` casts, as a small weight of its own;
+    equal shards compare equal.
+
+    The small weight has the block rows that the shard touches, so that the stages need to know
+    nothing of FSDP2. Two-level scales come from the tensor amax, which the stage takes as the
+    largest amax of the weight it is given: a ghost block row, one of no elements at the end whose
+    amaxes hold the reduced tensor amax, makes it find that.
+    """
+
+    format: FormatSpec
+    nominal: torch.dtype
+    shards: RowShards
+    columns: int
+    rank: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole weight."""
+        return self.shards.rows
+
+    @property
+    def has_ghost(self) -> bool:
+        """True if a block row of no elements carries the tensor amax."""
+        return self.format.scale_rule is ScaleRule.TWO_LEVEL
+
+    @property
+    def has_tensor_amax(self) -> bool:
+        """True if an amax of the whole tensor is reduced."""
+        return self.format.has_tensor_amax or self.format.amax_policy is AmaxPolicy.DELAYED
+
+    @functools.cached_property
+    def first_row(self) -> int:
+        """The row of the weight that the small weight begins with."""
+        return self._touched.start * self._height
+
+    @functools.cached_property
+    def cast_rows(self) -> int:
+        """Rows of the small weight, of the ghost too."""
+        held = min(self.rows, self._touched.stop * self._height) - self.first_row if self._touched.numel else 0
+        if self._blocks:
+            return held + (self._height if self.has_ghost else 0)
+        return max(1, held)
+
+    @property
+    def takes_part(self) -> bool:
+        """True if this rank has anything to compute: for scales of blocks alone, only where it
+        has rows.
+        """
+        return self.cast_rows > 0
+
+    @functools.cached_property
+    def span(self) -> Span:
+        """The elements of the small weight that this rank holds."""
+        held = self.shards.span(self.rank)
+        start = (held.start - self.first_row) * self.columns
+        return Span(start, start + held.numel * self.columns) if held.numel else Span(0, 0)
+
+    @property
+    def span_in_weight(self) -> Span:
+        """The elements of the whole weight that this rank holds."""
+        rows = self.shards.span(self.rank)
+        return Span(rows.start * self.columns, rows.stop * self.columns)
+
+    @property
+    def amax_counts(self) -> tuple[int, int]:
+        """Number of amaxes in the rowwise grid and in an own columnwise grid of the small
+        weight.
+        """
+        return amax_counts(self.format, self.cast_rows, self.columns) if self.takes_part else (0, 0)
+
+    def grids(self) -> list[tuple[int, int, int]]:
+        """(height, amaxes, first amax among this weight's) of the rows of exchange blocks of each
+        grid, which a boundary can cut; the last row may have fewer amaxes.
+        """
+        found, fmt = [], self.format
+        if fmt.block and fmt.exchange_block:
+            height = fmt.exchange_block[0]
+            across = amax_grid(fmt.block, self.rows, self.columns)[1]
+            found.append((height, height // fmt.block[0] * across, 0))
+        if self.format.columnwise_block:
+            found.append((self.format.columnwise_block[0], self.columns, self.amax_counts[0]))
+        return found
+
+    @property
+    def tensor_amaxes(self) -> list[int]:
+        """The amaxes among this weight's that the reduced one of the tensor is put in: with one
+        scale a tensor its own, with two levels one in the ghost.
+        """
+        fmt, (count, _) = self.format, self.amax_counts
+        if fmt.scale_rule is ScaleRule.TWO_LEVEL:
+            return [count - amax_grid(fmt.block, self.rows, self.columns)[1]]
+        return [0] if fmt.amax_policy is not AmaxPolicy.NONE and fmt.block is None and count else []
+
+    @property
+    def _blocks(self) -> list[int]:
+        return [block[0] for block in (self.format.exchange_block, self.format.columnwise_block) if block]
+
+    @property
+    def _height(self) -> int:
+        return max(self._blocks, default=1)
+
+    @functools.cached_property
+    def _touched(self) -> Span:
+        return self.shards.touched(self.rank, self._height)
+
+
+@dataclass(frozen=True)
+class ScaleRegion:
+    """The scales of one direction in a side channel: `count` block rows of `across` entries from
+    byte `offset` on.
+
+    `name` is that of the weight's buffer, of which each scale fills `repeat` rows and columns.
+    """
+
+    name: str
+    height: int
+    across: int
+    dtype: torch.dtype
+    repeat: Block
+    offset: int
+    count: int
+
+    def of(self, side: Tensor) -> Tensor:
+        """`[..., count, across]` of side channels `[..., bytes]`."""
+        nbytes = self.count * self.across * self.dtype.itemsize
+        entries = side[..., self.offset : self.offset + nbytes].view(self.dtype)
+        return entries.view(*side.shape[:-1], self.count, self.across)
+
+
+@dataclass(frozen=True)
+class RowsOfScales:
+    """The rows of the scale buffer `name` of the weight at `place`, as copies of rows of side
+    channels: each block row fills `height` rows of `row_bytes` bytes.
+
+    `owners` are (rank, place among the rank's own) of each block row; those of a rank follow each
+    other from byte `offset` of all its side channels on.
+    """
+
+    place: int
+    name: str
+    dtype: torch.dtype
+    row_bytes: int
+    height: int
+    offset: int
+    owners: tuple[tuple[int, ...], tuple[int, ...]]
+
+    @property
+    def rows(self) -> int:
+        """The rows of the buffer."""
+        return len(self.owners[0]) * self.height
+
+    def sources(self, stride: int) -> Tensor:
+        """int64: where each row of the buffer comes from, in units of UNIT bytes of what was
+        gathered. The side channels of a rank are `stride` bytes.
+        """
+        ranks, places = (torch.tensor(owner) for owner in self.owners)
+        begin = self.offset + ranks * stride + places * self.row_bytes
+        return (begin // UNIT).repeat_interleave(self.height)
+
+
+class WeightLayout:
+    """The bytes that a rank sends of one weight: its codes, by direction, and its side channel.
+
+    Attributes:
+        directions: how many sets of codes travel, 1 or 2.
+        code_spans: (start, stop) of each set, of a full shard, in the bytes of codes.
+        codes_nbytes: the bytes of all sets, each rounded up to the alignment of operands.
+        side_bytes: the bytes of the side channel.
+        scalar_offsets: where the scalars of the tensor lie in it, by the names of their buffers.
+        scales: the scales in it, one region for each scale buffer of a gathered weight.
+    """
+
+    def __init__(self, geometry: ShardGeometry) -> None:
+        self.geometry = geometry
+        fmt = geometry.format
+        self.directions = 2 if fmt.casts_columnwise else 1
+        row = rowwise_data(fmt, 1, geometry.columns, geometry.nominal)
+        self._code_dtype = row.dtype
+        self._row_bytes = row.shape[1] * row.dtype.itemsize
+        code_bytes = geometry.shards.chunk * self._row_bytes
+        slot = round_up(code_bytes, OPERAND_ALIGNMENT_BYTES)
+        self.code_spans = [(index * slot, index * slot + code_bytes) for index in range(self.directions)]
+        self.codes_nbytes = self.directions * slot
+        self.side_bytes = HEADER
+        self.scalar_offsets = {"amax": self._reserve(4)} if fmt.has_tensor_amax else {}
+        if fmt.has_tensor_scale:
+            self.scalar_offsets[SCALES[0]] = self._reserve(4)
+        self.scales: list[ScaleRegion] = []
+        self._add_scales(SCALES[0], fmt.block)
+        self._add_scales(SCALES[1], fmt.columnwise_block)
+        self._sent = list(self.scales)
+        if fmt.columnwise is Columnwise.SHARED:  # the scales that are sent fill both buffers
+            repeat = fmt.scale_repeat(columnwise=True)
+            self.scales.append(replace(self.scales[0], name=SCALES[1], repeat=repeat))
+
+    @property
+    def nbytes(self) -> int:
+        """All bytes that a rank sends."""
+        return self.codes_nbytes + self.side_bytes
+
+    def _reserve(self, nbytes: int) -> int:
+        """Return the offset of a new region of the side channel."""
+        offset = self.side_bytes
+        self.side_bytes += round_up(nbytes, OPERAND_ALIGNMENT_BYTES)
+        return offset
+
+    def _add_scales(self, name: str, block: Block | None) -> None:
+        """Reserve room for the scales of `block`, one of the format's."""
+        if block is None:
+            return
+        fmt, shards = self.geometry.format, self.geometry.shards
+        dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
+        across = amax_grid(block, shards.rows, self.geometry.columns)[1]
+        count = shards.most_owned(block[0])
+        offset = self._reserve(count * across * dtype.itemsize)
+        repeat = fmt.scale_repeat(columnwise=block is fmt.columnwise_block)
+        self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count))
+
+    def codes_in(self, buffer: Tensor) -> list[Tensor]:
+        """The codes by direction at the beginning of buffers `[..., bytes]`."""
+        return [buffer[..., start:stop] for start, stop in self.code_spans]
+
+    def gathered_codes(self, codes: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The buffers of codes of the gathered weight by name, in the codes of all ranks, one
+        behind another, by direction.
+        """
+        rows, width = self.geometry.rows, self._row_bytes
+        whole = [one.view(-1)[: rows * width].view(self._code_dtype).view(rows, -1) for one in codes]
+        return dict(zip(CODES, whole, strict=False))
+
+    def scalars(self, side: Tensor) -> dict[str, Tensor]:
+        """The scalars of the tensor in a side channel `[bytes]`, f32[1] by the names of buffers."""
+        return {name: side[at : at + 4].view(torch.float32) for name, at in self.scalar_offsets.items()}
+
+    def outgoing_scales(self, side: Tensor, made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(targets in the side channels, sources) of the scales of the block rows that this rank
+        owns.
+
+        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `made`
+        `[weights, ...]` belong to weights of this layout.
+        """
+        pairs = []
+        for region in self._sent:
+            owned = self.geometry.shards.owned(self.geometry.rank, region.height)
+            first = owned.start - self.geometry.first_row // region.height
+            source = made[region.name][:, :: region.repeat[0], :: region.repeat[1]]
+            if owned.numel:
+                source = source[:, first : first + owned.numel, : region.across]
+                pairs.append((region.of(side)[:, : owned.numel], source))
+        return pairs
+
+    def scale_specs(self, rows: int) -> list[tuple[ScaleRegion, Buffer]]:
+        """The regions of scales, each with its buffer in a weight of so many rows: those of the
+        whole weight, or those that the stages cast on this rank.
+        """
+        specs = buffers(self.geometry.format, (rows, self.geometry.columns), self.geometry.nominal)
+        return [(region, spec) for region in self.scales if (spec := specs[region.name]) is not None]
+
+    def scale_rows(self, region: ScaleRegion, spec: Buffer, place: int, first: int) -> RowsOfScales | None:
+        """How one indexed copy fills the buffer of a region of the weight at `place`, whose side
+        channel begins at byte `first` of all; None where the buffer has padding, or a scale fills
+        several columns.
+        """
+        shards = self.geometry.shards
+        height, width = region.repeat
+        blocks = -(-shards.rows // region.height)
+        row_bytes = region.across * spec.dtype.itemsize
+        if width != 1 or spec.shape != (blocks * height, region.across) or row_bytes % UNIT:
+            return None
+        ranks, places = shards.owners(region.height)
+        owners = tuple(ranks), tuple(places)
+        return RowsOfScales(place, region.name, spec.dtype, row_bytes, height, first + region.offset, owners)
+
+
+@functools.lru_cache(maxsize=1024)  # the weights of a model repeat a few geometries
+def weight_layout(geometry: ShardGeometry) -> WeightLayout:
+    """The layout of the weights of one geometry."""
+    return WeightLayout(geometry)
+
+
+@dataclass(frozen=True)
+class GatherLayout:
+    """The bytes that a rank sends of weights of these `geometries`, which FSDP2 gathers together.
+
+    Attributes:
+        keep_codes: True if codes stay in the buffer of the rank between gathers. Otherwise they are
+            cast for each gather, into other memory.
+    """
+
+    geometries: tuple[ShardGeometry, ...]
+    keep_codes: bool
+
+    @functools.cached_property
+    def weights(self) -> tuple[WeightLayout, ...]:
+        """The layout of each weight."""
+        return tuple(map(weight_layout, self.geometries))
+
+    @functools.cached_property
+    def kept_bytes(self) -> int:
+        """The bytes that a rank keeps between gathers."""
+        return sum(self._code_sizes) + self._side_bytes
+
+    @functools.cached_property
+    def _code_sizes(self) -> list[int]:
+        """The bytes of the codes that are kept of each weight."""
+        return [weight.codes_nbytes if self.keep_codes else 0 for weight in self.weights]
+
+    @property
+    def _side_bytes(self) -> int:
+        return sum(weight.side_bytes for weight in self.weights)
+
+    @property
+    def _takes_one_output(self) -> bool:
+        """True if FSDP2 takes one output of a weight."""
+        return self.geometries[0].shards.world == 1
+
+    def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], Tensor]]:
+        """For each weight (codes by direction, none if they are not kept, its side channel) of a
+        rank's `buffer`, or of buffers `[..., kept_bytes]`.
+        """
+        first, *others = self._code_sizes
+        sides = [weight.side_bytes for weight in self.weights]
+        *codes_of_others, codes_of_first = buffer[..., : -self._side_bytes].split([*others, first], -1)
+        codes = [codes_of_first, *codes_of_others]
+        return [
+            (weight.codes_in(own) if self.keep_codes else [], side)
+            for weight, own, side in zip(
+                self.weights, codes, buffer[..., -self._side_bytes :].split(sides, -1), strict=True
+            )
+        ]
+
+    def outputs(self, buffer: Tensor) -> list[tuple[Tensor, ...]]:
+        """For each weight the tensors of `buffer` that its hook hands to FSDP2, behind codes that
+        are not kept.
+        """
+        if self._takes_one_output:
+            first, *others = self._code_sizes
+            *codes, rest = buffer.split([*others, first + self._side_bytes])
+            return [(rest,), *((own,) for own in codes)]
+        (codes_of_first, _), *parts = self.parts(buffer)
+        return [(*codes_of_first, buffer[-self._side_bytes :]), *(tuple(codes) for codes, _ in parts)]
+
+    def gathered_codes(self, place: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The buffers of codes, by name, of the weight at `place` in what FSDP2 gathered of it."""
+        weight = self.weights[place]
+        codes = weight.codes_in(outputs[0].view(-1)) if self._takes_one_output else outputs[: weight.directions]
+        return weight.gathered_codes(codes)
+
+    def gathered_side(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The side channels `[world, bytes]` of all weights, one behind another, in what FSDP2
+        gathered of the first one.
+        """
+        side = outputs[-1].view(-1)
+        if self._takes_one_output:
+            side = side[-self._side_bytes :]
+        return side.view(-1, self._side_bytes)
+
+
+def header_of(side: Tensor) -> Tensor:
+    """int32 `[..., 2]`, the status of a rank and the number of its cast, of side channels
+    `[..., bytes]`.
+    """
+    return side[..., :8].view(torch.int32)
+
+
+class ScaleFill:
+    """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a
+    weight's `buffer`.
+
+    What lies where is found once: FSDP2 gives the same tensors memory at every gather.
+    """
+
+    def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
+        self._buffer = buffer
+        self._padding = padding
+        height, width = region.repeat
+        blocks = -(-shards.rows // region.height)
+        self._pads = buffer.numel() > blocks * height * region.across * width
+        sent = region.of(side).unsqueeze(-1)
+        used = buffer[: blocks * height, : region.across * width]
+        target = used.unflatten(1, (region.across, width)).unflatten(0, (blocks, height))
+        # Rank and place of each block row, where boundaries cut some.
+        self._owners: tuple[Tensor, ...] | None = None
+        if shards.cut(region.height):
+            self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(region.height))
+            self._copies = [(target, sent)]
+            return
+        full, rest = divmod(blocks, region.count)
+        in_order = sent.unsqueeze(2)
+        self._copies = [(target[: full * region.count].unflatten(0, (full, region.count)), in_order[:full])]
+        if rest:
+            self._copies.append((target[full * region.count :], in_order[full, :rest]))
+        self._copies = [(target, sent.expand_as(target)) for target, sent in self._copies]
+
+    def copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of the copies that fill the buffer with the scales of the last gather,
+        padding apart.
+        """
+        if self._owners is None:
+            return self._copies
+        return [(target, sent[self._owners].unsqueeze(1).expand_as(target)) for target, sent in self._copies]
+
+    def pad(self) -> None:
+        """Fill the buffer with padding, where it has any."""
+        if self._pads:
+            self._buffer.fill_(self._padding)
+
+
+class RowFill:
+    """Fills a `buffer` `[rows, bytes]` with rows of the side channels `side`, whose places
+    `index` says in units.
+    """
+
+    def __init__(self, side: Tensor, buffer: Tensor, index: Tensor) -> None:
+        self.buffer = buffer
+        self.index = index
+        self._rows = buffer.view(torch.int64)
+        units = side.view(-1).view(torch.int64)
+        # A row may begin at any unit.
+        across = self._rows.shape[1]
+        self._sources = units.as_strided((units.numel() - across + 1, across), (1, 1))
+
+    def run(self) -> None:
+        """Copy all rows of what was gathered."""
+        torch.index_select(self._sources, 0, self.index, out=self._rows)
+
+
+# Those in use, which equal layers share.
+_indices: "weakref.WeakValueDictionary[Any, Tensor]" = weakref.WeakValueDictionary()
+
+
+def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device) -> Tensor:
+    """int32: where the rows of some buffers come from (`RowsOfScales.sources`), those of one buffer
+    behind those of another.
+    """
+    key = rows, stride, device
+    index = _indices.get(key)
+    if index is None:
+        sources = torch.cat([of_buffer.sources(stride) for of_buffer in rows])
+        index = _indices[key] = sources.to(device, torch.int32)
+    return index
+
+
+class GatheredSide:
+    """The side channels of some weights where FSDP2 gathers them, `side` `[world, bytes]`. It gives
+    the same tensors memory at every gather.
+
+    Attributes:
+        headers: those of each weight, int32 `[world, 2]`.
+        scalars: the scalars of each weight, by the names of buffers.
+        buffers: the scale buffers of each weight, by name.
+        memory: all these buffers, which FSDP2 allocates and frees. `fill` fills them: `row_fills`
+            do, for all rows of one length, whatever weights they belong to, and a ScaleFill for
+            each buffer that has padding.
+    """
+
+    def __init__(self, layouts: Sequence[WeightLayout], side: Tensor) -> None:
+        sides = side.split([layout.side_bytes for layout in layouts], 1)
+        self.headers = list(map(header_of, sides))
+        # Rank 0 always has rows, so its scalars are those of the weight.
+        self.scalars = [layout.scalars(own[0]) for layout, own in zip(layouts, sides, strict=True)]
+        self.buffers: list[dict[str, Tensor]] = [{} for _ in layouts]
+        self.memory: list[Tensor] = []
+        self.row_fills: list[RowFill] = []
+        self._scale_fills: list[ScaleFill] = []
+        by_length: dict[int, list[RowsOfScales]] = {}
+        first = 0
+        for place, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
+            for region, spec in layout.scale_specs(layout.geometry.rows):
+                rows = layout.scale_rows(region, spec, place, first)
+                if rows is not None:
+                    by_length.setdefault(rows.row_bytes, []).append(rows)
+                    continue
+                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=side.device)
+                self.buffers[place][region.name] = buffer
+                self.memory.append(buffer)
+                self._scale_fills.append(ScaleFill(region, layout.geometry.shards, own_side, buffer, spec.padding))
+            first += layout.side_bytes
+        for row_bytes, of_length in by_length.items():
+            self._add_rows(side, row_bytes, of_length)
+
+    def _add_rows(self, side: Tensor, row_bytes: int, all_rows: Sequence[RowsOfScales]) -> None:
+        """Make the buffers of rows of one length one behind another."""
+        counts = [rows.rows for rows in all_rows]
+        memory = torch.empty(sum(counts), row_bytes, dtype=torch.uint8, device=side.device)
+        for rows, part in zip(all_rows, memory.split(counts), strict=True):
+            self.buffers[rows.place][rows.name] = part.view(rows.dtype)
+        self.memory.append(memory)
+        self.row_fills.append(RowFill(side, memory, _index_of(tuple(all_rows), side.shape[1], side.device)))
+
+    def fill(self) -> None:
+        """Fill all buffers with the scales of the last gather. Autograd does not count it: FSDP2
+        fills memory again that was saved for a backward pass.
+        """
+        if not self.memory:
+            return
+        with torch.no_grad(), torch_fsdp.unversioned(self.memory):
+            for row_fill in self.row_fills:
+                row_fill.run()
+            if self._scale_fills:
+                for scale_fill in self._scale_fills:
+                    scale_fill.pad()
+                copies = [copy for scale_fill in self._scale_fills for copy in scale_fill.copies()]
+                targets, sources = zip(*copies, strict=True)
+                torch._foreach_copy_(targets, sources)
