@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerocast import backends
+from zerocast import backends, torch_names
 from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
 from zerocast.bench.machine import describe
 from zerocast.cli import interrupts
@@ -69,6 +69,9 @@ def _examine(config: DoctorConfig) -> Iterator[tuple[str, Any]]:
     yield "devices", {str(device): describe(device) for device in devices}
     yield "no_gpu", _why_no_gpu() if len(devices) == 1 else None
     yield "communication", {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl")}
+    problems = _problems_of_torch()
+    if problems:
+        yield "torch", problems
     report = backends.report(_one_layer_a_format(devices[-1]))
     yield "backends", [asdict(row) for row in report.backends]
     yield "products", [asdict(row) for row in report.layers]
@@ -79,6 +82,13 @@ def _examine(config: DoctorConfig) -> Iterator[tuple[str, Any]]:
         outcomes += self_test(device, config.seconds / len(devices), seed)
     yield "self_test", [{**asdict(outcome), "ok": outcome.ok} for outcome in outcomes]
     yield "verdict", _verdict({row.device: row.backend for row in report.backends if row.chosen}, outcomes)
+
+
+def _problems_of_torch() -> list[str]:
+    """List the private names that the installed torch lacks, and say if it was never tested."""
+    missing = torch_names.missing_names((*torch_names.FSDP2, *torch_names.OTHERS))
+    untested = torch_names.untested_release()
+    return [*(f"this torch lacks {name}" for name in missing), *([untested] if untested else [])]
 
 
 def _why_no_gpu() -> str:
@@ -135,6 +145,7 @@ LINES: dict[str, Callable[[Any], Iterable[str]]] = {
     "devices": _devices,
     "no_gpu": lambda reason: [f"no GPU was found: {reason}"] if reason else ["GPUs were found"],
     "communication": lambda available: ["communication: " + ", ".join(name for name in available if available[name])],
+    "torch": lambda problems: problems,
     "backends": _backends,
     "products": _products,
     "seed": lambda seed: [f"self-test against the reference, seed {seed}"],

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from zerocast import torch_names
 from zerocast.formats import FormatSpec
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.fsdp2 import torch_fsdp
@@ -123,7 +124,8 @@ def prepare(
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
     format cannot take, an embedding, a convolution and a weight that is sharded or quantized
     already, and TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2
-    decides is checked at the first gather.
+    decides is checked at the first gather. RuntimeError for a torch that lacks what is read of it
+    (`zerocast/torch_names.py`), and a warning for a release that was never tested.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -132,6 +134,7 @@ def prepare(
     recipe.check_used(weights)
     names = {parameter: name for name, parameter in reversed(weights.items())}
     shared = recipe.shared_amaxes(list(names.values())[::-1])
+    torch_names.check_fsdp2()
     watch_optimizers()
     torch_fsdp.key_graphs_by_local_tensors()
     torch_fsdp.replicate_as_plain(MasterParameter)

@@ -1,0 +1,121 @@
+"""Private names of torch are used only as the table says, and a torch that lacks one is refused."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from zerocast import torch_names
+from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS, PrivateName
+
+PACKAGE = Path(zerocast.__file__).parent
+TABLE = PACKAGE / "torch_names.py"
+# Private names of Python and transformers, and texts that look like names.
+NOT_TORCH = {
+    "_available",
+    "_exit",
+    "_from_config",
+    "_getframe",
+    "_global_scale",
+    "_keep_in_fp32_modules_strict",
+    "_model_mapping",
+    "_name_or_path",
+    "_of_ranks",
+    "_scale_2",
+    "_scale_inv",
+    "_slice_file",
+}
+
+
+def trees() -> Iterator[tuple[Path, ast.Module]]:
+    """The files of the package, the table apart."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path != TABLE:
+            yield path, ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    """Whether this is a private name by Python's custom."""
+    return re.fullmatch(r"_[A-Za-z]\w*", name) is not None
+
+
+def defined(node: ast.AST) -> str | None:
+    """The name that a node defines, if any: a function, a class, an argument, a variable, or an attribute of its object."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
+        return node.name
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name):
+        return node.attr if node.value.id in ("self", "cls", "part") else None
+    return None
+
+
+def used(node: ast.AST) -> Iterator[str]:
+    """The names that a node may refer to: attributes, what is imported, and texts, as `getattr` takes."""
+    if isinstance(node, ast.Attribute):
+        yield node.attr
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+        yield from (node.module or "").split(".")
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.Constant) and re.fullmatch(r"[\w.]+", str(node.value)):
+        yield from str(node.value).split(".")
+
+
+def foreign_names() -> dict[str, str]:
+    """The private names that the package uses and does not define, each with a file."""
+    nodes = [(path, node) for path, tree in trees() for node in ast.walk(tree)]
+    own = {defined(node) for _, node in nodes}
+    return {
+        name: path.name
+        for path, node in nodes
+        for name in used(node)
+        if is_private(name) and name not in own and not name.startswith("_zerocast_")
+    }
+
+
+def test_private_names_are_in_the_table() -> None:
+    known = {name.name for name in (*FSDP2, *OTHERS)}
+    found = foreign_names()
+    assert "_unsharded_param" in found
+    assert {name: file for name, file in found.items() if name not in known | NOT_TORCH} == {}
+
+
+def test_the_table_has_nothing_beyond_what_is_used() -> None:
+    text = "\n".join(path.read_text() for path, _ in trees())
+    words = set(re.findall(r"\b_\w+", text))
+    assert [name.name for name in (*FSDP2, *OTHERS) if name.name not in words] == []
+
+
+def test_this_torch_has_the_names() -> None:
+    assert torch_names.missing_names((*FSDP2, *OTHERS)) == []
+
+
+@pytest.fixture
+def fresh_check() -> Iterator[None]:
+    """Let the check, which looks once a process, look again."""
+    torch_names.check_fsdp2.cache_clear()
+    yield
+    torch_names.check_fsdp2.cache_clear()
+
+
+def test_prepare_refuses_a_torch_that_lacks_a_name(fresh_check: None) -> None:
+    gone = PrivateName("_gone_in_this_torch", "torch.autograd", "a test", "none")
+    refused = pytest.raises(RuntimeError, match="_gone_in_this_torch, which this torch lacks")
+    with mock.patch.object(torch_names, "FSDP2", (gone,)), refused:
+        zerocast.fsdp2.prepare(nn.Linear(32, 32), {"weight": "nvfp4"})
+
+
+def test_prepare_warns_of_a_release_that_was_not_tested(fresh_check: None) -> None:
+    later = f"{LAST[0]}.{LAST[1] + 1}.0"
+    with mock.patch.object(torch, "__version__", later), pytest.warns(UserWarning, match=f"not with {later}"):
+        zerocast.fsdp2.prepare(nn.Linear(32, 32), {"weight": "nvfp4"})
+    assert torch_names.untested_release() is None
+    assert FIRST <= torch_names.installed_release() <= LAST
