@@ -1,5 +1,6 @@
-"""UpdateRule: the hyper-parameters of a parameter group, which depend on what updates it: what
-they may be, what ranks compare, what a state holds.
+"""UpdateRule: the hyper-parameters of a parameter group, by what updates the group.
+
+It tells which values are valid, which values ranks compare, and which ones a state holds.
 """
 
 import math
@@ -33,16 +34,17 @@ class UpdateRule:
         """ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
         tensors on a device pass unread, since a step does not wait for the device.
         """
-        if not wait:
-            group = {name: _on_host(value) for name, value in group.items()}
+        names = (*self.numbers, *self.others)
+        values = {name: group[name] if wait else _on_host(group[name]) for name in names}
         for name in self.numbers:
-            if not isinstance(group[name], (Real, Tensor)):
-                raise TypeError(f"{name} is a number, got {group[name]!r}")
-        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in self.numbers]
-        ranges += [(name, group[name], valid(group[name])) for name, valid in self.others.items()]
-        for name, value, valid in ranges:
-            if not valid:
-                raise ValueError(f"{name} is out of range: {value}")
+            if not isinstance(values[name], (Real, Tensor)):
+                raise TypeError(f"{name} is a number, got {values[name]!r}")
+        for name in self.numbers:
+            if not 0.0 <= values[name] < math.inf:
+                raise ValueError(f"{name} is out of range: {values[name]}")
+        for name, is_valid in self.others.items():
+            if not is_valid(values[name]):
+                raise ValueError(f"{name} is out of range: {values[name]}")
 
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The values that ranks compare."""
@@ -57,9 +59,14 @@ def _on_host(value: Any) -> Any:
 
 
 def _is_betas(betas: Any) -> bool:
-    if not isinstance(betas, Sequence) or not all(isinstance(beta, (Real, Tensor)) for beta in betas):
+    if not isinstance(betas, Sequence):
         raise TypeError(f"betas are two numbers, got {betas!r}")
-    return len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
+    for beta in betas:
+        if not isinstance(beta, (Real, Tensor)):
+            raise TypeError(f"betas are two numbers, got {betas!r}")
+        if not 0.0 <= beta < 1.0:
+            return False
+    return len(betas) == 2
 
 
 def _is_step_count(value: Any) -> bool:
