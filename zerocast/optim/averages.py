@@ -1,8 +1,10 @@
-"""Averages: what follows the masters of one optimizer, and the swap of an average into its weights.
+"""Averages: the averages that follow the masters of one optimizer, and the swap of one into its
+weights.
 
-While an average is looked at, masters and average change places, bit by bit and without further
-memory; casts, checks and `zerocast.verify` then take the average for the masters. What would train
-from it, or save it as masters, raises meanwhile. `ema.py` has the average that users make.
+While an average is swapped in, masters and average have changed places, bit by bit and without
+further memory. Casts, checks and `zerocast.verify` then take the average for the masters. Calls
+that would train from it, or save it as masters, raise meanwhile. `ema.py` has the average that
+users make.
 """
 
 import contextlib
@@ -30,24 +32,30 @@ class Average(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """The text that all ranks must have alike."""
+        """The text of this average that all ranks must have alike."""
 
     @abstractmethod
     def before_step(self) -> None:
-        """RuntimeError where a step would be wrong, such as for an average of other masters."""
+        """RuntimeError if a step would be wrong, such as for an average of other masters."""
 
     @abstractmethod
     def after_step(self) -> None:
-        """The masters have changed, unless the step was skipped: only the device knows."""
+        """Follow masters that have changed, unless the step was skipped, which only the device
+        knows.
+        """
 
     @abstractmethod
     def masters_loaded(self) -> None:
-        """The masters are others now."""
+        """Follow masters that were loaded."""
 
 
 class Averages:
-    """The averages of one optimizer's masters, and whether one of them is swapped in. It keeps
-    none of them alive.
+    """The averages of one optimizer's masters, none of which it keeps alive.
+
+    Attributes:
+        masters: f32, flat: all masters of this rank.
+        count: i64[1], the steps taken.
+        state: reads and writes the optimizer's state by name.
     """
 
     def __init__(
@@ -61,10 +69,11 @@ class Averages:
         self.masters, self.count, self.state = masters, count, state
         self._driver, self._reducer = driver, reducer
         self._all: weakref.WeakSet[Average] = weakref.WeakSet()
+        # True while one of them is swapped in.
         self._swapped = False
 
     def add(self, average: Average) -> None:
-        """Let it follow the masters from now on."""
+        """Let an average follow the masters from now on."""
         self.check_not_swapped(Use.SWAP)
         self._all.add(average)
 
@@ -81,24 +90,25 @@ class Averages:
         return "".join(sorted(f", averaged {average.description}" for average in self._all))
 
     def before_step(self) -> None:
-        """RuntimeError, with nothing changed, where a step would be wrong."""
+        """RuntimeError, with nothing changed, if a step would be wrong."""
         for average in self._all:
             average.before_step()
 
     def after_step(self) -> None:
-        """The masters have changed, unless the step was skipped."""
+        """Let all averages follow masters that have changed, unless the step was skipped."""
         for average in self._all:
             average.after_step()
 
     def masters_loaded(self) -> None:
-        """The masters are others now."""
+        """Let all averages follow masters that were loaded."""
         for average in self._all:
             average.masters_loaded()
 
     @contextlib.contextmanager
     def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
-        """Within, the weights are cast from what `exchange` makes the masters; it is called
-        again to undo that.
+        """Cast the weights from an average while the context is open.
+
+        `exchange` swaps masters and average. It is called once more at the end.
         """
         validity = self._driver.plan.validity
         validity.check(Use.SWAP)

@@ -1,9 +1,10 @@
-"""ForeignWrites: whether anybody else has written or moved the parameters of a bucket.
+"""ForeignWrites: whether other code has written or moved the parameters of a bucket.
 
-Masters are the truth: what somebody else writes into the weights would be lost with the next cast.
-The version counters of flat buffers and plain parameters tell at the cost of a comparison; what was
-given other storage (`.data =`, `Module.to`) is compared with the bytes that lie in ours. Writes
-that move no counter (`.data`, numpy, kernels of others) are seen in debug mode, by a copy.
+Weights are cast from masters, so the next cast would undo what other code writes into them. Version
+counters of flat buffers and plain parameters show such writes at the cost of a comparison. A
+parameter that was given other storage (`.data =`, `Module.to`) is compared with the bytes in the
+flat buffer. Writes that move no counter (`.data`, numpy, foreign kernels) are seen in debug mode
+only, by a copy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,14 +49,14 @@ class QuantizedPlace:
     places: dict[str, Tensor]
 
     def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """(buffer as it lies now, its place) of what was moved."""
+        """Yield (buffer as it lies now, its place) for every buffer that was moved."""
         for name, place in self.places.items():
             tensor = self.state.buffers[name]
             if tensor is None or tensor.data_ptr() != place.data_ptr():
                 yield place if tensor is None else tensor, place
 
     def move_home(self) -> None:
-        """Let the weight lie in its places, with the bytes that it holds."""
+        """Move the weight's bytes back to its places."""
         self.weight.wait()
         self.state.move_to(self.places)
 
@@ -70,7 +71,10 @@ class QuantizedPlace:
 class ForeignWrites:
     """Compares the parameters of a bucket with what they held when `note` was called last.
 
-    `plain` and `quantized` say where each parameter lies in `flats`, the flat buffers.
+    Args:
+        bucket: the bucket.
+        flats: its flat buffers.
+        plain, quantized: where each parameter lies in them.
     """
 
     def __init__(
@@ -81,18 +85,19 @@ class ForeignWrites:
         quantized: Sequence[QuantizedPlace],
     ) -> None:
         self._bucket, self._flats, self._plain, self._quantized = bucket, flats, plain, quantized
-        self._at_home: tuple[Validity, int] | None = None  # set while all weights are in our buffers
+        # `_places()` at the last look that found all weights in the flat buffers.
+        self._at_home: tuple[Validity, int] | None = None
         self._watched = [*flats, *(place.slot.parameter for place in plain)]
         self.note()
 
     def note(self) -> None:
-        """Remember what the parameters hold now, so that what others write later shows."""
+        """Remember what the parameters hold now, so that later writes of other code show."""
         self._versions = [tensor._version for tensor in self._watched]
         recording = self._flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
         self._copies = [flat.clone() for flat in self._flats] if debugging() and not recording else []
 
     def check_unwritten(self) -> None:
-        """RuntimeError if anybody else has written the parameters where they lie, since `note`."""
+        """RuntimeError if other code has written the parameters where they lie, since `note`."""
         copied = self._copies if debugging() else []
         unchanged = [tensor._version for tensor in self._watched] == self._versions
         if unchanged and all(same_bytes(*pair) for pair in zip(self._flats, copied, strict=False)):
@@ -113,43 +118,48 @@ class ForeignWrites:
             raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
 
     def check_moved(self) -> bool:
-        """True if parameters have other storage than ours; RuntimeError if that holds other
-        values.
+        """True if parameters have other storage than the flat buffers; RuntimeError if that holds
+        other values.
         """
         plain = [p for p in self._plain if not p.is_home]
+        quantized = [q for q in self._quantized if q.weight.state is not q.state]
+        places = self._places()
+        if self._at_home != places:
+            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
+        if not plain and not quantized:
+            self._at_home = places
+            return False
         for p in plain:
             _check_alike(p.slot.parameter, p.place)
-        quantized = [q for q in self._quantized if q.weight.state is not q.state]
-        if self._at_home != self._places():
-            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
         names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.place)]
         names += [q.slot.name for q in quantized if q.differs()]
         if names:
             raise RuntimeError(
                 f"parameters have other storage and hold other values since the last step, {_some(names)}: {LOST}"
             )
-        moved = bool(plain or quantized)
-        if not moved:  # else `reclaim` brings them back, also where another bucket raises first
-            self._at_home = self._places()
-        return moved
+        # `reclaim` brings them back.
+        return True
 
     def _places(self) -> tuple[Validity, int] | None:
-        """Compares equal as long as no weight has moved: one plan casts all weights of a bucket."""
+        """Return what compares equal as long as no weight of the bucket has moved: they have one
+        plan and so one validity. None without quantized weights.
+        """
         if not self._quantized:
             return None
         validity = self._quantized[0].state.validity
         return validity, validity.places
 
     def reclaim(self) -> None:
-        """Bring back weights that were moved to other storage since: this is where the gather
-        writes.
+        """Bring parameters that were given other storage back to the flat buffers, into which the
+        gather writes.
         """
         for p in self._plain:
             if not p.is_home:
                 _check_alike(p.slot.parameter, p.place)
                 p.slot.parameter.data = p.place
         for q in self._quantized:
-            if q.weight.state is not q.state:  # swapped by Module.to, `.data =` and the like
+            # `Module.to`, `.data =` and the like swap the state.
+            if q.weight.state is not q.state:
                 _check_alike(q.weight.rowwise_data, q.state.rowwise_data)
                 q.weight.restate(q.state)
             if any(q.moved()):

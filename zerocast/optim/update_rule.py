@@ -59,14 +59,9 @@ def _on_host(value: Any) -> Any:
 
 
 def _is_betas(betas: Any) -> bool:
-    if not isinstance(betas, Sequence):
+    if not isinstance(betas, Sequence) or not all(isinstance(beta, (Real, Tensor)) for beta in betas):
         raise TypeError(f"betas are two numbers, got {betas!r}")
-    for beta in betas:
-        if not isinstance(beta, (Real, Tensor)):
-            raise TypeError(f"betas are two numbers, got {betas!r}")
-        if not 0.0 <= beta < 1.0:
-            return False
-    return len(betas) == 2
+    return len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
 
 
 def _is_step_count(value: Any) -> bool:
