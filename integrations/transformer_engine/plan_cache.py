@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerocast import CastPlan
 from zerocast.cast.flat_buffer import into_flat_buffer
+from zerocast.cast.host import CastDriver, Host
 from zerocast.cast.partition import ShardData
 from zerocast.distributed.group import Group
 from zerocast.verification.master_views import MasterViews
+from zerocast.weight.validity import Validity
 
 from .adapters import is_quantized
 from .entry import Entry
@@ -23,8 +24,8 @@ from .weight_view import WeightView
 
 
 class CachedPlan:
-    """A CastPlan over the views of some weights. Building it is collective; every later cast is one
-    all-reduce.
+    """The casts of a list of weights, by their views: a Host whose masters each call brings along,
+    and whose caller gathers. Building it is collective; every later cast is one all-reduce.
 
     `remember` stores the objects and addresses of a call, and `matches` compares those of the next
     one. If nothing has changed, `cast_again` casts without inspecting the tensors.
@@ -37,13 +38,21 @@ class CachedPlan:
         self._group = group
         # The (start, numel) that this rank owns of each entry. The plan is valid for these alone.
         self._owned = _owned(entries)
-        weights = [view.weight for view in self._views]
-        starts = [entry.start for entry in entries]
         # One buffer for all amaxes, so that resetting them is one launch.
         into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
         masters, shards = _lists(entries)
-        self._plan = CastPlan(weights, masters, starts, group, fsdp_shard_model_weights=shards)
-        self._plan.validity.advice = "call quantize_master_weights after the masters change"
+        self._driver = CastDriver(
+            Host(
+                owner=None,  # a later call, in another group perhaps, takes the weights over
+                group=group,
+                weights=[view.weight for view in self._views],
+                masters=masters,
+                starts=[entry.start for entry in entries],
+                shard_data=shards,
+                validity=Validity(advice="call quantize_master_weights after the masters change"),
+                is_saved_by_autograd=False,
+            )
+        )
         self._places = _places(entries)
 
     def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
@@ -53,7 +62,7 @@ class CachedPlan:
 
     def master_views(self) -> MasterViews:
         """The masters of the last call, with the weights that they were cast into."""
-        (source,) = self._plan.master_views()
+        (source,) = self._driver.master_views()
         return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:
@@ -103,15 +112,15 @@ class CachedPlan:
 
     def cast_again(self) -> None:
         """Cast the masters of the last call, in their present values."""
-        self._plan.cast()
+        self._driver.cast()
 
     def cast(self, entries: Sequence[Entry]) -> None:
         """Cast the masters of this call, which may have moved since the last one."""
         places = _places(entries)
         if places != self._places:
-            self._plan.move_masters(*_lists(entries))
+            self._driver.move_masters(*_lists(entries))
             self._places = places
-        self._plan.cast()
+        self._driver.cast()
         for entry in entries:
             entry.scatter()
 

@@ -1,4 +1,4 @@
-"""CastPlan: everything about a cast that does not change from step to step, worked out once."""
+"""CastPlan: the cast of a list of weights, prepared once and repeated after every step."""
 
 import contextlib
 import weakref
@@ -30,44 +30,49 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, train
 from zerocast.weight.validity import InvalidWeights, Use, Validity
 
-_built: Counter[str] = Counter()  # plans by group
+# How many plans were built in each process group, by its name.
+_built: Counter[str] = Counter()
 
 
 class CastPlan:
     """Casts FP32 master shards into quantized weights, every step the same way.
 
+    The caller gathers the bytes after a cast, and then calls `post_all_gather`.
+
     Args:
         model_weights: the QuantizedWeights, the same list on every rank.
-        master_weights: for each, the flat contiguous master of the elements owned here, FP32 or the
-            nominal dtype; None or an empty tensor where this rank owns nothing. They lie on the
-            device of the weights, or in host memory, some or all: these are cast where they lie,
-            and their codes copied to the weights. Then there is no `update`, no `scale_cuts` and no
-            CUDA graph. The host reads them as soon as a cast is called: wait
-            before that for copies that a GPU makes into them.
-        start_offsets: for each, the row-major position of the master's first element in the weight.
-        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or for one
-            process if there is none.
-        fsdp_shard_model_weights: for each, None or storage for the owned codes alone, whose first
+        master_weights: for each weight, the flat contiguous master of the elements that this rank
+            owns, FP32 or the nominal dtype; None or an empty tensor where it owns none. A master in
+            host memory is cast there, and its codes are copied to the weight. A plan with such
+            masters takes no `update` and no `scale_cuts`, and no CUDA graph holds its casts. A cast
+            reads them at once, so wait first for copies that a GPU makes into them.
+        start_offsets: for each weight, the row-major position of the master's first element.
+        group: the ranks that share the masters: a ProcessGroup, a one-dimensional DeviceMesh, or
+            None for the default group, or for one process if there is none.
+        fsdp_shard_model_weights: for each weight, storage for the owned codes alone, whose first
             byte holds element `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's
-            own data is then not written.
-        backend: a name from `zerocast.backends`; None chooses.
-        param_groups: for each, its row of the scalars of an AdamUpdate, or None where that leaves
-            its master as it is; None for casts without one.
-        names: what the weights are called in states and reports; None for `weight 0`, `weight 1`
-            and so on.
-        scale_cuts: for each, None, or where the spans of ranks meet, if the caller gathers the
-            scale buffers as it gathers the codes, each rank's part in proportion to its span. Such
-            a rank computes no other scales, and amaxes are reduced only of blocks that a cut
-            divides. For mxfp8 with rows and columns in multiples of 128, cut at multiples of 32.
-        validity: that of the weights, which may be part of more that is written together; None for
-            one of their own.
-        claim: that of the owner which the plan casts for; None for a plan of nobody yet.
+            own data is then not written. None to write that.
+        backend: a name from `zerocast.backends`; None to choose one.
+        param_groups: for each weight, the row of its scalars in an AdamUpdate, or None if that
+            leaves its master as it is. None for casts without an AdamUpdate.
+        names: the names of the weights in states and reports; None for `weight 0`, `weight 1` and
+            so on.
+        scale_cuts: for each weight, the positions at which the spans of ranks meet, if the caller
+            gathers the scale buffers as it gathers the codes, each rank's part in proportion to its
+            span. The rank then computes no other scales, and only amaxes of blocks that a cut
+            divides are reduced. A weight of mxfp8 needs rows and columns in multiples of 128 and
+            cuts at multiples of 32. None if every rank computes all scales.
+        validity: the validity of the weights, or of more that is written together with them; None
+            for a new one.
+        claim: the owner's claim on these weights. None while the plan has no owner.
 
-    Spans may leave gaps, whose bytes are never touched; a weight that no rank has a master of is
-    left as it is. Only the constructor communicates beyond the one all-reduce of a cast: what is
-    wrong on any rank raises TypeError or ValueError on all of them. A plan takes weights over from
-    an older plan that is nobody's; while an owner (an attached plan, a ZeroAdamW) that somebody
-    keeps writes any of these elements, ValueError, with nothing changed, also at a later cast.
+    Spans may leave gaps, whose bytes are never written. A weight without a master on any rank stays
+    as it is. The constructor is collective: it raises TypeError or ValueError on every rank for an
+    argument that is wrong on any. Afterwards a cast communicates by one all-reduce.
+
+    A plan takes weights over from an older plan without an owner. ValueError, with nothing changed,
+    if an owner that still exists (an attached plan, a ZeroAdamW) writes any of these elements. A
+    later cast raises it too.
     """
 
     def __init__(
@@ -97,13 +102,15 @@ class CastPlan:
             scale_cuts,
             gives_way=lambda other: other is claim,
         )
-        self._switched: SwitchedBytes | None = None  # while they may be gathered into other buffers
+        # After a switch of formats, until a gather has brought the new bytes to all ranks.
+        self._switched: SwitchedBytes | None = None
         self._step_of_caller = " {}" if given.caller else ""
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
-        self._is_stepped = param_groups is not None  # by updates within casts
+        # True if casts take an AdamUpdate.
+        self._is_stepped = param_groups is not None
         self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
         self.validity = validity or Validity()
         self.validity.owner, self.validity.has_masters = weakref.ref(self), True
@@ -112,7 +119,8 @@ class CastPlan:
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
         self._lay_out()
-        if claim is None:  # also once `.data =` gave them other storage
+        if claim is None:
+            # By parameter, so that weights are trained also once `.data =` gave them other storage.
             train(self, [self.weights[index] for index in self._cast])
 
     def __repr__(self) -> str:
@@ -125,13 +133,15 @@ class CastPlan:
         )
 
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
-        """Cast the masters as they are now, or with `update` as that step makes them. One
-        all-reduce, no host work a tensor.
+        """Cast the masters as they are now. Collective: one all-reduce for all weights.
 
-        `skip`, bool[1] on the device, holds True to leave everything as it is. With `repeat` this
-        is the last cast once more, from other masters perhaps: delayed scaling does not move on.
-        Afterwards the caller gathers the bytes, and then calls `post_all_gather`. A cast that
-        raises half-way leaves weights that are not read before another one is complete.
+        Args:
+            skip: bool[1] on the device. Where it holds True everything stays as it is.
+            update: an optimizer step that the masters take first.
+            repeat: True to do the last cast again, from other masters perhaps: delayed scaling does
+                not move on.
+
+        After an exception half-way the weights cannot be read until another cast has completed.
         RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is wrong
         with the masters of one rank now is raised on every rank too, on a GPU by their next cast.
         """
@@ -150,8 +160,8 @@ class CastPlan:
             self._check_reports(casts_in_flight=1)
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Write masters and weights, casts among it: what raises in here leaves weights that are
-        not read until all is written.
+        """Write masters and weights inside this context. After an exception in it the weights
+        cannot be read until a later write has completed.
         """
         return self.validity.transaction(what)
 
@@ -161,11 +171,12 @@ class CastPlan:
         return [*self._tables.owned, *self._tables.boundary]
 
     def ready(self, detail: str = "") -> None:
-        """The host's part before a cast: no weight in flight, tables of where everything lies now.
+        """Do the host's part before a cast: wait for gathers, and find where everything lies now.
 
-        RuntimeError, on a GPU one cast later, on every rank that reduced its amaxes with those of
-        another call; `detail` is what more all ranks must have alike. `cast` does this by itself.
-        A caller of `launch` calls it before, and handles what it raises on one rank alone.
+        `cast` does this by itself. A caller of `launch` does it first, and handles what it raises
+        on one rank alone. `detail` is a text that all ranks must have alike, beside the call.
+        RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes with those
+        of another call.
         """
         self._announce(detail)
         self._follow()
@@ -191,11 +202,10 @@ class CastPlan:
             self.packed.refuse(problem)
 
     def launch(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
-        """The device's part of a cast, after `ready`; with `update` the masters, views of one
-        tensor, take that step first.
+        """Do the device's part of a cast, between `ready` and `done`. With `update` the masters,
+        views of one tensor, take that step first.
 
-        Nothing here waits for the device, nor remembers anything on the host: a CUDA graph can hold
-        it. Who calls this calls `done` after it.
+        A CUDA graph can hold it: it neither waits for the device nor changes anything on the host.
         """
         tables = self._tables
         if tables.on_host:
@@ -223,14 +233,14 @@ class CastPlan:
             )
 
     def done(self) -> None:
-        """The host's part after a cast: it is counted."""
+        """Do the host's part after a cast: count it, and send what ranks report of it."""
         self.validity.cast()
         self._own_caller.number = self.validity.casts + 1
         self.packed.reports.send()
 
     def post_all_gather(self) -> None:
-        """Make the columnwise copies of all weights from their gathered rowwise bytes.
-        RuntimeError before the first cast.
+        """Make the columnwise copies of all weights from their gathered rowwise bytes, and mark the
+        weights as gathered. RuntimeError before the first cast.
         """
         if not self.validity.casts and not all(w.state.ever_cast for w in self.weights):
             raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
@@ -244,32 +254,32 @@ class CastPlan:
         master_weights: Sequence[Tensor | None],
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
     ) -> None:
-        """Cast these from now on: masters of the same spans, and storage of their codes, at other
-        addresses. Without `fsdp_shard_model_weights` codes go where they went before; with a list
-        they go to its tensors, and for None in it to the weight's own data.
+        """Cast other masters of the same spans from now on. Local.
 
-        Local, without communication: raises ValueError or TypeError on this rank alone, and nothing
-        is changed then.
+        `fsdp_shard_model_weights` gives the codes other storage, or for None in the list the
+        weight's own data. Without it codes go where they went before. Raises ValueError or
+        TypeError on this rank alone, with nothing changed.
         """
         self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
         self._bind()
 
     def forget_places(self) -> None:
-        """Keep no memory in use that masters and weights have left (`.data =`), until the next cast
-        looks where they lie then. Local.
+        """Drop the references to memory that masters and weights have left (`.data =`). Local.
+
+        The next cast finds them again.
         """
         self._tables = CastTables([], [])
         self._places = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
-        """Cast after every `step()` of a torch optimizer over the masters; the handle's `remove()`
-        ends it.
+        """Cast after every `step()` of a torch optimizer over the masters, until `remove()` of the
+        returned handle. Collective.
 
-        All ranks call it. Raises ValueError on every rank, with nothing changed, for an optimizer
-        that steps over none of this plan's masters, for one that this plan is attached to, and
-        while another owner (an attached plan, a ZeroAdamW) that somebody keeps writes any of these
-        elements. Several optimizers may each step over some of the masters.
+        Several optimizers may each step over some of the masters. Raises ValueError on every rank,
+        with nothing changed, for an optimizer that steps over none of this plan's masters, for one
+        that this plan is attached to already, and if another owner that still exists (an attached
+        plan, a ZeroAdamW) writes any of these elements.
         """
         handle = self._step_hooks.attach(optimizer, self._cast_after_step)
         self._take_weights()
@@ -277,19 +287,21 @@ class CastPlan:
 
     def _cast_after_step(self) -> None:
         self.cast()
-        if self._step_hooks.has_one_optimizer:  # else only some of the weights have changed
+        # Of several optimizers each has changed only some of the weights.
+        if self._step_hooks.has_one_optimizer:
             self.validity.changed()
 
     def claim(self, who: str) -> Claim:
-        """Hold the weights that this plan casts for an owner, as long as somebody keeps the result.
+        """Claim the weights that this plan casts for an owner, as long as the result is kept.
 
-        ValueError, on this rank alone, while another owner that somebody keeps writes any of these
+        ValueError, on this rank alone, if another owner that still exists writes any of these
         elements.
         """
         return self._step_hooks.claim(who)
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """The masters with their weights, for `zerocast.verify`; bytes are gathered before.
+        """Return the masters with their weights, for `zerocast.verify`. Gather the bytes first.
+
         Weights with gaps are left out. RuntimeError for weights that are partial.
         """
         self.validity.check(Use.VERIFY)
@@ -298,11 +310,11 @@ class CastPlan:
         return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
 
     def switch_part(self) -> SwitchPart:
-        """The part of a plan in `zerocast.switch`, which gathers the new bytes once.
+        """Return the part of this plan in `zerocast.switch`, which gathers the new bytes once.
 
-        They have new storage: who gathers those of later casts takes the weights' buffers anew.
-        Where that is forgotten, the cast after a gather raises RuntimeError on every rank.
-        Weights that no rank has a master of keep their formats.
+        The weights get new buffers, into which the caller has to gather from then on. If it goes on
+        with the old ones, the cast after a gather raises RuntimeError on every rank. Weights
+        without a master on any rank keep their formats.
         """
         names = self._names if self._is_named else [w.state.name for w in self.weights]
         unique = names if all(names) and len({*names}) == len(names) else self._names
@@ -323,7 +335,7 @@ class CastPlan:
         return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
 
     def check_switch(self) -> None:
-        """RuntimeError where formats cannot change now: while a write is partial or under way."""
+        """RuntimeError if formats cannot change now, since a write is partial or under way."""
         self.validity.check(Use.SWITCH)
         if self.validity.is_writing:
             raise RuntimeError("a recipe is switched between two steps, and masters and weights are being written now")
@@ -356,9 +368,11 @@ class CastPlan:
         weights: Sequence[QuantizedWeight] | None = None,
         scale_cuts: Sequence[range | None] | None = None,
     ) -> None:
-        """The weights `changed` have other formats now, and storage that the next cast fills: it
-        seeds their delayed scales. `weights` are all of them, where they are other objects.
-        Collective.
+        """Prepare casts of other formats, after the weights `changed` were given these and new
+        storage. Collective.
+
+        The next cast fills that storage and seeds the delayed scales of these weights. `weights`
+        are all weights, if some of them are other objects than before.
         """
         self.weights = self.weights if weights is None else list(weights)
         shards, anew = self._partition.shards, self.delayed.unseeded | {*changed}
@@ -379,8 +393,8 @@ class CastPlan:
         self.delayed.load_state_dict(kept)
 
     def check_call(self, use: Use | None = None) -> None:
-        """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those
-        of another call, or if it cast masters that are NaN or Inf.
+        """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of
+        another call, or if it cast masters that are NaN or Inf.
         """
         self._check_reports(casts_in_flight=0)
 
@@ -398,7 +412,7 @@ class CastPlan:
             self.validity.broke_off(what, masters=False)
 
     def forget_call(self) -> None:
-        """Forget which call the last cast was, since every rank overwrites its masters now."""
+        """Forget the reports of the last cast, since every rank overwrites its masters now."""
         self.packed.reports.forget()
 
     def _watch(self) -> None:
@@ -419,7 +433,7 @@ class CastPlan:
         """Derive from the partition, which says who owns what, all that a cast needs: which blocks
         are cut, where all amaxes lie, and the tables of where weights and masters lie now.
         """
-        # the text that ranks compare; the caller fills in its step
+        # The text that ranks compare. The caller's step is filled in.
         self._call = _numbered(self.group) + self._step_of_caller
         shards, is_alone = self._partition.shards, self.group.size == 1
         cut = CutBlocks.of(self._partition, self._cast)
@@ -430,9 +444,9 @@ class CastPlan:
         self._bind()
 
     def _follow(self) -> None:
-        """Look again where everything lies if any weight or master moved, or a newer plan took a
-        weight over. ValueError or TypeError, on this rank alone, for masters that were given what a
-        plan could not be built for.
+        """Make the tables again if a weight or a master has moved, or another plan has taken a
+        weight over. ValueError or TypeError, on this rank alone, if a plan could not be built for
+        what the masters are now.
         """
         if self._places != self.validity.places or any(table.moved() for table in self._tables.owned):
             self._partition.check_again()
@@ -441,14 +455,14 @@ class CastPlan:
             self._bind()
 
     def _take_weights(self) -> None:
-        """Let the weights count the casts of this plan, and no longer those of another."""
+        """Let the weights count the casts of this plan, and no longer those of another plan."""
         cast = set(self._cast)
         for index, w in enumerate(self.weights):
             if w.state.validity is not self.validity:
                 w.state.join(self.validity, is_cast=index in cast)
 
     def _bind(self) -> None:
-        """Descriptor tables and bases for where everything lies now. Local and silent."""
+        """Make the descriptor tables for where everything lies now. Local, and raises nothing."""
         self._take_weights()
         self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
@@ -456,8 +470,9 @@ class CastPlan:
 
 
 def _numbered(group: Group) -> str:
-    """The call, for comparison among ranks, of a cast by the plan that is being built. All ranks
-    build their plans together, so they number them alike.
+    """Return the text by which ranks compare the casts of a plan that is being built.
+
+    All ranks build the plans of a group together, so their numbers agree.
     """
     name = "" if group.handle is None else group.handle.group_name
     _built[name] += 1

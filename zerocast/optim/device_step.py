@@ -29,12 +29,16 @@ class DeviceStep:
 
     Args:
         gradients: this rank's averaged gradients, flat f32 like the masters.
-        order: that of a deterministic norm, or None for the library's.
-        muon: the update of the matrices that this rank owns in whole, if there are any.
+        masters: the masters and moments of this rank.
+        hyperparameters: of all parameter groups, on the device.
+        order: the order of summation of a deterministic norm; None for the library's order.
+        group: the ranks that share the masters.
+        muon: the update of the matrices that this rank owns in whole.
 
-    `count` and `skipped`, int64[1], are the steps taken and skipped; `clip`, f32[1], is what the
-    gradients of the coming step are multiplied by, 1 again after it; `clipped` says that the host
-    asked for it, outside of a graph.
+    Attributes:
+        count, skipped: i64[1], the steps taken and the steps skipped.
+        clip: f32[1], the factor of the coming step's gradients; 1 again after the step.
+        clipped: True if the host asked for that factor, outside of a graph.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class DeviceStep:
         self.clipped = False
 
     def square_sum(self) -> Tensor:
-        """Sum of squares of the averaged gradient, f64[], the same on every rank."""
+        """Return the sum of squares of the averaged gradient, f64[], the same on every rank."""
         if self._order:
             return self._order.square_sum(self._gradients)
         return square_sum(self._gradients, self._group)
@@ -64,8 +68,8 @@ class DeviceStep:
         self.clip.copy_(clip_factor(norm, max_norm))
 
     def apply_clip(self) -> bool:
-        """Scale the gradients now, since somebody reads or changes them before the update. False
-        if there was nothing to scale.
+        """Scale the gradients now, because they are read or changed before the update. Returns
+        False if there was nothing to scale.
         """
         clipped, self.clipped = self.clipped, False
         if clipped:

@@ -135,23 +135,23 @@ class ForeignWrites:
         other values.
         """
         plain = [p for p in self._plain if not p.is_home]
+        quantized = [q for q in self._quantized if q.weight.state is not q.state]
+        places = self._places()
+        if self._at_home != places:
+            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
+        if not plain and not quantized:
+            self._at_home = places
+            return False
         for p in plain:
             _check_alike(p.slot.parameter, p.place)
-        quantized = [q for q in self._quantized if q.weight.state is not q.state]
-        if self._at_home != self._places():
-            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
         names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.place)]
         names += [q.slot.name for q in quantized if q.differs()]
         if names:
             raise RuntimeError(
                 f"parameters have other storage and hold other values since the last step, {_some(names)}: {LOST}"
             )
-        moved = bool(plain or quantized)
-        if not moved:
-            # If some have moved, `reclaim` brings them back and notes it, or another bucket raises
-            # before that and they stay where they are.
-            self._at_home = self._places()
-        return moved
+        # `reclaim` brings them back.
+        return True
 
     def _places(self) -> tuple[Validity, int] | None:
         """A value that compares equal as long as no weight has moved. All weights of a bucket have

@@ -35,16 +35,17 @@ class UpdateRule:
         """ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
         tensors on a device pass unread, since a step does not wait for the device.
         """
-        if not wait:
-            group = {name: _on_host(value) for name, value in group.items()}
+        names = (*self.numbers, *self.others)
+        values = {name: group[name] if wait else _on_host(group[name]) for name in names}
         for name in self.numbers:
-            if not isinstance(group[name], (Real, Tensor)):
-                raise TypeError(f"{name} is a number, got {group[name]!r}")
-        ranges = [(name, group[name], 0.0 <= group[name] < math.inf) for name in self.numbers]
-        ranges += [(name, group[name], valid(group[name])) for name, valid in self.others.items()]
-        for name, value, valid in ranges:
-            if not valid:
-                raise ValueError(f"{name} is out of range: {value}")
+            if not isinstance(values[name], (Real, Tensor)):
+                raise TypeError(f"{name} is a number, got {values[name]!r}")
+        for name in self.numbers:
+            if not 0.0 <= values[name] < math.inf:
+                raise ValueError(f"{name} is out of range: {values[name]}")
+        for name, is_valid in self.others.items():
+            if not is_valid(values[name]):
+                raise ValueError(f"{name} is out of range: {values[name]}")
 
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The hyper-parameters that ranks compare, by name."""

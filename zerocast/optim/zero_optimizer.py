@@ -3,7 +3,7 @@
 One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
 for non-finite values, the update of this rank's shard (for which gradients of matrices go to the
 ranks that own them in whole), cast, all-gather of bytes, columnwise copies. Only the device knows
-whether a step is skipped, so nothing here waits for it on the host.
+whether a step is skipped, so the host never waits for it.
 """
 
 import contextlib
@@ -64,14 +64,15 @@ logger = logging.getLogger(__name__)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """FP32 masters in flat buckets, sharded over `group`, which a subclass says how to update.
+    """FP32 masters in flat buckets, sharded over `group`. A subclass says how they are updated.
 
     Args:
         params, group, stage, config: as in ZeroAdamW.
         defaults: hyper-parameters of parameter groups that have none of their own.
     """
 
-    NAME: ClassVar[str]  # of the class that users build, for messages
+    # The name of the class that users build, for messages.
+    NAME: ClassVar[str]
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], group: GroupLike, stage: int, config: ZeroConfig | None
@@ -101,8 +102,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._build(named, stage, self._group if free is None else separate_group(self._group, self, free))
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
-        """The given pairs, or groups of them, as torch's constructor takes them. ValueError for a
-        group that says of its update what cannot be.
+        """Return the given pairs, or groups of them, as torch's constructor takes them. ValueError
+        for a group whose update is invalid.
         """
         raise NotImplementedError
 
@@ -110,11 +111,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """ValueError or TypeError for parameters that their group's update cannot take."""
 
     def _costs(self, named: list[Named]) -> dict[str, int]:
-        """The parameters that a rank owns in whole, with what their update takes."""
+        """Return the parameters that one rank owns in whole, with the cost of their update."""
         return {}
 
     def _described(self) -> str:
-        """The hyper-parameters beside Adam's, which all ranks must have alike."""
+        """Describe the hyper-parameters beside Adam's that all ranks must have alike."""
         return ""
 
     def _adam_groups(self) -> list[dict[str, Any]]:
@@ -130,7 +131,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for _, parameter, _ in named:
             take_off(parameter)
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
-                parameter.grad_dtype = torch.float32  # the weight gradient is computed in it
+                # The weight gradient is computed in it.
+                parameter.grad_dtype = torch.float32
         layout = lay_out(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
         buckets, gradients = layout.buckets, layout.gradients
         self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
@@ -148,9 +150,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group, muon)
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
-        self._clipped = ""  # to what, since the last step
-        self._invalid: Exception | None = None  # what is wrong with the hyper-parameters of this step
-        self._square_sum: tuple[int, Tensor] | None = None  # of this version of the gradients
+        # What gradients were clipped to since the last step, for comparison among ranks.
+        self._clipped = ""
+        # What is wrong with the hyper-parameters of this step.
+        self._invalid: Exception | None = None
+        # The last sum of squares, with the version of the gradients that it is of.
+        self._square_sum: tuple[int, Tensor] | None = None
         self._state = ZeroState(buckets, self._masters, self._plan, self._device.count, self.param_groups, group)
         self._validity = self._plan.validity
         self._validity.owner = weakref.ref(self)
@@ -202,14 +207,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def capture(self, max_norm: float | None = None) -> CapturedStep:
-        """`clip_grad_norm_(max_norm)` and `step()` as one CUDA graph: call what this returns in
-        place of the two.
+        """Capture `clip_grad_norm_(max_norm)` and `step()` as one CUDA graph. Call what this
+        returns in place of the two.
 
-        All ranks call it, before or between steps; it changes nothing. Loops, schedulers, loading
-        of states and ordinary steps in between stay as they are: learning rates are read anew at
-        every call, whether tensors or numbers. What a graph cannot hold stays outside of it:
-        backward passes with their reductions, closures, step hooks. Raises RuntimeError for
-        parameters that are not on a CUDA device, and for the reference backend.
+        Collective, before or between steps; it changes nothing. Loops, schedulers, loading of
+        states and ordinary steps in between stay as they are: learning rates, tensors or numbers,
+        are read at every call. A graph cannot hold backward passes with their reductions, closures
+        and step hooks. Raises RuntimeError for parameters that are not on a CUDA device, and for
+        the reference backend.
         """
         self._validity.check(Use.STEP)
         check_capturable(self._masters.master.device, self._plan.backend)
@@ -219,11 +224,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return step
 
     def _prepare(self, clipped: str = "", raises: bool = True) -> None:
-        """The host's part before the device's, which raises with nothing changed.
+        """Do the host's part of a step before the device's. Raises with nothing changed.
 
-        It reduces gradients, takes hyper-parameters over and looks where weights lie. `clipped`
-        says to what a graph clips. Without `raises` it keeps the error of hyper-parameters that
-        cannot be, since other ranks may have other values: all ranks hear of it within the cast.
+        It reduces gradients, takes over hyper-parameters and finds where the weights lie. `clipped`
+        describes what a graph clips to. Without `raises` it keeps the error of invalid
+        hyper-parameters, since other ranks may have other values: all ranks raise within the cast.
         """
         self._validity.check(Use.STEP)
         self._skipped.before_step()
@@ -258,20 +263,20 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
 
     def _check_unwritten(self, use: Use) -> None:
-        """RuntimeError for parameters that others wrote: masters do not know of it. A step looks
-        for that itself.
+        """RuntimeError for parameters that other code has written: masters do not have these
+        values. A step looks for that by itself.
         """
         self._weights.gather.check_unwritten()
         self._weights.gather.check_moved()
 
     def _prepare_clipping(self, max_norm: float) -> None:
-        """The same for a graph that clips: it overwrites the factor of a clip before it."""
+        """Prepare a step whose graph clips: that overwrites the factor of an earlier clip."""
         self._prepare(f", clipped to {max_norm:.6g}")
         self._apply_clip()
 
     def _finish(self) -> None:
-        """The host's part after the device's: gradients are used up; every so often all live
-        bytes are verified.
+        """Do the host's part of a step after the device's: drop the gradients, and verify all live
+        bytes after every `verify_every` steps.
         """
         self.averages.after_step()
         self._skipped.after_step()
@@ -279,7 +284,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
-        # torch's schedulers look for it; only a call of `step` itself sets it
+        # torch's schedulers look for it, and only a call of `step` itself sets it.
         self._opt_called = True
         self._steps += 1
         if self._config.verify_every and self._steps % self._config.verify_every == 0:
@@ -322,14 +327,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._device.clip.fill_(1.0)
         self._clipped, self._device.clipped = "", False
         self._reducer.reset()
-        # else a weight's __torch_function__ would run at every look at a gradient
+        # A weight's __torch_function__ would otherwise run at every look at a gradient.
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within, backward passes accumulate on this rank alone; the next one outside reduces
-        the sum.
+        """Accumulate gradients on this rank alone while the context is open. The next backward pass
+        outside of it reduces the sum.
         """
         before = self._reducer.hold(synchronise=False)
         try:
@@ -343,11 +348,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._group.handle
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """The masters of all parameters, for `zerocast.verify`; RuntimeError for partial ones."""
+        """Return the masters of all parameters, for `zerocast.verify`. RuntimeError for partial
+        ones.
+        """
         return tuple(self._driver.master_views())
 
     def switch_part(self) -> SwitchPart:
-        """The part of an optimizer in `zerocast.switch`: between `step()` and a backward pass."""
+        """Return the part of this optimizer in `zerocast.switch`, which is called between `step()`
+        and a backward pass.
+        """
         return SwitchPart(
             groups=(self._group,),
             weights=self._weights.shapes(),
@@ -383,8 +392,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def skipped_steps(self) -> int:
-        """How many steps a non-finite gradient has skipped. Reading waits for the device, and
-        logs what is new.
+        """The number of steps that a non-finite gradient has skipped. Reading it waits for the
+        device, and logs what is new.
         """
         count = int(self._device.skipped)
         if count > self._reported and self._group.rank == 0:
@@ -402,34 +411,36 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Unknown: an optimizer is given parameters."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Masters, moments, step, hyper-parameters and delayed scales, keyed by parameter name
+        """Return masters, moments, step, hyper-parameters and delayed scales by parameter name
         (`zerocast.optim.state`).
 
-        For torch.distributed.checkpoint with several ranks, which then loads in place; also for
-        torch.save with one. RuntimeError after a step that raised half-way, since that would save
-        masters and moments of different steps, and when parameters were written by somebody else:
-        masters do not know of it.
+        Save it with torch.distributed.checkpoint, which then loads in place, or on one rank with
+        torch.save. RuntimeError after a step that raised half-way, whose masters and moments are of
+        different steps, and if other code has written parameters, since masters do not have these
+        values.
         """
         self._validity.check(Use.SAVE)
         return self._state.as_dict()
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
-        """The keys and shapes of `state_dict`, for a reader that fills them; also after a step that
-        raised half-way. `kept` is what the reader has of the moments of each parameter.
+        """Return the keys and shapes of `state_dict`, for a reader that fills them, also after a
+        step that raised half-way. `kept` tells what the reader has of the moments of each
+        parameter.
         """
         return self._state.as_dict(kept)
 
     def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        """ValueError, on this rank alone, for invalid step counts and hyper-parameters."""
         self._state.check_numbers(state_dict)
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Within, the state is overwritten: what raises in here leaves an optimizer that must
-        load again before it goes on.
+        """Overwrite the state while the context is open. After an exception in it the optimizer
+        must load a state before it goes on.
         """
         self._validity.check(Use.LOAD)
-        nested = self._validity.is_writing  # a reader, around load_state_dict
+        # True if a reader of checkpoints has opened this context around `load_state_dict`.
+        nested = self._validity.is_writing
         if self._validity.partial:
             self.zero_grad()
         if not nested:
@@ -442,12 +453,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of the same parameters, from any number of ranks, and make the weights
+        """Load a state of the same parameters, saved by any number of ranks, and cast the weights
         from its masters.
 
         ValueError, with nothing changed, for missing names and other shapes. After a step that
-        raised half-way this makes the optimizer whole again, and forgets the gradients of that
-        step.
+        raised half-way this makes the optimizer whole again, and drops the gradients of that step.
         """
         self._validity.check(Use.LOAD)
         self._state.check(state_dict)
@@ -463,7 +473,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise TypeError(f"a {self.NAME} cannot be copied or pickled: build another one and load the state of this one")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only while constructing: shards are laid out once."""
+        """Add a group in the constructor. RuntimeError later, since shards are laid out once."""
         if hasattr(self, "_masters"):
             raise RuntimeError(
                 f"a {self.NAME} cannot take more parameters: build a new one and load the state of this one"
