@@ -130,8 +130,9 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
     bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
     missing = {id(bucket): len(bucket.slots) for bucket in buckets}
     arrived = dict.fromkeys(missing, 0)
-    flying: deque[tuple[int, int]] = deque()  # (elements, bytes) of the buckets on their way
-    most = IN_FLIGHT * config.bucket_size if ranks > 1 else 0
+    # (elements, bytes) of the buckets whose collectives are in flight, and the most elements of them.
+    flying: deque[tuple[int, int]] = deque()
+    most_flying = IN_FLIGHT * config.bucket_size if ranks > 1 else 0
     waiting = peak = 0
     for name, tensor, _ in reversed(tensors):
         bucket = bucket_of[name]
@@ -148,7 +149,7 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
         is_sent_unpacked = bucket.is_one_gradient and dtype is storage.grad_dtype
         packed = 0 if is_sent_unpacked else bucket.numel * storage.grad_dtype.itemsize
         # The reducer waits for the oldest buckets until this one has room.
-        while flying and bucket.numel + sum(numel for numel, _ in flying) > most:
+        while flying and bucket.numel + sum(numel for numel, _ in flying) > most_flying:
             flying.popleft()
         peak = max(peak, waiting + packed + _bytes(flying))
         waiting -= unpacked
