@@ -47,7 +47,7 @@ _preloaded = [
     "zerocast.fsdp2",
     "zerocast.export",
     "zerocast.metrics",
-    "tests.frozen",
+    "tests.freeze_imports",
 ]
 context.set_forkserver_preload(_preloaded)
 

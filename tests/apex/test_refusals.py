@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.apex import refusing
+from tests.apex import refusal_cases
 from tests.apex.host_on_cpu import importable, needs_apex
 from tests.apex.training import MIXED
 from tests.workers import Ranks
@@ -28,13 +28,13 @@ OPTIONS = {
 @needs_apex
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(host_ranks: Ranks, name: str) -> None:
-    (said,) = host_ranks(1)(refusing.with_option, name)
+    (said,) = host_ranks(1)(refusal_cases.with_option, name)
     assert said.startswith("ValueError") and OPTIONS[name] in said
 
 
 @needs_apex
 def test_a_weight_has_one_owner(host_ranks: Ranks) -> None:
-    ((again, after_zero),) = host_ranks(1)(refusing.twice)
+    ((again, after_zero),) = host_ranks(1)(refusal_cases.twice)
     assert again.startswith("RuntimeError: weight belongs to a DistributedFusedAdam already")
     assert after_zero.startswith("RuntimeError: weight belongs to a ZeroAdamW already")
 
@@ -42,45 +42,45 @@ def test_a_weight_has_one_owner(host_ranks: Ranks) -> None:
 @needs_apex
 @pytest.mark.parametrize("world", [2])
 def test_what_is_wrong_on_one_rank_raises_on_all(host_ranks: Ranks, world: int) -> None:
-    for said in host_ranks(world)(refusing.foreign, 1):
+    for said in host_ranks(world)(refusal_cases.foreign, 1):
         assert said.startswith("TypeError: rank 1: bias is a Foreign, which zerocast does not know")
-    for said in host_ranks(world)(refusing.other_weights):
+    for said in host_ranks(world)(refusal_cases.other_weights):
         assert "weight: fp8_block (32, 64) torch.bfloat16 on rank 0 and weight: nvfp4" in said
 
 
 @needs_apex
 @pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
 def test_what_is_trained_is_listed_once(host_ranks: Ranks) -> None:
-    ((frozen, again),) = host_ranks(1)(refusing.not_to_be_trained)
+    ((frozen, again),) = host_ranks(1)(refusal_cases.not_to_be_trained)
     assert frozen.startswith("ValueError: weight needs no gradient, and would decay all the same")
     assert again.startswith("ValueError: again is listed twice: a parameter has one master")
 
 
 @needs_apex
 def test_no_more_parameters(host_ranks: Ranks) -> None:
-    assert host_ranks(1)(refusing.more_parameters)[0].startswith(
+    assert host_ranks(1)(refusal_cases.more_parameters)[0].startswith(
         "RuntimeError: this optimizer cannot take more parameters"
     )
 
 
 @needs_apex
 def test_the_first_state_dict_format(host_ranks: Ranks) -> None:
-    for said in host_ranks(1)(refusing.first_format)[0]:
+    for said in host_ranks(1)(refusal_cases.first_format)[0]:
         assert said.startswith("ValueError: state dicts of format 2 hold quantized weights' masters, got format 1")
 
 
 @needs_apex
 def test_an_apex_of_another_shape(host_ranks: Ranks) -> None:
-    (said,) = host_ranks(1)(refusing.without, "default_shard_size")
+    (said,) = host_ranks(1)(refusal_cases.without, "default_shard_size")
     assert said.startswith("RuntimeError: DistributedFusedAdam has no default_shard_size: this Apex has another shape")
-    assert "this Apex has another layout" in host_ranks(1)(refusing.of_another_layout)[0]
+    assert "this Apex has another layout" in host_ranks(1)(refusal_cases.of_another_layout)[0]
 
 
 @needs_apex
 @pytest.mark.parametrize("world", [2])
 def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
     """On one rank: all of them refuse, and nothing is changed on any."""
-    for said, changed in host_ranks(world)(refusing.other_states, 1):
+    for said, changed in host_ranks(world)(refusal_cases.other_states, 1):
         assert changed == []
         lacks = "ValueError: rank 1: the state does not fit this optimizer: it lacks "
         assert [text.startswith(lacks) for text in said] == [True, True, True, False, False], said
@@ -94,13 +94,13 @@ def test_states_that_do_not_fit(host_ranks: Ranks, world: int) -> None:
 @needs_apex
 @pytest.mark.parametrize("world", [2])
 def test_weights_and_masters_changed_by_hand(host_ranks: Ranks, world: int) -> None:
-    assert host_ranks(world)(refusing.moved) == [[]] * world
-    assert host_ranks(world)(refusing.masters_by_hand) == [(True, [])] * world
+    assert host_ranks(world)(refusal_cases.moved) == [[]] * world
+    assert host_ranks(world)(refusal_cases.masters_by_hand) == [(True, [])] * world
 
 
 @needs_apex
 def test_without_quantized_weights(host_ranks: Ranks) -> None:
-    assert host_ranks(1)(refusing.plain_only) == [(0, False)]
+    assert host_ranks(1)(refusal_cases.plain_only) == [(0, False)]
 
 
 @pytest.fixture

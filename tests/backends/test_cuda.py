@@ -10,7 +10,7 @@ from torch import nn
 import zerocast
 from tests import stages
 from tests.devices import gpu_params
-from tests.optim.replayed import Case, compare
+from tests.optim.captured_runs import Case, compare
 from tests.optim.runs import DETERMINISTIC
 from zerocast import backends
 from zerocast.backends import reference

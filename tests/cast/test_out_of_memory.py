@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import casts
-from tests.optim.faults import OutOfMemory
+from tests.optim.out_of_memory import OutOfMemory
 from zerocast import CastPlan, QuantizedWeight
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.optim.folders import names
+from tests.optim.checkpoint_folders import names
 from zerocast import ZeroAdamW, optim
 from zerocast.checkpoint import writer
 from zerocast.checkpoint.whole_folder import MARKER, WholeFolder

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import casts
-from tests.checkpoint.sources.written import KINDS
+from tests.checkpoint.sources.source_files import KINDS
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer
 from zerocast import QuantizedWeight, get_format, optim

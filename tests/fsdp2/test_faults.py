@@ -18,7 +18,7 @@ from tests.fsdp2.models import FORMATS, Net
 from tests.fsdp2.test_freshness import load_and_assign
 from tests.hosts.fsdp2 import Prepared
 from tests.hosts.under_test import different
-from tests.optim.faults import OutOfMemory
+from tests.optim.out_of_memory import OutOfMemory
 from tests.workers import Ranks
 from zerocast import fsdp2, verify
 from zerocast.fsdp2.cast_group import CastGroup

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import zerocast
-from tests.checkpoint.sources.written import KINDS, values
+from tests.checkpoint.sources.source_files import KINDS, values
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.fsdp2.test_checkpoints import FORMATS, HIDDEN, WIDTH, build
-from tests.optim.faults import OutOfMemory
+from tests.optim.out_of_memory import OutOfMemory
 from tests.workers import Ranks
 from zerocast.fsdp2.manager import validity_of
 

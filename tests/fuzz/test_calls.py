@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zerocast
-from tests.fuzz.bounded import LENGTHS, fuzz, refuses
+from tests.fuzz.call_limits import LENGTHS, fuzz, refuses
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, ZeroConfig, get_format
 from zerocast.footprint.shapes import model_parameters
 from zerocast.formats import format_names

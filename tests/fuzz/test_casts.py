@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import casts
-from tests.fuzz.bounded import LENGTHS, SAID, fuzz
-from tests.fuzz.hostile import Guarded, Shard, master_of, shards, start_of, weight_of
+from tests.fuzz.call_limits import LENGTHS, SAID, fuzz
+from tests.fuzz.hostile_values import Guarded, Shard, master_of, shards, start_of, weight_of
 from zerocast import CastPlan, QuantizedWeight, get_format, quantize_master_weights
 from zerocast.backends.reference.codec import unpack
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import strategies as st
 
 from tests import casts
-from tests.checkpoint.sources.written import KINDS, values
-from tests.fuzz.bounded import LENGTHS, SAID, fuzz
+from tests.checkpoint.sources.source_files import KINDS, values
+from tests.fuzz.call_limits import LENGTHS, SAID, fuzz
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import optim

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.fuzz.bounded import LENGTHS, SAID, fuzz
+from tests.fuzz.call_limits import LENGTHS, SAID, fuzz
 from tests.fuzz.safetensors_files import GOOD, WRONG, Header, headers
 from tests.optim.probe import Spec
 from tests.optim.runs import Run, Trainer

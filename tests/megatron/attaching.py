@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.megatron import training
-from tests.megatron.here import host
+from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from tests.workers import error_of
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 import zerocast
 from tests import casts
 from tests.megatron import te
-from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, NARROW, Case, Run, build_attached
 from tests.workers import error_of
 from zerocast import QuantizedWeight

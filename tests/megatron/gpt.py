@@ -12,8 +12,8 @@ from torch import Tensor
 
 import zerocast
 from tests.megatron import muon
-from tests.megatron.here import device, groups, host
 from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.ranks_host import device, groups, host
 from tests.megatron.training import NARROW, Case, Run, build_optimizer
 from tests.workers import error_of
 from zerocast import verify

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 import zerocast
 from tests.megatron import checkpoints, te, training
-from tests.megatron.here import device
 from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.ranks_host import device
 from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
 from zerocast.distributed.group import Group

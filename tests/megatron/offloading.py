@@ -16,7 +16,7 @@ from torch import Tensor
 from tests import casts
 from tests.megatron import host_memory, training
 from tests.megatron.attached import METADATA, Attached
-from tests.megatron.here import device
+from tests.megatron.ranks_host import device
 from tests.megatron.training import MIXED, Case, Run, build, build_attached
 from tests.workers import error_of
 from zerocast import verify

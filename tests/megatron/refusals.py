@@ -10,8 +10,8 @@ import torch.distributed as dist
 import zerocast
 from tests.megatron import training
 from tests.megatron.checkpoints import save
-from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.ranks_host import host
 from tests.megatron.training import FORMATS, Case, build, build_attached, build_chunk, build_optimizer
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration

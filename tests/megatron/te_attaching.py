@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.megatron import te
-from tests.megatron.here import host
+from tests.megatron.ranks_host import host
 from tests.megatron.training import (
     ALL_LAYERS,
     Case,

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from tests import casts
 from tests.megatron import te
 from tests.megatron.gpt import VOCABULARY, step
-from tests.megatron.here import host
 from tests.megatron.host_on_cpu import WHY_NOT
+from tests.megatron.ranks_host import host
 from tests.megatron.training import Case, Run, build_optimizer
 from zerocast import verify
 from zerocast.integrations import megatron as integration

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.megatron.attached import Attached
-from tests.megatron.here import host
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
+from tests.megatron.ranks_host import host
 from tests.megatron.training import NARROW, Case
 from tests.serve.test_live import collected
 from tests.workers import Ranks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.megatron import measuring
+from tests.megatron import metered_steps
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.workers import Ranks
 
@@ -11,8 +11,8 @@ pytestmark = needs_megatron
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_every_so_many_steps_are_measured(ranks: Ranks, overlap: bool) -> None:
-    plain = [losses for losses, _, _ in ranks(2)(measuring.steps, overlap, None)]
-    for (losses, samples, amaxes), expected in zip(ranks(2)(measuring.steps, overlap, 2), plain, strict=True):
+    plain = [losses for losses, _, _ in ranks(2)(metered_steps.steps, overlap, None)]
+    for (losses, samples, amaxes), expected in zip(ranks(2)(metered_steps.steps, overlap, 2), plain, strict=True):
         assert losses == expected, "to measure changes nothing"
         assert [sample is not None for sample in samples] == [False, True, False, True]
         last = samples[-1]

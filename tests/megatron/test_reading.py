@@ -1,10 +1,82 @@
 """Whoever reads a weight waits for its gather, also as the second thread that does."""
 
-import pytest
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
-from tests.megatron import reading
+import pytest
+import torch
+
+from tests.megatron.attached import Attached
 from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.ranks_host import host
+from tests.megatron.training import MIXED, Case
 from tests.workers import Ranks
+from zerocast import QuantizedWeight
+from zerocast.cast.columnwise import ColumnwiseCopies
+
+SECONDS = 0.4
+
+
+class _Slow:
+    """A gather that takes its time, or dies."""
+
+    def __init__(self, handle: Any, dies: bool) -> None:
+        self._handle, self._dies = handle, dies
+
+    def wait(self) -> None:
+        time.sleep(SECONDS)
+        self._handle.wait()
+        if self._dies:
+            raise RuntimeError("injected")
+
+
+def two_readers(dies: bool, columnwise: bool, second_after: float) -> tuple[list[Any], bool]:
+    """What two threads read of a weight, or the error, and how long that took; whether it is what is there afterwards."""
+    with host():
+        attached = Attached(Case(MIXED, overlap=True))
+        attached.run.step(0)
+        weight = next(w for w in attached.run.weights.values() if isinstance(w, QuantizedWeight))
+        for group in attached.run.ddp.bucket_groups:
+            if not group.param_gather_dispatched or group.param_gather_handle is None:
+                group.start_param_sync()
+            group.param_gather_handle = _Slow(group.param_gather_handle, dies)
+        found: list[Any] = [None, None]
+
+        def read(index: int) -> None:
+            time.sleep(index * second_after)
+            start = time.monotonic()
+            try:
+                value: Any = weight.read(columnwise, torch.float32)
+            except RuntimeError as error:
+                value = str(error)
+            found[index] = value, time.monotonic() - start
+
+        make = _slowed(ColumnwiseCopies.make)
+        threads = [threading.Thread(target=read, args=(index,)) for index in range(2)]
+        with mock.patch.object(ColumnwiseCopies, "make", make):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if dies:
+            return found, False
+        attached.run.force_sync()
+        expected = weight.read(columnwise, torch.float32)
+        return [seconds for _, seconds in found], all(
+            isinstance(v, torch.Tensor) and torch.equal(v, expected) for v, _ in found
+        )
+
+
+def _slowed(method: Callable[..., None]) -> Callable[..., None]:
+    def call(copies: Any) -> None:
+        time.sleep(SECONDS)
+        method(copies)
+
+    return call
+
 
 pytestmark = needs_megatron
 
@@ -17,11 +89,11 @@ pytestmark = needs_megatron
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("second_after", [0.1, 1.5], ids=["in the gather", "in the copies"])
 def test_the_second_reader_waits_too(ranks: Ranks, columnwise: bool, second_after: float) -> None:
-    for seconds, same in ranks(2)(reading.two_readers, False, columnwise, second_after * reading.SECONDS):
-        assert same and all(taken > reading.SECONDS / 4 for taken in seconds), seconds
+    for seconds, same in ranks(2)(two_readers, False, columnwise, second_after * SECONDS):
+        assert same and all(taken > SECONDS / 4 for taken in seconds), seconds
 
 
 def test_the_second_reader_raises_where_the_first_does(ranks: Ranks) -> None:
-    for found, _ in ranks(2)(reading.two_readers, True, False, 0.1 * reading.SECONDS):
+    for found, _ in ranks(2)(two_readers, True, False, 0.1 * SECONDS):
         (first, _), (second, _) = found
         assert "injected" in first and "an all-gather raised half-way" in second, found

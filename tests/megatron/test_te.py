@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.hosts.test_faults import at_operators
-from tests.megatron import measuring, te, te_attaching
+from tests.megatron import metered_steps, te, te_attaching
 from tests.megatron.checkpoints import resume
-from tests.megatron.hole import train_in_the_hole
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
+from tests.megatron.unsent_bytes import train_in_the_hole
 from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
@@ -86,8 +86,8 @@ def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
 
 
 def test_measured_steps(ranks: Ranks) -> None:
-    plain = [losses for losses, _, _ in ranks(2)(measuring.steps, True, None, "02")]
-    for (losses, samples, amaxes), expected in zip(ranks(2)(measuring.steps, True, 2, "02"), plain, strict=True):
+    plain = [losses for losses, _, _ in ranks(2)(metered_steps.steps, True, None, "02")]
+    for (losses, samples, amaxes), expected in zip(ranks(2)(metered_steps.steps, True, 2, "02"), plain, strict=True):
         assert losses == expected
         assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes and len(amaxes) == 4
         assert all(0 < counts.cast_error < 0.2 for counts in samples[-1].weights.values())

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.megatron.hole import train_in_the_hole
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, train, train_chunks
+from tests.megatron.unsent_bytes import train_in_the_hole
 from tests.selection import worlds
 from tests.workers import Ranks
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.megatron import te
-from tests.megatron.here import device, host
 from tests.megatron.host_on_cpu import KNOWS_FOUR_BITS, WHY_NOT
+from tests.megatron.ranks_host import device, host
 from tests.transformer_engine import tensors
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
@@ -215,7 +215,7 @@ class Run:
         return whole
 
     def cast_scales(self) -> dict[str, float]:
-        """What delayed scaling says that it cast with; see delaying.py for whether that is right."""
+        """What delayed scaling says that it cast with; see delayed_scaling.py for whether that is right."""
         ours = (weight for weight in self.weights.values() if isinstance(weight, QuantizedWeight))
         owners = {id(weight.master_owner): weight.master_owner for weight in ours}
         shown = [

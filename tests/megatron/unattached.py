@@ -12,7 +12,7 @@ import zerocast
 from tests import casts
 from tests.megatron import training
 from tests.megatron.attached import METADATA, Attached
-from tests.megatron.here import host
+from tests.megatron.ranks_host import host
 from tests.megatron.training import FORMATS, MIXED, Case, Run, build, build_chunk, build_optimizer
 from tests.workers import error_of
 from zerocast import QuantizedWeight, verify

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerocast
 from tests.megatron import muon
-from tests.megatron.here import host
+from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, NARROW, Case, build_attached
 from tests.workers import error_of
 from zerocast import QuantizedWeight, verify

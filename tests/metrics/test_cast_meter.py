@@ -14,7 +14,7 @@ from torch import nn
 import zerocast
 from tests import casts
 from tests.matrices import matrix
-from tests.metrics import plain
+from tests.metrics import numpy_counts
 from tests.optim.runs import Run, Trainer
 from tests.optim.undistributed import Undistributed, mean
 from tests.workers import Ranks
@@ -130,8 +130,10 @@ def expected() -> list[tuple[Case, dict[str, float], dict[str, float]]]:
     """What to find after the second cast, and after nothing more."""
     found = []
     for case in CASES:
-        master, (before, now) = case.masters()[1], map(plain.buffers_of, case.weights())
-        found.append((case, plain.counts(case.fmt, master, before, now), plain.counts(case.fmt, master, now, now)))
+        master, (before, now) = case.masters()[1], map(numpy_counts.buffers_of, case.weights())
+        found.append(
+            (case, numpy_counts.counts(case.fmt, master, before, now), numpy_counts.counts(case.fmt, master, now, now))
+        )
     return found
 
 
@@ -168,7 +170,7 @@ def trained(steps: int) -> list[tuple[dict[str, CastCounts], dict[str, dict[str,
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     quantized = {spec.name: spec for spec in run.specs if spec.fmt != "plain"}
     weights: dict[str, Any] = {name: trainer.probe.get_parameter(name) for name in quantized}
-    meter, before = CastMeter(trainer.optimizer), {name: plain.buffers_of(w) for name, w in weights.items()}
+    meter, before = CastMeter(trainer.optimizer), {name: numpy_counts.buffers_of(w) for name, w in weights.items()}
     found = []
     for step in range(steps):
         trainer.step(step)
@@ -176,9 +178,9 @@ def trained(steps: int) -> list[tuple[dict[str, CastCounts], dict[str, dict[str,
             spec.name: [mean([spec.gradient(step, rank) for rank in range(ranks)], spec)] for spec in run.specs
         }
         reference.step(gradients, run.options_at(step), run.max_norm)
-        now = {name: plain.buffers_of(weight) for name, weight in weights.items()}
+        now = {name: numpy_counts.buffers_of(weight) for name, weight in weights.items()}
         expected = {
-            name: plain.counts(spec.fmt, reference.master[name].reshape(spec.shape), before[name], now[name])
+            name: numpy_counts.counts(spec.fmt, reference.master[name].reshape(spec.shape), before[name], now[name])
             for name, spec in quantized.items()
         }
         found.append((meter.measure(), expected))
@@ -219,7 +221,7 @@ def test_where_a_code_type_ends(element: str, top: int) -> None:
     fp8 = get_format(f"fp8_current:element={element}").element
     assert fp8
     assert owned_part.largest_code(fp8) == top
-    assert owned_part.overshoot(fp8) * fp8.max == pytest.approx(plain.LIMITS[element])
+    assert owned_part.overshoot(fp8) * fp8.max == pytest.approx(numpy_counts.LIMITS[element])
 
 
 def test_weights_of_several_plans_are_counted_apart() -> None:

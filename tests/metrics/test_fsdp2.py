@@ -13,12 +13,12 @@ from tests import casts
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
-from tests.metrics import plain
+from tests.metrics import numpy_counts
 from tests.metrics.test_cast_meter import agrees
 from tests.workers import Ranks
 from zerocast.metrics import Meter, Sample
 
-Found = dict[str, plain.Buffers]
+Found = dict[str, numpy_counts.Buffers]
 
 
 def buffers(model: Any) -> tuple[dict[str, Any], Found]:
@@ -28,7 +28,7 @@ def buffers(model: Any) -> tuple[dict[str, Any], Found]:
         masters[name] = parameter.full_tensor().detach().numpy().copy()
         scale = models.cast_scale(owner)
         cast = casts.cast_whole(str(owner.format), torch.from_numpy(masters[name]), owner.geometry.nominal, scale=scale)
-        found[name] = plain.buffers_of(cast)
+        found[name] = numpy_counts.buffers_of(cast)
     return masters, found
 
 
@@ -38,7 +38,7 @@ def complaints(model: Any, sample: Sample, before: Found) -> list[str]:
     found = [] if set(sample.weights) == set(masters) else [f"weights {set(sample.weights)}"]
     for name, (_, owner) in models.masters(model).items():
         try:
-            expected = plain.counts(str(owner.format), masters[name], before[name], now[name])
+            expected = numpy_counts.counts(str(owner.format), masters[name], before[name], now[name])
             agrees(sample.weights[name], expected, name)
         except AssertionError as error:
             found.append(str(error))

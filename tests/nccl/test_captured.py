@@ -6,7 +6,7 @@ import pytest
 
 from tests.devices import worlds_of_gpus
 from tests.fsdp2 import test_captured as under_fsdp2
-from tests.optim.replayed import compare
+from tests.optim.captured_runs import compare
 from tests.optim.test_captured import CASES
 
 pytestmark = pytest.mark.parametrize("world", worlds_of_gpus(1, 2))

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tests import casts
 from tests.devices import gpus
-from tests.optim.flight import late_gathers
-from tests.optim.lm import LM, batch
+from tests.optim.language_model import LM, batch
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, weight_bytes
+from tests.optim.slow_gathers import late_gathers
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim.gather import Arrival
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests.optim.lm import LM, batch
+from tests.optim.language_model import LM, batch
 from tests.optim.probe import MIXED
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.traffic import recorded

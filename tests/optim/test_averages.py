@@ -13,10 +13,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zerocast
 from tests import casts
-from tests.optim.faults import OutOfMemory
-from tests.optim.flight import slow_gathers
+from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import Undistributed
 from tests.workers import error_of
 from zerocast import ZeroAdamW, ZeroConfig

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts
 from tests.host_traffic import HostTraffic
+from tests.optim.captured_runs import Case, Trainee, compare
 from tests.optim.probe import BF16
-from tests.optim.replayed import Case, Trainee, compare
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug

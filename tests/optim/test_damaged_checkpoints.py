@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import casts
-from tests.optim.folders import names, saved
+from tests.optim.checkpoint_folders import names, saved
 from tests.optim.probe import MIXED
 from tests.optim.runs import Run, Trainer, snapshot
 from zerocast import optim

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
-from tests.optim.folders import names
+from tests.optim.checkpoint_folders import names
 from tests.optim.runs import Run, Trainer, snapshot
 from tests.workers import error_of
 from zerocast import optim

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.optim.flight import slow_gathers
 from tests.optim.probe import FP16, FP32, Spec
 from tests.optim.runs import ADAM, MIXED, Run, Trainer, check
+from tests.optim.slow_gathers import slow_gathers
 from tests.optim.traffic import recorded
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.optim.lm import FORMATS, LM, batch
+from tests.optim.language_model import FORMATS, LM, batch
 from tests.optim.probe import PLAIN, Spec
 from tests.optim.runs import ADAM
 from tests.optim.undistributed import Undistributed, mean

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from tests import casts
-from tests.optim.flight import slow_gathers
 from tests.optim.probe import BF16, MIXED, Probe
 from tests.optim.runs import Run, Trainer, check, weight_bytes
+from tests.optim.slow_gathers import slow_gathers
 from zerocast import ZeroAdamW, ZeroConfig
 
 EAGER = ZeroConfig(bucket_size=4096, deterministic=True)

@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerocast
 from tests import casts
-from tests.optim.flight import slow_gathers
 from tests.optim.probe import FP16, MIXED, Probe
 from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import Undistributed
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 

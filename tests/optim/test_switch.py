@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import zerocast
-from tests.optim.faults import OutOfMemory
-from tests.optim.flight import slow_gathers
+from tests.optim.captured_runs import Case, Trainee, run_again
+from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN, Spec
-from tests.optim.replayed import Case, Trainee, run_again
 from tests.optim.runs import Run, Trainer, assert_equals, snapshot
+from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import F32, Undistributed, f32, np
 from tests.selection import worlds
 from zerocast import QuantizedWeight, Recipe, ZeroConfig, verify

@@ -10,9 +10,9 @@ from torch import nn
 
 import zerocast
 from tests import casts
-from tests.optim.flight import slow_gathers
 from tests.optim.probe import BF16, MIXED, Probe
 from tests.optim.runs import Run, Trainer, assert_equals, weight_bytes
+from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import Undistributed
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
 

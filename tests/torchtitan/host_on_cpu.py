@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from tests.torchtitan.context_on_cpu import gathered_attention
-from tests.torchtitan.stubs import without_datasets
+from tests.torchtitan.missing_packages import without_datasets
 from tests.workers import COLLECTIVE_SECONDS
 
 WHY_NOT = ""

@@ -20,9 +20,16 @@ LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def launch(case: Case, folder: Path, world: int = 2) -> Any:
-    """Run `launched.py` under torchrun; returns what it wrote."""
+    """Run `torchrun_script.py` under torchrun; returns what it wrote."""
     result = folder / "result.json"
-    command = [*LAUNCHER, str(world), "-m", "tests.torchtitan.launched", str(result), *case.arguments(str(folder))]
+    command = [
+        *LAUNCHER,
+        str(world),
+        "-m",
+        "tests.torchtitan.torchrun_script",
+        str(result),
+        *case.arguments(str(folder)),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(result.read_text())

@@ -6,7 +6,7 @@ import torch
 
 from tests import casts, devices, sharded
 from tests.sharded import Weight
-from tests.transformer_engine import casting, on_gpu
+from tests.transformer_engine import casting, gpu_cases
 from tests.transformer_engine.host_on_cpu import needs_te
 from tests.workers import Ranks
 from zerocast import get_format
@@ -53,7 +53,7 @@ def without_padding(case: Weight, found: casts.Bytes) -> casts.Bytes:
 def test_bytes_are_those_of_transformer_engine(gpu_ranks: Ranks, world: int, fmt: str) -> None:
     """Data, scales and their padding, amaxes, columnwise copies, after two steps, from masters cut anywhere."""
     drawn = cases(world, (fmt,), offset=5 if fmt != "fp8_block" else 64)
-    for (their, our), complaints in gpu_ranks(world)(on_gpu.cast_by_both, drawn, timeout=300.0):
+    for (their, our), complaints in gpu_ranks(world)(gpu_cases.cast_by_both, drawn, timeout=300.0):
         assert not complaints
         for case, expected, found in zip(drawn, their, our, strict=True):
             assert set(found) == set(expected)
@@ -76,7 +76,7 @@ def test_every_format_on_a_gpu(gpu_ranks: Ranks, world: int) -> None:
 def test_the_host_makes_the_copies_by_default(gpu_ranks: Ranks) -> None:
     """Automatic post-processing: what TransformerEngine's own kernels make of the rowwise codes is what zerocast would."""
     drawn = cases(1, ("fp8_delayed", "fp8_current", "fp8_block", "nvfp4"))
-    (found,) = gpu_ranks(1)(on_gpu.host_makes_copies, drawn)
+    (found,) = gpu_ranks(1)(gpu_cases.host_makes_copies, drawn)
     for case, held in zip(drawn, found, strict=True):
         expected = sharded.expected(case)
         names = ("rowwise_data", "rowwise_scale_inv", "columnwise_data")
@@ -87,8 +87,8 @@ def test_the_host_makes_the_copies_by_default(gpu_ranks: Ranks) -> None:
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling"])
 def test_another_import_and_the_same_training(gpu_ranks: Ranks, world: int, recipe: str) -> None:
     """Losses and bytes of a loop over TransformerEngine's layers, cast by it and by zerocast, are equal to the bit."""
-    expected = gpu_ranks(world)(on_gpu.train, recipe, False, timeout=300.0)
-    found = gpu_ranks(world)(on_gpu.train, recipe, True, timeout=300.0)
+    expected = gpu_ranks(world)(gpu_cases.train, recipe, False, timeout=300.0)
+    found = gpu_ranks(world)(gpu_cases.train, recipe, True, timeout=300.0)
     for (their_losses, their_bytes), (losses, held) in zip(expected, found, strict=True):
         assert losses == their_losses
         assert losses[-1] < losses[0]
@@ -106,9 +106,9 @@ def test_a_transformer_layer_under_fsdp2(gpu_ranks: Ranks, world: int, recipe: s
 
     Attention may add in another order from run to run. Activation recomputation changes no more than that.
     """
-    expected = gpu_ranks(world)(on_gpu.train_primary, recipe, timeout=300.0)
+    expected = gpu_ranks(world)(gpu_cases.train_primary, recipe, timeout=300.0)
     for recompute in (False, True):
-        found = gpu_ranks(world)(on_gpu.train_gathered, recipe, fmt, 4, recompute, timeout=300.0)
+        found = gpu_ranks(world)(gpu_cases.train_gathered, recipe, fmt, 4, recompute, timeout=300.0)
         for theirs, ours in zip(expected, found, strict=True):
             assert ours[-1] < ours[0]
             np.testing.assert_allclose(ours, theirs, rtol=2e-3)

@@ -6,14 +6,69 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import casts, sharded
 from tests.sharded import Weight
-from tests.transformer_engine import refusing
 from tests.transformer_engine.casting import Casting
-from tests.transformer_engine.host_on_cpu import integration, needs_te
+from tests.transformer_engine.host_on_cpu import host_on_cpu, integration, needs_te
 from tests.transformer_engine.tensors import bytes_of
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
+
+
+def wrong_on_one_rank(cases: tuple[Weight, ...]) -> tuple[str, bool]:
+    """(error, whether a byte changed) where an option of rank 1's second weight is one that is not cast."""
+    with host_on_cpu():
+        casting = Casting(cases)
+        if casting.rank == 1:
+            casting.tensors[1]._quantizer.nvfp4_use_4over6 = True
+        before = [bytes_of(one) for one in casting.tensors]
+        error = error_of(casting.cast)
+        for held, one in zip(before, casting.tensors, strict=True):
+            casts.assert_same_bytes(bytes_of(one), held)
+        return error, True
+
+
+def other_formats(cases: tuple[Weight, ...]) -> str:
+    """The error where ranks pass different lists."""
+    with host_on_cpu():
+        casting = Casting(cases if dist.get_rank() == 0 else cases[::-1])
+        return error_of(casting.cast)
+
+
+def cut_anew(case: Weight, spans: tuple[tuple[int, int], ...]) -> list[Any]:
+    """Errors of a second call with other spans, and of one after `release`; the codes that it leaves."""
+    with host_on_cpu():
+        casting = Casting((case,))
+        rank = casting.rank
+        casting.cast()
+        dist.barrier()
+        (start, stop), calls = spans[rank], integration()
+        part = case.master().view(-1)[start:stop].clone()
+        errors = [error_of(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None))]
+        calls.release(casting.tensors)
+        casting.tensors[0]._rowwise_data.fill_(0)
+        errors.append(error_of(lambda: calls.quantize_master_weights(casting.tensors, [part], [start], None)))
+        return [*errors, bytes_of(casting.tensors[0])]
+
+
+def calls_out_of_step(cases: tuple[Weight, ...]) -> str:
+    """In debug mode: what a rank hears when the other makes another call."""
+    import zerocast
+    from zerocast.distributed.agreement import validate_across_ranks
+    from zerocast.distributed.group import Group
+
+    with host_on_cpu():
+        casting = Casting(cases)
+        casting.cast()
+        zerocast.set_debug(True)
+        try:
+            if casting.rank == 0:
+                return error_of(casting.cast)
+            return error_of(lambda: validate_across_ranks(Group.of(None), [], None, what="does something else"))
+        finally:
+            zerocast.set_debug(False)
+
 
 pytestmark = needs_te
 
@@ -192,10 +247,10 @@ def test_a_later_call_that_is_wrong_changes_nothing() -> None:
 
 @pytest.mark.notices("an argument is wrong on one rank alone", where="TransformerEngine", answer="raises on all ranks")
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
-    for error, unchanged in ranks(2)(refusing.wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
+    for error, unchanged in ranks(2)(wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")
         assert unchanged
-    for error in ranks(2)(refusing.other_formats, (halves("fp8_current"), halves("nvfp4"))):
+    for error in ranks(2)(other_formats, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: weight 0 is fp8_current (64, 96) torch.bfloat16 on rank 0 and nvfp4")
 
 
@@ -203,7 +258,7 @@ def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
     """Other ranks may not know of it, so a rank says so; `release` on all of them takes the new cut."""
     case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
     whole = sharded.expected(case)["rowwise_data"]
-    for rank, (refused, taken, found) in enumerate(ranks(2)(refusing.cut_anew, case, moved.spans)):
+    for rank, (refused, taken, found) in enumerate(ranks(2)(cut_anew, case, moved.spans)):
         assert refused.startswith("RuntimeError: this rank owns other elements of QuantizedWeight(shape=(64, 96)")
         assert taken == ""
         start, stop = moved.spans[rank]
@@ -213,7 +268,7 @@ def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
 
 
 def test_debug_mode_hears_of_another_call(ranks: Ranks) -> None:
-    for error in ranks(2)(refusing.calls_out_of_step, (halves("fp8_block"),)):
+    for error in ranks(2)(calls_out_of_step, (halves("fp8_block"),)):
         assert error.startswith(
             "RuntimeError: ranks make different calls: rank 0 calls quantize_master_weights, rank 1 does"
         )

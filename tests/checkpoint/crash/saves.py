@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoint.crash import mutants
 from tests.checkpoint.crash.recorder import Recorder
-from tests.optim.folders import names
+from tests.optim.checkpoint_folders import names
 from tests.workers import START_SECONDS, join
 from zerocast import Recipe, ZeroAdamW, optim, quantize_
 from zerocast.checkpoint.sources import open_source

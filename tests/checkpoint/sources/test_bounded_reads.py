@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import zerocast
-from tests.checkpoint.sources.written import KINDS, values
-from tests.optim.folders import saved
+from tests.checkpoint.sources.source_files import KINDS, values
+from tests.optim.checkpoint_folders import saved
 from tests.optim.runs import Run, Trainer
 from zerocast import optim
 from zerocast.bench.report import stored_ratios

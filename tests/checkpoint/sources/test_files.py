@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.checkpoint.sources.written import KINDS, values
+from tests.checkpoint.sources.source_files import KINDS, values
 from zerocast.checkpoint.sources import open_source
 from zerocast.checkpoint.sources.source import read_span
 from zerocast.formats.layout import Span

@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 import zerocast
 from tests import casts
-from tests.checkpoint.sources.written import KINDS, values
-from tests.optim.faults import OutOfMemory
+from tests.checkpoint.sources.source_files import KINDS, values
+from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
 from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot, weight_bytes
 from zerocast import optim

@@ -1,6 +1,6 @@
 """zerocast.metrics on an attached host, on the ranks of a pool."""
 
-from tests.megatron.here import host
+from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, Case, build
 from zerocast.integrations import megatron as integration
 from zerocast.metrics import Meter, Sample

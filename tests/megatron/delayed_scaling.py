@@ -3,7 +3,7 @@
 import torch
 
 from tests import casts
-from tests.megatron.here import host
+from tests.megatron.ranks_host import host
 from tests.megatron.training import Case, Run, build_attached
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.distributed.group import ONE_PROCESS

@@ -1,4 +1,4 @@
-"""A rank under torchrun on GPUs, where the host needs no stand-in: `-m tests.torchtitan.launched RESULT torchtitan's arguments`."""
+"""A rank under torchrun on GPUs, without stand-ins: `-m tests.torchtitan.torchrun_script RESULT torchtitan's arguments`."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import zerocast
-from tests.torchtitan.stubs import without_datasets
+from tests.torchtitan.missing_packages import without_datasets
 
 
 def main(result: str, arguments: list[str]) -> None:
