@@ -130,7 +130,7 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
     bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
     missing = {id(bucket): len(bucket.slots) for bucket in buckets}
     arrived = dict.fromkeys(missing, 0)
-    # (elements, bytes) of the buckets whose collectives are in flight, and the most elements of them.
+    # Elements and bytes of each bucket whose collective is in flight, and the most elements.
     flying: deque[tuple[int, int]] = deque()
     most_flying = IN_FLIGHT * config.bucket_size if ranks > 1 else 0
     waiting = peak = 0
