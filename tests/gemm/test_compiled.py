@@ -7,6 +7,7 @@ import functools
 import pickle
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,14 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 import zerocast
 from zerocast import QuantizedWeight, gemm
+from zerocast.weight import graph_key
+from zerocast.weight.graph_key import digest_of_sources
 
 BF16 = torch.bfloat16
 ROWS, WIDTH, HIDDEN = 256, 128, 384
@@ -178,6 +182,33 @@ def test_what_a_cached_graph_depends_on() -> None:
             keys.add(weight._stable_hash_for_caching())
             pickles.add(pickle.dumps(fake))
     assert len(keys) == len(pickles) == 3, "the CPU dequantizes unless asked"
+
+
+@pytest.mark.parametrize("changed", ["__init__.py", "gemm/inputs.py", "gemm/new.py"])
+def test_changed_sources_are_another_digest(tmp_path: Path, changed: str) -> None:
+    for name in ("__init__.py", "gemm/inputs.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x = 1")
+    before = digest_of_sources.__wrapped__(tmp_path)
+    assert before == digest_of_sources.__wrapped__(tmp_path)
+    (tmp_path / changed).write_text("x = 2")
+    assert before != digest_of_sources.__wrapped__(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_graph_of_other_sources_is_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By torch's cache on disk, which a fresh process would find."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, model = torch.randn(16, 32).to(BF16).requires_grad_(), nn.Linear(32, 32, bias=False).bfloat16()
+    zerocast.quantize_(model, zerocast.Recipe({"weight": "fp8_current"}))
+    found = []
+    for digest in ("one", "one", "another"):
+        monkeypatch.setattr(graph_key, "digest_of_sources", lambda digest=digest: digest)
+        torch._dynamo.reset()
+        counters.clear()
+        torch.compile(model, fullgraph=True)(x).sum().backward()
+        found.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert found == [0, 1, 0]
 
 
 def test_a_compiled_function_follows_the_preference() -> None:

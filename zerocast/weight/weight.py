@@ -18,7 +18,7 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import linear, owners, unsupported
+from zerocast.weight import graph_key, linear, owners, unsupported
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.state import WeightState
 from zerocast.weight.stored import WeightReader
@@ -349,12 +349,12 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs. It has everything that a
-        graph depends on, which the bytes are not.
+        graph depends on, the code of this package included. The bytes are not among it.
         """
         _, context = self.__tensor_flatten__()
         buffers = self.state.buffers.items()
         inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in buffers if b is not None]
-        return f"QuantizedWeight of {self.device} {context} {inner}"
+        return f"QuantizedWeight of {self.device} {context} {inner} by {graph_key.digest_of_sources()}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
