@@ -155,11 +155,15 @@ class StepReport:
         values = [getattr(row, target.quantity) for row in rows if row]
         return values[0] / values[1] if len(values) == 2 and None not in values else None
 
-    def over_bf16(self, m: StepMeasurement) -> float | None:
-        """A row's time over that of bf16, by ZeroAdamW for a row of ZeroAdamW, by FSDP2 else."""
-        host = "zero_adamw" if m.variant.startswith("zero_adamw:") else "fsdp2"
+    def over_bf16(self, m: StepMeasurement, host: str | None = None) -> list[float] | None:
+        """A row's time over that of `host` with bf16: [of synchronized steps, of free-running
+        ones]. None if that was not measured.
+
+        By default the host is ZeroAdamW for a row of ZeroAdamW, and FSDP2 for every other.
+        """
+        host = host or ("zero_adamw" if m.variant.startswith("zero_adamw:") else "fsdp2")
         other = self.by_row.get(f"{host}:bf16 {m.mode}")
-        return m.ms / other.ms if other else None
+        return [m.ms / other.ms, m.free_ms / other.free_ms] if other else None
 
     @cached_property
     def by_row(self) -> dict[str, StepMeasurement]:
@@ -167,8 +171,8 @@ class StepReport:
         return {m.row: m for m in self.measurements}
 
     def tokens_per_second(self, m: StepMeasurement) -> float:
-        """The tokens of all ranks in a second of free-running steps."""
-        return self.tokens / m.free_ms * 1e3
+        """The tokens of all ranks in a second of synchronized steps, of which `ms` is one."""
+        return self.tokens / m.ms * 1e3
 
     @property
     def failed(self) -> bool:
@@ -191,6 +195,7 @@ class StepReport:
                     "row": m.row,
                     "ms": m.ms,
                     "over_bf16": self.over_bf16(m),
+                    "over_fsdp2_bf16": self.over_bf16(m, "fsdp2"),
                     "tokens_per_s": self.tokens_per_second(m),
                     "loss": m.loss,
                     **asdict(m),
@@ -240,6 +245,6 @@ class StepReport:
 
 
 def _measurement(line: Mapping[str, Any]) -> StepMeasurement:
-    derived = ("row", "ms", "over_bf16", "tokens_per_s", "loss", "profile")
+    derived = ("row", "ms", "over_bf16", "over_fsdp2_bf16", "tokens_per_s", "loss", "profile")
     profile = line["profile"] and Profile(**line["profile"])
     return StepMeasurement(**{name: value for name, value in line.items() if name not in derived}, profile=profile)

@@ -130,6 +130,11 @@ def _fsdp2(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire:
     return training
 
 
+def _fsdp2_fused_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
+    assert fmt == BF16, fmt
+    return _sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW)
+
+
 def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
     float8 = importlib.import_module("torchao.float8")
     if fmt == "tensorwise":
@@ -196,6 +201,8 @@ def _sharded(
 
 FSDP2 = Host("fsdp2", _fsdp2)
 ZERO_ADAMW = Host("zero_adamw", _zero_adamw)
+# BF16 with the optimizer pass that quantized rows of FSDP2 have.
+FSDP2_FUSED_ADAMW = Host("fsdp2_fused_adamw", _fsdp2_fused_adamw)
 TORCHAO = Host("torchao", _torchao, "torchao")
 TRANSFORMER_ENGINE = Host("transformer_engine", _transformer_engine, "transformer_engine", compiles=False)
 FSDP2_TRANSFORMER_ENGINE = Host(
@@ -219,6 +226,7 @@ def _all_variants() -> Iterator[Variant]:
             yield Variant(host, fmt, fp8_weight_gradients=True)
         for fmt in OTHER_FORMATS:
             yield Variant(host, fmt)
+    yield Variant(FSDP2_FUSED_ADAMW, BF16)
     for host in (FSDP2, ZERO_ADAMW):
         for fmt in (BF16, "fp8_current", "nvfp4"):
             yield Variant(host, fmt, fmt in FP8_FORMATS, "fp8_1x128")
