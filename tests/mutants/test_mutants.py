@@ -77,14 +77,14 @@ def test_the_test_of_a_module_is_near() -> None:
 @pytest.mark.parametrize(
     ("status", "line"),
     [
-        (KILLED, "FAILED tests/a/test_b.py::test_c[1 - 2] - AssertionError: x"),
+        (KILLED, "FAILED tests/cast/test_plan.py::test_c[1 - 2] - AssertionError: x"),
         (HUNG, "+++++ Timeout +++++"),
         (CRASHED, "Fatal Python error: Segmentation fault"),
     ],
 )
 def test_the_killer_is_named(status: str, line: str) -> None:
-    found, by = killer(1, f"tests/a/test_b.py::test_c[1 - 2] \n{line}\n")
-    assert (found, by.split(", status")[0]) == (status, "tests/a/test_b.py::test_c[1 - 2]")
+    found, by = killer(1, f"tests/cast/test_plan.py::test_c[1 - 2] \n{line}\n")
+    assert (found, by.split(", status")[0]) == (status, "tests/cast/test_plan.py::test_c[1 - 2]")
 
 
 def test_no_mutant_of_what_needs_a_gpu() -> None:
