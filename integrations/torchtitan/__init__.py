@@ -31,14 +31,9 @@ if host.HAS_MODEL_SPECS:
         "zerocast.integrations.torchtitan.quantized(config, recipe) in a config registry"
     )
 else:
+    from .optimizer import FusedOptimizers, build_optimizers
     from .section import JobConfig
-    from .train_spec import (
-        FusedOptimizers,
-        MasterWeightConverter,
-        build_optimizers,
-        with_fused_optimizers,
-        with_tensor_parallelism,
-    )
+    from .train_spec import MasterWeightConverter, with_fused_optimizers, with_tensor_parallelism
 
     __all__ = [
         "FusedOptimizers",

@@ -6,6 +6,7 @@ and torch calls the step hooks of both. The hooks of the container would discard
 FusedAdamW has just measured, so the container registers as an optimizer that measures them.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,3 +68,36 @@ def _delayed(model_parts: list[nn.Module]) -> list[tuple[str, str, Tensor]]:
     return [
         (name, field, value) for state in states for name, fields in state.items() for field, value in fields.items()
     ]
+
+
+class FusedOptimizers(DelayedStates):
+    """One FusedAdamW for each model part, with the state of torchtitan's AdamW under the same
+    keys.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], options: Mapping[str, Any]) -> None:
+        super().__init__(model_parts, fsdp2.FusedAdamW, dict(options))
+        self.leave_amaxes()
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
+) -> Any:
+    """Replaces torchtitan's `build_optimizers` and also takes `implementation="zerocast"`.
+
+    ValueError for that with another optimizer than AdamW, with a step in the backward pass or with
+    TorchFT.
+    """
+    if optimizer_config.implementation != "zerocast":
+        return host.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)
+    for is_set, setting in (
+        (optimizer_config.name != "AdamW", f"optimizer.name={optimizer_config.name}"),
+        (optimizer_config.early_step_in_backward, "optimizer.early_step_in_backward"),
+        (ft_manager is not None and ft_manager.enabled, "TorchFT"),
+    ):
+        if is_set:
+            raise ValueError(
+                f"optimizer.implementation=zerocast is an AdamW that steps after the backward pass, not with {setting}"
+            )
+    options = {name: getattr(optimizer_config, name) for name in ("lr", "eps", "weight_decay")}
+    return FusedOptimizers(model_parts, options | {"betas": (optimizer_config.beta1, optimizer_config.beta2)})

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from . import host
-from .optimizer import DelayedStates
+from .optimizer import DelayedStates, build_optimizers
 from .section import NAME, recipe_of
-from .train_spec import build_optimizers
 
 
 def validate_job(job_config: Any, parallel_dims: Any) -> None:
