@@ -224,7 +224,9 @@ def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest
     assert stored["settings"]["text"]["bytes"] == 256 and len(stored["settings"]["text"]["sha256"]) == 64
     (line,) = [line for line in out.splitlines() if line.startswith("| zero_adamw:nvfp4 eager |")]
     row = stored["rows"][1]
-    assert line.split(" | ")[1:4] == [f"{row['ms']:.1f}", "", f"{row['free_ms']:.1f}"]
+    over_fsdp2, _ = row["over_fsdp2_bf16"]  # a ZeroAdamW with bf16 was not asked for
+    cells = [f"{row['ms']:.1f}", f"{row['tokens_per_s']:,.0f}", "", f"{over_fsdp2:.3f}", f"{row['free_ms']:.1f}"]
+    assert line.split(" | ")[1:6] == cells
     assert line.split(" | ")[-1] == f"{row['loss']:.4f} |" and len(row["losses"]) == 2 and row["profile"]["host"]
 
     for factor, status in ((1e6, 0), (1e-6, 1)):  # what was stored was far slower, then far faster

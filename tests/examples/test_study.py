@@ -264,12 +264,15 @@ def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
     model.loss(tokens, tokens).backward()
     optimizer.step()
     (source,) = optimizer.master_views()
-    before = [owned.master.clone() for owned in source.masters]
+    before = [None if owned.master is None else owned.master.clone() for owned in source.masters]
     forget_masters(optimizer)
     found = []
     for old, owned in zip(before, source.masters, strict=True):
+        if old is None:
+            found.append((owned.name, 0.0, 0.0))
+            continue
         held = owned.weight.dequantize().view(-1)[owned.span.start : owned.span.stop].float()
-        changes = [float((a - owned.master).abs().max()) if old.numel() else 0.0 for a in (old, held)]
+        changes = [float((a - owned.master).abs().max()) for a in (old, held)]
         found.append((owned.name, *changes))
     if dist.is_initialized():
         by_rank: list[Any] = [None] * dist.get_world_size()

@@ -136,12 +136,16 @@ class GradientExchange:
         received = shard if self._group.size == 1 else shard.new_empty(self._most_received)
         for number, round_ in enumerate(self._rounds, 1):
             if self._group.size > 1:
-                what = f"gradients for the owners of matrices, round {number} of {len(self._rounds)}"
-                out = received[: sum(round_.received_lengths)]
-                lengths = (round_.received_lengths, round_.sent_lengths)
-                self._group.all_to_all(out, _joined(shard, round_.sent), what=what, lengths=lengths)
+                self._exchange(number, round_, shard, received)
             for spans in round_.matrices:
                 take(_joined(received, spans))
+
+    def _exchange(self, number: int, round_: _Round, shard: Tensor, received: Tensor) -> None:
+        """Send each owner its parts of this round, and receive those of this rank's matrices."""
+        what = f"gradients for the owners of matrices, round {number} of {len(self._rounds)}"
+        out = received[: sum(round_.received_lengths)]
+        lengths = (round_.received_lengths, round_.sent_lengths)
+        self._group.all_to_all(out, _joined(shard, round_.sent), what=what, lengths=lengths)
 
     def _round(self, by_rank: Sequence[Sequence[Matrix]]) -> _Round:
         own_rank = self._group.rank

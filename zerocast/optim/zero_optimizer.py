@@ -278,8 +278,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Do the host's part of a step after the device's: drop the gradients, and verify all live
         bytes after every `verify_every` steps.
         """
-        self.averages.after_step()
-        self._skipped.after_step()
+        # Averages follow on the device. Where that raises, the step is only half done.
+        with self._plan.transaction("an optimizer step"):
+            self.averages.after_step()
+            self._skipped.after_step()
         self._validity.changed()
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
