@@ -83,13 +83,14 @@ def affordable_steps(pace: float, seconds: float) -> int:
 def affordable_run(pace: float, batch_size: int, seconds: float) -> tuple[int, int]:
     """(steps, sequences a step and rank) of a run that takes at most `seconds`.
 
-    A run has at least LEAST_STEPS steps. Sequences are halved until so many fit; a single one a
-    step may still take longer.
+    A run has at least LEAST_STEPS steps. Sequences are halved until so many fit, and then there are
+    no more: half the sequences take more than half the time. A single one may still take longer.
     """
+    steps = max(affordable_steps(pace, seconds), LEAST_STEPS)
     while batch_size > 1 and affordable_steps(pace, seconds) < LEAST_STEPS:
         pace = pace / 2
         batch_size = batch_size // 2
-    return max(affordable_steps(pace, seconds), LEAST_STEPS), batch_size
+    return steps, batch_size
 
 
 def check_pace(records: Sequence[Record], seconds: float) -> None:

@@ -353,7 +353,7 @@ def test_a_slow_machine_gets_fewer_steps():
     assert caught.value.batch_size == 4
     least = demo.START_SECONDS + demo.LEAST_STEPS * 0.8
     assert demo.affordable_run(0.8, 4, seconds=least + 8.1) == (demo.LEAST_STEPS + 10, 4)
-    assert demo.affordable_run(1.6, 4, seconds=least + 8.1) == (demo.LEAST_STEPS + 10, 2)
+    assert demo.affordable_run(1.6, 4, seconds=least + 8.1) == (demo.LEAST_STEPS, 2)
     assert demo.affordable_run(80.0, 4, seconds=least) == (demo.LEAST_STEPS, 1)
 
 
