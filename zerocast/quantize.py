@@ -1,6 +1,6 @@
 """quantize_: replace the matched weights of an ordinary module by QuantizedWeight parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -37,12 +37,13 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
     parameter. An FP32 model with `dtype=torch.bfloat16` computes in bf16 and keeps its FP32 values
     (`high_precision_init_val`) until an optimizer has made masters of them. Shared parameters stay
     shared, and attributes that a host has set on a parameter move to its weight. A delayed scale
-    starts from the initial amax. Returns `model`.
+    starts from the initial amax. With `Recipe(fast=True)` blocks are compiled in place. Returns
+    `model`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
     format cannot take, a weight that is already quantized in another format, an embedding (its rows
-    are looked up and not multiplied), the kernel of a convolution, and a DTensor (use
-    `zerocast.fsdp2.prepare` for it).
+    are looked up and not multiplied), the kernel of a convolution, a DTensor (use
+    `zerocast.fsdp2.prepare` for it), and a fast recipe for a model without blocks.
     """
     recipe = Recipe.of(recipe)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
@@ -64,21 +65,52 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
         check_weight(not_in_products, name, parameter, fmt, parameter.shape)
         if chosen.setdefault(parameter, fmt) != fmt:
             raise ValueError(f"{name} is shared and its names match two formats, {chosen[parameter]} and {fmt}")
+    blocks = blocks_with(model, chosen) if recipe.fast else []
     # The first name of each parameter.
     names: dict[Tensor, str] = {parameter: name for name, parameter in reversed(weights.items())}
     shared_amaxes = recipe.shared_amaxes(list(names.values())[::-1])
     quantized: dict[Tensor, nn.Parameter] = {}
     for weight, fmt in chosen.items():
         name = names[weight]
-        quantized[weight] = _quantized(name, weight, fmt, dtype or weight.dtype, shared_amaxes.get(name))
+        quantized[weight] = _quantized(name, weight, fmt, dtype or weight.dtype, shared_amaxes.get(name), recipe.fast)
     _cast_initially(quantized)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter in quantized:
                 setattr(module, name, quantized[parameter])
                 show_formats(module)
+    compile_blocks(blocks)
     remember(model)
     return model
+
+
+def blocks_with(model: nn.Module, weights: Container[Tensor]) -> list[nn.Module]:
+    """The blocks of a model, as `Recipe.fast` defines them, that have one of these parameters.
+    ValueError if there is none.
+    """
+    blocks = list(_blocks_in(model, weights))
+    if not blocks and any(parameter in weights for parameter in model.parameters()):
+        raise ValueError(
+            f"a fast recipe compiles the elements of an nn.ModuleList or nn.ModuleDict, and this {type(model).__name__} has no "
+            'quantized weight in one: leave out fast=True, and call zerocast.gemm.use(weight_gradients="fp8") and '
+            "module.compile() yourself"
+        )
+    return blocks
+
+
+def _blocks_in(module: nn.Module, weights: Container[Tensor]) -> Iterator[nn.Module]:
+    holds_blocks = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    for child in module.children():
+        if holds_blocks and any(parameter in weights for parameter in child.parameters()):
+            yield child
+        else:
+            yield from _blocks_in(child, weights)
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile each block in place; its parameters keep their names."""
+    for block in blocks:
+        block.compile(fullgraph=True)
 
 
 def show_formats(module: nn.Module) -> None:
@@ -131,12 +163,13 @@ def check_weight(
 
 
 def _quantized(
-    name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype, shared: SharedAmax | None
+    name: str, parameter: Tensor, fmt: FormatSpec, dtype: torch.dtype, shared: SharedAmax | None, fast: bool
 ) -> nn.Parameter:
     value = parameter.detach()
     weight = QuantizedWeight.empty(value.shape, fmt, dtype, value.device)
     weight.state.name = name
     weight.state.shared_amax = shared
+    weight.state.fp8_weight_gradients = fast
     quantized = nn.Parameter(weight, requires_grad=parameter.requires_grad)
     for key, attribute in vars(parameter).items():
         setattr(quantized, key, attribute)

@@ -262,17 +262,23 @@ def install(recipe: RecipeLike | None = None, verify_every: int | None = None) -
     and without that flag Megatron trains as it is. `verify_every` is that of `attach`. With
     `--skip-train` nothing is quantized: the checkpoint's values are those of its quantized weights.
 
-    RuntimeError if this is installed already, and for a megatron.training without a name that is
-    needed. In `pretrain`, on every rank if on any: ValueError for a recipe that differs between
-    ranks, a pattern that matches no weight of any stage, a model without any quantized weight and
-    settings that are not supported; RuntimeError for a megatron.training that builds models in
-    another way, and at the first step of a model that was built before this call.
+    ValueError for a fast recipe, RuntimeError if this is installed already, and for a
+    megatron.training without a name that is needed. In `pretrain`, on every rank if on any:
+    ValueError for a recipe that differs between ranks, a pattern that matches no weight of any
+    stage, a model without any quantized weight and settings that are not supported; RuntimeError
+    for a megatron.training that builds models in another way, and at the first step of a model that
+    was built before this call.
     """
     global _installed  # noqa: PLW0603
     if _installed is not None:
         raise RuntimeError("zerocast is installed in megatron.training already: call uninstall() first")
     validate.check_verify_every(verify_every)
-    installation = Installation(None if recipe is None else Recipe.of(recipe), verify_every)
+    chosen = None if recipe is None else Recipe.of(recipe)
+    if chosen is not None and chosen.fast:
+        raise ValueError(
+            "Megatron compiles its layers by itself: leave out fast=True, and call zerocast.gemm.use(weight_gradients='fp8')"
+        )
+    installation = Installation(chosen, verify_every)
     installation.install()
     _installed = installation
     return installation

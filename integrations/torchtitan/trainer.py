@@ -122,8 +122,9 @@ def quantized(
     own pass. CUDA graphs are disabled, since a gather reads on the host what all ranks sent.
 
     Raises TypeError for what is no Trainer.Config, ValueError for one that is quantized already,
-    and for `implementation="zerocast"` where the optimizers are not torchtitan's container. What
-    depends on the command line or on the model is checked when the Trainer is built.
+    for a fast recipe, and for `implementation="zerocast"` where the optimizers are not torchtitan's
+    container. What depends on the command line or on the model is checked when the Trainer is
+    built.
     """
     if not isinstance(config, host.Trainer.Config):
         raise TypeError(
@@ -134,6 +135,11 @@ def quantized(
     section = Section(verify_every=verify_every)
     if recipe is not None:
         recipe = zerocast.Recipe.of(recipe)
+        if recipe.fast:
+            raise ValueError(
+                "torchtitan's configuration says what is compiled (compile.enable): leave out fast=True, and call "
+                "zerocast.gemm.use(weight_gradients='fp8')"
+            )
         section.recipe = [f"{pattern}={fmt}" for pattern, fmt in recipe.patterns]
         section.share_amax = recipe.share_amax
         if recipe.default.element is not None:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from zerocast.bench.report import Failure, Measurement, Report
 from zerocast.bench.row import Row
 from zerocast.bench.step_report import GIB, LAST_LOSSES, TARGETS, StepMeasurement, StepReport
+from zerocast.bench.variant import code_of
 
 HEADS = (
     "row", "by", "ms", "MB", "GB/s", "of copy", "floor ms", "x floor", "launches", "host ms", "wall ms", "x ours", "target", "met"
@@ -205,6 +206,7 @@ def step_markdown(report: StepReport) -> str:
             _line(STEP_HEADS),
             _line(["---", *["---:"] * (len(STEP_HEADS) - 1)]),
             *(_line(_step_cells(report, m)) for m in report.measurements),
+            *_code(report),
             *_targets(report),
             *(["", "Not measured:", *failures] if failures else []),
         ]
@@ -234,6 +236,13 @@ def _step_cells(report: StepReport, m: StepMeasurement) -> list[str]:
         f"{sum(m.wire_bytes.values()) / 1e6:,.0f}",
         f"{m.loss:.4f}",
     ]
+
+
+def _code(report: StepReport) -> Iterator[str]:
+    """The lines of code that give rows: the fast recipe's, and the plain default's."""
+    lines = [f"* {m.row}: `{code}`" for m in report.measurements if (code := code_of(m.row))]
+    if lines:
+        yield from ("", "By one line of code, beside the optimizer's:", *lines)
 
 
 def _targets(report: StepReport) -> Iterator[str]:

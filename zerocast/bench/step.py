@@ -138,7 +138,7 @@ class StepBench:
         """
         before = self._allocated()
         try:
-            with row.variant.products():
+            with row.products():
                 training = self._together(lambda: self._training(row))
                 return self._together(lambda: self._measure(row, training, before))
         except Exception as error:
@@ -193,10 +193,11 @@ class StepBench:
             model = Llama(SHAPES[config.shape], config.layers, config.vocabulary, config.seq)
 
         def compile_block(block: nn.Module) -> None:
+            # A fast recipe has compiled it. This does so again, by the compiler of this run.
             if row.mode == "compiled":
                 block.compile(fullgraph=True, backend=config.compiler)
 
-        return row.variant.train(model, config.lr, compile_block)
+        return row.train(model, config.lr, compile_block)
 
     def _batches_of_text(self, text: Text) -> list[Tensor]:
         config = self._config

@@ -1,7 +1,7 @@
 """Variant: one way to train the model, by its name; VARIANTS is the table of all of them.
 
 A variant is a host (the implementation that shards, gathers and steps), the format of the weights
-inside blocks, and the way in which weight gradients are computed. `Variant.train` makes a
+inside blocks, and the way in which weight gradients are computed. `StepRow.train` makes a
 `Training` of a fresh model. Initial FP32 values, AdamW and clip are the same for every variant.
 """
 
@@ -64,14 +64,14 @@ class Host:
 
     Attributes:
         name: the first half of a variant's name.
-        build: makes a Training of a model, given a format, a learning rate, a function that
-            compiles a block, and the wire format of gradients (`ZeroConfig.grad_wire`).
+        build: makes a Training of a model, given a row, a learning rate, and a function that
+            compiles a block if the row is compiled.
         package: the package that must be installed for it.
         compiles: True if each of its blocks compiles to one graph.
     """
 
     name: str
-    build: Callable[[Llama, str, float, Compile, str | None], Training]
+    build: "Callable[[Llama, StepRow, float, Compile], Training]"
     package: str = "torch"
     compiles: bool = True
 
@@ -99,44 +99,85 @@ class Variant:
         """True if the package of the host can be imported here."""
         return importlib.util.find_spec(self.host.package) is not None
 
+
+@dataclass(frozen=True)
+class StepRow:
+    """A row of the report: a variant, compiled or eager."""
+
+    variant: Variant
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """The name in tables and stored reports."""
+        return f"{self.variant.name} {self.mode}"
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe of the weights inside blocks; None for bf16. It is fast if the row is compiled
+        and has FP8 weight gradients.
+        """
+        if self.variant.format == BF16:
+            return None
+        is_fast = self.variant.fp8_weight_gradients and self.mode == "compiled"
+        return Recipe({WEIGHTS: self.variant.format}, fast=is_fast)
+
+    @property
+    def code(self) -> str | None:
+        """The line of code that gives this row beside the optimizer: the fast recipe, or the plain
+        default. None for other rows.
+        """
+        call = {"fsdp2": "zerocast.fsdp2.prepare", "zero_adamw": "zerocast.quantize_"}.get(self.variant.host.name)
+        recipe = self.recipe
+        if call is None or recipe is None or self.variant.grad_wire:
+            return None
+        if not recipe.fast and (self.mode == "compiled" or self.variant.fp8_weight_gradients):
+            return None
+        fast = ", fast=True" if recipe.fast else ""
+        return f'{call}(model, zerocast.Recipe({{"{WEIGHTS}": "{self.variant.format}"}}{fast}))'
+
     def products(self) -> ExitStack:
-        """Compute weight gradients as this variant does, until the returned context ends."""
-        return gemm.use("auto", weight_gradients="fp8" if self.fp8_weight_gradients else "nominal")
+        """Compute weight gradients as this row does, until the returned context ends. The fast
+        recipe needs no setting.
+        """
+        is_set = self.variant.fp8_weight_gradients and self.mode == "eager"
+        return gemm.use("auto", weight_gradients="fp8" if is_set else "nominal")
 
     def train(self, model: Llama, lr: float, compile_block: Compile) -> Training:
         """Make a Training of `model`, whose parameters are FP32 on the device."""
-        return self.host.build(model, self.format, lr, compile_block, self.grad_wire)
+        return self.variant.host.build(model, self, lr, compile_block)
 
 
-def _zero_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None) -> Training:
+def _zero_adamw(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     model.bfloat16()
-    if fmt != BF16:
-        quantize_(model, Recipe({WEIGHTS: fmt}))
+    if row.recipe:
+        quantize_(model, row.recipe)
     for block in model.blocks:
         compile_block(block)
-    optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=grad_wire))
+    optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=row.variant.grad_wire))
     # The optimizer has made its masters from bf16 weights. The other variants start from FP32.
     load_masters(optimizer, initial)
     return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM))
 
 
-def _fsdp2(model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None) -> Training:
-    if fmt != BF16:
-        fsdp2.prepare(model, Recipe({WEIGHTS: fmt}))
-    training = _sharded(model, lr, compile_block, optimizer=None if fmt == BF16 else fsdp2.FusedAdamW)
-    if grad_wire:
-        fsdp2.set_grad_wire(model, grad_wire)
+def _fsdp2(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
+    if row.recipe:
+        fsdp2.prepare(model, row.recipe)
+    training = _sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW if row.recipe else None)
+    if row.variant.grad_wire:
+        fsdp2.set_grad_wire(model, row.variant.grad_wire)
     return training
 
 
-def _fsdp2_fused_adamw(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
-    assert fmt == BF16, fmt
+def _fsdp2_fused_adamw(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
+    assert row.recipe is None, row
     return _sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW)
 
 
-def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str | None) -> Training:
+def _torchao(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
     float8 = importlib.import_module("torchao.float8")
+    fmt = row.variant.format
     if fmt == "tensorwise":
         config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
     else:
@@ -148,18 +189,18 @@ def _torchao(model: Llama, fmt: str, lr: float, compile_block: Compile, _: str |
     return training
 
 
-def _transformer_engine(model: Llama, recipe: str, lr: float, compile_block: Compile, _: str | None) -> Training:
+def _transformer_engine(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
     _replace_linears(model)
-    return _in_autocast(_sharded(model, lr, compile_block), recipe)
+    return _in_autocast(_sharded(model, lr, compile_block), row.variant.format)
 
 
-def _fsdp2_transformer_engine(
-    model: Llama, fmt: str, lr: float, compile_block: Compile, grad_wire: str | None
-) -> Training:
+def _fsdp2_transformer_engine(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
     _replace_linears(model)
     integration = importlib.import_module("zerocast.integrations.transformer_engine")
-    fsdp2.prepare(model, Recipe({WEIGHTS: fmt}), present=integration.present)
-    return _in_autocast(_sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW), fmt.removeprefix("fp8_"))
+    assert row.recipe
+    fsdp2.prepare(model, row.recipe, present=integration.present)
+    recipe = row.variant.format.removeprefix("fp8_")
+    return _in_autocast(_sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW), recipe)
 
 
 def _replace_linears(model: Llama) -> None:
@@ -241,17 +282,10 @@ def _all_variants() -> Iterator[Variant]:
 VARIANTS = tuple(_all_variants())
 
 
-@dataclass(frozen=True)
-class StepRow:
-    """A row of the report: a variant, compiled or eager."""
-
-    variant: Variant
-    mode: str
-
-    @property
-    def name(self) -> str:
-        """The name in tables and stored reports."""
-        return f"{self.variant.name} {self.mode}"
+def code_of(name: str) -> str | None:
+    """`StepRow.code` of the row of this name."""
+    variant, _, mode = name.partition(" ")
+    return next((StepRow(known, mode).code for known in VARIANTS if known.name == variant), None)
 
 
 def select(patterns: tuple[str, ...], modes: tuple[str, ...]) -> list[StepRow]:

@@ -22,6 +22,12 @@ class Recipe:
             "llama" for query, key and value, and for gate and up. Weights are in one group if their
             names match its patterns with the same text in place of the `*`. This concerns nvfp4 and
             fp8_current; formats without a tensor amax share nothing.
+        fast: True for the fastest training step that a GPU has with these formats. Where products
+            with a weight run on FP8 tensor cores its gradient is computed from FP8 operands, as by
+            `zerocast.gemm.use(weight_gradients="fp8")`. Each block is compiled to one graph
+            (`block.compile(fullgraph=True)`); a block is an element of an `nn.ModuleList` or
+            `nn.ModuleDict` that has a quantized weight, the outermost of nested ones. `quantize_`
+            and `zerocast.fsdp2.prepare` do both.
 
     Raises TypeError for patterns that are no mapping, ValueError for an unknown format. Weights of
     different formats in one group, and fp8_delayed in a group, raise ValueError in
@@ -31,12 +37,15 @@ class Recipe:
     patterns: tuple[tuple[str, FormatSpec], ...]
     default: FormatSpec
     share_amax: Patterns = ()
+    fast: bool = False
 
     def __init__(
         self,
         patterns: Mapping[str, str | FormatSpec],
         default: str | FormatSpec = "identity",
         share_amax: str | Sequence[Sequence[str]] = (),
+        *,
+        fast: bool = False,
     ) -> None:
         if not isinstance(patterns, Mapping):
             raise TypeError(
@@ -45,6 +54,7 @@ class Recipe:
         object.__setattr__(self, "share_amax", patterns_of(share_amax))
         object.__setattr__(self, "patterns", tuple((pattern, get_format(fmt)) for pattern, fmt in patterns.items()))
         object.__setattr__(self, "default", get_format(default))
+        object.__setattr__(self, "fast", fast)
 
     @classmethod
     def of(cls, recipe: "RecipeLike") -> "Recipe":
@@ -69,7 +79,8 @@ class Recipe:
     def __repr__(self) -> str:
         patterns = {pattern: str(fmt) for pattern, fmt in self.patterns}
         shared = f", share_amax={list(self.share_amax)}" if self.share_amax else ""
-        return f"Recipe({patterns}, default={str(self.default)!r}{shared})"
+        fast = ", fast=True" if self.fast else ""
+        return f"Recipe({patterns}, default={str(self.default)!r}{shared}{fast})"
 
     def format_of(self, name: str) -> FormatSpec:
         """The format of the parameter called `name`."""

@@ -44,7 +44,7 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.weight import AS_QUANTIZED_WEIGHT, FSDPWeight, Presentation
-from zerocast.quantize import check_weight, read_without_products, show_formats
+from zerocast.quantize import blocks_with, check_weight, compile_blocks, read_without_products, show_formats
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
 
@@ -103,6 +103,9 @@ def prepare(
     is `model` or lies in it; a forward pass while a prepared weight lies in none raises
     RuntimeError, as one within DistributedDataParallel does.
 
+    `Recipe(fast=True)` compiles blocks in place. `fully_shard` and the optimizer stay the caller's;
+    `FusedAdamW` is the fastest.
+
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that
     hold slices of a weight, over which its amax is reduced. Without it that is FSDP2's shard mesh.
     `verify_every` lets the first forward pass after every so many steps compare all gathered bytes
@@ -122,10 +125,11 @@ def prepare(
     TransformerEngine's modules is `zerocast.integrations.transformer_engine.present`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
-    format cannot take, an embedding, a convolution and a weight that is sharded or quantized
-    already, and TypeError for one that is not FP32 or lies beside one that is not. What only FSDP2
-    decides is checked at the first gather. RuntimeError for a torch that lacks what is read of it
-    (`zerocast/torch_names.py`), and a warning for a release that was never tested.
+    format cannot take, an embedding, a convolution, a weight that is sharded or quantized already
+    and a fast recipe for a model without blocks, and TypeError for one that is not FP32 or lies
+    beside one that is not. What only FSDP2 decides is checked at the first gather. RuntimeError for
+    a torch that lacks what is read of it (`zerocast/torch_names.py`), and a warning for a release
+    that was never tested.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -158,6 +162,7 @@ def prepare(
             )
         # A weight that modules share is one tensor for all of them.
         attached.append((first_presentation, module, own_name))
+    blocks = blocks_with(model, chosen) if recipe.fast else []
     plain = [name for name, parameter in weights.items() if parameter not in chosen]
     sizes = {name: _local(parameter).numel() for parameter, (name, *_) in chosen.items()}
     manager = CastManager(model, weight_mesh, keep_codes, plain, sizes)
@@ -165,9 +170,12 @@ def prepare(
         parameter: manager.add_weight(name, fmt, shared.get(name), presentation)
         for parameter, (name, fmt, presentation) in chosen.items()
     }
+    for weight in prepared.values():
+        weight.fp8_weight_gradients = recipe.fast
     _replace(model, prepared)
     for presentation, module, own_name in attached:
         presentation.attach(module, own_name)
+    compile_blocks(blocks)
     model.register_state_dict_pre_hook(_before_state_dict)
     _prepared[model] = weakref.ref(manager)
     _within.clear()

@@ -133,6 +133,7 @@ class FSDPWeight:
         format: that it is gathered in, until a switch.
         shared_amax: the weights that it shares a tensor amax with, if any.
         presentation: how modules see it.
+        fp8_weight_gradients: that of its WeightState, from `prepare` on.
         host: who casts it.
         validity: of what is gathered.
         group: the weights that it is gathered with, and `place` among them. These and `param`, the
@@ -161,6 +162,7 @@ class FSDPWeight:
         self.format = fmt
         self.shared_amax = shared_amax
         self.presentation = presentation
+        self.fp8_weight_gradients = False
         self.host = host
         self.validity = Validity(LOAD, advice=ADVICE)
         self.validity.owner = weakref.ref(host)
@@ -413,6 +415,7 @@ class FSDPWeight:
         unsharded.state.name = self.name
         unsharded.state.validity = self.validity
         unsharded.state.shared_amax = self.shared_amax
+        unsharded.state.fp8_weight_gradients = self.fp8_weight_gradients
         unsharded.state.host_casts_gradient = True
         self.unsharded = unsharded
 

@@ -134,7 +134,8 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
     the weight run on FP8 tensor cores, and autograd keeps the quantized input only. If the weight
     has blocks of 128x128, the input then has such blocks as well, and the output gradient has
     groups of 128 tokens. With "fp8_groups" both have groups of 128 tokens, and the product takes
-    Hopper 1.4 times as long. An argument that is None changes nothing.
+    Hopper 1.4 times as long. Weights of a `Recipe(fast=True)` have "fp8" for "nominal". An argument
+    that is None changes nothing.
 
     A backward pass uses the settings of its forward pass. Compiled functions are compiled again.
     Raises ValueError for any other value.
@@ -161,12 +162,18 @@ def settings() -> tuple[str, str]:
 
 def settings_of(weight: Any) -> tuple[Any, ...]:
     """The settings that a graph with a product of this weight depends on."""
-    return _weight_gradients, choice_of(weight, weight.dtype).path
+    path = choice_of(weight, weight.dtype).path
+    return weight_gradients_of(weight, path), path
 
 
-def weight_gradients_of(path: str) -> str:
-    """The present setting of weight gradients for products of this path, as `use` names it."""
-    return _weight_gradients if path in GRADIENTS else "nominal"
+def weight_gradients_of(weight: Any, path: str | None) -> str:
+    """The present setting of weight gradients for products of this path with this weight, as `use`
+    names it.
+    """
+    if path not in GRADIENTS:
+        return "nominal"
+    is_unset = _weight_gradients == "nominal"
+    return "fp8" if is_unset and weight.state.fp8_weight_gradients else _weight_gradients
 
 
 def warn_nominal(weight: Any, path: str) -> None:
@@ -175,7 +182,7 @@ def warn_nominal(weight: Any, path: str) -> None:
     This happens below a DTensor or torch.func: autograd has recorded the product before this
     package sees it, and computes the gradient by its own formula.
     """
-    if weight_gradients_of(path) != "nominal":
+    if weight_gradients_of(weight, path) != "nominal":
         _warn_nominal(weight.state.name or repr(weight))
 
 

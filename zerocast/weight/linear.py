@@ -184,7 +184,7 @@ def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> 
         product = torch.matmul(x, weight if transposed else torch.t(weight))
         return product if bias is None else product + bias
     path = gemm.path_of(weight, x.dtype, transposed)
-    way = gemm.weight_gradients_of(path)
+    way = gemm.weight_gradients_of(weight, path)
     y: Tensor = _Product.apply(x, weight, bias, transposed, path, way)  # type: ignore[no-untyped-call]
     return y
 

@@ -45,6 +45,8 @@ class WeightState:
             it afterwards; only for formats whose copy is a transpose of the rowwise codes.
         name: the name of the parameter, if it is known.
         shared_amax: the weights with which this weight shares one tensor amax, itself included.
+        fp8_weight_gradients: True if products compute the weight gradient from FP8 operands where
+            `zerocast.gemm.use` says "nominal" (`Recipe(fast=True)`).
         host_casts_gradient: True if a host accumulates gradients in the `grad_dtype` that it sets.
             Products then make them in the nominal dtype.
         initial: the high-precision value that the bytes were cast from, until an optimizer has made
@@ -66,6 +68,7 @@ class WeightState:
     columnwise_on_demand: bool = False
     name: str = ""
     shared_amax: SharedAmax | None = None
+    fp8_weight_gradients: bool = False
     host_casts_gradient: bool = False
     initial: Tensor | None = None
     is_part: bool = False

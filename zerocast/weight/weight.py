@@ -326,8 +326,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         initial = self.high_precision_init_val
         initial = None if initial is None else copy(initial)
         fixed = tuple(self.shape), str(self.format), self.dtype, self.requires_grad, is_parameter, state.ever_cast
-        shared = () if state.shared_amax is None else (state.shared_amax.names,)
-        return *fixed, state.copies(copy), initial, state.columnwise_on_demand, *shared
+        shared = None if state.shared_amax is None else state.shared_amax.names
+        return *fixed, state.copies(copy), initial, state.columnwise_on_demand, shared, state.fp8_weight_gradients
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """The names of the inner tensors, and the constants that rebuild the wrapper, for
@@ -343,7 +343,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         if key not in state.choices:
             names = [_READ.get(name, name) for name in state.names_read_by_products()]
             fixed = tuple(self.shape), state.format, state.dtype, self.requires_grad, state.columnwise_on_demand
-            state.choices[key] = names, (*fixed, gemm.settings_of(self))
+            state.choices[key] = names, (*fixed, state.fp8_weight_gradients, gemm.settings_of(self))
         flat: tuple[list[str], Any] = state.choices[key]
         return flat
 
@@ -359,10 +359,11 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """Make a weight from what `__tensor_flatten__` returned and its inner tensors."""
-        shape, fmt, dtype, requires_grad, on_demand, _ = context
+        shape, fmt, dtype, requires_grad, on_demand, fp8_weight_gradients, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
         weight.state.columnwise_on_demand = on_demand
+        weight.state.fp8_weight_gradients = fp8_weight_gradients
         return weight
 
     @classmethod
@@ -414,11 +415,13 @@ def _restore(
     initial: Tensor | None,
     columnwise_on_demand: bool,
     shared_amax: tuple[str, ...] | None = None,
+    fp8_weight_gradients: bool = False,
 ) -> QuantizedWeight:
     """Make a weight from `_payload`. It comes from a file, which may be corrupt or forged, so every
     argument is checked.
     """
-    _check_saved(requires_grad, is_parameter, cast, buffers, initial, columnwise_on_demand, shared_amax)
+    flags = requires_grad, is_parameter, cast, columnwise_on_demand, fp8_weight_gradients
+    _check_saved(flags, buffers, initial, shared_amax)
     weight = QuantizedWeight.of_buffers(shape, get_format(key), dtype, buffers, requires_grad)
     if initial is not None and (initial.shape != weight.shape or not initial.is_floating_point()):
         raise ValueError(
@@ -427,6 +430,7 @@ def _restore(
     weight.state.was_cast = cast
     weight.state.columnwise_on_demand = columnwise_on_demand
     weight.state.shared_amax = None if shared_amax is None else SharedAmax(shared_amax)
+    weight.state.fp8_weight_gradients = fp8_weight_gradients
     weight.high_precision_init_val = initial
     if is_parameter:
         # nn.Parameter marks a tensor subclass as a parameter by this attribute.
@@ -434,10 +438,9 @@ def _restore(
     return weight
 
 
-def _check_saved(*given: object) -> None:
+def _check_saved(flags: Sequence[object], buffers: object, initial: object, shared_amax: object) -> None:
     """TypeError for arguments of types that `_payload` never returns."""
-    *flags, buffers, initial, on_demand, shared_amax = given
-    if not all(isinstance(flag, bool) for flag in (*flags, on_demand)):
+    if not all(isinstance(flag, bool) for flag in flags):
         raise TypeError("a saved weight says True or False where this file says something else")
     if not isinstance(buffers, dict) or not all(isinstance(name, str) for name in buffers):
         raise TypeError(f"a saved weight has its buffers by name, this file has a {type(buffers).__name__}")
