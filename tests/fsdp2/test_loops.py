@@ -15,6 +15,7 @@ from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net
 from tests.workers import Ranks
+from zerocast.fsdp2 import torch_fsdp
 
 STEPS = range(2)
 
@@ -254,3 +255,26 @@ def test_steps_within_a_backward_pass(ranks: Ranks, maker: str, reshard: bool) -
 def test_a_backward_pass_that_breaks_between_steps(ranks: Ranks, reshard: bool) -> None:
     """With `reshard` it leaves gathers behind, of the weights of its forward pass."""
     assert [found for found, *_ in ranks(2)(in_backward, torch.optim.SGD, reshard, True, True)] == [[], []]
+
+
+def left_behind() -> tuple[list[bool], bool]:
+    """An optimizer steps all weights within a backward pass, which then breaks off. Returns the groups whose next gather has
+    begun, and whether the next forward pass computes with the weights after the step.
+    """
+    model = models.sharded(Net(("nvfp4", "fp8_block", "nvfp4"), 64, 96))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss(model, 0).backward()
+    handle = model.blocks[2][3].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with breaking_backward(model.blocks[1][0]):
+        loss(model, 1).backward()
+    handle.remove()
+    begun = [group._all_gather_result is not None for group in torch_fsdp.groups(model.blocks)]
+    with torch.no_grad():
+        after = model(models.batch(2, 64))
+        zerocast.fsdp2.refresh(model)
+        return begun, torch.equal(after, model(models.batch(2, 64)))
+
+
+def test_a_gather_that_a_broken_backward_pass_left_behind(ranks: Ranks) -> None:
+    """Its bytes are of masters of before the step, and the first module of the next pass would take them."""
+    assert ranks(2)(left_behind) == [([True, False, False], True)] * 2

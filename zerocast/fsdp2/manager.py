@@ -202,7 +202,6 @@ class CastManager:
             check_same_call(reduction.group, what)
         if due:
             self.status.next_step()
-            self.param_groups.before_cast()
             self.refresh(repeat=not self._stepped)
         elif not self.cast_groups:
             self.bind()
@@ -530,6 +529,7 @@ class CastManager:
         were written to; on a GPU one of the next times.
         """
         self.check_sharded()
+        self.param_groups.before_forward(self.model)
         left = self.param_groups.left_gathered()
         if not left:
             return
@@ -657,12 +657,16 @@ class ParamGroups:
         """True while the backward pass runs within which optimizers step."""
         return self._stepped_in is not None and torch_fsdp.backward_pass() is not None
 
-    def before_cast(self) -> None:
-        """A backward pass within which optimizers stepped may have raised, and left gathers of
-        the weights before.
+    def before_forward(self, model: nn.Module) -> None:
+        """Discard what a backward pass has left gathered, or begun to gather, that raised after an
+        optimizer had stepped within it. FSDP2 has gathered the weights of `model` itself by now.
         """
-        if self._stepped_in is not None:
-            torch_fsdp.discard_gathers(group() for group in self._groups)
+        if self._stepped_in is not None and torch_fsdp.backward_pass() is None:
+            own = list(torch_fsdp.groups_at(model))
+            below = [group for group in (group() for group in self._groups) if group not in own]
+            torch_fsdp.discard_gathers(below)
+            torch_fsdp.reshard(below)
+            self._stepped_in = None
 
     def after_cast(self) -> None:
         """A step that follows is another one."""

@@ -33,13 +33,18 @@ def groups(model: nn.Module) -> Iterator[Any]:
     """The parameter groups of all FSDP modules within `model`, each once."""
     seen = set()
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            found = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
-            for group in [state._fsdp_param_group] if found is None else found:
-                if group is not None and id(group) not in seen:
-                    seen.add(id(group))
-                    yield group
+        for group in groups_at(module):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def groups_at(module: nn.Module) -> Iterator[Any]:
+    """The parameter groups of one FSDP module; none of another module."""
+    if isinstance(module, FSDPModule):
+        state: Any = module._get_fsdp_state()
+        found = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
+        yield from (group for group in ([state._fsdp_param_group] if found is None else found) if group is not None)
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:
