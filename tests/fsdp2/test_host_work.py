@@ -16,6 +16,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED
 from tests.workers import Ranks
+from zerocast.distributed.rank_report import Comparison
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.torch_fsdp import PIECES, MasterAddresses, MasterMemory
 
@@ -144,3 +145,18 @@ def test_places_are_apart_and_few(part: float) -> None:
         assert place.tolist() == [index + 1] * wanted[name]
         assert place._version == versions[index] + 1
     assert len({place.untyped_storage().data_ptr() for place in places.values() if place is not None}) <= PIECES + 1
+
+
+def compared_headers(count: int) -> tuple[int, int]:
+    """How often a forward pass compares headers of ranks that agree, and the calls that it makes."""
+    model = models.sharded(Layers(count, "cpu"), {"*.weight": "fp8_block"})
+    model.forward = lambda: [[block.unshard(), block.reshard()] for block in model.blocks]
+    model()
+    with mock.patch.object(Comparison, "of_headers", side_effect=Comparison.of_headers) as compare:
+        model()
+    return compare.call_count, calls_of(model)
+
+
+def test_headers_are_compared_once_a_gather(ranks: Ranks) -> None:
+    for few, many in zip(ranks(2)(compared_headers, 8), ranks(2)(compared_headers, 24), strict=True):
+        assert (few[0], many[0]) == (4, 4)

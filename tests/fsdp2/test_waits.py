@@ -215,7 +215,7 @@ def test_the_end_of_a_process_reports_what_is_unread(caplog: pytest.LogCaptureFi
     with as_on_a_gpu():
         fine, wrong = GatherStatus(Validity()), GatherStatus(Validity())
         for status, headers in ((fine, agreed), (wrong, written)):
-            status.note(("a", "b"), [agreed, headers])
+            status.note(("a", "b"), torch.cat([agreed, headers]))
         with caplog.at_level(logging.ERROR):
             gather_status._report_unread()
             gather_status._report_unread()

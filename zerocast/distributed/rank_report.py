@@ -53,6 +53,9 @@ class ShardStatus(enum.IntEnum):
         return self in (ShardStatus.WRITTEN, ShardStatus.EMPTY)
 
 
+_QUIET = {ShardStatus.CLEAN, ShardStatus.EMPTY}
+
+
 class RankReport(NamedTuple):
     """What one rank says, in the order of a header.
 
@@ -78,8 +81,8 @@ class Comparison:
 
     @staticmethod
     def of_headers(headers: Tensor) -> "Comparison":
-        """Compare headers, int32 `[ranks, 2]`."""
-        return Comparison([RankReport(status, call) for status, call in headers.tolist()])
+        """Compare headers, int32 `[ranks, 2]`, of one weight or of several behind each other."""
+        return Comparison(list(map(RankReport._make, headers.tolist())))
 
     @staticmethod
     def of_maxima(flags: Sequence[float], digests: Sequence[float]) -> "Comparison":
@@ -87,6 +90,12 @@ class Comparison:
         status = ShardStatus.NOT_FINITE if any(flags) else ShardStatus.CLEAN
         largest, negated = digests
         return Comparison([RankReport(status, int(largest)), RankReport(status, -int(negated))])
+
+    @property
+    def is_quiet(self) -> bool:
+        """True if all ranks are in the same call and none reports anything else."""
+        statuses, calls = zip(*self.reports, strict=True)
+        return len({*calls}) == 1 and _QUIET.issuperset(statuses)
 
     @property
     def is_same_call(self) -> bool:

@@ -58,12 +58,12 @@ class SentHeaders:
         """True once reading them waits for nothing."""
         return bool(self._arrived.query())
 
-    def read(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight's name and headers `[ranks, 2]`, on the host."""
+    def read(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+        """The names and headers of the weights of each gather, on the host."""
         self._arrived.synchronize()
         by_gather = self._pinned.split([len(headers) for _, headers in self._gathers])
         for (names, _), headers in zip(self._gathers, by_gather, strict=True):
-            yield from zip(names, headers.chunk(len(names)), strict=True)
+            yield names, headers
 
 
 class GatherStatus:
@@ -81,12 +81,20 @@ class GatherStatus:
         self._not_finite: dict[str, int] = {}
         self._told_cast, self._is_overlooked = 0, False
 
-    def all_written(self, name: str, headers: Tensor) -> bool:
-        """True if every rank with rows of a weight was written to since it last cast, by int32
-        headers `[ranks, 2]`.
+    def all_written(self, names: Sequence[str], headers: Tensor) -> bool:
+        """True if every rank with rows of one of the weights was written to since it last cast, by
+        their int32 headers `[weights * ranks, 2]`, those of a weight behind those of another.
 
         RuntimeError where only some were, where some are partial, and for bytes of different casts.
         """
+        if Comparison.of_headers(headers).is_quiet:
+            return False
+        by_weight = headers.chunk(len(names))
+        written = [self._is_written(name, own) for name, own in zip(names, by_weight, strict=True)]
+        return any(written)
+
+    def _is_written(self, name: str, headers: Tensor) -> bool:
+        """The same for the headers `[ranks, 2]` of one weight."""
         comparison = Comparison.of_headers(headers)
         partial = comparison.ranks(ShardStatus.PARTIAL)
         if partial:
@@ -122,10 +130,11 @@ class GatherStatus:
         """True if the host would have to wait for these headers."""
         return headers.is_cuda
 
-    def note(self, names: tuple[str, ...], headers: Sequence[Tensor]) -> None:
-        """Keep the headers `[ranks, 2]` of these weights, to be read later."""
-        # FSDP2 may free them before they are read
-        self._unsent.append((names, torch.cat(list(headers))))
+    def note(self, names: tuple[str, ...], headers: Tensor) -> None:
+        """Keep the headers of these weights, of which FSDP2 does not own the memory, to be read
+        later.
+        """
+        self._unsent.append((names, headers))
         _unread.add(self)
         if len(self._unsent) > MOST_GATHERS:
             self.end_pass()
@@ -199,8 +208,8 @@ class GatherStatus:
 
     def _read_oldest(self) -> None:
         try:
-            for name, headers in self._sent.popleft().read():
-                self.all_written(name, headers)
+            for names, headers in self._sent.popleft().read():
+                self.all_written(names, headers)
         except RuntimeError:
             self.forget()  # the others tell of the same disagreement
             raise
@@ -235,12 +244,11 @@ class StatusExchange:
 
     def check(self, status: GatherStatus) -> None:
         """RuntimeError on every rank where they disagree about a weight; on a GPU a step later."""
-        by_weight = self.headers.unbind(1)
+        by_weight = self.headers.transpose(0, 1).flatten(0, 1)
         if status.reads_late(self.headers):
             status.note(self._names, by_weight)
-            return
-        for name, headers in zip(self._names, by_weight, strict=True):
-            status.all_written(name, headers)
+        else:
+            status.all_written(self._names, by_weight)
 
     def any_written(self) -> bool:
         """True if all ranks that have rows of some weight were written to. Waits for a GPU only

@@ -583,13 +583,12 @@ class ParamGroup:
         and one without rows. If not all were, it learns of it with the others, later.
         """
         assert self.side is not None
-        headers = self.side.headers
-        if not self._status.reads_late(headers[0]):
-            written = [self._status.all_written(name, own) for name, own in zip(self.names, headers, strict=True)]
-            return any(written)
+        headers = torch.cat(self.side.headers)  # a copy, since FSDP2 may free them before they are read
+        if not self._status.reads_late(headers):
+            return self._status.all_written(self.names, headers)
         self._status.note(self.names, headers)
-        read = [own for own, status in zip(headers, self._said, strict=True) if status.may_be_written]
-        return any(Comparison.of_headers(own).may_be_written for own in read)
+        by_weight = zip(headers.chunk(len(self.names)), self._said, strict=True)
+        return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
 
     def note_received(self, place: int) -> None:
         """A weight has arrived. After the last one the scales of all are put where products read
