@@ -249,11 +249,33 @@ ZC_HD int32_t upcast_code(int32_t code, int32_t spread) {
 ZC_HD float upcast_scale(int32_t largest_exponent) { return e8m0_value(largest_exponent) * (1.0f / (1 << kUpcastExponent)); }
 
 // Two-level scales (docs/formats/nvfp4.md). The order of operations is part of the format.
+
+// The tensor amax that is stored under exact scales: 2688 times a bf16 number, the tensor scale. Inf
+// stays, so that the scales of such a tensor are those of any NVFP4.
+ZC_HD float exact_tensor_amax(float amax) {
+  const float scale = Bfloat16::widen(Bfloat16::narrow(amax * float_of(0x39E38E39)));  // 1 / (384 * 6), rounded
+  const float product = 2688.0f * (scale > kFloatMin ? scale : kFloatMin);
+  const float finite = product < kFloatMax ? product : kFloatMax;
+  return amax > 0.0f && amax < float_of(kInfinity) ? finite : amax;
+}
+
+// The E4M3 code of the number next to `v`, among those from 0.125 to 384 with a mantissa of 1, 1.25
+// or 1.5, of which E4M3 holds the products with every E2M1 code. Ties go up.
+ZC_HD int32_t exact_scale_code(float v) {
+  constexpr int32_t kEighth = 0x20, k384 = 0x7C;
+  constexpr int32_t kQuarters = 0x44222110;  // of the number next to each eighth, from the lowest four bits on
+  const int32_t eighth = bits_of(v) >> 20 & 7;
+  const int32_t code = ((bits_of(v) >> 23) - 120) * 8 + 2 * (kQuarters >> 4 * eighth & 7);
+  return smaller(larger(code, kEighth), k384);
+}
+
 struct TwoLevel {
   float multiplier;  // of a block's amax, before its E4M3 encoding
   float decode;      // 1 / S_enc
+  bool exact;
 
-  ZC_HD explicit TwoLevel(float tensor_amax) {
+  ZC_HD TwoLevel(float tensor_amax, bool exact_scales) {
+    exact = exact_scales && tensor_amax < float_of(kInfinity);
     const float quotient = 2688.0f / (tensor_amax > kFloatMin ? tensor_amax : kFloatMin);
     const float finite = quotient < kFloatMax ? quotient : kFloatMax;
     const float scale = tensor_amax > 0.0f ? finite : 1.0f;
@@ -263,7 +285,9 @@ struct TwoLevel {
 
   ZC_HD int32_t stored(float block_amax) const {
     const float v = block_amax * multiplier;
-    return encode<E4M3>(v <= kFloatMax ? v : kFloatMax);  // NaN, from Inf * 0, too
+    const float finite = v <= kFloatMax ? v : kFloatMax;  // NaN, from Inf * 0, too
+    if (exact) return block_amax > 0.0f ? exact_scale_code(finite) : 0;
+    return encode<E4M3>(finite);
   }
 
   ZC_HD float encode_multiplier(float block_amax) const {

@@ -85,6 +85,7 @@ struct Format {
   Block columnwise_block;
   Block scale_group;  // the blocks whose E8M0 scales depend on each other
   bool scale_rounds_down;
+  bool exact_scales;  // two-level scales whose products with every code are E4M3 numbers
   bool power_of_2_scale;
   bool most_recent;  // the algorithm that chooses an amax from the history; else the maximum
   float amax_epsilon;
@@ -102,6 +103,8 @@ struct Format {
   }
   ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
   ZC_HD PowerOfTwoScale power_of_two_scale() const { return {element == Element::kE2M1, scale_rounds_down}; }
+  ZC_HD TwoLevel two_level(float tensor_amax) const { return {tensor_amax, exact_scales}; }
+  ZC_HD float stored_amax(float amax) const { return exact_scales ? exact_tensor_amax(amax) : amax; }
   ZC_HD float fp8_max() const { return element == Element::kE5M2 ? 57344.0f : 448.0f; }
 };
 

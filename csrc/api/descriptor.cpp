@@ -20,7 +20,7 @@ using Extent = std::pair<int64_t, int64_t>;
 
 Format make_format(const std::string& element, const std::string& scale_rule, const std::string& columnwise,
                    const std::string& amax_policy, Extent block, Extent columnwise_block, Extent scale_group,
-                   bool scale_rounds_down, bool power_of_2_scale, bool most_recent, float amax_epsilon, int margin,
+                   bool scale_rounds_down, bool exact_scales, bool power_of_2_scale, bool most_recent, float amax_epsilon, int margin,
                    int64_t amax_history_len) {
   Format f{};
   f.element = element_of(element);
@@ -31,6 +31,7 @@ Format make_format(const std::string& element, const std::string& scale_rule, co
   f.columnwise_block = {columnwise_block.first, columnwise_block.second};
   f.scale_group = {scale_group.first, scale_group.second};
   f.scale_rounds_down = scale_rounds_down;
+  f.exact_scales = exact_scales;
   f.power_of_2_scale = power_of_2_scale;
   f.most_recent = most_recent;
   f.amax_epsilon = amax_epsilon;
@@ -52,7 +53,7 @@ void register_descriptor(py::module_& m) {
   py::class_<Format>(m, "Format")
       .def(py::init(&make_format), py::kw_only(), py::arg("element"), py::arg("scale_rule"), py::arg("columnwise"),
            py::arg("amax_policy"), py::arg("block"), py::arg("columnwise_block"), py::arg("scale_group"),
-           py::arg("scale_rounds_down"), py::arg("power_of_2_scale"), py::arg("most_recent"), py::arg("amax_epsilon"),
+           py::arg("scale_rounds_down"), py::arg("exact_scales"), py::arg("power_of_2_scale"), py::arg("most_recent"), py::arg("amax_epsilon"),
            py::arg("margin"), py::arg("amax_history_len"));
 }
 

@@ -68,7 +68,7 @@ struct Stage {
       const auto* shared = reinterpret_cast<const void*>(packed_at(w[column::SHARED_AMAX]));
       most = std::max(most, loops.grid_amax(packed.dtype, shared, 1));
     }
-    *amax(w) = most;
+    *amax(w) = format.stored_amax(most);
   }
 
   // Computes the stored scales of consecutive blocks of a weight.

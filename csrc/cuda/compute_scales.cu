@@ -20,7 +20,7 @@ struct ScaleOutputs {
 __device__ float tensor_amax(const Format& format, const Weight& w, int64_t index, const Amaxes& packed,
                              const ScaleOutputs& out) {
   if (format.scale_rule == ScaleRule::kTwoLevel) {
-    return tensor_amax_of(out.partial, index);
+    return format.stored_amax(tensor_amax_of(out.partial, index));
   }
   return format.has_tensor_amax() ? packed.load(w[column::ROW_AMAX]) : 0.0f;
 }
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kScaleThreads)
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
   const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
-  const StoredScale<kRule> scale{format, TwoLevel(amax)};
+  const StoredScale<kRule> scale{format, format.two_level(amax)};
   const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {
     if (thread == 0) {

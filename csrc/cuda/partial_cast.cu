@@ -105,7 +105,7 @@ __device__ inline float multiplier_of(const CastInputs& in, const Weight& w, int
   if (f.scale_rule == ScaleRule::kE8M0) return PowerOfTwoScale::multiplier(f.power_of_two_scale().code(block));
   if (f.scale_rule == ScaleRule::kTwoLevel) {
     const float tensor = scalar(in.amaxes, w, column::AMAX_BASE, column::AMAX_OFFSET);
-    return TwoLevel(tensor).encode_multiplier(block);
+    return f.two_level(tensor).encode_multiplier(block);
   }
   return fp32_scale(block, f.fp8_max(), f.amax_epsilon, f.power_of_2_scale);
 }

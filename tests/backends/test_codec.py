@@ -123,6 +123,9 @@ def test_two_level_scales(any_backend: str, seed: int) -> None:
         stored, amax = stages.scales(any_backend, "nvfp4", torch.from_numpy(blocks))
         assert amax.item() == g
         assert_same(stored, model.nvfp4_scales(blocks, g)[0], blocks)
+        stored, amax = stages.scales(any_backend, "nvfp4:exact_in_fp8", torch.from_numpy(blocks))
+        assert amax.item() == model.exact_amax(g)
+        assert_same(stored, model.nvfp4_scales(blocks, model.exact_amax(g), exact=True)[0], blocks)
 
 
 TINY = np.float32(2.0**-130)  # subnormal, as are its products with codes of 8 bits

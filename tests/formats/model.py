@@ -121,12 +121,34 @@ def e8m0(amax: F32, inverse: int = 0x3B124925) -> U8:
     return np.where(t == 0, 0, np.where(np.isinf(t), 254, code)).astype(np.uint8)
 
 
-def nvfp4_scales(blocks: F32, g: np.float32) -> tuple[U8, F32]:
-    """The stored bytes and the encode multipliers of section 1.6."""
+# The scales of a tile that `exact_in_fp8` allows, and the E4M3 code of each.
+EXACT_SCALES = [m * 2.0**e for e in range(-3, 9) for m in (1.0, 1.25, 1.5)]
+EXACT_CODES = np.array([np.flatnonzero(VALUES["e4m3"] == scale)[0] for scale in EXACT_SCALES], np.uint8)
+
+
+def exact_amax(g: np.float32) -> np.float32:
+    """The amax that is stored: 2688 times the tensor scale, which is a bf16 number."""
+    if g == 0 or np.isinf(g):
+        return g
+    t = round_nominal(np.array([g * np.array(0x39E38E39, np.uint32).view(np.float32)]), "bfloat16")[0]
+    with np.errstate(over="ignore"):
+        return np.minimum(np.float32(2688) * np.maximum(t, FLT_MIN), FLT_MAX)
+
+
+def exact_scale_bytes(v: F32, blocks: F32) -> U8:
+    """The code of the nearest scale that is allowed, ties up; 0 for a tile of zeros only."""
+    middles = (np.array(EXACT_SCALES[1:]) + EXACT_SCALES[:-1]) / 2
+    nearest = EXACT_CODES[np.searchsorted(middles, v.astype(np.float64), side="right")]
+    return np.where(blocks > 0, nearest, 0).astype(np.uint8)
+
+
+def nvfp4_scales(blocks: F32, g: np.float32, exact: bool = False) -> tuple[U8, F32]:
+    """The stored bytes and the encode multipliers for the amax `g` that is stored."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         s_enc = np.minimum(np.float32(2688) / np.maximum(g, FLT_MIN), FLT_MAX) if g > 0 else ONE
         mult = s_enc * np.array(0x3E2AAAAB, np.uint32).view(np.float32)
-        byte = encode("e4m3", np.fmin(blocks * mult, FLT_MAX))
+        v = np.fmin(blocks * mult, FLT_MAX)
+        byte = exact_scale_bytes(v, blocks) if exact and np.isfinite(g) else encode("e4m3", v)
         decoded = np.append(VALUES["e4m3"], np.nan)[byte].astype(np.float32)
         s_dec = ONE / (s_enc if s_enc > 0 else ONE)
         enc = np.where(decoded > 0, np.minimum(ONE / (decoded * s_dec), FLT_MAX), FLT_MAX)
@@ -168,7 +190,7 @@ class Settings:
     amax_epsilon: float = 0.0
     block: str = "1x32"
     scale_rounding: str = "up"
-    exact_in_fp8: bool = True
+    exact_in_fp8: bool | None = None  # the default of the format
     scale: float = 1.0  # delayed scaling: the scale on entry
 
 
@@ -272,7 +294,7 @@ class Cast:
             exponent = np.frexp(amax.astype(np.float64))[1] - 1 - 2 + 127
             finite = np.where((amax == 0) | (exponent < 0), 0, np.minimum(exponent, 254))
             code = np.where(np.isinf(amax), 254, finite).astype(np.int32)
-        if self.settings.exact_in_fp8:
+        if self.settings.exact_in_fp8 is not False:
             for r in range(0, code.shape[0], 4):
                 for c in range(0, code.shape[1], 4):
                     group = code[r : r + 4, c : c + 4]
@@ -289,8 +311,9 @@ class Cast:
     def nvfp4(self, x: F32) -> Buffers:
         rows, columns = x.shape
         tiles = block_amax(x, (16, 16))
-        g = tiles.max()
-        byte, enc = nvfp4_scales(tiles, g)
+        exact = bool(self.settings.exact_in_fp8)
+        g = exact_amax(tiles.max()) if exact else tiles.max()
+        byte, enc = nvfp4_scales(tiles, g, exact)
         codes = encode("e2m1", x * spread(enc, (16, 16), x.shape))
         return {
             "rowwise_data": pack(codes),

@@ -30,6 +30,7 @@ CASES: tuple[tuple[str, model.Settings], ...] = (
     ("mxfp4", model.Settings()),
     ("mxfp4", model.Settings(scale_rounding="floor", exact_in_fp8=False)),
     ("nvfp4", model.Settings()),
+    ("nvfp4", model.Settings(exact_in_fp8=True)),
 )
 SHAPE = (160, 192)
 

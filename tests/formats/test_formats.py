@@ -17,7 +17,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fp8_block": {"element": "e4m3", "power_of_2_scale": True, "amax_epsilon": 0.0},
     "mxfp8": {"block": "1x32"},
     "mxfp4": {"scale_rounding": "up", "exact_in_fp8": True},
-    "nvfp4": {},
+    "nvfp4": {"exact_in_fp8": False},
     "identity": {},
 }
 
@@ -31,7 +31,8 @@ def test_defaults(name: str) -> None:
     fmt = get_format(name)
     for option, value in OPTIONS[name].items():
         read: dict[str, Any] = {"element": lambda: fmt.element and fmt.element.name}
-        read |= {"block": lambda: "{}x{}".format(*fmt.block or ()), "exact_in_fp8": lambda: fmt.scale_group is not None}
+        read |= {"block": lambda: "{}x{}".format(*fmt.block or ())}
+        read["exact_in_fp8"] = lambda: fmt.exact_scales or bool(fmt.scale_group)
         assert (read[option]() if option in read else getattr(fmt, option)) == value
     assert get_format(name, **OPTIONS[name]) == fmt
     assert str(fmt) == name
@@ -50,6 +51,7 @@ def test_inline_and_keyword_options_are_the_same() -> None:
     assert keyword == get_format("fp8_current: element = e5m2, amax_epsilon=1.0")
     assert str(keyword) == "fp8_current:amax_epsilon=1.0,element=e5m2"
     assert get_format("fp8_current:element=e5m2", element="e4m3") == get_format("fp8_current")
+    assert get_format("nvfp4:exact_in_fp8") == get_format("nvfp4", exact_in_fp8=True)
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -72,7 +74,7 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("", {}, ValueError, "unknown format"),
     ("element", {}, ValueError, "unknown format 'element'"),
     ("spec", {}, ValueError, "unknown format 'spec'"),
-    ("nvfp4", {"element": "e5m2"}, ValueError, "nvfp4 has no option 'element'; it has: none"),
+    ("nvfp4", {"element": "e5m2"}, ValueError, "nvfp4 has no option 'element'; it has: exact_in_fp8"),
     ("mxfp8", {"power_of_2_scale": True}, ValueError, "mxfp8 has no option"),
     ("mxfp8:block=32x32,element=e5m2", {}, ValueError, "mxfp8 has no option 'element'; it has: block"),
     ("mxfp4", {"scale_rounding": "down"}, ValueError, "scale_rounding must be one of .*, got 'down'"),
@@ -90,7 +92,8 @@ WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("fp8_delayed", {"amax_history_len": 2.0}, TypeError, "is a int"),
     ("fp8_delayed", {"margin": True}, TypeError, "margin of fp8_delayed is a int, got True"),
     ("fp8_delayed", {"amax_compute_algo": "mean"}, ValueError, "amax_compute_algo must be one of"),
-    ("fp8_block:element", {}, ValueError, "expected option=value after the colon, got 'element'"),
+    ("fp8_block:element", {}, TypeError, "element of fp8_block is a str, got True"),
+    ("nvfp4:exact", {}, ValueError, "nvfp4 has no option 'exact'; it has: exact_in_fp8"),
     ("fp8_block:element=e9m9", {}, ValueError, "element must be one of"),
     ("fp8_block:size=64", {}, ValueError, "no option 'size'"),
 ]

@@ -12,6 +12,7 @@ from zerocast import QuantizedWeight
 
 FORMATS = (
     "nvfp4",
+    "nvfp4:exact_in_fp8=True",
     "mxfp4",
     "mxfp4:exact_in_fp8=False,scale_rounding=floor",
     "mxfp8",

@@ -14,6 +14,7 @@ class Format:
         columnwise_block: tuple[int, int],
         scale_group: tuple[int, int],
         scale_rounds_down: bool,
+        exact_scales: bool,
         power_of_2_scale: bool,
         most_recent: bool,
         amax_epsilon: float,

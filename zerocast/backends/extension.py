@@ -79,6 +79,7 @@ def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
         columnwise_block=fmt.columnwise_block or (0, 0),
         scale_group=fmt.scale_group or (0, 0),
         scale_rounds_down=fmt.scale_rounding == "floor",
+        exact_scales=fmt.exact_scales,
         power_of_2_scale=fmt.power_of_2_scale,
         most_recent=fmt.amax_compute_algo == "most_recent",
         amax_epsilon=fmt.amax_epsilon,

@@ -31,8 +31,9 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
     """The format called `name`.
 
     Options are keywords, or inline as in ``"fp8_block:power_of_2_scale=False"``, the text that
-    `str(fmt)` returns. Raises ValueError for an unknown name, an option that this format does
-    not have, or a value outside its range, TypeError for an option of another type.
+    `str(fmt)` returns; an inline option without a value is True. Raises ValueError for an unknown
+    name, an option that this format does not have, or a value outside its range, TypeError for an
+    option of another type.
     """
     if isinstance(name, FormatSpec):
         if options:
@@ -55,7 +56,7 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
         guess = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"unknown format {name!r}; {guess}known: {', '.join(format_names())}")
     build = importlib.import_module(f"{__name__}.{name}").build
-    chosen = {**_parse(text, inline), **{option: value for option, _, value in options}}
+    chosen = {**_parse(inline), **{option: value for option, _, value in options}}
     known = inspect.signature(build).parameters
     for option, value in chosen.items():
         if option not in known:
@@ -72,14 +73,12 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
     return dataclasses.replace(spec, key=option_key(build, name, chosen))
 
 
-def _parse(text: str, inline: str) -> dict[str, Any]:
-    """The options in `inline`, the part of `text` after the colon."""
+def _parse(inline: str) -> dict[str, Any]:
+    """The options in `inline`, the part of a format's text after the colon."""
     options: dict[str, Any] = {}
     for item in inline.split(",") if inline else ():
         key, equals, value = item.partition("=")
-        if not equals:
-            raise ValueError(f"format {text!r}: expected option=value after the colon, got {item!r}")
-        options[key.strip()] = _literal(value.strip())
+        options[key.strip()] = _literal(value.strip()) if equals else True
     return options
 
 

@@ -6,8 +6,12 @@ from zerocast.formats.element import E2M1
 from zerocast.formats.spec import AmaxPolicy, Columnwise, FormatSpec, ScaleRule
 
 
-def build() -> FormatSpec:
-    """Two-level NVFP4 for weights: 2-D tiles, round to nearest even, no Hadamard transform."""
+def build(exact_in_fp8: bool = False) -> FormatSpec:
+    """Two-level NVFP4 for weights: 2-D tiles, round to nearest even, no Hadamard transform.
+
+    With `exact_in_fp8` the scale of a tile has the mantissa 1, 1.25 or 1.5. Every value is then an
+    E4M3 number under one scale of the tensor.
+    """
     return FormatSpec(
         name="nvfp4",
         element=E2M1,
@@ -15,5 +19,6 @@ def build() -> FormatSpec:
         columnwise=Columnwise.TRANSPOSE,
         amax_policy=AmaxPolicy.CURRENT,
         block=(16, 16),
+        exact_scales=exact_in_fp8,
         multiple=(16, 16),
     )

@@ -62,6 +62,9 @@ class FormatSpec:
         scale_group: (rows, columns) in which every E8M0 scale is at least 2**-SCALE_SPREAD of the
             largest; None if scales are independent.
         scale_rounding: the rounding of the exponent of E8M0 scales, "up" or "floor".
+        exact_scales: True if the tensor scale of two-level scales is a bf16 number, and the scales
+            of blocks have the mantissas 1, 1.25 and 1.5 only, so that E4M3 holds their products
+            with every code.
         multiple: (rows, columns) of a weight must be divisible by it.
         power_of_2_scale: True if FP32 scales are rounded down to a power of two.
         amax_epsilon: lower bound of the amaxes that scales are computed from.
@@ -81,6 +84,7 @@ class FormatSpec:
     columnwise_block: Block | None = None
     scale_group: Block | None = None
     scale_rounding: str = "up"
+    exact_scales: bool = False
     multiple: Block = (1, 1)
     power_of_2_scale: bool = False
     amax_epsilon: float = 0.0

@@ -13,6 +13,7 @@ from zerocast.backends.reference.scales import (
     encode_scales,
     expand,
     fill_scales,
+    stored_amax,
     stored_scales,
 )
 from zerocast.formats import Columnwise, FormatSpec
@@ -59,6 +60,8 @@ def quantize(
         tensor_amax = grid.amax().view(1)
     elif fmt.block is None:
         grid = tensor_amax.view(1, 1)
+    if tensor_amax is not None:
+        tensor_amax = stored_amax(fmt, tensor_amax)
     factors = encode_scales(fmt, grid, tensor_amax, scale)
     codes = encode(fmt.element, x * expand(factors, fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)

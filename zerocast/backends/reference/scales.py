@@ -10,7 +10,7 @@ import struct
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.codec import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0
+from zerocast.backends.reference.codec import decode_e4m3, decode_e8m0, encode_e4m3, encode_e8m0, round_nominal
 from zerocast.formats import AmaxPolicy, Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, amax_grid
 from zerocast.formats.spec import SCALE_SPREAD
@@ -68,6 +68,8 @@ def divide(numerator: float, x: Tensor) -> Tensor:
 ONE_448TH = f32(0x3B124925)
 ONE_6TH = f32(0x3E2AAAAB)
 ONE_2688TH = f32(0x39C30C31)  # 1 / (448 * 6), the largest scale times the largest code
+ONE_2304TH = f32(0x39E38E39)  # 1 / (384 * 6), the largest exact scale times the largest code
+E4M3_BIAS, E4M3_EIGHTH, E4M3_384 = 7, 0x20, 0x7C
 ONE_OVER = {"e4m3": ONE_448TH, "e2m1": ONE_6TH}
 
 
@@ -88,17 +90,44 @@ def _nvfp4_global(amax: Tensor) -> Tensor:
     return torch.where(amax > 0, s, torch.ones_like(s))
 
 
-def _nvfp4_byte(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+def _nvfp4_byte(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
     """The stored E4M3 scale sd of each block, as a byte."""
     v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
     # TransformerEngine clamps with fminf, which turns a NaN into the largest value.
-    return encode_e4m3(torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX)))
+    v = torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX))
+    if not fmt.exact_scales:
+        return encode_e4m3(v)
+    return torch.where(tensor_amax.isinf(), encode_e4m3(v), _exact_byte(v) * (block_amax > 0))
 
 
-def _nvfp4_encode(block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
+def _exact_byte(v: Tensor) -> Tensor:
+    """The E4M3 code of the number next to v, among those from 0.125 to 384 with a mantissa of 1,
+    1.25 or 1.5. Ties go up.
+    """
+    bits = v.contiguous().view(torch.int32)
+    mantissa = (bits & 0x7FFFFF).float() * 2.0**-23 + 1.0
+    # The mantissa bits of E4M3 count eighths. From 1.75 on, 2 is next: 1 in the next binade.
+    eighths = 2 * (mantissa >= 1.125) + 2 * (mantissa >= 1.375) + 4 * (mantissa >= 1.75)
+    code = ((bits >> 23) - 127 + E4M3_BIAS) * 8 + eighths
+    return code.clamp(E4M3_EIGHTH, E4M3_384).to(torch.uint8)
+
+
+def stored_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
+    """The tensor amax that is stored, and that scales are computed from.
+
+    With exact scales it is 2688 times a bf16 number, the tensor scale. Inf stays, so that the
+    scales of such a tensor are those of any NVFP4.
+    """
+    if not fmt.exact_scales:
+        return amax
+    scale = round_nominal(amax * ONE_2304TH, torch.bfloat16).clamp(min=FLT_MIN)
+    return torch.where((amax > 0) & ~amax.isinf(), (2688.0 * scale).clamp(max=FLT_MAX), amax)
+
+
+def _nvfp4_encode(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
     s_enc = _nvfp4_global(tensor_amax)
     s_dec = divide(1.0, torch.where(s_enc > 0, s_enc, torch.ones_like(s_enc)))
-    sd = decode_e4m3(_nvfp4_byte(block_amax, tensor_amax))
+    sd = decode_e4m3(_nvfp4_byte(fmt, block_amax, tensor_amax))
     return torch.where(sd > 0, divide(1.0, sd * s_dec).clamp(max=FLT_MAX), torch.full_like(sd, FLT_MAX))
 
 
@@ -135,7 +164,7 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
         return _e8m0_encode(_e8m0_bytes(fmt, amaxes))
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
-        return _nvfp4_encode(amaxes, tensor_amax)
+        return _nvfp4_encode(fmt, amaxes, tensor_amax)
     if fmt.amax_policy is AmaxPolicy.DELAYED:
         assert scale is not None
         return scale.expand_as(amaxes)
@@ -148,7 +177,7 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
         return _e8m0_bytes(fmt, amaxes)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
-        return _nvfp4_byte(amaxes, tensor_amax)
+        return _nvfp4_byte(fmt, amaxes, tensor_amax)
     return divide(1.0, encode_scales(fmt, amaxes, tensor_amax, scale))
 
 

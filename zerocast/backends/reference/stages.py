@@ -27,6 +27,7 @@ from zerocast.backends.reference.scales import (
     expand,
     fill_scales,
     scale_grid,
+    stored_amax,
     stored_scales,
 )
 from zerocast.backends.reference.window import Window
@@ -79,7 +80,8 @@ def compute_scales(
             largest = grid.amax().view(1)
             if fmt.scale_rule is ScaleRule.TWO_LEVEL and (shared := row[Column.SHARED_AMAX]) >= 0:
                 largest = torch.maximum(largest, packed[shared : shared + 1].float())
-            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1].copy_(largest)
+            tensor_amax = amaxes[row[Column.AMAX_BASE]][row[Column.AMAX_OFFSET] :][:1]
+            tensor_amax.copy_(stored_amax(fmt, largest))
         scale = None
         if fmt.amax_policy is AmaxPolicy.DELAYED:
             scale = scales[row[Column.SCALE_BASE]][row[Column.SCALE_OFFSET] :][:1]

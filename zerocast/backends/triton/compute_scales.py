@@ -28,6 +28,7 @@ from zerocast.backends.triton.scales import (
     group_constants,
     rule_constants,
     scale_from_amax,
+    stored_amax,
     stored_scale,
     two_level_global,
 )
@@ -136,8 +137,9 @@ def _blocks(
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     amax = load_amax(packed, tl.load(row + PLACE) + i * across + j, in_grid)
     s_enc = tl.full((), 1.0, tl.float32)
-    if RULE == TWO_LEVEL:
+    if RULE >= TWO_LEVEL:
         largest = largest_of(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
+        largest = stored_amax(largest, RULE)
         s_enc = two_level_global(largest)
         if tile == 0:
             tl.store(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32)), largest)

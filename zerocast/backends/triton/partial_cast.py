@@ -252,7 +252,7 @@ def _blocks(
     columns = tl.load(row + COLUMNS)
     first = top * columns + left
     s_enc = tl.full((), 1.0, tl.float32)
-    if RULE == TWO_LEVEL:
+    if RULE >= TWO_LEVEL:
         s_enc = two_level_global(tl.load(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32))))
     at = element(masters, row, first, DTYPE)
     out = code_address(row_data, row, ROW_DATA, first, ELEMENT)

@@ -10,26 +10,30 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from zerocast.backends.triton.codec import INF, as_f32, decode, decode_e8m0, encode, encode_e8m0
+from zerocast.backends.triton.codec import INF, as_f32, decode, decode_e8m0, encode, encode_e8m0, round_nominal
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.spec import SCALE_SPREAD
 
 FP32 = tl.constexpr(int(ScaleRule.FP32))
 E8M0 = tl.constexpr(int(ScaleRule.E8M0))
 TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
+# Two-level scales that are exact in FP8 (FormatSpec.exact_scales). Only the rules here tell them
+# from the others.
+EXACT_TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL) + 1)
 
 SPREAD = tl.constexpr(SCALE_SPREAD)
 FLT_MIN = tl.constexpr(2.0**-126)
 FLT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 ONE_448TH = tl.constexpr(0x124925 * 2.0**-32 + 2.0**-9)  # 0x3B124925
 ONE_6TH = tl.constexpr(0x2AAAAB * 2.0**-26 + 2.0**-3)  # 0x3E2AAAAB
+ONE_2304TH = tl.constexpr(0x638E39 * 2.0**-35 + 2.0**-12)  # 0x39E38E39
 ONE_2688TH = tl.constexpr(0x430C31 * 2.0**-35 + 2.0**-12)  # 0x39C30C31
 
 
 def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
     """The scale rule of a format as compile-time arguments of the kernels."""
     return {
-        "RULE": int(fmt.scale_rule),
+        "RULE": EXACT_TWO_LEVEL.value if fmt.exact_scales else int(fmt.scale_rule),
         "LARGEST": fmt.element.max if fmt.element else 0.0,
         "POWER_OF_2": fmt.power_of_2_scale,
         "EPSILON": struct.unpack("<I", struct.pack("<f", fmt.amax_epsilon))[0],
@@ -58,6 +62,17 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSIL
 
 
 @triton.jit
+def stored_amax(amax, RULE: tl.constexpr):
+    """The tensor amax that is stored, and that two-level scales are computed from."""
+    if RULE == EXACT_TWO_LEVEL:
+        scale = round_nominal(amax * ONE_2304TH, tl.bfloat16)
+        product = tl.minimum(2688.0 * tl.maximum(scale, FLT_MIN), FLT_MAX)
+        return tl.where((amax > 0) & (amax.to(tl.int32, bitcast=True) < INF), product, amax)
+    else:
+        return amax
+
+
+@triton.jit
 def two_level_global(amax):
     """The global scale S_enc, computed from the tensor amax."""
     s = tl.minimum(tl.div_rn(2688.0, tl.maximum(amax, FLT_MIN)), FLT_MAX)
@@ -65,18 +80,35 @@ def two_level_global(amax):
 
 
 @triton.jit
-def two_level_byte(amax, s_enc):
+def two_level_byte(amax, s_enc, RULE: tl.constexpr):
     """The stored E4M3 scale sd of each block, as an int32 code."""
     v = amax * (s_enc * ONE_6TH)
     # TransformerEngine clamps with fminf, which turns a NaN into the largest value.
-    return encode(tl.where(v <= FLT_MAX, v, FLT_MAX), "e4m3")
+    finite = tl.where(v <= FLT_MAX, v, FLT_MAX)
+    code = encode(finite, "e4m3")
+    if RULE == EXACT_TWO_LEVEL:
+        # Of a tensor amax of Inf, which makes s_enc 0, the scales are those of any NVFP4.
+        code = tl.where(s_enc > 0, tl.where(amax > 0, exact_code(finite), 0), code)
+    return code
 
 
 @triton.jit
-def two_level_encode(amax, s_enc):
+def exact_code(v):
+    """The E4M3 code of the number next to v, among those from 0.125 to 384 with a mantissa of 1,
+    1.25 or 1.5. Ties go up.
+    """
+    bits = v.to(tl.int32, bitcast=True)
+    # In the constant each four bits hold the quarters of the number next to one eighth.
+    quarters = (0x44222110 >> (((bits >> 20) & 7) * 4)) & 7
+    code = ((bits >> 23) - 120) * 8 + 2 * quarters
+    return tl.minimum(tl.maximum(code, 0x20), 0x7C)
+
+
+@triton.jit
+def two_level_encode(amax, s_enc, RULE: tl.constexpr):
     """The encoding factor of each block of a two-level format."""
     s_dec = tl.div_rn(1.0, tl.where(s_enc > 0, s_enc, 1.0))
-    sd = decode(two_level_byte(amax, s_enc), "e4m3")
+    sd = decode(two_level_byte(amax, s_enc, RULE), "e4m3")
     return tl.where(sd > 0, tl.minimum(tl.div_rn(1.0, sd * s_dec), FLT_MAX), FLT_MAX)
 
 
@@ -114,8 +146,8 @@ def encode_scale(
     """The factor for the elements of each block before encoding; `group` is for E8M0 scales,
     `s_enc` for two-level ones.
     """
-    if RULE == TWO_LEVEL:
-        return two_level_encode(amax, s_enc)
+    if RULE >= TWO_LEVEL:
+        return two_level_encode(amax, s_enc, RULE)
     elif RULE == E8M0:
         return decode_e8m0(254 - e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN))
     else:
@@ -135,8 +167,8 @@ def stored_scale(
     ROUNDS_DOWN: tl.constexpr,
 ):
     """The entry of the scale buffer: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
-    if RULE == TWO_LEVEL:
-        return two_level_byte(amax, s_enc)
+    if RULE >= TWO_LEVEL:
+        return two_level_byte(amax, s_enc, RULE)
     elif RULE == E8M0:
         return e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN)
     else:
