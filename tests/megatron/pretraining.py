@@ -4,7 +4,8 @@
 on a rank of torchrun over gloo. What megatron.training needs on the CPU besides megatron-core (`host_on_cpu.py`):
 
 * streams, devices and random states of CUDA are the CPU's, and `pretrain` accepts that there is no GPU;
-* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent.
+* interleaved pipeline stages free what they send while gloo still reads it, so copies are sent;
+* functions that Megatron compiles run eagerly, and options have no help: both take longer than the steps of a run.
 """
 
 import contextlib
@@ -118,12 +119,15 @@ def training_on_cpu() -> Iterator[None]:
         arguments: {"get_device_arch_version": lambda: 9},
         loop: {"initialize_megatron": functools.partial(found.initialize_megatron, allow_no_cuda=True)},
     }
+    if hasattr(configs, "ArgumentGroupFactory"):
+        replaced[configs.ArgumentGroupFactory] = {"_get_field_docstrings": lambda *_: {}}
     if fused_kernels is not None:
         replaced[fused_kernels] = {"load": lambda *_: None}
     with contextlib.ExitStack() as stack:
         for owner, names in replaced.items():
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(owner, name, value, create=name == "ProcessGroupNCCL"))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(cuda_on_cpu())
         yield
 
