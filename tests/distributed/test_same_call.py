@@ -250,6 +250,32 @@ def test_one_rank_cannot_cast_on_a_gpu(ranks: Ranks) -> None:
         assert told[2:] == ["", "None"]
 
 
+def step_after_foreign_writes(writers: tuple[int, ...]) -> tuple[str, bool]:
+    """What a step says once other code has written a parameter on these ranks, and whether a state is partial then."""
+    trained = Trained()
+    trained.step()
+    state = {name: _copy(value) for name, value in trained.optimizer.state_dict().items()}
+    trained.backward()
+    if dist.get_rank() in writers:
+        with torch.no_grad():
+            trained.model[0].bias.add_(1)
+    told = error_of(trained.optimizer.step)
+    partial = trained.optimizer._driver.plan.validity.partial is not None
+    trained.optimizer.load_state_dict(state)
+    trained.step()
+    return told, partial
+
+
+@pytest.mark.parametrize("writers", [(1,), (0, 1)])
+def test_a_step_for_which_ranks_are_not_ready(ranks: Ranks, writers: tuple[int, ...]) -> None:
+    """All raise and none waits; nothing has changed where none was ready."""
+    by_rank = ranks(2)(step_after_foreign_writes, writers)
+    for told, partial in by_rank:
+        assert told.startswith("RuntimeError: rank 1: " if writers == (1,) else "RuntimeError: ")
+        assert "written" in told
+        assert partial == (writers == (1,))
+
+
 def calls_one_by_one(texts: list[str]) -> list[str | None]:
     """What a rank is told of calls that all ranks make together, by the text of this rank."""
     slots, found = torch.zeros(2, dtype=torch.bfloat16), []

@@ -191,14 +191,11 @@ class CastDriver:
 
         With `repeat` delayed scaling does not move on.
         """
-        self.host.gather.prepare()
-        self._cast(repeat)
+        self._cast(self._find, repeat)
 
     def after_step(self) -> None:
         """Cast and gather, for a host that does not gather by itself. Collective."""
-        with self.plan.validity.transaction("a cast", masters=False):
-            self.cast()
-            self.host.gather.start(self.plan)
+        self._cast_and_gather(self._find, repeat=False)
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -207,29 +204,27 @@ class CastDriver:
         This completes weights that a cast or a gather left partial. It does not help after a step
         that broke off, whose masters are partly old: a host checks for that first.
         """
-        with self.plan.validity.transaction("a cast", masters=False):
-            self.host.gather.reclaim()
-            self._cast(repeat=True)
-            self.host.gather.start(self.plan)
+        self._cast_and_gather(self._reclaim, repeat=True)
 
     def step(self, launch: Callable[[], None]) -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
 
-        Collective. Call `ready` first. What raises in here leaves masters and weights partial.
+        Collective. Call `ready` first, whose problem all ranks raise here. What raises in here
+        leaves masters and weights partial, unless no rank was ready.
         """
+        if self.plan.problem is not None:
+            self.plan.take_part(self._gather, "an optimizer step", masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():
                 launch()
                 self.plan.done()
             self.host.gather.start(self.plan)
 
-    def ready(self, detail: str = "") -> None:
-        """Do what must come before a cast: find weights and masters where they lie now, and raise
-        before anything is written. `detail` is what all ranks must have alike (`CastPlan.ready`).
+    def ready(self, detail: str = "", problem: Exception | None = None) -> None:
+        """Do what must come before a cast: find weights and masters where they lie now. A problem
+        of this rank is raised by the cast, on every rank (`Plan.ready`).
         """
-        self.host.gather.prepare()
-        self._follow_masters()
-        self.plan.ready(detail)
+        self.plan.ready(detail, self._find, problem)
 
     def move_masters(
         self, masters: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None = None
@@ -270,9 +265,25 @@ class CastDriver:
             )
         yield dataclasses.replace(source, masters=(*masters, *(shard.view() for shard in self.host.plain)))
 
-    def _cast(self, repeat: bool) -> None:
+    def _find(self) -> None:
+        self.host.gather.prepare()
         self._follow_masters()
-        self.plan.cast(repeat=repeat)
+
+    def _reclaim(self) -> None:
+        self.host.gather.reclaim()
+        self._follow_masters()
+
+    def _gather(self) -> None:
+        self.host.gather.start(self.plan)
+
+    def _cast_and_gather(self, find: Callable[[], None], repeat: bool) -> None:
+        with self.plan.validity.transaction("a cast", masters=False):
+            self._cast(find, repeat, self._gather)
+            self._gather()
+
+    def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
+        self.plan.ready(find=find)
+        self.plan.run(repeat=repeat, gather=gather)
         # The optimizers of a host step together, so all weights have changed.
         self.plan.validity.changed()
         if self.host.is_saved_by_autograd:

@@ -1,11 +1,13 @@
 """CastPlan: the cast of a list of weights, prepared once and repeated after every step."""
 
+import abc
 import contextlib
+import functools
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -34,7 +36,110 @@ from zerocast.weight.validity import InvalidWeights, Use, Validity
 _built: Counter[str] = Counter()
 
 
-class CastPlan:
+class Plan(abc.ABC):
+    """A cast of a host's weights, prepared once and repeated after every step. The casts of all
+    hosts run through `ready` and `run`.
+
+    Attributes:
+        validity: the validity of the weights.
+        problem: why this rank cannot make the cast that it is in, from `ready` on. None if it can.
+    """
+
+    validity: Validity
+    problem: Exception | None = None
+
+    @property
+    @abc.abstractmethod
+    def has_company(self) -> bool:
+        """True if other ranks cast parts of the same weights."""
+
+    def ready(self, detail: str = "", find: Callable[[], None] | None = None, problem: Exception | None = None) -> None:
+        """Do the host's part before a cast: find out where everything lies now.
+
+        A problem of this rank raises here only if there are no others, which would wait for it in
+        their next collective. Else `run` raises it on every rank.
+
+        Args:
+            detail: a text that all ranks must have alike, beside the call.
+            find: looks where masters and weights lie, before the plan does.
+            problem: a problem that this rank has had before.
+
+        RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes with those
+        of another call.
+        """
+        self._announce(detail)
+        try:
+            if find is not None:
+                find()
+            self._follow()
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = problem or error
+        if problem is not None and not self.has_company:
+            raise problem
+        self.problem = problem
+
+    def check_ready(self) -> None:
+        """Raise the problem of this rank on it alone: for a captured step, whose collectives are in
+        a graph.
+        """
+        problem, self.problem = self.problem, None
+        if problem is not None:
+            raise problem
+
+    def run(
+        self,
+        *,
+        skip: Tensor | None = None,
+        update: AdamUpdate | None = None,
+        repeat: bool = False,
+        gather: Callable[[], None] | None = None,
+    ) -> None:
+        """Cast after `ready`, as `CastPlan.cast` says. Collective. `gather` is the gather that the
+        caller begins after it.
+        """
+        if self.problem is not None:
+            self.take_part(gather)
+            return
+        with self._writing(masters=update is not None):
+            self.launch(skip=skip, update=update, repeat=repeat)
+            self.done(repeat=repeat)
+        self._look_back()
+
+    @abc.abstractmethod
+    def take_part(self, gather: Callable[[], None] | None = None) -> None:
+        """Be in the collectives of a cast that this rank cannot make, and in the gather after it,
+        so that all ranks hear of the problem.
+        """
+
+    @abc.abstractmethod
+    def launch(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
+        """Do the device's part of a cast, between `ready` and `done`."""
+
+    @abc.abstractmethod
+    def done(self, *, repeat: bool = False) -> None:
+        """Do the host's part after a cast."""
+
+    @abc.abstractmethod
+    def master_views(self) -> Iterable[MasterViews]:
+        """The masters with their weights, for `zerocast.verify`."""
+
+    @abc.abstractmethod
+    def _announce(self, detail: str) -> None:
+        """Raise what ranks reported of their last cast, and report this one."""
+
+    @abc.abstractmethod
+    def _follow(self) -> None:
+        """Find masters and weights where they lie now; raises on this rank alone."""
+
+    @abc.abstractmethod
+    def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
+        """A context for the launch of a cast. What raises in it leaves scales as they were."""
+
+    def _look_back(self) -> None:  # noqa: B027 (nothing to look at where ranks report at once)
+        """Raise what ranks reported of casts that the device has completed by now."""
+
+
+class CastPlan(Plan):
     """Casts FP32 master shards into quantized weights, every step the same way.
 
     The caller gathers the bytes after a cast, and then calls `post_all_gather`.
@@ -145,19 +250,8 @@ class CastPlan:
         RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is wrong
         with the masters of one rank now is raised on every rank too, on a GPU by their next cast.
         """
-        self._announce("")
-        try:
-            if self._tables.on_host:
-                self._check_host_masters(update)
-            self._follow()
-        except (RuntimeError, TypeError, ValueError) as problem:
-            self._refuse(problem)
-            raise
-        with self.validity.transaction("a cast", masters=update is not None), self.delayed.rollback():
-            self.launch(skip=skip, update=update, repeat=repeat)
-            self.done()
-        if self.packed.reports.reads_late:
-            self._check_reports(casts_in_flight=1)
+        self.ready(find=functools.partial(self._check_host_masters, update))
+        self.run(skip=skip, update=update, repeat=repeat)
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights inside this context. After an exception in it the weights
@@ -170,16 +264,10 @@ class CastPlan:
         """The tables that a cast works by."""
         return [*self._tables.owned, *self._tables.boundary]
 
-    def ready(self, detail: str = "") -> None:
-        """Do the host's part before a cast: wait for gathers, and find where everything lies now.
-
-        `cast` does this by itself. A caller of `launch` does it first, and handles what it raises
-        on one rank alone. `detail` is a text that all ranks must have alike, beside the call.
-        RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes with those
-        of another call.
-        """
-        self._announce(detail)
-        self._follow()
+    @property
+    def has_company(self) -> bool:
+        """True if other ranks share the masters."""
+        return self.group.size > 1
 
     def _announce(self, detail: str) -> None:
         """Raise what ranks reported of their last cast, and report this one."""
@@ -192,14 +280,48 @@ class CastPlan:
             self._switched = None
         if self.packed.reports.compares_calls:
             self.packed.reports.announce(self._call.format(self.group.caller) + detail)
-        for w in self.weights if self.validity.finish else ():
-            w.wait()
 
-    def _refuse(self, problem: Exception) -> None:
-        """Let the other ranks hear why this one makes no cast."""
-        if self.packed.reports.compares_calls:
-            self._broke_off("a cast that not every rank could make")
-            self.packed.refuse(problem)
+    @contextlib.contextmanager
+    def _writing(self, masters: bool) -> Iterator[None]:
+        with self.validity.transaction("a cast", masters=masters), self.delayed.rollback():
+            yield
+
+    def _look_back(self) -> None:
+        if self.packed.reports.reads_late:
+            self._check_reports(casts_in_flight=1)
+
+    def take_part(
+        self,
+        gather: Callable[[], None] | None = None,
+        what: str = "a cast that not every rank could make",
+        masters: bool = False,
+    ) -> NoReturn:
+        """Take part in the cast that the other ranks make, and raise why this one cannot.
+
+        On a CPU all ranks raise it in the reduction of amaxes, on a GPU the others at their next
+        cast. Nothing has changed if no rank could make the cast. Else weights count as partial.
+
+        Args:
+            gather: takes part in the gather that the others begin after the cast.
+            what: what is partial then.
+            masters: True if masters are partial too.
+        """
+        problem, self.problem = self.problem, None
+        assert problem is not None
+        reports = self.packed.reports
+        if reports.compares_calls:
+            try:
+                self.packed.refuse(problem)
+            except BaseException:
+                self._broke_off(what, masters)
+                raise
+            if reports.all_refused:
+                raise problem
+        self._broke_off(what, masters)
+        if gather is not None:
+            gather()
+            self.check_call()
+        raise problem
 
     def launch(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
         """Do the device's part of a cast, between `ready` and `done`. With `update` the masters,
@@ -208,8 +330,7 @@ class CastPlan:
         A CUDA graph can hold it: it neither waits for the device nor changes anything on the host.
         """
         tables = self._tables
-        if tables.on_host:
-            self._check_host_masters(update)
+        self._check_host_masters(update)
         cast(
             tables.owned,
             self.packed,
@@ -222,6 +343,8 @@ class CastPlan:
 
     def _check_host_masters(self, update: AdamUpdate | None) -> None:
         """RuntimeError for what a cast cannot do with masters on the host."""
+        if not self._tables.on_host:
+            return
         if update is not None:
             raise RuntimeError(
                 "these masters lie on the host, and an AdamUpdate is of masters on the device: step, then cast()"
@@ -232,7 +355,7 @@ class CastPlan:
                 "outside of it, or move the masters to the device"
             )
 
-    def done(self) -> None:
+    def done(self, *, repeat: bool = False) -> None:
         """Do the host's part after a cast: count it, and send what ranks report of it."""
         self.validity.cast()
         self._own_caller.number = self.validity.casts + 1
@@ -407,9 +530,9 @@ class CastPlan:
             self._broke_off("a cast with ranks in another call")
             raise
 
-    def _broke_off(self, what: str) -> None:
+    def _broke_off(self, what: str, masters: bool = False) -> None:
         if not self.validity.has_partial_masters:  # Which no cast mends.
-            self.validity.broke_off(what, masters=False)
+            self.validity.broke_off(what, masters=masters)
 
     def forget_call(self) -> None:
         """Forget the reports of the last cast, since every rank overwrites its masters now."""
@@ -444,10 +567,12 @@ class CastPlan:
         self._bind()
 
     def _follow(self) -> None:
-        """Make the tables again if a weight or a master has moved, or another plan has taken a
-        weight over. ValueError or TypeError, on this rank alone, if a plan could not be built for
-        what the masters are now.
+        """Wait for gathers, and make the tables again if a weight or a master has moved, or another
+        plan has taken a weight over. ValueError or TypeError, on this rank alone, if a plan could
+        not be built for what the masters are now.
         """
+        for w in self.weights if self.validity.finish else ():
+            w.wait()
         if self._places != self.validity.places or any(table.moved() for table in self._tables.owned):
             self._partition.check_again()
             if any(w.state.validity is not self.validity for w in self.weights):

@@ -46,6 +46,8 @@ class ShardStatus(enum.IntEnum):
     PARTIAL = 3
     # CLEAN, and masters of the last cast are NaN or Inf.
     NOT_FINITE = 4
+    # This rank could not make the last cast.
+    REFUSED = 5
 
     @property
     def may_be_written(self) -> bool:
@@ -87,9 +89,10 @@ class Comparison:
     @staticmethod
     def of_maxima(flags: Sequence[float], digests: Sequence[float]) -> "Comparison":
         """Compare the maxima of all flags, and of a digest and its negative."""
-        status = ShardStatus.NOT_FINITE if any(flags) else ShardStatus.CLEAN
+        finite = ShardStatus.NOT_FINITE if any(flags) else ShardStatus.CLEAN
         largest, negated = digests
-        return Comparison([RankReport(status, int(largest)), RankReport(status, -int(negated))])
+        calls = int(largest), -int(negated)
+        return Comparison([RankReport(ShardStatus.REFUSED if call == REFUSED else finite, call) for call in calls])
 
     @property
     def is_quiet(self) -> bool:
@@ -163,6 +166,12 @@ class CastReports:
         self._problem = problem
         self._write(REFUSED)
 
+    @property
+    def all_refused(self) -> bool:
+        """True if no rank could make the last call. Waits for the device."""
+        comparison = Comparison.of_maxima([], self._digests.tolist())
+        return comparison.ranks(ShardStatus.REFUSED) == [0, 1]
+
     def _write(self, digest: int) -> None:
         # One launch writes both numbers: linspace of two elements is (digest, -digest).
         torch.linspace(digest, -digest, 2, out=self._digests)
@@ -217,7 +226,7 @@ class CastReports:
         """
         comparison = Comparison.of_maxima(flags, digests or (0, 0))
         if not comparison.is_same_call:
-            is_refused = any(report.call == REFUSED for report in comparison.reports)
+            is_refused = bool(comparison.ranks(ShardStatus.REFUSED))
             # Digests do not tell the calls. This exchanges them and raises with both.
             validate_across_ranks(self._group, [], self._problem if is_refused else None, self._call)
             raise RuntimeError(

@@ -118,6 +118,8 @@ class Averages:
         validity.check(Use.SWAP)
         self._reducer.check_same_call("swaps an average in")
         self._driver.ready()
+        if self._driver.plan.problem is not None:
+            self._driver.plan.take_part()
         version = validity.version
         with torch.no_grad(), validity.transaction("swapping an average in"):
             exchange()

@@ -165,6 +165,7 @@ class CapturableZeroStep(CapturableStep):
     def _run_skipped_step(self) -> None:
         device, clip = self._device, self._device.clip.clone()
         self._weights.driver.ready()
+        self._plan.check_ready()
         square_sum = device.square_sum()
         device.clip_to(1.0, square_sum.sqrt().float())
         device.launch(self._plan, torch.full_like(square_sum, torch.nan))

@@ -152,8 +152,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
         # What gradients were clipped to since the last step, for comparison among ranks.
         self._clipped = ""
-        # What is wrong with the hyper-parameters of this step.
-        self._invalid: Exception | None = None
         # The last sum of squares, with the version of the gradients that it is of.
         self._square_sum: tuple[int, Tensor] | None = None
         self._state = ZeroState(buckets, self._masters, self._plan, self._device.count, self.param_groups, group)
@@ -193,16 +191,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._prepare(raises=self._group.size == 1)
+        self._prepare()
         square_sum = self._reduced_square_sum()
-        if self._invalid is not None:
-            square_sum = torch.full_like(square_sum, torch.nan)  # this rank skips the step
-            self._device.skipped -= 1
         self._driver.step(lambda: self._device.launch(self._plan, square_sum))
         self._finish()
-        if self._invalid is not None:
-            self._plan.check_call()  # raises where other ranks have other values
-            raise self._invalid
         return loss
 
     @torch.no_grad()
@@ -218,34 +210,32 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         self._validity.check(Use.STEP)
         check_capturable(self._masters.master.device, self._plan.backend)
-        prepare = self._prepare if max_norm is None else functools.partial(self._prepare_clipping, max_norm)
+        prepare = functools.partial(self._prepare_captured, max_norm)
         step = CapturedStep(CapturableZeroStep(self._device, self._weights, prepare, self._finish, max_norm))
         self._captured.add(step)
         return step
 
-    def _prepare(self, clipped: str = "", raises: bool = True) -> None:
+    def _prepare(self, clipped: str = "") -> None:
         """Do the host's part of a step before the device's. Raises with nothing changed.
 
         It reduces gradients, takes over hyper-parameters and finds where the weights lie. `clipped`
-        describes what a graph clips to. Without `raises` it keeps the error of invalid
-        hyper-parameters, since other ranks may have other values: all ranks raise within the cast.
+        describes what a graph clips to. What may be wrong on this rank alone all ranks raise within
+        the cast (`Plan.ready`).
         """
         self._validity.check(Use.STEP)
         self._skipped.before_step()
         self._left_out.after_steps(self._steps)
         self.averages.before_step()
         self._reducer.finish()
-        self._invalid = None
+        problem: Exception | None = None
         try:
             self._hyperparameters.refresh(self._adam_groups())
         except (TypeError, ValueError) as error:
-            if raises:
-                raise
-            self._invalid = error
+            problem = error
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
-        same = f"{self._invalid or self._hyperparameters.description}{self._described()}{self.averages.description}"
-        self._driver.ready(f"{clipped or self._clipped}{changed} with {same}")
+        same = f"{problem or self._hyperparameters.description}{self._described()}{self.averages.description}"
+        self._driver.ready(f"{clipped or self._clipped}{changed} with {same}", problem)
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
@@ -269,10 +259,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._weights.gather.check_unwritten()
         self._weights.gather.check_moved()
 
-    def _prepare_clipping(self, max_norm: float) -> None:
-        """Prepare a step whose graph clips: that overwrites the factor of an earlier clip."""
-        self._prepare(f", clipped to {max_norm:.6g}")
-        self._apply_clip()
+    def _prepare_captured(self, max_norm: float | None) -> None:
+        """Prepare a captured step. A graph that clips overwrites the factor of an earlier clip."""
+        self._prepare("" if max_norm is None else f", clipped to {max_norm:.6g}")
+        self._plan.check_ready()
+        if max_norm is not None:
+            self._apply_clip()
 
     def _finish(self) -> None:
         """Do the host's part of a step after the device's: drop the gradients, and verify all live
