@@ -161,7 +161,7 @@ def bytes_of(weight: QuantizedWeight) -> casts.Bytes:
 def cast_scale(owner: FSDPWeight) -> float:
     """The delayed scale that the last cast had; 1 for other formats."""
     (manager,) = managers_behind([owner.local])
-    scale = manager.cast_scale(owner.name)
+    scale = manager.plan.cast_scale(owner.name)
     return 1.0 if scale is None else float(scale)
 
 

@@ -100,11 +100,11 @@ def compared(keep_codes: bool, formats: tuple[str, ...] = FORMATS) -> list[str]:
         for trainee in (ordinary, captured):
             trainee.step(number)
             found += models.complaints(trainee.model, f"step {number}")
-            groups = models.manager(trainee.model).cast_groups
+            groups = models.manager(trainee.model).plan.cast_groups
             addresses.add((trainee is captured, *(group._scales.untyped_storage().data_ptr() for group in groups)))
             held.append(digests(zerocast.fsdp2.TrainingState(trainee.model, trainee.optimizer).state_dict()))
         found += [f"{name} after step {number}" for name in held[0] if held[0][name] != held[1][name]]
-    generations = {models.manager(trainee.model).generation for trainee in (ordinary, captured)}
+    generations = {models.manager(trainee.model).plan.generation for trainee in (ordinary, captured)}
     kept = sum(any(pointers) for is_captured, *pointers in addresses if is_captured)
     return [*found, *captured.kept, f"{len(captured.recorded)} graphs, casts {generations}, works at {kept} addresses"]
 
@@ -185,7 +185,7 @@ def tables_of_a_graph() -> tuple[list[str], int, int]:
     for number in range(2):
         trainee.step(number)
     manager = models.manager(trainee.model)
-    (group,) = manager.cast_groups
+    (group,) = manager.plan.cast_groups
     read = [weakref.ref(table) for names, tables in group._tables_without.held.items() if names for table in tables]
     weights = [parameter for parameter in named.values() if parameter.dim() == 2]
     for chosen in range(1, 2 ** len(weights)):

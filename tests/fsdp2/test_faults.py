@@ -19,9 +19,11 @@ from tests.fsdp2.test_freshness import load_and_assign
 from tests.hosts.fsdp2 import Prepared
 from tests.hosts.under_test import different
 from tests.optim.out_of_memory import OutOfMemory
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast import fsdp2, verify
 from zerocast.fsdp2.cast_group import CastGroup
+from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.fsdp2.weight import FSDPWeight
 
 
 def trained(formats: tuple[str, ...] = FORMATS) -> Any:
@@ -66,7 +68,7 @@ def memory_runs_out(formats: tuple[str, ...], change: Callable[[Any], None], eve
             memory = OutOfMemory(at, afterwards)
             try:
                 with memory:
-                    manager.refresh(repeat=True)
+                    manager.cast(repeat=True)
             except torch.OutOfMemoryError:
                 died += 1
             for one, optimizer in zip((model, other), optimizers, strict=True):
@@ -115,7 +117,7 @@ def begun_halfway() -> list[str]:
 
     with mock.patch.object(CastGroup, "cast", breaks_off), pytest.raises(MemoryError):
         zerocast.fsdp2.refresh(model)
-    states = [group.delayed.state_dict() for group in models.manager(model).cast_groups]
+    states = [group.delayed.state_dict() for group in models.manager(model).plan.cast_groups]
     held = {name: state for found in states for name, state in found.items() if name != missing}
     return [
         f"{name} {key}"
@@ -190,6 +192,28 @@ def test_a_step_that_raised_on_one_rank_raises_on_all(ranks: Ranks, tmp_path: Pa
             else "raised half-way on ranks [1] of its shard group, which have masters of different steps"
         )
         assert len(said) == 3 and all(words in text for text in said), said
+        assert found == []
+
+
+def cannot_cast(what: str) -> tuple[list[str], list[str]]:
+    """Rank 1 cannot cast, since it does not find its masters: what two passes say, and complaints once that is put right."""
+    model, _ = trained(("nvfp4", "mxfp8"))
+    plan = models.manager(model).plan
+    error = mock.Mock(side_effect=ValueError("their memory is gone"))
+    method = {"memory": (MasterAddresses, "check_memory"), "place": (FSDPWeight, "locate")}[what]
+    plan._must_bind = what == "place"
+    with mock.patch.object(*method, error) if dist.get_rank() == 1 else contextlib.nullcontext():
+        said = [error_of(lambda: model(models.batch(3, 64))) for _ in range(2)]
+    fsdp2.refresh(model)
+    return said, models.complaints(model, what)
+
+
+@pytest.mark.parametrize("what", ["memory", "place"])
+def test_a_rank_that_cannot_cast_raises_on_all(ranks: Ranks, what: str) -> None:
+    """In the gather of that cast and in the next one, and none waits for another."""
+    for rank, (said, found) in enumerate(ranks(3)(cannot_cast, what)):
+        assert all("ranks [1] of its shard group could not cast their masters" in text for text in said), said
+        assert all(("their memory is gone" in text) == (rank == 1) for text in said), said
         assert found == []
 
 

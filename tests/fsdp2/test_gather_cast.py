@@ -14,7 +14,7 @@ from tests.fsdp2 import models, test_bits, test_loops
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
 from zerocast.cast.tables import WeightTable
-from zerocast.fsdp2 import manager
+from zerocast.fsdp2 import plan
 from zerocast.fsdp2.cast_group import GatherCast
 
 
@@ -26,11 +26,11 @@ def test_kept_codes_are_the_unsharded_cast(ranks: Ranks, world: int, formats: tu
 def kept_by_default(most: int) -> list[bool]:
     """Whether codes are kept where all may take so many bytes, by what prepare is told."""
     found = []
-    with mock.patch.object(manager, "MOST_KEPT", most):
+    with mock.patch.object(plan, "MOST_KEPT", most):
         for keep_codes in (None, False, True):
             model = models.sharded(Net(("nvfp4",), 64, 96), keep_codes=keep_codes)
             zerocast.fsdp2.refresh(model)
-            found += [group.keep_codes for group in models.manager(model).cast_groups]
+            found += [group.keep_codes for group in models.manager(model).plan.cast_groups]
     return found
 
 
@@ -79,13 +79,13 @@ def kept_after_steps_within() -> tuple[list[bool], list[str]]:
     """
     model: Any = models.sharded(test_loops.Rooted())
     test_loops.loss(model, 0).backward()
-    kept = [models.manager(model).keep_codes]
+    kept = [models.manager(model).plan.keep_codes]
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
     for parameter, optimizer in optimizers.items():
         parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
     test_loops.loss(model, 1).backward()
     found = models.complaints(model, "stepped within")
-    return [*kept, models.manager(model).keep_codes], found
+    return [*kept, models.manager(model).plan.keep_codes], found
 
 
 def test_steps_within_a_backward_pass_keep_codes(ranks: Ranks) -> None:

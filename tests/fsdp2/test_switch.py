@@ -267,8 +267,8 @@ def runs_out() -> list[str]:
     """Of memory, on one rank, as the new bytes are given storage: all go back, and go on."""
     model, adam = started()
     models.train(model, adam, range(2), WIDTH)
-    manager = models.manager(model)
-    bind, calls = manager.bind, []
+    plan = models.manager(model).plan
+    bind, calls = plan.bind, []
 
     def dies() -> None:
         calls.append(None)
@@ -276,12 +276,12 @@ def runs_out() -> list[str]:
             raise torch.OutOfMemoryError("injected")
         bind()
 
-    manager.bind = dies  # type: ignore[method-assign]
+    plan.bind = dies  # type: ignore[method-assign]
     try:
         with pytest.raises(RuntimeError, match="rank 1: injected"):
             zerocast.switch(model, recipe(TARGETS["mixed"]))
     finally:
-        vars(manager).pop("bind", None)
+        vars(plan).pop("bind", None)
     found = models.complaints(model, "as before")
     models.train(model, adam, range(2, 4), WIDTH)
     found += models.complaints(model, "goes on")
@@ -302,4 +302,4 @@ def idle() -> bool:
     model, adam = started()
     models.train(model, adam, range(1), WIDTH)
     assert isinstance(model, FSDPModule)
-    return models.manager(model).param_groups.is_in_pass
+    return models.manager(model).plan.param_groups.is_in_pass

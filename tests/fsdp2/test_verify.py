@@ -86,7 +86,7 @@ def test_what_is_right_is_not_complained_of(
 
 def kept_codes(model: Any, weight: Any) -> torch.Tensor:
     """The codes that this rank keeps of a weight and sends."""
-    (group,) = models.manager(model).cast_groups
+    (group,) = models.manager(model).plan.cast_groups
     return group.kept_codes(weight.name).view(-1)
 
 
@@ -168,13 +168,14 @@ def every_other_step(every: int) -> list[bool]:
 
 def _break_the_cast(model: Any) -> None:
     _, weight = models.masters(model)["blocks.1.3.weight"]
-    manager, refresh = models.manager(model), models.manager(model).refresh
+    plan = models.manager(model).plan
+    launch = plan.launch
 
-    def broken(repeat: bool) -> None:
-        refresh(repeat)
+    def broken(**options: Any) -> None:
+        launch(**options)
         kept_codes(model, weight)[0] ^= 1
 
-    manager.refresh = broken  # type: ignore[method-assign]
+    plan.launch = broken  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("every", "wanted"), [(1, [0, 0, 0, 1, 1, 1]), (2, [0, 0, 0, 1, 0, 1])])

@@ -343,12 +343,12 @@ def written_later() -> list[str]:
             view.mul_(-3)
         found += found_after(model, "kept")
         assert not torch.equal(before, parameter.full_tensor())
-    generation = models.manager(model).generation
+    generation = models.manager(model).plan.generation
     if dist.get_rank() == 0:  # other memory by now: nothing is noticed, nor need it be
         of_the_whole.zero_()
         before_sharding.zero_()
     found += found_after(model, "memory of before")
-    assert models.manager(model).generation == generation
+    assert models.manager(model).plan.generation == generation
     return found
 
 
@@ -366,8 +366,8 @@ def step_then_write(form: str) -> tuple[list[str], int]:
     with torch.no_grad():
         FORMS[form](a_weight(model))
     manager = models.manager(model)
-    manager.forget_old_amaxes()
-    measured = sum(bool(group.amaxes.measured) for group in manager.cast_groups)
+    manager.plan.forget_old_amaxes()
+    measured = sum(bool(group.amaxes.measured) for group in manager.plan.cast_groups)
     return found_after(model, form), measured
 
 

@@ -174,7 +174,7 @@ def half_stepped() -> list[str]:
         optimizer = FusedAdamW(model.parameters(), lr=1e-2)
         step(model, optimizer, 0)
         if dist.get_rank() == 1:
-            for validity in (zerocast.fsdp2.manager.validity_of(optimizer), models.manager(model).validity):
+            for validity in (zerocast.fsdp2.manager.validity_of(optimizer), models.manager(model).plan.validity):
                 validity.broke_off("an optimizer step")
         return [error_of(lambda number=number: step(model, optimizer, number)) for number in (1, 2)]
 

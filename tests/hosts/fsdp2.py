@@ -48,7 +48,7 @@ class Prepared(HostUnderTest):
         "frozen plain": "blocks.1.0.weight",
     }
     BREAKS: ClassVar[dict[str, Place]] = {
-        "step": Place("zerocast.fsdp2.manager:CastManager", "after_step"),
+        "step": Place("zerocast.fsdp2.plan:ShardPlan", "after_step"),
         "load": Place("zerocast.fsdp2.fused_adamw:FusedAdamW", "load_state_dict"),
         "cast": Place("zerocast.fsdp2.cast_group:CastGroup", "stamp"),
     }

@@ -115,8 +115,8 @@ def amaxes_are_measured(case: Case, folder: str) -> bool:
     with trainer(case, folder) as run:
         run.train()
         manager = models.manager(run.model_parts[0])
-        manager.forget_old_amaxes()
-        groups = manager.cast_groups
+        manager.plan.forget_old_amaxes()
+        groups = manager.plan.cast_groups
         assert groups
         return all(len(group.amaxes.measured) == len(group.weights) for group in groups)
 

@@ -1,10 +1,12 @@
-"""Host: what casts need to know of a training host, as a table of facts. CastDriver: the casts.
+"""Driver: the casts of every training host. Host: what a CastDriver needs to know of one that owns
+its buffers, as a table of facts.
 
 A host owns FP32 masters and the buffers in which weights travel between ranks: ZeroAdamW, Megatron,
 Apex, TransformerEngine's callers. It states who writes the weights, where each master lies in its
 weight, which ranks share masters, and how bytes are gathered. A CastDriver casts after a step or
 from masters that were written by hand, gathers, follows masters to other memory, and gives
-`zerocast.verify` the masters. It is the same for every host.
+`zerocast.verify` the masters. FSDP2 cuts and gathers parameters itself, so it has the same Driver
+with a plan of its own (`zerocast.fsdp2.plan`).
 """
 
 import abc
@@ -12,6 +14,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from torch import Tensor
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.host_masters import write_rounded
 from zerocast.cast.partition import ShardData
-from zerocast.cast.plan import CastPlan
+from zerocast.cast.plan import CastPlan, Plan
 from zerocast.distributed.group import Group
 from zerocast.formats import get_format
 from zerocast.formats.layout import Span
@@ -27,6 +30,8 @@ from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Validity
+
+AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 _IDENTITY = get_format("identity")
 
@@ -141,14 +146,64 @@ class Host:
     is_saved_by_autograd: bool = True
 
 
-class CastDriver:
+class Driver(Generic[AnyPlan]):
+    """The casts of a host, by any plan: ZeroAdamW, FSDP2, Megatron and the others cast by these
+    lines.
+
+    Attributes:
+        plan: what is cast.
+        gather: all-gathers the bytes of a cast.
+    """
+
+    def __init__(self, plan: AnyPlan, gather: Gather) -> None:
+        self.plan, self.gather = plan, gather
+
+    @torch.no_grad()
+    def cast(self, *, repeat: bool = False) -> None:
+        """Cast the masters as they are now; the host gathers the bytes. Collective.
+
+        With `repeat` delayed scaling does not move on.
+        """
+        self._cast(self._find, repeat)
+
+    def ready(self, detail: str = "", problem: Exception | None = None) -> None:
+        """Do what must come before a cast: find weights and masters where they lie now. A problem
+        of this rank is raised by the cast, on every rank (`Plan.ready`).
+        """
+        self.plan.ready(detail, self._find, problem)
+
+    def master_views(self) -> Iterator[MasterViews]:
+        """The masters of all parameters, for `zerocast.verify`. Collective.
+
+        Bytes that the host still has to gather are gathered first.
+        """
+        self.gather.complete()
+        self.follow_masters()
+        yield from self.plan.master_views()
+
+    def follow_masters(self) -> None:
+        """Give the plan the present memory of masters that it cannot find by itself."""
+
+    def has_cast(self, repeat: bool) -> None:
+        """Called after each cast, of which the host has told the plan nothing else."""
+
+    def _find(self) -> None:
+        self.gather.prepare()
+        self.follow_masters()
+
+    def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
+        self.plan.ready(find=find)
+        self.plan.run(repeat=repeat, gather=gather)
+        self.has_cast(repeat)
+
+
+class CastDriver(Driver[CastPlan]):
     """The casts of one Host.
 
     Building it is collective: an error on one rank raises on all.
 
     Attributes:
         host: the facts. A switch of formats replaces them (`rebuild`).
-        plan: the CastPlan over the host's weights and masters.
         claim: the host's claim on the weights, for as long as this object lives. None for a host
             without an owner.
     """
@@ -158,7 +213,7 @@ class CastDriver:
         self._flatten_delayed_scaling()
         flat = [_flat(master) for master in host.masters]
         self._note_flat(flat)
-        self.plan = CastPlan(
+        plan = CastPlan(
             host.weights,
             flat,
             host.starts,
@@ -171,6 +226,7 @@ class CastDriver:
             validity=host.validity,
             claim=host.claim,
         )
+        super().__init__(plan, host.gather)
         self.plan.validity.owner = weakref.ref(self)
         self.claim = host.claim
         if host.claim is None and host.owner is not None:
@@ -184,14 +240,6 @@ class CastDriver:
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
         self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
         self._watch_masters()
-
-    @torch.no_grad()
-    def cast(self, *, repeat: bool = False) -> None:
-        """Cast the masters as they are now; the host gathers the bytes.
-
-        With `repeat` delayed scaling does not move on.
-        """
-        self._cast(self._find, repeat)
 
     def after_step(self) -> None:
         """Cast and gather, for a host that does not gather by itself. Collective."""
@@ -218,13 +266,7 @@ class CastDriver:
             with self.plan.delayed.rollback():
                 launch()
                 self.plan.done()
-            self.host.gather.start(self.plan)
-
-    def ready(self, detail: str = "", problem: Exception | None = None) -> None:
-        """Do what must come before a cast: find weights and masters where they lie now. A problem
-        of this rank is raised by the cast, on every rank (`Plan.ready`).
-        """
-        self.plan.ready(detail, self._find, problem)
+            self._gather()
 
     def move_masters(
         self, masters: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None = None
@@ -238,26 +280,21 @@ class CastDriver:
 
     def leave_memory(self) -> None:
         """Drop the references to memory that the host has moved masters out of. Local."""
-        self._follow_masters()
+        self.follow_masters()
         self.plan.forget_places()
 
     def rebuild(self, host: Host, changed: Collection[str]) -> None:
         """Go on with other facts of the same masters, after the weights `changed` were given other
         formats. Casts and gathers. Collective.
         """
-        self.host = host
+        self.host, self.gather = host, host.gather
         self._flatten_delayed_scaling()
         self.plan.rebuild(changed, host.weights, host.scale_cuts)
         self.refresh()
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of all parameters, for `zerocast.verify`. Collective.
-
-        Bytes that the host still has to gather are gathered first.
-        """
-        self.host.gather.complete()
-        self._follow_masters()
-        (source,) = self.plan.master_views()
+        """The masters of all parameters, those that are not quantized too."""
+        (source,) = super().master_views()
         masters = source.masters
         if self.host.live_weight is not None:
             masters = tuple(
@@ -265,25 +302,20 @@ class CastDriver:
             )
         yield dataclasses.replace(source, masters=(*masters, *(shard.view() for shard in self.host.plain)))
 
-    def _find(self) -> None:
-        self.host.gather.prepare()
-        self._follow_masters()
-
     def _reclaim(self) -> None:
-        self.host.gather.reclaim()
-        self._follow_masters()
+        self.gather.reclaim()
+        self.follow_masters()
 
     def _gather(self) -> None:
-        self.host.gather.start(self.plan)
+        self.gather.start(self.plan)
 
     def _cast_and_gather(self, find: Callable[[], None], repeat: bool) -> None:
         with self.plan.validity.transaction("a cast", masters=False):
             self._cast(find, repeat, self._gather)
             self._gather()
 
-    def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
-        self.plan.ready(find=find)
-        self.plan.run(repeat=repeat, gather=gather)
+    def has_cast(self, repeat: bool) -> None:
+        """Tell autograd, and round the masters of plain parameters."""
         # The optimizers of a host step together, so all weights have changed.
         self.plan.validity.changed()
         if self.host.is_saved_by_autograd:
@@ -302,7 +334,7 @@ class CastDriver:
         for name in ("scale", "amax_history"):
             into_flat_buffer(delayed, name)
 
-    def _follow_masters(self) -> None:
+    def follow_masters(self) -> None:
         """Give the plan the present memory of the masters.
 
         A host may set `master.data`. A flat view of the master then still has the old memory.

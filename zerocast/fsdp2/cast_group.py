@@ -146,6 +146,8 @@ class CastGroup:
         """Cast the masters as they are now into the bytes to send, of codes only those that are
         kept; with `repeat` by the delayed scales of the last cast.
         """
+        for gather_cast in self._gather_casts:
+            gather_cast.has_masters = True
         self._allocate_scales()  # which tables that are built now are checked against
         unmeasured = self._tables_without.of(self.amaxes.measured)
         codes: list[WeightTable] = []
@@ -158,6 +160,15 @@ class CastGroup:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:
             self._free_scales()
+
+    def take_part(self) -> None:
+        """Reduce amaxes with ranks that cast. The masters here cannot be read, so that gathers send
+        zeros until the next cast.
+        """
+        for gather_cast in self._gather_casts:
+            gather_cast.has_masters = False
+        self.amaxes.begin()
+        self.amaxes.reduce()
 
     def stamp(self, generation: int | None) -> None:
         """Write the headers of a cast, by default of the one after the last; as arguments of
@@ -264,6 +275,9 @@ class GatherCast:
         packed: the amaxes of the last cast.
         delayed: the scales of the last cast, from which delayed scaling has moved on.
         backend: what casts.
+
+    Attributes:
+        has_masters: False while the masters cannot be read. Zeros are sent then.
     """
 
     def __init__(
@@ -277,6 +291,7 @@ class GatherCast:
         backend: str,
     ) -> None:
         self._packed = packed
+        self.has_masters = True
         # Where the codes of each weight are, by direction, in memory for those of all.
         self._spans: list[list[tuple[int, int]]] = []
         self._nbytes = 0
@@ -310,6 +325,9 @@ class GatherCast:
     def cast(self) -> None:
         """Cast the codes from the masters as they are now, by the scales of the last cast."""
         self._cast = {}
+        if not self.has_masters:
+            self._cast = self._by_place(torch.zeros(self._nbytes, dtype=torch.uint8, device=self._packed.device))
+            return
         memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._packed.device)
         for base in self._bases:
             base.set_(memory.untyped_storage(), 0, (self._nbytes,), (1,))

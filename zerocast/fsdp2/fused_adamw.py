@@ -199,10 +199,10 @@ class FusedAdamW(torch.optim.Optimizer):
             manager.make_due(self)
         with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
-                manager.forget_old_amaxes()
+                manager.plan.forget_old_amaxes()
             self.launch({})
             for manager in self.managers:
-                manager.after_step()
+                manager.plan.after_step()
         return loss
 
     @torch.no_grad()
@@ -243,7 +243,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if self._bound:
                 self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
         except (TypeError, ValueError) as error:
-            if not any(manager.has_company for manager in self._managers):
+            if not any(manager.plan.has_company for manager in self._managers):
                 raise
             for validity in self.validities:
                 validity.broke_off(f"an optimizer step ({error})")
@@ -258,7 +258,7 @@ class FusedAdamW(torch.optim.Optimizer):
     @property
     def validities(self) -> list[Validity]:
         """The validities of masters and moments."""
-        return [validity_of(self), *(manager.validity for manager in self._managers)]
+        return [validity_of(self), *(manager.plan.validity for manager in self._managers)]
 
     def passes(self) -> list[AdamPass]:
         """The launches of a step."""
@@ -347,9 +347,14 @@ class FusedAdamW(torch.optim.Optimizer):
         locals_ = [(p, getattr(p, "_local_tensor", p)) for _, p in indexed]
         self._managers = managers_behind(local for _, local in locals_)
         for manager in self._managers:
-            manager.bind()
+            try:
+                manager.plan.bind()
+            except (RuntimeError, TypeError, ValueError):
+                # The other ranks step and cast. If this one goes on it casts too, and all raise.
+                manager.make_due(self)
+                raise
             manager.measuring.add(self)
-        groups = [group for manager in self._managers for group in manager.cast_groups]
+        groups = [group for manager in self._managers for group in manager.plan.cast_groups]
         if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             self._bound = []  # whatever raises from here on is begun anew
             _check_gradients(locals_)
@@ -467,7 +472,7 @@ class CapturableFusedStep(CapturableStep):
     @property
     def must_warm_up(self) -> bool:
         """True if the cast finds first scales of delayed scaling, which takes the host."""
-        return any(manager.must_seed for manager in self._optimizer.managers)
+        return any(manager.plan.must_seed for manager in self._optimizer.managers)
 
     def warm_up(self) -> object:
         """Take an ordinary step and cast."""
@@ -491,13 +496,13 @@ class CapturableFusedStep(CapturableStep):
             self._fill_stand_ins()
             yield
             for manager in managers:
-                manager.after_cast(repeat=False)
+                manager.after_captured_cast()
 
     def launch(self) -> None:
         """Step and cast all prepared weights."""
         self._optimizer.launch({one: held.tensors for one, held in self._stand_ins.items()})
         for manager in self._optimizer.managers:
-            manager.launch_cast()
+            manager.plan.launch(in_graph=True)
 
     def finish(self) -> None:
         """Tell torch's schedulers that the optimizer has stepped, which a call of `step` does."""

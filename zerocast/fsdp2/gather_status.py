@@ -71,10 +71,14 @@ class GatherStatus:
     later, in the order in which they were issued.
 
     `validity` is that of the model: this rank raises its own words where masters are partial.
+
+    Attributes:
+        problem: why this rank could not make a cast, for the error of ranks that could not.
     """
 
     def __init__(self, validity: Validity) -> None:
         self._validity = validity
+        self.problem: Exception | None = None
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
         self._sent: deque[SentHeaders] = deque()
         # weights whose masters were not finite, with the number of their cast; until it is told
@@ -104,6 +108,14 @@ class GatherStatus:
                 "of different steps",
                 "",
                 "load a checkpoint on all ranks",
+            )
+        refused = comparison.ranks(ShardStatus.REFUSED)
+        if refused:
+            why = f" ({self.problem})" if self.problem is not None else ", whose errors say why"
+            raise InvalidWeights(
+                f"{name}: ranks {refused} of its shard group could not cast their masters{why}",
+                "since the last optimizer step",
+                "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
             )
         casts = [report.call for report in comparison.reports]
         if not comparison.is_same_call:

@@ -52,7 +52,7 @@ class MasterParameter(Tensor):
         master.weight = weight
         # Made once, since FSDP2 asks four times for every gather.
         master.fsdp_pre_all_gather = _PreAllGather(plain, weight)
-        weight.host.note_rewrapped()  # FSDP2 may replace the parameter by this one
+        weight.host.plan.note_rewrapped()  # FSDP2 may replace the parameter by this one
         return master
 
     @property

@@ -195,7 +195,7 @@ def refresh(model: nn.Module) -> None:
     for manager in managers_of(model):
         manager.make_due()
         manager.before_gather()
-        manager.validity.check(Use.READ)
+        manager.plan.validity.check(Use.READ)
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
@@ -435,7 +435,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         return
     if torch_fsdp.backward_pass() is not None:
         for manager in _managers_of(optimizer):
-            manager.before_step_within_backward()
+            manager.plan.hold_codes()
     if validity_of(optimizer).partial:
         _after_step(optimizer)
     validity_of(optimizer).check(Use.STEP)

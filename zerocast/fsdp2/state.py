@@ -204,7 +204,7 @@ class TrainingState:
 
     def _validities(self) -> list[Validity]:
         """The validities of all that is written together."""
-        managers = [manager.validity for manager in self._managers()]
+        managers = [manager.plan.validity for manager in self._managers()]
         return [validity_of(self._model), *map(validity_of, self._optimizers), *managers]
 
     def _managers(self) -> list[CastManager]:
@@ -301,7 +301,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     are loaded.
     """
     managers = managers_of(model)
-    validities = [validity_of(model), *(manager.validity for manager in managers)]
+    validities = [validity_of(model), *(manager.plan.validity for manager in managers)]
     with _overlooked(validities, managers):
         state_dict(model)  # casts what is due, and finds the shards
         state = model.state_dict(keep_vars=True)
@@ -318,7 +318,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
 def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity], what: str) -> Iterator[None]:
     for manager in managers:
         manager.make_due()  # on all ranks, whatever each of them was in the middle of
-        manager.status.forget()
+        manager.plan.status.forget()
     with transaction(validities, what):
         yield
 
@@ -329,7 +329,7 @@ def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager])
     """
     stack = contextlib.ExitStack()
     for manager in managers:
-        stack.enter_context(manager.status.overlooked())
+        stack.enter_context(manager.plan.status.overlooked())
     for validity in validities:
         stack.enter_context(validity.reading_partial())
     return stack

@@ -80,26 +80,20 @@ class Presentation:
 AS_QUANTIZED_WEIGHT = Presentation()
 
 
-class WeightHost(Protocol):
-    """What a weight asks and tells of the casts of its model. The CastManager is one.
+class WeightPlan(Protocol):
+    """What a weight asks and tells of the plan by which it is cast. A ShardPlan is one.
 
     Attributes:
         generation: how many casts there were. The same on all ranks, or gathers raise.
+        problem: why this rank could not make the last cast. None if it could.
         validity: of all masters together.
         addresses: where the masters were when they were located.
-        memory: where the shards of masters lie that FSDP2 allocates.
     """
 
     generation: int
+    problem: Exception | None
     validity: Validity
     addresses: MasterAddresses
-    memory: MasterMemory
-
-    def before_gather(self) -> None:
-        """A gather begins: cast if that is due."""
-
-    def cast_again(self) -> None:
-        """All ranks have written to a weight: cast once more."""
 
     def note_operator(self) -> None:
         """An operator has written to a master."""
@@ -109,6 +103,26 @@ class WeightHost(Protocol):
 
     def note_rewrapped(self) -> None:
         """A master has another wrapper, and may lie elsewhere than where it was located."""
+
+
+class WeightHost(Protocol):
+    """What a weight asks and tells of the casts of its model. The CastManager is one.
+
+    Attributes:
+        memory: where the shards of masters lie that FSDP2 allocates.
+    """
+
+    memory: MasterMemory
+
+    @property
+    def plan(self) -> WeightPlan:
+        """What casts the weight."""
+
+    def before_gather(self) -> None:
+        """A gather begins: cast if that is due."""
+
+    def cast_again(self) -> None:
+        """All ranks have written to a weight: cast once more."""
 
 
 class FSDPWeight:
@@ -333,14 +347,14 @@ class FSDPWeight:
             return  # compiled: what runs later is not seen here, the optimizer's hook is
         if data.data_ptr() not in self.addresses:
             return  # also of a view of no elements
-        self.host.note_operator()
+        self.host.plan.note_operator()
         self.mark_written()
 
     def mark_written(self) -> None:
         """Say so at the next gather, unless a cast comes before."""
         if not self._is_written:
             self._is_written = True
-            self.host.note_written(self)
+            self.host.plan.note_written(self)
             self.validity.finish = self._refuse
 
     def mark_cast(self) -> None:
@@ -360,9 +374,11 @@ class FSDPWeight:
     @property
     def status(self) -> ShardStatus:
         """The status of this rank's shard."""
-        if self.host.validity.partial:
+        if self.host.plan.validity.partial:
             return ShardStatus.PARTIAL
-        if self.host.addresses.is_written(self.name):
+        if self.host.plan.problem is not None:
+            return ShardStatus.REFUSED
+        if self.host.plan.addresses.is_written(self.name):
             self.mark_written()
         clean = self.status_after_cast
         return ShardStatus.WRITTEN if self._is_written and clean == ShardStatus.CLEAN else clean
@@ -374,13 +390,13 @@ class FSDPWeight:
         if self.place == 0:
             self.host.before_gather()
         self._mesh = mesh
-        self._sent = self.host.generation
+        self._sent = self.host.plan.generation
         return self.group.outputs(self.place, self._sent, device)
 
     @property
     def is_sent(self) -> bool:
         """True once the bytes of the last cast were sent."""
-        return self._sent == self.host.generation
+        return self._sent == self.host.plan.generation
 
     def receive(
         self, outputs: Sequence[Tensor], dtype: torch.dtype, shown: Tensor | None
@@ -397,6 +413,8 @@ class FSDPWeight:
             self.host.cast_again()
         if not self.is_sent:
             self._gather_again(outputs)
+            if self.place == 0:
+                self.group.all_written()  # raises if a rank could not make that cast
         self.group.note_received(self.place)
         self.validity.finish = None
         self.validity.gathered()
@@ -423,7 +441,7 @@ class FSDPWeight:
     def _gather_again(self, outputs: Sequence[Tensor]) -> None:
         """Gather the bytes of another cast in place of what FSDP2 gathered."""
         assert self._mesh is not None
-        group, cast = Group.of(self._mesh), self.host.generation
+        group, cast = Group.of(self._mesh), self.host.plan.generation
         sent = self.group.outputs(self.place, cast, outputs[0].device)
         for output, part in zip(outputs, sent, strict=True):
             with torch_fsdp.unversioned([output]):

@@ -1,0 +1,398 @@
+"""ShardPlan: the cast of the masters that FSDP2 shards, as a Driver runs it: where they lie, who
+reduces amaxes with whom, and a CastGroup for each reduction.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.delayed_scaling import DelayedScaling
+from zerocast.cast.plan import Plan
+from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
+from zerocast.distributed.group import Caller, Group
+from zerocast.distributed.rank_report import ShardStatus
+from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.amax_layout import ReductionGroup
+from zerocast.fsdp2.cast_group import CastGroup
+from zerocast.fsdp2.gather_status import GatherStatus, StatusExchange
+from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
+from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living
+from zerocast.fsdp2.wire import MOST_KEPT, weight_layout
+from zerocast.verification.master_views import MasterView, MasterViews
+from zerocast.weight.validity import Validity, debugging
+
+
+class ShardPlan(Plan):
+    """The casts of the prepared weights of one model, all together.
+
+    Args:
+        model: the module that was prepared. It is not kept alive.
+        weight_mesh: the ranks that reduce the amaxes of a weight; by default those that FSDP2
+            shards it over.
+        keep_codes: True if codes are kept from one cast to the next; None decides by their size.
+
+    Attributes:
+        generation: how many casts there were. The same on all ranks, or gathers raise.
+        validity: of all masters together. It knows of steps and loads that raised half-way.
+        status: what ranks said of themselves in the headers of gathers.
+        param_groups: FSDP2's parameter groups, once it has sharded the model.
+        reductions: who reduces the amaxes of which parameter groups, from then on.
+        addresses: where the masters are since the last `bind`, and their version counters at the
+            last cast.
+        cast_groups: what casts. Empty before the first `bind` and once formats change.
+        may_have_moved: True if masters may lie elsewhere than at the last gather.
+    """
+
+    def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None) -> None:
+        self._model, self.weight_mesh, self.keep_codes = weakref.ref(model), weight_mesh, keep_codes
+        self._weights: list[weakref.ref[FSDPWeight]] = []
+        self.validity = Validity(LOAD, advice=ADVICE)
+        self.status = GatherStatus(self.validity)
+        self.param_groups = ParamGroups()
+        self.reductions: list[tuple[ReductionGroup, list[ParamGroup]]] = []
+        self._caller = Caller("zerocast.fsdp2", "cast")
+        self.addresses = MasterAddresses({})
+        self.cast_groups: list[CastGroup] = []
+        # True from the moment that masters are found to lie elsewhere until there are cast groups
+        # over them.
+        self._must_bind = True
+        # The delayed scaling of each weight that has it, in its last cast group.
+        self._scaling: dict[str, DelayedScaling] = {}
+        self.generation = 0
+        # Since the last cast: the weights whose masters are known to have changed, whether masters
+        # may lie elsewhere than they were located, and whether an operator has written to one since
+        # a step left amaxes.
+        self._written: list[weakref.ref[FSDPWeight]] = []
+        self._changed: list[weakref.ref[FSDPWeight]] = []
+        self._is_rewrapped = False
+        self._amaxes_are_old = False
+        self.may_have_moved = False
+        # True if the codes of the last cast are held for the rest of a backward pass.
+        self._holds_codes = False
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that was prepared."""
+        model = self._model()
+        if model is None:
+            raise RuntimeError("the module that was given to zerocast.fsdp2.prepare no longer exists")
+        return model
+
+    @property
+    def weights(self) -> list[FSDPWeight]:
+        """The prepared weights, which the model keeps alive."""
+        return living(self._weights)
+
+    def add(self, weight: FSDPWeight) -> None:
+        """Cast a weight, too, from the first cast on."""
+        self._weights.append(weakref.ref(weight))
+
+    @property
+    def has_company(self) -> bool:
+        """True if other ranks have parts of the same masters, or the same parts."""
+        return any(reduction.group.size > 1 for reduction, _ in self.reductions)
+
+    @property
+    def changed(self) -> list[FSDPWeight]:
+        """The weights whose masters were known to have changed before the last cast."""
+        return living(self._changed)
+
+    # -- told by masters
+
+    def note_operator(self) -> None:
+        """An operator has written to a master: amaxes that a step has left are old."""
+        self._amaxes_are_old = True
+
+    def note_written(self, weight: FSDPWeight) -> None:
+        """A master has changed since the last cast, as this rank knows from now on."""
+        self._written.append(weakref.ref(weight))
+
+    def note_rewrapped(self) -> None:
+        """A master has another wrapper, and may lie elsewhere than where it was located."""
+        self._is_rewrapped = True
+        self.may_have_moved = True
+
+    # -- casts
+
+    def check_same_call(self, what: str) -> None:
+        """In debug mode, raise on every rank unless all ranks are in this call after this cast."""
+        for reduction, _ in self.reductions:
+            check_same_call(reduction.group, f"{what} after cast {self.generation}")
+
+    def _announce(self, detail: str) -> None:
+        # Headers tell of the last cast, and those who make a cast due read them before it.
+        self.check_same_call(detail or "casts and gathers")
+
+    def _follow(self) -> None:
+        if self._holds_codes:
+            self.keep_codes = True
+            self._holds_codes = False
+            self._must_bind = True
+        self.bind()
+        self.addresses.check_memory()
+        self._caller.number = self.generation + 1
+        self.forget_old_amaxes()
+
+    @contextlib.contextmanager
+    def _writing(self, masters: bool) -> Iterator[None]:
+        # A cast that breaks off is due until one completes, and every gather makes it first, so
+        # that nothing partial is read: there is no transaction to leave open.
+        with contextlib.ExitStack() as stack:
+            for group in self.cast_groups:
+                stack.enter_context(group.delayed.rollback())
+            yield
+
+    def launch(
+        self,
+        *,
+        skip: Tensor | None = None,
+        update: AdamUpdate | None = None,
+        repeat: bool = False,
+        in_graph: bool = False,
+    ) -> None:
+        """The device's part of a cast. `in_graph` it counts the casts by itself."""
+        for group in self.cast_groups:
+            group.cast(repeat)
+            group.stamp(None if in_graph else self.generation + 1)
+
+    def done(self, *, repeat: bool = False) -> None:
+        """The host's part of a cast after the device's."""
+        self.addresses.note()
+        self.generation += 1
+        self._changed = self._written
+        self._written = []
+        for weight in self.changed:
+            weight.mark_cast()
+        for weight in self.weights if debugging() else ():
+            weight.validity.cast()
+
+    def take_part(self, gather: Callable[[], None] | None = None) -> None:
+        """Reduce amaxes with the ranks that cast. The headers of the next gather, which FSDP2
+        begins, say REFUSED then, and all ranks raise there.
+        """
+        assert self.problem is not None
+        if not self.cast_groups:
+            raise self.problem  # There is nothing to send.
+        self.status.problem = self.problem
+        for group in self.cast_groups:
+            group.take_part()
+            group.stamp(self.generation + 1)
+        self.generation += 1
+
+    # -- amaxes that optimizer steps leave
+
+    def forget_old_amaxes(self) -> None:
+        """Forget amaxes of masters that something wrote to since: a step is about to leave
+        others, or a cast to use them.
+        """
+        measured = any(group.amaxes.measured for group in self.cast_groups)
+        if measured and (self._amaxes_are_old or self.addresses.any_written()):
+            self.forget_amaxes()
+        self._amaxes_are_old = False
+
+    def after_step(self) -> None:
+        """A step has left amaxes: writes that are counted from now on make them old."""
+        self.addresses.note()
+
+    def forget_amaxes(self) -> None:
+        """Measure all masters at the next cast."""
+        for group in self.cast_groups:
+            group.amaxes.measured = frozenset()
+
+    # -- codes and tables that are held
+
+    def hold_codes(self) -> None:
+        """Hold the codes of the last cast for the rest of a backward pass, and keep codes from the
+        next cast on.
+        """
+        if self._holds_codes or all(group.keep_codes for group in self.cast_groups):
+            return
+        self._holds_codes = True
+        for group in self.cast_groups:
+            group.hold_codes()
+
+    def synchronize(self) -> None:
+        """Let the host wait for the last cast."""
+        for group in self.cast_groups:
+            group.synchronize()
+
+    @property
+    def must_seed(self) -> bool:
+        """True if the next cast finds first scales of delayed scaling, which takes the host."""
+        return any(group.delayed.unseeded for group in self.cast_groups)
+
+    # -- where masters lie
+
+    def bind(self) -> None:
+        """Find the masters where they lie now. The first time all ranks agree on the weights;
+        later nothing is sent, and what raises leaves the cast groups as they were.
+        """
+        if not self.reductions:
+            self._adopt()
+            self.reductions = list(self._agree())
+        if self._must_bind or self.moved():
+            self._must_bind = True
+            for weight in self.weights:
+                # buffers to send are new ones: a cast fills them, or the next gather says so
+                weight.mark_written()
+            for weight in self.weights:
+                weight.locate()
+            self.addresses = MasterAddresses({weight.name: weight.param for weight in self.weights})
+            keep, scaling = self._keeps_codes(), self._seeded_scaling()
+            self.cast_groups = []
+            self.cast_groups = [CastGroup(groups, reduction, keep, scaling) for reduction, groups in self.reductions]
+            self._scaling = {name: group.delayed for group in self.cast_groups for name in group.delayed.state_dict()}
+            self._must_bind = False
+        self._is_rewrapped = False
+        self.may_have_moved = False
+
+    def rebuild(self, changed: Sequence[str]) -> None:
+        """Prepare casts of other formats, after the weights `changed` were given these. Local."""
+        self._scaling = {name: scaling for name, scaling in self._scaling.items() if name not in changed}
+        self.cast_groups = []
+        self._must_bind = True
+        self.bind()
+
+    def cast_scale(self, name: str) -> Tensor | None:
+        """The scale, f32[1], that a weight was cast with last; None without delayed scaling."""
+        scaling = self._scaling.get(name)
+        return scaling.cast_scale(name) if scaling else None
+
+    def _seeded_scaling(self) -> dict[str, dict[str, Tensor]]:
+        """The state of delayed scaling by weight in the cast groups of before."""
+        states: dict[str, dict[str, Tensor]] = {}
+        for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
+            states |= scaling.state_dict()
+        return {name: states[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
+
+    def _keeps_codes(self) -> bool:
+        if any(weight.must_keep_codes for weight in self.weights):
+            return True
+        if self.keep_codes is not None:
+            return self.keep_codes
+        return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
+
+    def moved(self) -> bool:
+        """True if masters lie elsewhere than when they were bound. It takes a new wrapper; debug
+        mode looks all the same.
+        """
+        return (self._is_rewrapped or debugging()) and self.addresses.moved()
+
+    def mark_moved(self) -> None:
+        """Let headers say which masters lie elsewhere than at the last cast: other tensors have
+        taken their places.
+        """
+        self.may_have_moved = False
+        moved = self.addresses.moved_names()
+        for weight in self.weights if moved else ():
+            if weight.name in moved:
+                weight.mark_written()
+
+    def check_sharded(self) -> None:
+        """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass
+        on; on the meta device later.
+        """
+        if not self.reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Find the weights in the groups of FSDP2, once it has sharded the model; RuntimeError if
+        it does not manage all.
+        """
+        self.param_groups.find(self.model, set(self.weights), self.status)
+        managed = {name for group in self.param_groups.prepared for name in group.names}
+        missing = sorted(weight.name for weight in self.weights if weight.name not in managed)
+        if missing:
+            raise RuntimeError(
+                f"{missing[0]} is prepared, and no FSDP module inside the prepared model manages it: {NOT_SHARDED}"
+            )
+
+    def _agree(self) -> Iterator[tuple[ReductionGroup, list[ParamGroup]]]:
+        """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication
+        but that of casts.
+        """
+        by_mesh: dict[str, list[ParamGroup]] = {}
+        for group in self.param_groups.prepared:
+            by_mesh.setdefault(self._mesh_of(group.weights[0]).get_group().group_name, []).append(group)
+        for groups in by_mesh.values():
+            members = [weight for group in groups for weight in group.weights]
+            mesh = self._mesh_of(members[0])
+            ranks_of_mesh = Group.of(mesh).called_by(self._caller)
+            problems = [problem for problem in (one.problem(self.weight_mesh) for one in members) if problem]
+            validate_across_ranks(ranks_of_mesh, [one.fingerprint for one in members], next(iter(problems), None))
+            # ranks that shard one slice have the same first rank
+            ranks = dist.get_process_group_ranks(mesh.get_group())
+            first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
+            is_first = largest_of_ranks(ranks_of_mesh, [rank == first for rank in ranks], "the slices of weights")
+            slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
+            yield ReductionGroup(ranks_of_mesh, mesh.device_type, slices.index(first), len(slices)), groups
+
+    def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
+        return self.weight_mesh if self.weight_mesh is not None else weight.shard_mesh
+
+    # -- what ranks tell each other without a gather
+
+    def exchange_finite(self) -> None:
+        """Let all ranks know of masters that are not finite in a cast that no gather has sent.
+        RuntimeError on all of them where they disagree; on a GPU a step later.
+        """
+        exchanges = [
+            self._exchange(reduction, group.weights, group.statuses())
+            for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True)
+            if not all(weight.is_sent for weight in group.weights)
+        ]
+        for exchange in exchanges:
+            exchange.check(self.status)
+
+    def exchange_statuses(self) -> bool:
+        """Let all ranks know of masters that were written to. Returns True if all ranks that have
+        rows of some weight were. RuntimeError as above.
+        """
+        exchanges = []
+        for reduction, groups in self.reductions:
+            weights = [weight for group in groups for weight in group.weights]
+            exchanges.append(self._exchange(reduction, weights, [weight.status for weight in weights]))
+        # Ranks may be in several reductions, so they check none before they were in all.
+        for exchange in exchanges:
+            exchange.check(self.status)
+        written = [exchange.any_written() for exchange in exchanges]
+        return any(written)
+
+    def _exchange(
+        self, reduction: ReductionGroup, weights: Sequence[FSDPWeight], statuses: Sequence[ShardStatus]
+    ) -> StatusExchange:
+        names = [weight.name for weight in weights]
+        return StatusExchange(names, statuses, self.generation, reduction.group, reduction.device)
+
+    # -- verification
+
+    def master_views(self) -> Iterator[MasterViews]:
+        """The masters of each group with the weights that a forward pass computes with; what is not
+        gathered is, and freed again.
+
+        A gather casts first if that is due, as that of the next forward pass would. Every rank asks
+        for them.
+        """
+        self.check_sharded()
+        self.status.check()
+        for group in torch_fsdp.groups(self.model):
+            weights = [weight for weight, _ in prepared_params(group, set(self.weights))]
+            if weights:
+                with torch_fsdp.gathered(group):
+                    shard_group = Group.of(weights[0].shard_mesh)
+                    self.status.check()
+                    yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
+
+    def _owned(self, weight: FSDPWeight) -> MasterView:
+        span = weight.geometry.span_in_weight
+        flat = weight.local.plain.view(-1) if span.numel else None
+        slices = None
+        if weight.sliced:
+            slices = next(reduction.group for reduction, groups in self.reductions if weight.group in groups)
+        return MasterView(weight.name, weight.live, flat, span, self.cast_scale(weight.name), slices)
