@@ -21,6 +21,7 @@ from tests.fsdp2.test_freshness import write_data
 from tests.host_traffic import HostTraffic
 from tests.workers import Ranks, error_of
 from zerocast import optim
+from zerocast.distributed.late_copy import LateCopy
 from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
 from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
 from zerocast.weight.validity import Validity
@@ -47,12 +48,21 @@ class Event:
         return True
 
 
+class CopyFromDevice(LateCopy):
+    """A copy that arrives late on a CPU too."""
+
+    def _record(self) -> Any:
+        event = Event()
+        event.record()
+        return event
+
+
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
     """Headers take the way of a GPU's; gives the waits for them."""
     Event.now, Event.waits = 0, []
     late = mock.patch.object(GatherStatus, "reads_late", staticmethod(lambda headers: True))
-    with late, mock.patch.object(gather_status.torch.cuda, "Event", Event):
+    with late, mock.patch.object(gather_status, "LateCopy", CopyFromDevice):
         yield Event.waits
 
 

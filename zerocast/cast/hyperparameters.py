@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.distributed.late_copy import LateCopy
+from zerocast.distributed.late_copy import LateCopies
 
 # options of torch.optim.AdamW, and the one value of each that this update has
 FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
@@ -43,7 +43,7 @@ class Hyperparameters:
         self._known = [[0.0] * 5 for _ in range(groups)]
         # the numbers as all ranks must have them; their last bits may differ between processors
         self.description = ""
-        self._late = LateCopy(self._values)
+        self._late = LateCopies(self._values)
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Take over what the parameter groups say now. ValueError as `check_options`, and for

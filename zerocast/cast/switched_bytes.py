@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import range_over_ranks
 from zerocast.distributed.group import Group
+from zerocast.distributed.rank_report import RankReport, ShardStatus, compare_each
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import InvalidWeights
 
@@ -52,19 +52,22 @@ class SwitchedBytes:
         """
         gathered, self._gathered = self._gathered, None
         sums = self._switched if gathered is None else gathered
-        smallest, largest = range_over_ranks(self._group, [gathered is None, *sums], "bytes of switched weights")
+        status = ShardStatus.EMPTY if gathered is None else ShardStatus.CLEAN
+        # The reports beside the amaxes have one digest for all, and come when masters are written.
+        reports = [RankReport(status, total) for total in sums]
+        comparisons = compare_each(self._group, reports, "bytes of switched weights")
         self._casts += 1
-        if largest[0]:  # A rank has gathered nothing.
+        if any(comparison.ranks(ShardStatus.EMPTY) for comparison in comparisons):
             return self._casts == CASTS
-        by_name = zip(self._weights, smallest[1:], largest[1:], strict=True)
-        differing = [name for name, low, high in by_name if low != high]
+        by_name = zip(self._weights, comparisons, strict=True)
+        differing = [name for name, comparison in by_name if not comparison.is_same_call]
         if differing:
             raise InvalidWeights(
                 f"{len(differing)} weights hold other bytes on other ranks after their all-gather, the first is {differing[0]}",
                 "since zerocast.switch gave them new buffers",
                 "gather into what weight.rowwise_data is now, and forget what it was",
             )
-        return largest[1:] != self._switched or self._casts == CASTS
+        return sums != self._switched or self._casts == CASTS
 
     def _sums(self) -> list[int]:
         codes = [_bytes(weight.rowwise_data) for weight in self._weights.values()]

@@ -1,5 +1,5 @@
 """LateCopy: a copy of numbers from the device that the host reads one call later, so that it never
-waits for work that it has just issued.
+waits for work that it has just issued. LateCopies: those of one tensor, again and again.
 """
 
 import torch
@@ -7,43 +7,80 @@ from torch import Tensor
 
 
 class LateCopy:
-    """Copies on the host of the tensor `numbers`, of the last two times that they were sent.
+    """A copy of the tensor `numbers` as they are now, on the host.
 
-    On a GPU a copy to pinned memory is queued behind the work that was issued before it. On a CPU a
-    copy is complete at once.
+    On a GPU it is queued behind the work that was issued before it, and `numbers` are kept until it
+    is read. On a CPU it is complete at once.
+
+    Args:
+        numbers: the tensor.
+        memory: takes the copy. None for new memory.
+    """
+
+    def __init__(self, numbers: Tensor, memory: Tensor | None = None) -> None:
+        self._numbers = numbers
+        self._copy = host_memory(numbers) if memory is None else memory
+        self._copy.copy_(numbers, non_blocking=True)
+        self._arrived = self._record()
+
+    def _record(self) -> torch.cuda.Event | None:
+        """Return an event behind the copy; None if it is complete."""
+        if not self._numbers.is_cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    @property
+    def has_arrived(self) -> bool:
+        """True once reading it waits for nothing."""
+        return self._arrived is None or bool(self._arrived.query())
+
+    def read(self) -> Tensor:
+        """The copy. Waits for the device to complete it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy
+
+
+class LateCopies:
+    """The last two copies of the tensor `numbers` that were sent, in memory that is used again.
 
     Args:
         numbers: at a fixed address.
+
+    Attributes:
+        is_late: True on a GPU, where a copy arrives after the call that sends it.
     """
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self.is_late = numbers.is_cuda
-        # A copy to memory that is not pinned would make the host wait.
-        self._copies = [torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=self.is_late) for _ in range(2)]
-        self._arrived = [torch.cuda.Event() for _ in range(2)] if self.is_late else []
-        # The copies that were sent and not taken, the oldest first.
-        self._unread: list[int] = []
+        self._memory = [host_memory(numbers) for _ in range(2)]
+        # The copies that were sent and not taken, the oldest first, each with its place in memory.
+        self._unread: list[tuple[int, LateCopy]] = []
 
     def send(self) -> None:
         """Start a copy. Of those that were sent before and not taken, only the last one is kept."""
         last = self._unread[-1:]
-        place = 1 - last[0] if last else 0
-        self._copies[place].copy_(self._numbers, non_blocking=True)
-        if self.is_late:
-            self._arrived[place].record()
-        self._unread = [*last, place]
+        place = 1 - last[0][0] if last else 0
+        self._unread = [*last, (place, LateCopy(self._numbers, self._memory[place]))]
 
     def take(self, in_flight: int = 0) -> list[Tensor]:
         """The copies that were sent and not taken, the oldest first, without the last `in_flight`.
         Waits for the device to complete them.
         """
         end = max(0, len(self._unread) - in_flight)
-        places, self._unread = self._unread[:end], self._unread[end:]
-        if places and self.is_late:
-            self._arrived[places[-1]].synchronize()
-        return [self._copies[place] for place in places]
+        taken, self._unread = self._unread[:end], self._unread[end:]
+        return [copy.read() for _, copy in taken]
 
     def forget(self) -> None:
         """Drop the copies that were sent and not taken."""
         self._unread = []
+
+
+def host_memory(numbers: Tensor) -> Tensor:
+    """Return memory for a copy. A copy from a GPU to memory that is not pinned would make the host
+    wait.
+    """
+    return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)

@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import range_over_ranks, validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.distributed.late_copy import LateCopy
+from zerocast.distributed.late_copy import LateCopies
 from zerocast.weight.validity import InvalidWeights
 
 # Digests of calls are below this, since the buffer of amaxes may be bf16.
@@ -116,6 +116,17 @@ class Comparison:
         return all(ShardStatus(report.status).may_be_written for report in self.reports)
 
 
+def compare_each(group: Group, reports: Sequence[RankReport], what: str) -> list[Comparison]:
+    """Compare the reports that each rank makes of some items, item by item, by one all-reduce.
+    Collective. `what` says in errors what they are of.
+
+    Of an item the comparison has the smallest and the largest status and call.
+    """
+    smallest, largest = range_over_ranks(group, [number for report in reports for number in report], what)
+    both = zip(smallest[::2], smallest[1::2], largest[::2], largest[1::2], strict=True)
+    return [Comparison([RankReport(*ends[:2]), RankReport(*ends[2:])]) for ends in both]
+
+
 class CastReports:
     """The reports of a plan's ranks, which are reduced with the amaxes of each cast.
 
@@ -147,7 +158,7 @@ class CastReports:
         # Why this rank could not make the last call that it refused.
         self._problem: Exception | None = None
         self.reads_late = numbers.is_cuda
-        self._late = LateCopy(numbers)
+        self._late = LateCopies(numbers)
         # On a CPU: whether the flags of the last cast were not read yet.
         self._has_unread = False
 

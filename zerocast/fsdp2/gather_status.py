@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
+from zerocast.distributed.late_copy import LateCopy
 from zerocast.distributed.rank_report import Comparison, RankReport, ShardStatus, not_finite_error
 from zerocast.weight.validity import InvalidWeights, Use, Validity
 
@@ -38,30 +39,25 @@ EXIT_SECONDS = 1.0  # for headers that are on their way when the process ends
 
 
 class SentHeaders:
-    """Headers of some gathers on their way from a GPU to pinned memory.
+    """Headers of some gathers on their way to the host.
 
     `gathers` are the names of the weights of each gather with their headers `[rows, 2]`, of which
     each weight has as many as there are ranks.
     """
 
     def __init__(self, gathers: Sequence[tuple[tuple[str, ...], Tensor]]) -> None:
-        # all kept until the copy is done, which another stream than theirs may make
+        # Kept until they are read, since another stream than theirs may make the copy.
         self._gathers = gathers
-        self._here = torch.cat([headers for _, headers in gathers])
-        self._pinned = torch.empty(self._here.shape, dtype=self._here.dtype, pin_memory=self._here.is_cuda)
-        self._pinned.copy_(self._here, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
+        self._copy = LateCopy(torch.cat([headers for _, headers in gathers]))
 
     @property
     def has_arrived(self) -> bool:
         """True once reading them waits for nothing."""
-        return bool(self._arrived.query())
+        return self._copy.has_arrived
 
     def read(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
         """The names and headers of the weights of each gather, on the host."""
-        self._arrived.synchronize()
-        by_gather = self._pinned.split([len(headers) for _, headers in self._gathers])
+        by_gather = self._copy.read().split([len(headers) for _, headers in self._gathers])
         for (names, _), headers in zip(self._gathers, by_gather, strict=True):
             yield names, headers
 

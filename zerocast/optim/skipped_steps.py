@@ -10,7 +10,7 @@ import logging
 from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.distributed.late_copy import LateCopy
+from zerocast.distributed.late_copy import LateCopies
 
 logger = logging.getLogger(__name__)
 # The numbers of steps skipped in a row at which a warning is logged.
@@ -29,7 +29,7 @@ class SkippedSteps:
 
     def __init__(self, count: Tensor, group: Group) -> None:
         self._group = group
-        self._late = LateCopy(count)
+        self._late = LateCopies(count)
         # The last count that the host knows.
         self._taken = 0
         self.in_a_row = 0
