@@ -109,7 +109,7 @@ class GatherStatus:
         if refused:
             why = f" ({self.problem})" if self.problem is not None else ", whose errors say why"
             raise InvalidWeights(
-                f"{name}: ranks {refused} of its shard group could not cast their masters{why}",
+                f"{name}: ranks {refused} of its shard group could not go on{why}",
                 "since the last optimizer step",
                 "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
             )

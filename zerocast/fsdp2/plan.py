@@ -4,7 +4,7 @@ reduces amaxes with whom, and a CastGroup for each reduction.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living
 from zerocast.fsdp2.wire import MOST_KEPT, weight_layout
 from zerocast.verification.master_views import MasterView, MasterViews
-from zerocast.weight.validity import Validity, debugging
+from zerocast.weight.validity import InvalidWeights, Validity, debugging
 
 
 class ShardPlan(Plan):
@@ -342,33 +342,44 @@ class ShardPlan(Plan):
         """Let all ranks know of masters that are not finite in a cast that no gather has sent.
         RuntimeError on all of them where they disagree; on a GPU a step later.
         """
-        exchanges = [
-            self._exchange(reduction, group.weights, group.statuses())
+        self._exchange(
+            (reduction, group.weights, group.statuses())
             for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True)
             if not all(weight.is_sent for weight in group.weights)
-        ]
-        for exchange in exchanges:
-            exchange.check(self.status)
+        )
 
     def exchange_statuses(self) -> bool:
         """Let all ranks know of masters that were written to. Returns True if all ranks that have
         rows of some weight were. RuntimeError as above.
         """
-        exchanges = []
-        for reduction, groups in self.reductions:
-            weights = [weight for group in groups for weight in group.weights]
-            exchanges.append(self._exchange(reduction, weights, [weight.status for weight in weights]))
-        # Ranks may be in several reductions, so they check none before they were in all.
-        for exchange in exchanges:
-            exchange.check(self.status)
-        written = [exchange.any_written() for exchange in exchanges]
-        return any(written)
+        of_reductions = [
+            (reduction, [weight for group in groups for weight in group.weights])
+            for reduction, groups in self.reductions
+        ]
+        return self._exchange(
+            (reduction, weights, [weight.status for weight in weights]) for reduction, weights in of_reductions
+        )
 
-    def _exchange(
-        self, reduction: ReductionGroup, weights: Sequence[FSDPWeight], statuses: Sequence[ShardStatus]
-    ) -> StatusExchange:
-        names = [weight.name for weight in weights]
-        return StatusExchange(names, statuses, self.generation, reduction.group, reduction.device)
+    def _exchange(self, statuses: Iterable[tuple[ReductionGroup, Sequence[FSDPWeight], Sequence[ShardStatus]]]) -> bool:
+        """Exchange the statuses of weights in each of their reductions, and raise after the last.
+
+        A rank that has found ranks to disagree says REFUSED in the reductions that follow, of which
+        the others may not be in that one.
+        """
+        problem: InvalidWeights | None = None
+        any_written = False
+        for reduction, weights, here in statuses:
+            sent = here if problem is None else [ShardStatus.REFUSED] * len(here)
+            names = [weight.name for weight in weights]
+            exchange = StatusExchange(names, sent, self.generation, reduction.group, reduction.device)
+            try:
+                exchange.check(self.status)
+            except InvalidWeights as error:
+                problem = problem or error
+            any_written = exchange.any_written() or any_written
+        if problem is not None:
+            raise problem
+        return any_written
 
     # -- verification
 
