@@ -117,6 +117,7 @@ def plain(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
 
 CASES = [
     ("compressed-tensors", "nvfp4", compressed),
+    ("compressed-tensors", "nvfp4:exact_in_fp8=True", compressed),
     ("compressed-tensors", "mxfp4", compressed_mx),
     ("compressed-tensors", "mxfp4:exact_in_fp8=False,scale_rounding=floor", compressed_mx),
     ("compressed-tensors", "fp8_current", compressed_fp8),
@@ -125,6 +126,7 @@ CASES = [
     ("compressed-tensors", "mxfp8", mxfp8),
     ("compressed-tensors", "mxfp8:block=32x32", mxfp8),
     ("modelopt", "nvfp4", modelopt),
+    ("modelopt", "nvfp4:exact_in_fp8=True", modelopt),
     ("modelopt", "fp8_current", row_scales),
     ("modelopt", "fp8_block", blocks),
     ("modelopt", "mxfp8", mxfp8),
@@ -156,6 +158,26 @@ def test_decodes_to_the_weight(tmp_path, naming, fmt, decode, shard_bytes):
     if naming == "deepseek":
         codes = source.get_parameter("up.weight").rowwise_data  # type: ignore[attr-defined]
         assert torch.equal(found["up.weight"].view(torch.uint8), codes)
+
+
+def test_values_of_exact_scales(tmp_path):
+    """ModelOpt multiplies the scale of a block by `weight_scale_2`, which is the tensor scale: equal in f32. compressed-tensors
+    divides it by 2688 / amax, which is rounded: within 2 units of the last place. Codes and scale bytes are equal.
+    """
+    source = model("nvfp4:exact_in_fp8")
+    weight = source.get_parameter("up.weight")
+    values = weight.read(columnwise=False, dtype=torch.float32)
+    for naming, decode in (("modelopt", modelopt), ("compressed-tensors", compressed)):
+        export_safetensors(source, tmp_path / naming, naming)
+        found = read(tmp_path / naming)
+        decoded = decode(found, "up.weight", weight.shape)
+        if naming == "modelopt":
+            assert torch.equal(decoded, values)
+        assert ((decoded - values).abs() <= 2 * 2.0**-23 * values.abs()).all()
+        codes = found["up.weight" if naming == "modelopt" else "up.weight_packed"]
+        assert torch.equal(codes, weight.rowwise_data)
+        scales = found["up.weight_scale"].view(torch.uint8)
+        assert torch.equal(scales, weight.rowwise_scale_inv[: weight.shape[0], : weight.shape[1] // 16])
 
 
 def after_training(folder: str) -> None:

@@ -15,8 +15,9 @@ qtensor = pytest.importorskip(
 
 
 @pytest.mark.parametrize("name", ["up.weight", "zeros.weight"])
-def test_nvfp4(tmp_path: Path, name: str) -> None:
-    source = model("nvfp4")
+@pytest.mark.parametrize("fmt", ["nvfp4", "nvfp4:exact_in_fp8"])
+def test_nvfp4(tmp_path: Path, name: str, fmt: str) -> None:
+    source = model(fmt)
     export_safetensors(source, tmp_path / "out", "modelopt")
     found, weight = read(tmp_path / "out"), source.get_parameter(name)
     assert isinstance(weight, zerocast.QuantizedWeight)

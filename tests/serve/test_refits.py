@@ -91,7 +91,8 @@ class Run:
         assert_same(dict(self.receiver.tensors), collected(self.model, self.naming))
 
 
-CASES = [("modelopt", "nvfp4"), ("compressed-tensors", "mxfp8"), ("deepseek", "fp8_block"), ("bf16", "fp8_current")]
+CASES = [("modelopt", "nvfp4"), ("modelopt", "nvfp4:exact_in_fp8=True")]
+CASES += [("compressed-tensors", "mxfp8"), ("deepseek", "fp8_block"), ("bf16", "fp8_current")]
 
 
 def refit(fmt: str, naming: str) -> list[int]:

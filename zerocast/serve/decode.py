@@ -85,20 +85,18 @@ def _has_parts(key: str, codes: Tensor, scales: Tensor, stored: Stored) -> bool:
 
 
 def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The tensor amax, a number of the nominal dtype, that the stored global scale derives from."""
-    if "_scale_2" in stored:
-        factor = stored["_scale_2"].view(1)
-        amax = (factor * TOP).to(dtype).float()
-        factor_of_amax = amax / TOP
-    else:
-        factor = stored["_global_scale"].view(1)
-        amax = (TOP / factor).to(dtype).float()
-        factor_of_amax = TOP / amax
-    if not torch.equal(factor_of_amax, factor):
-        raise ValueError(
-            f"no tensor amax of dtype {dtype} gives {name} the global scale {float(factor)}: the nominal dtype is another one"
-        )
-    return amax
+    """The tensor amax that the stored global scale derives from: 2688 times a bf16 number, as
+    `nvfp4:exact_in_fp8` stores it, or a number of the nominal dtype.
+    """
+    is_factor = "_scale_2" in stored
+    stored_scale = stored["_scale_2" if is_factor else "_global_scale"].view(1)
+    amax = stored_scale * TOP if is_factor else TOP / stored_scale
+    for candidate in ((amax / TOP).bfloat16().float() * TOP, amax.to(dtype).float()):
+        if torch.equal(candidate / TOP if is_factor else TOP / candidate, stored_scale):
+            return candidate
+    raise ValueError(
+        f"no tensor amax of dtype {dtype} gives {name} the global scale {float(stored_scale)}: the nominal dtype is another one"
+    )
 
 
 def _padded(name: str, fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) -> Tensor:
