@@ -18,7 +18,7 @@ from zerocast.backends.reference.quantize import quantize
 from zerocast.backends.reference.scales import block_amax
 
 ROWS = {"q": 96, "k": 64, "v": 32}
-SHARING = ("nvfp4", "fp8_current")
+SHARING = ("nvfp4", "nvfp4:exact_in_fp8", "fp8_current")
 
 
 class Attention(nn.Module):
@@ -201,6 +201,12 @@ def _switched() -> Any:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "fused weights of two formats": (_two_formats, "share a tensor amax and have the formats nvfp4 and identity"),
+    "plain and exact scales": (
+        lambda: zerocast.quantize_(
+            Net(), Recipe({"*.q_proj.weight": "nvfp4", "*": "nvfp4:exact_in_fp8"}, share_amax="llama")
+        ),
+        "share a tensor amax and have the formats nvfp4 and nvfp4:exact_in_fp8=True",
+    ),
     "part of a group in a plan": (_part_of_a_group, "2 of the weights .* are cast here, and 3 share a tensor amax"),
     "delayed scaling": (lambda: zerocast.quantize_(Net(), recipe("fp8_delayed")), "each scales by its own past"),
     "no group": (

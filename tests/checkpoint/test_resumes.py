@@ -113,14 +113,17 @@ def test_own_loop(tmp_path: Path, kind: str, fmt: str, given: str) -> None:
     assert_equal(state(again), state(model))
 
 
-def test_a_frozen_weight_of_another_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "other_fmt"), [("fp8_current", "fp8_current:element=e5m2"), ("nvfp4:exact_in_fp8=True", "nvfp4")]
+)
+def test_a_frozen_weight_of_another_format(tmp_path: Path, fmt: str, other_fmt: str) -> None:
     """Its bytes fit, and would be other values."""
-    model = built("frozen quantized", "fp8_current", seed=1)
+    model = built("frozen quantized", fmt, seed=1)
     Checkpoints(tmp_path).save(ZeroAdamW(model.named_parameters()), 1, model=model)
-    other = built("frozen quantized", "fp8_current:element=e5m2", seed=1)
+    other = built("frozen quantized", other_fmt, seed=1)
     before = state(other)
     with pytest.raises(
-        ValueError, match=r"1.weight is frozen, and fp8_current of bfloat16 there and .*e5m2 of bfloat16 here"
+        ValueError, match=f"1.weight is frozen, and {fmt} of bfloat16 there and {other_fmt} of bfloat16 here"
     ):
         Checkpoints(tmp_path).load(ZeroAdamW(other.named_parameters()), model=other)
     assert_equal(state(other), before)

@@ -34,6 +34,7 @@ FORMATS = (
     "mxfp8:block=32x32",
     "mxfp4",
     "nvfp4",
+    "nvfp4:exact_in_fp8=True",
     "identity",
 )
 STEPS = 2
