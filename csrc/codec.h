@@ -303,6 +303,13 @@ ZC_HD float two_level_value(int32_t stored, float tensor_amax) {
   return (decode<E4M3>(stored) * tensor_amax) * float_of(0x39C30C31);
 }
 
+// E2M1 codes with exact scales as E4M3 codes with one scale of the tensor (docs/formats/nvfp4.md).
+ZC_HD int32_t exact_upcast_code(int32_t code, int32_t scale) {
+  return encode<E4M3>(decode<E2M1>(code) * (decode<E4M3>(scale) * 0.125f));
+}
+
+ZC_HD float exact_upcast_scale(float tensor_amax) { return 8.0f * (tensor_amax * float_of(0x39C30C31)); }
+
 // Delayed scaling (docs/formats/fp8_delayed.md): the scale of the next cast, or `previous` if the
 // amax gives none.
 ZC_HD float delayed_scale(float amax, float numerator, float previous) {

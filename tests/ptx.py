@@ -87,7 +87,7 @@ def run_dequantize(fmt: str, nominal: torch.dtype, out: torch.dtype) -> None:
 def run_upcast(transposed: bool) -> None:
     data, scale = torch.zeros((128, 64), dtype=torch.uint8), torch.zeros((128, 4), dtype=torch.uint8)
     made = torch.zeros((128, 128), dtype=torch.uint8), torch.zeros((1, 4))
-    backends.load("triton").upcast(get_format("mxfp4"), data, scale, 128, 128, transposed, *made)
+    backends.load("triton").upcast(get_format("mxfp4"), data, scale, None, 128, 128, transposed, *made)
 
 
 def run_gradient_messages(dtype: torch.dtype) -> None:

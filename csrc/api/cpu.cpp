@@ -83,11 +83,13 @@ void dequantize(const Format& format, const Memory& data, const Memory& scale_in
   cpu::dequantize(format, weight, array_of("out", out), threads);
 }
 
-void upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
-            bool transposed, const Memory& codes, const Memory& group_scale_inv, int threads) {
-  check_upcast(format, data, scale_inv, rows, columns, transposed, codes, group_scale_inv);
-  cpu::upcast(format, {data.address, scale_inv.address, rows, columns, transposed, codes.address, group_scale_inv.address},
-              threads);
+void upcast(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+            int64_t columns, bool transposed, const Memory& codes, const Memory& group_scale_inv, int threads) {
+  check_upcast(format, data, scale_inv, amax, rows, columns, transposed, codes, group_scale_inv);
+  cpu::upcast(
+      format,
+      {data.address, scale_inv.address, amax.address, rows, columns, transposed, codes.address, group_scale_inv.address},
+      threads);
 }
 
 AdamState state_of(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq) {
@@ -170,8 +172,8 @@ void register_cpu(py::module_& m) {
              "threads");
   bind_stage(cpu, "dequantize", &dequantize, "fmt", "data", "scale_inv", "amax", "rows", "columns", "columnwise", "out",
              "threads");
-  bind_stage(cpu, "upcast", &upcast, "fmt", "data", "scale_inv", "rows", "columns", "transposed", "codes", "group_scale_inv",
-             "threads");
+  bind_stage(cpu, "upcast", &upcast, "fmt", "data", "scale_inv", "amax", "rows", "columns", "transposed", "codes",
+             "group_scale_inv", "threads");
   bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
              "threads");
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",

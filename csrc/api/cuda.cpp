@@ -104,11 +104,14 @@ void dequantize(const Format& format, const Memory& data, const Memory& scale_in
   cuda::dequantize(format, weight, array_of("out", out), stream_of(stream));
 }
 
-void upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
-            bool transposed, const Memory& codes, const Memory& group_scale_inv, const StreamArgument& stream) {
-  check_upcast(format, data, scale_inv, rows, columns, transposed, codes, group_scale_inv);
-  cuda::upcast(format, {data.address, scale_inv.address, rows, columns, transposed, codes.address, group_scale_inv.address},
-               stream_of(stream));
+void upcast(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+            int64_t columns, bool transposed, const Memory& codes, const Memory& group_scale_inv,
+            const StreamArgument& stream) {
+  check_upcast(format, data, scale_inv, amax, rows, columns, transposed, codes, group_scale_inv);
+  cuda::upcast(
+      format,
+      {data.address, scale_inv.address, amax.address, rows, columns, transposed, codes.address, group_scale_inv.address},
+      stream_of(stream));
 }
 
 void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
@@ -214,7 +217,7 @@ void register_cuda(py::module_& m) {
              "scale_work", "stream");
   bind_stage(cuda, "dequantize", &dequantize, "fmt", "data", "scale_inv", "amax", "rows", "columns", "columnwise", "out",
              "stream");
-  bind_stage(cuda, "upcast", &upcast, "fmt", "data", "scale_inv", "rows", "columns", "transposed", "codes",
+  bind_stage(cuda, "upcast", &upcast, "fmt", "data", "scale_inv", "amax", "rows", "columns", "transposed", "codes",
              "group_scale_inv", "stream");
   bind_stage(cuda, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip", "skip",
              "stream");

@@ -106,12 +106,18 @@ void check_dequantize(const Format& format, const Memory& data, const Memory& sc
   if (format.scale_rule == ScaleRule::kTwoLevel) check_reach("amax", amax, "float32", sizeof(float));
 }
 
-void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
-                  bool transposed, const Memory& codes, const Memory& group_scale_inv) {
-  if (!format.scale_group) throw std::invalid_argument("only formats whose scales come in groups are exact in FP8");
+void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+                  int64_t columns, bool transposed, const Memory& codes, const Memory& group_scale_inv) {
+  if (!format.scale_group && !format.exact_scales) {
+    throw std::invalid_argument("only formats whose scales come in groups, or are exact, are exact in FP8");
+  }
   check_reach("data", data, "bytes", code_bytes(format, rows, columns));
   check_reach("scale_inv", scale_inv, "bytes", read_bytes(rowwise_scale_buffer(format, rows, columns)));
   check_reach("codes", codes, "bytes", rows * columns);
+  if (format.exact_scales) {
+    check_reach("amax", amax, "float32", sizeof(float));
+    return check_reach("group_scale_inv", group_scale_inv, "float32", sizeof(float));
+  }
   const GridShape grid = grid_shape(format.scale_group, rows, columns);
   const int64_t down = transposed ? grid.across : grid.down, across = transposed ? grid.down : grid.across;
   check_reach("group_scale_inv", group_scale_inv, "float32", down * round_up(across, 4) * 4);

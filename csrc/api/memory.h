@@ -50,8 +50,8 @@ int64_t rows_of(const char* name, const Memory& memory, const char* dtype, int64
 // One direction of one weight, and what it is decoded into.
 void check_dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
                       int64_t columns, bool columnwise, const Memory& out);
-void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, int64_t rows, int64_t columns,
-                  bool transposed, const Memory& codes, const Memory& group_scale_inv);
+void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
+                  int64_t columns, bool transposed, const Memory& codes, const Memory& group_scale_inv);
 
 // The number of elements of a gradient that has messages of that many equal parts, or that as many
 // messages are added to.

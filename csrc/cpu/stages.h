@@ -35,7 +35,7 @@ void dequantize(const Format& format, const Quantized& weight, Array out, int th
 
 // Of a weight, or of its transpose, from its rowwise codes.
 struct Upcast {
-  uintptr_t data, scale_inv;
+  uintptr_t data, scale_inv, amax;
   int64_t rows, columns;  // of the weight
   bool transposed;
   uintptr_t codes, group_scale_inv;

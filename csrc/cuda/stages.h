@@ -60,7 +60,7 @@ void dequantize(const Format& format, const Quantized& weight, Array out, Stream
 
 // Of a weight, or of its transpose, from its rowwise codes; `codes` begin at a multiple of 16 bytes.
 struct Upcast {
-  uintptr_t data, scale_inv;
+  uintptr_t data, scale_inv, amax;
   int64_t rows, columns;  // of the weight
   bool transposed;
   uintptr_t codes, group_scale_inv;

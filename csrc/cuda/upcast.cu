@@ -1,9 +1,10 @@
-// Stage upcast: E2M1 codes with E8M0 scales in 32x32 tiles as E4M3 codes of the same values, with one
-// f32 scale for 128x128, of the weight or of its transpose.
+// Stage upcast: E2M1 codes as E4M3 codes of the same values, of the weight or of its transpose. With
+// E8M0 scales in 32x32 tiles the result has one f32 scale for 128x128, with exact E4M3 scales in 16x16
+// tiles one of the tensor.
 //
 // A thread block takes 128x128, a thread 16 neighbouring codes of four rows. Tables in shared memory
-// hold the E4M3 codes of the eight magnitudes for each spread of scales, which a thread looks up four
-// at a time. Transposed, its four rows become words along the columns, and those rows of 128 bytes; a
+// hold the E4M3 codes of the eight magnitudes for each spread of E8M0 scales or each E4M3 scale, which
+// a thread looks up four at a time. Transposed, its four rows become words along the columns, and those rows of 128 bytes; a
 // block takes two groups side by side then, so that it reads 128 bytes of each row, too.
 #include <stdexcept>
 #include <utility>
@@ -15,9 +16,9 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kGroup = 128, kTile = 32, kTiles = kGroup / kTile;
+constexpr int kGroup = 128;
 constexpr int kCodes = 16, kRows = 4, kLanes = kGroup / kCodes, kThreads = kLanes * kGroup / kRows;  // of a group
-static_assert(kThreads == (kMostSpread + 1) * 8, "a thread makes one entry of the tables");
+constexpr int kMagnitudes = 8;
 
 // The groups that a thread block takes side by side.
 __host__ __device__ constexpr int wide(bool transposed) { return transposed ? 2 : 1; }
@@ -27,6 +28,7 @@ struct Source {
   const uint8_t* scales;
   int32_t rows, columns;
   int64_t scale_columns;  // of the scale buffer
+  const float* amax;      // of the tensor, for exact scales
   bool aligned;           // codes can be read eight bytes at once
 };
 
@@ -72,11 +74,13 @@ __device__ uint4 upcast_all(uint2 codes, uint2 table) {
           upcast_four(codes.y >> 16, table)};
 }
 
-template <bool kTransposed>
+template <bool kTransposed, bool kExactScales>
 __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(Source from, Target to) {
   constexpr int kWide = wide(kTransposed), kWords = kGroup / 4;  // of a column
-  __shared__ uint2 tables[kMostSpread + 1];
-  __shared__ __align__(16) uint8_t exponents[kWide][kTiles][kTiles];
+  constexpr int kTile = kExactScales ? 16 : 32, kTiles = kGroup / kTile;
+  constexpr int kTables = kExactScales ? 128 : kMostSpread + 1;
+  __shared__ uint2 tables[kTables];
+  __shared__ __align__(16) uint8_t scales[kWide][kTiles][kTiles];
   __shared__ __align__(16) uint32_t turned[kTransposed ? kWide * kGroup * kWords : 4];
   // groups follow each other as the result lies in memory
   const int32_t band = blockIdx.x / to.across, second = blockIdx.x - band * to.across, first = band * kWide;
@@ -91,24 +95,33 @@ __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(So
     const int64_t index = static_cast<int64_t>(row + r) * from.columns + column;
     if (exists) codes[r] = load_codes(from.data + index / 2, from.aligned);
   }
-  if (threadIdx.x < kThreads) {
-    reinterpret_cast<uint8_t*>(tables)[threadIdx.x] =
-        static_cast<uint8_t>(upcast_code(threadIdx.x % 8, static_cast<int32_t>(threadIdx.x / 8)));
+#pragma unroll
+  for (int32_t i = threadIdx.x; i < kTables * kMagnitudes; i += kWide * kThreads) {
+    const int32_t code = i % kMagnitudes, table = i / kMagnitudes;
+    reinterpret_cast<uint8_t*>(tables)[i] =
+        static_cast<uint8_t>(kExactScales ? exact_upcast_code(code, table) : upcast_code(code, table));
   }
   if (threadIdx.x < kWide * kTiles * kTiles) {
     const int beside = threadIdx.x / (kTiles * kTiles), i = threadIdx.x / kTiles % kTiles, j = threadIdx.x % kTiles;
     const int64_t tile_row = static_cast<int64_t>(down) * kGroup + i * kTile;  // the padding of the buffer is 0
-    const bool is_there = first + beside < to.down;
-    exponents[beside][i][j] =
-        is_there ? from.scales[tile_row * from.scale_columns + (across + beside) * kTiles + j] : uint8_t{0};
+    const int64_t tile_column = static_cast<int64_t>(across + beside) * kTiles + j;
+    const bool is_there = first + beside < to.down && tile_column < from.scale_columns;
+    scales[beside][i][j] = is_there ? from.scales[tile_row * from.scale_columns + tile_column] : uint8_t{0};
   }
   __syncthreads();
-  const int32_t largest = static_cast<int32_t>(greatest_byte(*reinterpret_cast<const uint4*>(exponents[group])));
-  if (strip == 0 && lane % kLanes == 0 && first + group < to.down) {
-    to.store_scale(first + group, second, upcast_scale(largest));
+  const int32_t scale = scales[group][strip * kRows / kTile][lane % kLanes * kCodes / kTile];
+  int32_t index;  // of the table
+  if constexpr (kExactScales) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *to.scales = exact_upcast_scale(*from.amax);
+    index = scale & (kTables - 1);
+  } else {
+    const int32_t largest = static_cast<int32_t>(greatest_byte(*reinterpret_cast<const uint4*>(scales[group])));
+    if (strip == 0 && lane % kLanes == 0 && first + group < to.down) {
+      to.store_scale(first + group, second, upcast_scale(largest));
+    }
+    index = smaller(largest - scale, kMostSpread);
   }
-  const int32_t exponent = exponents[group][strip * kRows / kTile][lane % kLanes * kCodes / kTile];
-  const uint2 table = tables[smaller(largest - exponent, kMostSpread)];
+  const uint2 table = tables[index];
   uint4 fp8[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) fp8[r] = upcast_all(codes[r], table);
@@ -146,25 +159,29 @@ __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(So
 }  // namespace
 
 void upcast(const Format& format, const Upcast& weight, Stream stream) {
-  if (format.element != Element::kE2M1 || !is(format.block, kTile, kTile) || !is(format.scale_group, kGroup, kGroup)) {
-    throw std::invalid_argument("only E2M1 codes in 32x32 tiles whose scales come in groups are exact in FP8");
+  const bool exact = format.exact_scales;
+  const bool grouped = is(format.block, 32, 32) && is(format.scale_group, kGroup, kGroup);
+  if (format.element != Element::kE2M1 || !(exact ? is(format.block, 16, 16) : grouped)) {
+    throw std::invalid_argument("only E2M1 codes whose scales come in groups, or are exact, are exact in FP8");
   }
   if (weight.rows > INT32_MAX || weight.columns > INT32_MAX)
     throw std::invalid_argument("at most 2^31 - 1 rows and columns");
   if (weight.codes % sizeof(uint4)) throw std::invalid_argument("the E4M3 codes must begin at a multiple of 16 bytes");
-  const GridShape groups = grid_shape(format.scale_group, weight.rows, weight.columns);
+  const GridShape groups = grid_shape({kGroup, kGroup}, weight.rows, weight.columns);
   const Source from{reinterpret_cast<const uint8_t*>(weight.data),
                     reinterpret_cast<const uint8_t*>(weight.scale_inv),
                     static_cast<int32_t>(weight.rows),
                     static_cast<int32_t>(weight.columns),
                     rowwise_scale_buffer(format, weight.rows, weight.columns).columns,
+                    reinterpret_cast<const float*>(weight.amax),
                     weight.data % sizeof(uint2) == 0};
   Target to{reinterpret_cast<uint8_t*>(weight.codes), reinterpret_cast<float*>(weight.group_scale_inv),
             static_cast<int32_t>(groups.down), static_cast<int32_t>(groups.across)};
   if (weight.transposed) std::swap(to.down, to.across);
   const int64_t bands = (to.down + wide(weight.transposed) - 1) / wide(weight.transposed);
-  launch(weight.transposed ? upcast_kernel<true> : upcast_kernel<false>, bands * to.across,
-         wide(weight.transposed) * kThreads, stream, from, to);
+  const auto kernel = weight.transposed ? (exact ? upcast_kernel<true, true> : upcast_kernel<true, false>)
+                                        : (exact ? upcast_kernel<false, true> : upcast_kernel<false, false>);
+  launch(kernel, bands * to.across, wide(weight.transposed) * kThreads, stream, from, to);
 }
 
 }  // namespace zerocast::cuda

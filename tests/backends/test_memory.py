@@ -176,7 +176,9 @@ def calls_without_a_table() -> Iterator[tuple[str, tuple[Any, ...]]]:
     yield "dequantize", (*inputs, False, torch.zeros(32, 32))
     wide, wide_scales = torch.zeros(128, 64, dtype=torch.uint8), torch.zeros(128, 4, dtype=torch.uint8)
     made = torch.zeros(128, 128, dtype=torch.uint8), torch.zeros(1, 4)
-    yield "upcast", (get_format("mxfp4"), wide, wide_scales, 128, 128, False, *made)
+    yield "upcast", (get_format("mxfp4"), wide, wide_scales, None, 128, 128, False, *made)
+    made = torch.zeros(32, 32, dtype=torch.uint8), torch.zeros(1)
+    yield "upcast", (get_format("nvfp4:exact_in_fp8"), *inputs[1:], False, *made)
 
 
 # tensors whose length says how much is to be done

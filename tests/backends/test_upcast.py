@@ -1,4 +1,6 @@
-"""Stage upcast: the E4M3 codes of an mxfp4 weight have its values to the bit, whatever its codes and scales."""
+"""Stage upcast: the E4M3 codes of an mxfp4 or exact nvfp4 weight have its values to the bit, whatever its codes and scales."""
+
+import math
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor
 
 from tests import casts, devices, strategies
 from tests.backends.test_dequantize import random_buffers, words
+from tests.formats import model
 from zerocast import get_format
 from zerocast.backends import ops
 from zerocast.formats.layout import upcast_operand
@@ -19,18 +22,26 @@ ALL_CODES = (
 )  # a tile of bytes, every code in either half
 
 
+EXACT = "nvfp4:exact_in_fp8"
+
+
 def run(
-    backend: str, data: Tensor, scale: Tensor, shape: tuple[int, int], transposed: bool = False
+    backend: str,
+    data: Tensor,
+    scale: Tensor,
+    shape: tuple[int, int],
+    transposed: bool = False,
+    amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Codes and scales from the stage, with the guards around both checked."""
-    fmt = get_format("mxfp4")
+    """Codes and scales from the stage, with the guards around both checked; of nvfp4 if there is an amax."""
+    fmt = get_format("mxfp4" if amax is None else EXACT)
     made = []
     for buffer in upcast_operand(fmt, *(shape[::-1] if transposed else shape)):
-        size = buffer.shape[0] * buffer.shape[1]
+        size = math.prod(buffer.shape)
         whole = torch.full((size + 2 * GUARD,), 77, dtype=buffer.dtype)
         made.append((whole, whole[GUARD:-GUARD].view(buffer.shape)))
     (codes, operand), (scales, group_scale_inv) = made
-    devices.stage(backend, "upcast")(fmt, data, scale, *shape, transposed, operand, group_scale_inv)
+    devices.stage(backend, "upcast")(fmt, data, scale, amax, *shape, transposed, operand, group_scale_inv)
     for whole in (codes, scales):
         assert (whole[:GUARD] == 77).all() and (whole[-GUARD:] == 77).all()
     return operand, group_scale_inv
@@ -86,6 +97,41 @@ def test_what_is_clamped_in_a_cast_is_exact(backend: str) -> None:
                 found = ops.dequantize(backend, "fp8_block", codes, scale, None, *shape, False, torch.float32)
                 expected = weight.read(columnwise, torch.float32)
                 assert np.array_equal(casts.raw(found.t() if columnwise else found), casts.raw(expected))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_code_under_every_exact_scale(backend_anywhere: str, transposed: bool) -> None:
+    """A tile for each of the 36 scales and for 0, in a weight whose last groups are smaller: equal to `dequantize`."""
+    down, across = 9, 5
+    stored = np.resize(np.append(model.EXACT_CODES, np.uint8(0)), (down, across))
+    scale = torch.zeros((-(-down * 16 // 128) * 128, -(-across // 4) * 4), dtype=torch.uint8)
+    scale[: down * 16, :across] = torch.from_numpy(stored).repeat_interleave(16, 0)
+    data = (torch.arange(128) * 37 % 256).to(torch.uint8).view(16, 8)  # every code in either half
+    data = data.repeat(down, across).contiguous()
+    shape = down * 16, across * 16
+    for amax in (2688.0 * 0.01171875, 2688.0 * 2.0**-126, 2688.0 * 2.0**100):
+        tensor_amax = torch.tensor([amax])
+        codes, scale_inv = run(backend_anywhere, data, scale, shape, transposed, tensor_amax)
+        assert scale_inv.tolist() == [8 * amax / 2688]
+        found = codes.view(torch.float8_e4m3fn).float() * scale_inv
+        expected = torch.empty(shape)
+        fmt = get_format(EXACT)
+        devices.stage(backend_anywhere, "dequantize")(fmt, data, scale, tensor_amax, *shape, False, expected)
+        assert np.array_equal(casts.raw(found), casts.raw(expected.t() if transposed else expected))
+
+
+def test_the_operand_of_an_exact_cast(backend: str) -> None:
+    """Whatever is cast: the dequantized weight and the dequantized operand are equal to the bit."""
+    spread = torch.exp2(torch.linspace(-20, 20, 13 * 9).round()).view(13, 9)
+    master = torch.randn(208, 144) * spread.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    weight = casts.cast_whole(EXACT, master, backend=backend)
+    for columnwise in (False, True):
+        for on_demand in (False, True):
+            weight.state.columnwise_on_demand = on_demand
+            codes, scale = weight.upcast(columnwise)
+            expected = weight.read(columnwise, torch.float32)
+            found = codes.view(torch.float8_e4m3fn).float() * scale
+            assert np.array_equal(casts.raw(found.t() if columnwise else found), casts.raw(expected))
 
 
 def test_backends_agree(variant: str) -> None:

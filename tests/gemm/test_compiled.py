@@ -21,7 +21,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
 
 import zerocast
-from zerocast import QuantizedWeight, gemm
+from zerocast import QuantizedWeight, gemm, get_format
 from zerocast.weight import graph_key
 from zerocast.weight.graph_key import digest_of_sources
 
@@ -108,6 +108,7 @@ CASES = [
     ("fp8_block", "auto"),
     ("fp8_current", "auto"),
     ("fp8_current", "scaled_mm"),
+    ("nvfp4:exact_in_fp8", "scaled_mm"),
     ("fp8_delayed:amax_history_len=4", "scaled_mm"),
 ]
 
@@ -130,9 +131,11 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     assert graphs.kept() <= plain.kept()
     forward, backward = graphs.counts("forward"), graphs.counts("backward")
     opaque, plain_product = "zerocast.multiply.default", "aten._scaled_mm.default"
+    # The operands of exact nvfp4 are made inside the product.
+    is_operator = preference == "scaled_mm" and not get_format(fmt).is_exact_in_fp8
     products = [
-        plain_product if preference == "scaled_mm" else opaque,
-        plain_product if preference == "scaled_mm" and on_demand else opaque,
+        plain_product if is_operator else opaque,
+        plain_product if is_operator and on_demand else opaque,
     ]
     assert [forward[products[0]], backward[products[1]]] == [3, 3]
     assert backward.pop("zerocast.columnwise_copy.default", 0) == 3 * (products[1] == plain_product), (

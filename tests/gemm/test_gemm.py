@@ -12,7 +12,7 @@ from tests import casts
 from tests.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format, quantize_
 from zerocast.backends.reference import dequantize
-from zerocast.gemm import block_128, inputs, torch_api
+from zerocast.gemm import block_128, inputs, per_tensor, torch_api
 from zerocast.weight.linear import multiply, multiply_gradient
 
 BF16 = torch.bfloat16
@@ -26,6 +26,7 @@ def cast(fmt: str, shape: tuple[int, int] = (48, 64), nominal: torch.dtype = BF1
 # --- products on the CPU, by torch's own emulation --------------------------------------------------------------------------------
 
 PER_TENSOR = ("fp8_current", "fp8_current:element=e5m2,power_of_2_scale=True", "fp8_delayed:amax_history_len=4")
+PER_TENSOR += ("nvfp4:exact_in_fp8",)
 
 
 def weights_of(weight: Any) -> tuple[Tensor, Tensor]:
@@ -67,6 +68,24 @@ def test_per_tensor_products(fmt: str, batch: tuple[int, ...], dtype: torch.dtyp
     rows = grad.reshape(-1, 48)
     assert torch.equal(weight.grad, rows.t() @ x.detach().reshape(-1, 64)), "the weight gradient is the usual product"
     assert torch.equal(bias.grad, rows.sum(0))
+
+
+@pytest.mark.usefixtures("scaled_mm")
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_an_exact_nvfp4_product_is_the_fp8_product_of_the_dequantized_weight(columnwise: bool) -> None:
+    weight: Any = cast("nvfp4:exact_in_fp8")
+    weight.state.columnwise_on_demand = True
+    tensor_scale = 8 * (weight.amax / 2688)
+    values = weight.read(columnwise=False, dtype=torch.float32)
+    fp8 = (values / tensor_scale).to(torch.float8_e4m3fn)
+    assert torch.equal(fp8.float() * tensor_scale, values)
+    x = torch.randn(16, 48 if columnwise else 64).to(BF16)
+    operands = per_tensor.quantize(x, weight.format, gradient=columnwise)
+    found = per_tensor.multiply(operands, weight, columnwise, False, None, BF16)
+    b = fp8 if columnwise else fp8.t()
+    b = b.t().contiguous().t()  # column by column
+    options = {"out_dtype": BF16, "use_fast_accum": not columnwise}
+    assert torch.equal(found, torch._scaled_mm(operands[0], b, operands[1], tensor_scale, **options))
 
 
 @pytest.mark.parametrize("rows", [(5,), (2, 3), (), (0,)])

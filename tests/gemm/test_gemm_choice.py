@@ -44,6 +44,9 @@ CHOSEN = [
     ("mxfp4", B200, "mxfp4"),
     ("mxfp4:exact_in_fp8=False", B200, "mxfp4"),
     ("nvfp4", B200, "nvfp4"),
+    ("nvfp4:exact_in_fp8", B200, "nvfp4"),
+    ("nvfp4:exact_in_fp8", H200, "per_tensor"),
+    ("nvfp4:exact_in_fp8", L40, "per_tensor"),
 ]
 NOT_CHOSEN = [
     ("fp8_current", A100, {}, "8.9, this device has 8.0"),
@@ -68,6 +71,7 @@ NOT_CHOSEN = [
     ("mxfp4:exact_in_fp8=False", H200, {}, r"Blackwell GPUs \(compute capability 10.x\), this device has 9.0"),
     ("mxfp4", B200, {"dtype": torch.float16}, "bfloat16, not float16"),
     ("nvfp4", H200, {}, "this device has 9.0"),
+    ("nvfp4:exact_in_fp8", A100, {}, "this device has 8.0; FP8 tensor cores come with compute capability 8.9"),
     ("nvfp4", GEFORCE, {}, "this device has 12.0"),
     ("nvfp4", CPU, {}, "not on cpu tensors"),
     ("nvfp4", B200, {"matrix_shape": (256, 48)}, "multiples of 32"),

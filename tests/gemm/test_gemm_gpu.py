@@ -26,6 +26,7 @@ CASES = [
     ("per_tensor", "fp8_current", (272, 528)),
     ("per_tensor", "fp8_delayed:amax_history_len=4", (512, 640)),
     ("per_tensor", "fp8_current:element=e5m2,power_of_2_scale=True", (128, 1024)),
+    ("per_tensor", "nvfp4:exact_in_fp8", (272, 528)),
     ("block_128", "fp8_block", (256, 640)),  # 5 and 2 blocks: scale rows padded to 8 and 4
     ("block_128", "fp8_block", (128, 128)),
     ("block_128", "fp8_block:power_of_2_scale=False", (384, 1024)),
@@ -121,7 +122,7 @@ def test_forward_and_gradients(path: str, fmt: str, shape: tuple[int, int], rows
     rowwise, columnwise = (weight.read(columnwise=c, dtype=torch.float32).double() for c in (False, True))
     power_of_2 = weight.format.power_of_2_scale or weight.format.is_exact_in_fp8
     assert_product(y, seen(path, x.detach(), E4M3, power_of_2), rowwise.t(), bias.detach().double())
-    element = E5M2 if path == "per_tensor" and weight.format.element == E4M3 else E4M3
+    element = E5M2 if path == "per_tensor" and weight.format.element != E5M2 else E4M3
     assert x.grad is not None and bias.grad is not None
     assert_product(x.grad, seen(path, grad, element, power_of_2), columnwise)
     flat = grad.reshape(-1, shape[0])
@@ -276,7 +277,7 @@ def test_a_captured_product_follows_its_inputs(path: str, fmt: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "nvfp4:exact_in_fp8"])
 def test_a_copy_made_for_a_product_makes_the_host_wait_for_nothing(fmt: str) -> None:
     """Under FSDP2 a backward pass makes it, in other memory every time; the bits are those of a kept one."""
     weight = parameter(fmt, (256, 512))

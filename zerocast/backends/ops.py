@@ -42,7 +42,8 @@ STAGES = {
         "format fmt, data data, optional scale_inv, optional amax, int rows, int columns, bool columnwise, typed out!"
     ),
     "upcast": (
-        "format fmt, data data, data scale_inv, int rows, int columns, bool transposed, data codes!, data group_scale_inv!"
+        "format fmt, data data, data scale_inv, optional amax, int rows, int columns, bool transposed, data codes!, "
+        "data group_scale_inv!"
     ),
     "adam_step": (
         "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
@@ -282,7 +283,14 @@ def _dequantize_fake(
 
 
 def upcast_codes(
-    backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
+    backend: str,
+    format: str,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     """Make E4M3 codes and f32 scales of the same values as a weight has, or its transpose; the
     kernel of the op `upcast`.
@@ -290,13 +298,21 @@ def upcast_codes(
     if not get_format(format).is_exact_in_fp8:
         raise ValueError(f"{format} is not exact in FP8, so it has no upcast")
     checks.check_direction(backend, format, data, scale_inv, rows, columns)
-    codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, rows, columns, transposed)
-    _implementation("upcast", backend, format)(data, scale_inv, rows, columns, transposed, codes, group_scale_inv)
+    checks.check_amax(format, amax, data.device)
+    codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, amax, rows, columns, transposed)
+    _implementation("upcast", backend, format)(data, scale_inv, amax, rows, columns, transposed, codes, group_scale_inv)
     return codes, group_scale_inv
 
 
 def _upcast_fake(
-    backend: str, format: str, data: Tensor, scale_inv: Tensor, rows: int, columns: int, transposed: bool
+    backend: str,
+    format: str,
+    data: Tensor,
+    scale_inv: Tensor,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     shape = (columns, rows) if transposed else (rows, columns)
     codes, scales = layout.upcast_operand(get_format(format), *shape)
@@ -344,7 +360,8 @@ dequantize = define(
 )
 upcast = define(
     "upcast",
-    "(str backend, str format, Tensor data, Tensor scale_inv, int rows, int columns, bool transposed) -> (Tensor, Tensor)",
+    "(str backend, str format, Tensor data, Tensor scale_inv, Tensor? amax, int rows, int columns, bool transposed) "
+    "-> (Tensor, Tensor)",
     upcast_codes,
     _upcast_fake,
 )

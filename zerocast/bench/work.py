@@ -83,7 +83,9 @@ def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
         def run() -> None:
             for weight in shard.weights:
                 codes = weight.rowwise_data, weight.rowwise_scale_inv
-                upcast_buffers[:] = ops.upcast(place.backend, fmt, *codes, *weight.matrix_shape, transposed)
+                upcast_buffers[:] = ops.upcast(
+                    place.backend, fmt, *codes, weight.amax, *weight.matrix_shape, transposed
+                )
 
         return Job(in_a_graph(run, place.device), lambda: upcast_buffers)
 

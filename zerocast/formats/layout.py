@@ -208,8 +208,10 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
 
 def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Buffer]:
     """The buffers of an upcast weight, or of its transpose: E4M3 codes `[rows, columns]` and one
-    f32 scale per scale group. These are the buffers of fp8_block.
+    f32 scale per scale group, as in fp8_block, or one of the tensor, as in fp8_current.
     """
+    if fmt.scale_group is None:
+        return Buffer((rows, columns), torch.uint8), Buffer((1,), torch.float32)
     down, across = amax_grid(fmt.scale_group, rows, columns)
     return Buffer((rows, columns), torch.uint8), Buffer((down, round_up(across, 4)), torch.float32, 1.0)
 

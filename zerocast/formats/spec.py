@@ -131,7 +131,7 @@ class FormatSpec:
     @property
     def is_exact_in_fp8(self) -> bool:
         """True if the stage `upcast` turns the codes into E4M3 codes of the same values."""
-        return self.scale_group is not None
+        return self.exact_scales or self.scale_group is not None
 
     def scale_repeat(self, columnwise: bool = False) -> Block:
         """(rows, columns) of entries of a scale buffer that hold the same scale.

@@ -91,11 +91,11 @@ class OperatorPath(Protocol):
 GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
 OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor}
 PATHS: dict[str, Path] = {
+    "nvfp4": nvfp4,
     "per_tensor": per_tensor,
     "block_128": block_128,
     "mxfp8": mxfp8,
     "mxfp4": mxfp4,
-    "nvfp4": nvfp4,
     "dequantize": dequantize,
 }
 PREFERENCES = ("auto", "dequantize", "scaled_mm")

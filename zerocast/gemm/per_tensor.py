@@ -11,6 +11,9 @@ the tensor cores do not multiply E5M2 with E5M2.
 
 Accumulation: fast (about 14 bits on Hopper) forward, full in the backward pass, the setting of
 TransformerEngine (`pytorch/module/base.py`: `_2X_ACC_FPROP = False`, `_2X_ACC_DGRAD = True`).
+
+The stage `upcast` turns the codes of nvfp4:exact_in_fp8 into such a weight without rounding, for
+the duration of one product. In memory the weight stays at 4 bits an element.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,8 +31,10 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """One FP32 scale per tensor: current and delayed scaling."""
-    return fmt.scale_rule is ScaleRule.FP32 and fmt.block is None
+    """One FP32 scale per tensor: current and delayed scaling, and codes that `upcast` turns into
+    E4M3 with such a scale.
+    """
+    return fmt.exact_scales or (fmt.scale_rule is ScaleRule.FP32 and fmt.block is None)
 
 
 def hardware(case: Case) -> Iterator[str]:
@@ -85,7 +90,8 @@ def multiply(
     fast accumulation.
     """
     assert not transposed
-    return multiply_codes(operands, weight.direction(columnwise), weight.format, columnwise, bias, dtype)
+    read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
+    return multiply_codes(operands, read(columnwise), weight.format, columnwise, bias, dtype)
 
 
 def multiply_codes(
@@ -99,10 +105,11 @@ def multiply_codes(
     """`multiply` with (codes, scale_inv) of the direction as `weight`."""
     (codes, scale_inv), (data, weight_scale_inv) = operands, weight
     assert fmt.element and weight_scale_inv is not None, fmt
+    element = E4M3 if fmt.is_exact_in_fp8 else fmt.element
     # `data` is `[n, k]` row-major, in either copy. Its transpose is B, column-major as required.
     return torch._scaled_mm(
         codes,
-        data.view(fmt.element.dtype).t(),
+        data.view(element.dtype).t(),
         scale_inv,
         weight_scale_inv,
         bias=bias,

@@ -72,8 +72,9 @@ class WeightReader:
         return self._dequantized(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
 
     def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
-        """(E4M3 codes uint8, scale_inv f32 per 128x128 block) of the same values, in the layout of
-        `direction` of an fp8_block weight; only for formats that are exact in FP8.
+        """(E4M3 codes uint8, scale_inv f32) of the same values, in the layout of `direction` of an
+        fp8_block weight for mxfp4 and of an fp8_current weight for nvfp4; only for formats that are
+        exact in FP8.
         """
         # A kept copy `[columns, rows]` is read like a rowwise weight of the transposed shape. If
         # none is kept, the upcast itself transposes the rowwise codes.
@@ -81,7 +82,7 @@ class WeightReader:
         data, scale_inv = self.direction(columnwise=from_copy)
         shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
         key, backend = str(self.format), backends.choose(data.device)
-        return self._upcast(backend, key, data, scale_inv, *shape, columnwise and not from_copy)
+        return self._upcast(backend, key, data, scale_inv, self.amax, *shape, columnwise and not from_copy)
 
 
 class StoredWeight(WeightReader):

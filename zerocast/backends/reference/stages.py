@@ -11,6 +11,7 @@ from torch import Tensor
 from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.codec import (
     decode,
+    decode_e4m3,
     decode_e8m0,
     encode,
     encode_e4m3,
@@ -20,6 +21,7 @@ from zerocast.backends.reference.codec import (
 )
 from zerocast.backends.reference.scales import (
     FLT_MAX,
+    ONE_2688TH,
     block_amax,
     decode_scales,
     divide,
@@ -278,16 +280,25 @@ def upcast(
     fmt: FormatSpec,
     data: Tensor,
     scale_inv: Tensor,
+    amax: Tensor | None,
     rows: int,
     columns: int,
     transposed: bool,
     codes: Tensor,
     group_scale_inv: Tensor,
 ) -> None:
-    """Stage upcast: write E4M3 codes with one f32 scale a scale group that have the same values as
-    the rowwise codes of a weight, or the transpose of them.
+    """Stage upcast: write E4M3 codes with one f32 scale a scale group, or one of the tensor, that
+    have the same values as the rowwise codes of a weight, or the transpose of them.
     """
-    assert fmt.element and fmt.block and fmt.scale_group
+    assert fmt.element and fmt.block
+    if fmt.exact_scales:
+        assert amax is not None
+        stored = scale_grid(scale_inv, fmt.scale_repeat(), *amax_grid(fmt.block, rows, columns))
+        value = decode(fmt.element, unpack(data)) * expand(decode_e4m3(stored) / 8, fmt.block, rows, columns)
+        codes.copy_(encode_e4m3(value.t() if transposed else value))
+        group_scale_inv.copy_(8 * (amax * ONE_2688TH))
+        return
+    assert fmt.scale_group
     blocks = fmt.scale_group[0] // fmt.block[0], fmt.scale_group[1] // fmt.block[1]
     exponent = scale_grid(scale_inv, fmt.scale_repeat(), *amax_grid(fmt.block, rows, columns)).int()
     largest = block_amax(exponent.float(), blocks).int()

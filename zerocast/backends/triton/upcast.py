@@ -1,5 +1,5 @@
-"""Stage upcast: E2M1 codes with E8M0 scales become E4M3 codes of the same values, with one f32
-scale a scale group, for a weight or for its transpose.
+"""Stage upcast: E2M1 codes become E4M3 codes of the same values, for a weight or for its transpose,
+with one f32 scale a scale group (E8M0 scales) or one of the tensor (exact E4M3 scales).
 """
 
 import triton
@@ -8,10 +8,13 @@ from torch import Tensor
 
 from zerocast.backends.triton.codec import as_f32, decode, decode_e8m0, encode
 from zerocast.backends.triton.launch import addresses, launch
+from zerocast.backends.triton.scales import ONE_2688TH
 from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
 from zerocast.formats import FormatSpec
 from zerocast.formats import spec as formats
 
+# The extent of a program's tiles where one scale serves the whole tensor.
+SIDE = 128
 UPCAST_EXPONENT = tl.constexpr(formats.UPCAST_EXPONENT)
 
 
@@ -19,17 +22,18 @@ def upcast(
     fmt: FormatSpec,
     data: Tensor,
     scale_inv: Tensor,
+    amax: Tensor | None,
     rows: int,
     columns: int,
     transposed: bool,
     codes: Tensor,
     group_scale_inv: Tensor,
 ) -> None:
-    """Write E4M3 codes and the scales of their groups; a program takes a group."""
-    assert fmt.block and fmt.scale_group
-    height, width = fmt.scale_group
+    """Write E4M3 codes and their scales; a program takes a group."""
+    assert fmt.block
+    height, width = fmt.scale_group or (SIDE, SIDE)
     programs = -(-rows // height) * -(-columns // width)
-    bases = addresses((data, scale_inv, codes, group_scale_inv), data.device)
+    bases = addresses((data, scale_inv, codes, group_scale_inv, data if amax is None else amax), data.device)
     sizes = rows, columns, scale_inv.shape[-1], group_scale_inv.shape[-1]
     launch(
         _upcast,
@@ -42,6 +46,7 @@ def upcast(
         WIDTH_A=width,
         ROWS_A=fmt.block[0],
         COLUMNS_A=fmt.block[1],
+        EXACT_SCALES=fmt.exact_scales,
         num_warps=8,
     )
 
@@ -58,6 +63,7 @@ def _upcast(
     WIDTH_A: tl.constexpr,
     ROWS_A: tl.constexpr,
     COLUMNS_A: tl.constexpr,
+    EXACT_SCALES: tl.constexpr,
 ):
     group = tl.program_id(0).to(tl.int64)
     groups_across = (columns + WIDTH_A - 1) // WIDTH_A
@@ -67,15 +73,22 @@ def _upcast(
     left = across * WIDTH_A
     tiles_down: tl.constexpr = HEIGHT // ROWS_A
     tiles_across: tl.constexpr = WIDTH_A // COLUMNS_A
-    # Beyond the weight the scale buffer has zeros, the smallest exponent.
+    # Beyond the weight the scale buffer has zeros, the smallest scale.
     i = (top + tl.arange(0, tiles_down)[:, None] * ROWS_A) * scale_width
     j = across * tiles_across + tl.arange(0, tiles_across)[None, :]
-    exponent = tl.load(tl.load(bases + 1).to(tl.pointer_type(tl.uint8)) + i + j).to(tl.int32)
-    largest = tl.max(tl.max(exponent, axis=1), axis=0)
-    _store_scales(
-        tl.load(bases + 3), largest, down, across, rows, columns, group_scale_width, TRANSPOSED, HEIGHT, WIDTH_A
-    )
-    factor = decode_e8m0(tl.maximum(exponent - largest + (127 + UPCAST_EXPONENT), 0))
+    at = tl.load(bases + 1).to(tl.pointer_type(tl.uint8)) + i + j
+    stored = tl.load(at, mask=j < scale_width, other=0).to(tl.int32)
+    if EXACT_SCALES:
+        factor = decode(stored, "e4m3") * 0.125
+        if group == 0:
+            amax = tl.load(tl.load(bases + 4).to(tl.pointer_type(tl.float32)))
+            tl.store(tl.load(bases + 3).to(tl.pointer_type(tl.float32)), 8.0 * (amax * ONE_2688TH))
+    else:
+        largest = tl.max(tl.max(stored, axis=1), axis=0)
+        _store_scales(
+            tl.load(bases + 3), largest, down, across, rows, columns, group_scale_width, TRANSPOSED, HEIGHT, WIDTH_A
+        )
+        factor = decode_e8m0(tl.maximum(stored - largest + (127 + UPCAST_EXPONENT), 0))
     source = tl.load(bases) + (top * columns + left) // 2
     target = tl.load(bases + 2) + (left * rows + top if TRANSPOSED else top * columns + left)
     whole = (top + HEIGHT <= rows) & (left + WIDTH_A <= columns)
