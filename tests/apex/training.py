@@ -121,7 +121,7 @@ def damaged() -> tuple[list[str], list[str]]:
     with host_on_cpu():
         run = Run(Case())
         run.step(0)
-        with mock.patch.object(CastPlan, "cast"):
+        with mock.patch.object(CastPlan, "run"):
             run.step(1)
         uncast = run.wrong()
         run.optimizer.refresh()

@@ -55,9 +55,9 @@ class Megatron(HostUnderTest):
         "frozen plain": "module.layers.1.weight",
     }
     BREAKS: ClassVar[dict[str, Place]] = {
-        "step": Place("zerocast.cast.plan:CastPlan", "cast"),
-        "load": Place("zerocast.cast.plan:CastPlan", "cast"),
-        "cast": Place("zerocast.cast.plan:CastPlan", "cast", "after"),
+        "step": Place("zerocast.cast.plan:Plan", "run"),
+        "load": Place("zerocast.cast.plan:Plan", "run"),
+        "cast": Place("zerocast.cast.plan:Plan", "run", "after"),
     }
     why_not = WHY_NOT
 

@@ -433,7 +433,7 @@ def half_a_step(case: Case) -> tuple[str, str, list[str]]:
         held.run.step(0)
         state, before = held.saved(), held.everything()
         (plan, *_) = held.attachment.plans
-        with mock.patch.object(plan, "cast", side_effect=MemoryError("no memory")):
+        with mock.patch.object(plan, "run", side_effect=MemoryError("no memory")):
             failed = error_of(lambda: held.run.step(1))
         after = error_of(lambda: held.run.step(2))
         held.load(state)
