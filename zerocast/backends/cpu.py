@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerocast.backends import extension, ops
 from zerocast.backends.extension import DTYPES, format_of, memories, memory
+from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)
 PREFERENCE = 1
@@ -52,6 +54,24 @@ compute_scales = _stage("compute_scales")
 partial_cast = _stage("partial_cast")
 roll_history = _stage("roll_history")
 transpose = _stage("transpose")
+
+
+def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
+    """The stage `transpose` for the one weight of a table, with few calls on the host."""
+    plain, plain_table = format_of(fmt), memory(table)
+
+    def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+        # The extension reads `table` by its address, so this function keeps it.
+        assert table.is_cpu
+        scales = [(0, "float32", 0) if given is None else memory(given) for given in (row_scale, scale)]
+        (row_scales, column_scales) = [([address], dtype, [nbytes]) for address, dtype, nbytes in scales]
+        row_codes = [row_data.data_ptr()], "uint8", [row_data.nbytes]
+        codes = [data.data_ptr()], "uint8", [data.nbytes]
+        _C.cpu.transpose(plain, plain_table, row_codes, row_scales, codes, column_scales, torch.get_num_threads())
+
+    return run
+
+
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
 adam_step = _stage("adam_step")

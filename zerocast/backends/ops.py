@@ -197,6 +197,11 @@ class Stage:
         return call
 
 
+# Transposes one weight: (rowwise codes, their scales, columnwise codes, their scales). There are no
+# scales for a format with one scale per tensor.
+Transposer = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
+
+
 def transposed_copy(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
@@ -204,20 +209,25 @@ def transposed_copy(
 
     The scales are empty if the format has one scale per tensor, which serves both directions.
     """
-    checks.check_serves("transpose", get_format(format))
     if get_format(format).block is None:
-        checks.check_codes(backend, format, row_data, rows, columns)
-    else:
-        checks.check_direction(backend, format, row_data, row_scale, rows, columns)
+        data = transposed_codes(backend, format, row_data, rows, columns)
+        return data, row_data.new_empty(0, dtype=torch.float32)
+    transpose_one = _transposer(backend, format, rows, columns, row_data.device)
+    checks.check_direction(backend, format, row_data, row_scale, rows, columns)
     data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
-    _implementation("transpose", backend, format)(
-        _whole_weight(rows, columns, row_data.device),
-        [row_data.view(-1)],
-        [] if row_scale is None else [row_scale.view(-1)],
-        [data.view(-1)],
-        [scale.view(-1)],
-    )
+    transpose_one(row_data, row_scale, data, scale)
     return data, scale
+
+
+def transposed_codes(backend: str, format: str, row_data: Tensor, rows: int, columns: int) -> Tensor:
+    """Make the columnwise codes of one weight with one scale per tensor, in the dtype of its
+    rowwise codes.
+    """
+    transpose_one = _transposer(backend, format, rows, columns, row_data.device)
+    checks.check_codes(backend, format, row_data, rows, columns)
+    data = row_data.new_empty(_columnwise_shapes(format, rows, columns)[0])
+    transpose_one(row_data, None, data, None)
+    return data
 
 
 def transposed_fake(
@@ -238,11 +248,28 @@ def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Sha
 
 
 @functools.lru_cache(maxsize=1024)
-def _whole_weight(rows: int, columns: int, device: torch.device) -> Tensor:
-    """The descriptor table of one weight whose offsets are all 0."""
+def _transposer(backend: str, format: str, rows: int, columns: int, device: torch.device) -> Transposer:
+    """The stage `transpose` for one weight whose offsets are all 0. A step calls it for every
+    weight and every input, so what does not depend on addresses is made once.
+    """
+    fmt = get_format(format)
+    checks.check_serves("transpose", fmt)
     row = [0] * WIDTH
     row[Column.ROWS], row[Column.COLUMNS] = rows, columns
-    return torch.tensor([row], dtype=torch.int64, device=device)
+    table = torch.tensor([row], dtype=torch.int64, device=device)
+    bind = getattr(backends.load(backend), "bind_transpose", None)
+    if bind is not None:
+        bound: Transposer = bind(fmt, table)
+        return bound
+    stage = _implementation("transpose", backend, format)
+
+    def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+        row_scales = [] if row_scale is None else [row_scale.view(-1)]
+        column_scales = [table.new_empty(0, dtype=torch.float32) if scale is None else scale.view(-1)]
+        row_codes, codes = row_data.view(-1).view(torch.uint8), data.view(-1).view(torch.uint8)
+        stage(table, [row_codes], row_scales, [codes], column_scales)
+
+    return run
 
 
 def dequantized(

@@ -75,8 +75,8 @@ def check_tensor(
 def check_storage(name: str, tensor: Tensor) -> None:
     """ValueError for a contiguous tensor whose storage ends before its last element."""
     available = tensor.untyped_storage().nbytes()
-    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    if tensor.numel() and needed > available:
+    needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+    if tensor.nbytes and needed > available:
         raise ValueError(
             f"{name} ends at byte {needed:,} of a storage that has {available:,}: it was freed or made smaller "
             "(untyped_storage().resize_), so give it memory, or build the weight again"

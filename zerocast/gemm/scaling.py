@@ -72,9 +72,9 @@ def turned(codes: Tensor) -> Tensor:
     """The transpose `[k, rows]` of FP8 codes `[rows, k]`, with rows padded with zeros to a multiple
     of `ROWS`.
     """
-    rows = padded(codes.view(torch.uint8), ROWS)
-    data, _ = ops.transposed_copy(backends.choose(codes.device), "fp8_current", rows, None, *rows.shape)
-    return data.view(codes.dtype)
+    if codes.shape[0] % ROWS:
+        codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
+    return ops.transposed_codes(backends.choose(codes.device), "fp8_current", codes, *codes.shape)
 
 
 def turned_like(codes: Tensor) -> Tensor:

@@ -93,6 +93,24 @@ roll_history = _stage("roll_history", {"work": _work("weights")})
 transpose = _stage(
     "transpose", {"data_work": _work("transpose"), "scale_work": _work("transpose_scales")}, bases=one_or_more
 )
+
+
+def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
+    """The stage `transpose` for the one weight of a table, with few calls on the host."""
+    fixed = _C.cuda.transpose, format_of(fmt), int(_C.cuda.ONLY_BASE)
+    works = work("transpose", fmt, table), work("transpose_scales", fmt, table)
+
+    def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+        entry, plain, only = fixed
+        row_scales = only if row_scale is None else row_scale.data_ptr() | only
+        column_scales = only if scale is None else scale.data_ptr() | only
+        bases = row_data.data_ptr() | only, row_scales, data.data_ptr() | only, column_scales
+        # The table is read by the kernel, so this function keeps it.
+        entry(plain, *bases, *works, stream_of(table))
+
+    return run
+
+
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
 adam_step = _stage("adam_step")
