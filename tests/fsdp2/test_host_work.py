@@ -3,6 +3,7 @@
 import gc
 import io
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -16,11 +17,18 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED
 from tests.workers import Ranks
+from zerocast import gemm
+from zerocast.bench.llama import SHAPES, Llama
 from zerocast.distributed.rank_report import Comparison
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.torch_fsdp import PIECES, MasterAddresses, MasterMemory
 
 ROWS, COLUMNS = 64, 32  # three ranks have 22, 22 and 20 rows
+BF16 = "bf16"
+# Calls of a forward and a backward pass beyond those of bf16, of which a step of two blocks has about 8,000. What a step
+# needs on a GPU alone is not among them, what it needs on a CPU alone is: operators that inductor would fuse, and headers
+# that are compared at once.
+MOST_CALLS = {"fp8_current": 4900, "fp8_block": 5150, "mxfp4": 5050, "nvfp4": 5250}
 
 
 class Layers(nn.Module):
@@ -49,6 +57,47 @@ def calls_of(work: Callable[[], object]) -> int:
         sys.setprofile(None)
         gc.enable()
     return count
+
+
+def passes(fmt: str) -> tuple[int, dict[str, int]]:
+    """The calls of a forward and a backward pass of two compiled blocks, and those of zerocast by file."""
+    torch._dynamo.reset()
+    model = Llama(SHAPES["tiny"], layers=2, vocabulary=256, sequence=32)
+    if fmt != BF16:
+        zerocast.fsdp2.prepare(model, zerocast.Recipe({"blocks.*.w?.weight": fmt}), keep_codes=False)
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+        fully_shard(block, mesh=models.mesh(), mp_policy=models.BF16)
+    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+    tokens = torch.arange(33).view(1, -1)
+    by_file: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event in ("call", "c_call"):
+            by_file[frame.f_code.co_filename.rpartition("/zerocast/")[2]] += 1
+
+    # Tensor cores' arithmetic, where torch has it on a CPU.
+    with gemm.use("scaled_mm" if fmt == "fp8_current" else "auto", weight_gradients="fp8"):
+        for number in range(3):
+            gc.collect()
+            gc.disable()
+            sys.setprofile(note if number == 2 else None)
+            model(tokens[:, :-1], tokens[:, 1:]).backward()
+            sys.setprofile(None)
+            gc.enable()
+            model.zero_grad()
+    return by_file.total(), {file: count for file, count in by_file.items() if not file.startswith("/")}
+
+
+def test_the_host_of_a_quantized_pass_beside_bf16(ranks: Ranks) -> None:
+    of_bf16, _ = ranks(2)(passes, BF16)[0]
+    beyond = {}
+    for fmt in MOST_CALLS:
+        calls, by_file = ranks(2)(passes, fmt)[0]
+        beyond[fmt] = calls - of_bf16
+        longest = sorted(by_file.items(), key=lambda item: -item[1])
+        print(f"{fmt}: {calls:,} calls, bf16 {of_bf16:,}", *longest[:20], sep="\n")
+    assert {fmt: count for fmt, count in beyond.items() if not 0 < count < MOST_CALLS[fmt]} == {}
 
 
 def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:

@@ -78,7 +78,7 @@ def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel:
 def check_codes(backend: str, format: str, data: Tensor, rows: int, columns: int, columnwise: bool = False) -> None:
     """TypeError or ValueError unless these are the codes of one direction of a weight."""
     check_backend(backend, data.device)
-    dtypes, numel, *_ = _direction(format, rows, columns, columnwise)
+    dtypes, numel, *_ = sizes_of_direction(format, rows, columns, columnwise)
     check_plain("data", data, dtypes, numel, data.device)
 
 
@@ -89,7 +89,7 @@ def check_direction(
     Rowwise codes and scales may also be those of only some of its rows.
     """
     check_codes(backend, format, data, rows, columns, columnwise)
-    _, _, scale_dtype, width, height = _direction(format, rows, columns, columnwise)
+    _, _, scale_dtype, width, height = sizes_of_direction(format, rows, columns, columnwise)
     if scale_dtype is not None:
         if scale_inv is None:
             raise ValueError(f"a {format} weight of {rows}x{columns} needs scale_inv")
@@ -110,7 +110,7 @@ def check_amax(format: str, amax: Tensor | None, device: torch.device) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _direction(
+def sizes_of_direction(
     format: str, rows: int, columns: int, columnwise: bool
 ) -> tuple[tuple[torch.dtype, ...], int, torch.dtype | None, int, int]:
     """The sizes that a reader of one direction needs: (allowed dtypes of the data, its number of

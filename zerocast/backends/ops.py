@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -202,6 +202,22 @@ class Stage:
 Transposer = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
 
 
+class _Transposition(NamedTuple):
+    """The transposition of weights of one format and shape.
+
+    Attributes:
+        run: transposes one of them.
+        dtypes: what their rowwise codes may be stored as.
+        numel: elements of the rowwise codes.
+        shape: of the columnwise codes.
+    """
+
+    run: Transposer
+    dtypes: tuple[torch.dtype, ...]
+    numel: int
+    shape: layout.Shape
+
+
 def transposed_copy(
     backend: str, format: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int
 ) -> tuple[Tensor, Tensor]:
@@ -212,10 +228,10 @@ def transposed_copy(
     if get_format(format).block is None:
         data = transposed_codes(backend, format, row_data, rows, columns)
         return data, row_data.new_empty(0, dtype=torch.float32)
-    transpose_one = _transposer(backend, format, rows, columns, row_data.device)
+    transposition = _transposition(backend, format, rows, columns, row_data.device)
     checks.check_direction(backend, format, row_data, row_scale, rows, columns)
     data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
-    transpose_one(row_data, row_scale, data, scale)
+    transposition.run(row_data, row_scale, data, scale)
     return data, scale
 
 
@@ -223,10 +239,10 @@ def transposed_codes(backend: str, format: str, row_data: Tensor, rows: int, col
     """Make the columnwise codes of one weight with one scale per tensor, in the dtype of its
     rowwise codes.
     """
-    transpose_one = _transposer(backend, format, rows, columns, row_data.device)
-    checks.check_codes(backend, format, row_data, rows, columns)
-    data = row_data.new_empty(_columnwise_shapes(format, rows, columns)[0])
-    transpose_one(row_data, None, data, None)
+    transposition = _transposition(backend, format, rows, columns, row_data.device)
+    checks.check_plain("data", row_data, transposition.dtypes, transposition.numel, row_data.device)
+    data = row_data.new_empty(transposition.shape)
+    transposition.run(row_data, None, data, None)
     return data
 
 
@@ -248,19 +264,21 @@ def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Sha
 
 
 @functools.lru_cache(maxsize=1024)
-def _transposer(backend: str, format: str, rows: int, columns: int, device: torch.device) -> Transposer:
+def _transposition(backend: str, format: str, rows: int, columns: int, device: torch.device) -> _Transposition:
     """The stage `transpose` for one weight whose offsets are all 0. A step calls it for every
     weight and every input, so what does not depend on addresses is made once.
     """
     fmt = get_format(format)
     checks.check_serves("transpose", fmt)
+    checks.check_backend(backend, device)
+    dtypes, numel, *_ = checks.sizes_of_direction(format, rows, columns, columnwise=False)
+    shape, _, _ = _columnwise_shapes(format, rows, columns)
     row = [0] * WIDTH
     row[Column.ROWS], row[Column.COLUMNS] = rows, columns
     table = torch.tensor([row], dtype=torch.int64, device=device)
     bind = getattr(backends.load(backend), "bind_transpose", None)
     if bind is not None:
-        bound: Transposer = bind(fmt, table)
-        return bound
+        return _Transposition(bind(fmt, table), dtypes, numel, shape)
     stage = _implementation("transpose", backend, format)
 
     def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
@@ -269,7 +287,7 @@ def _transposer(backend: str, format: str, rows: int, columns: int, device: torc
         row_codes, codes = row_data.view(-1).view(torch.uint8), data.view(-1).view(torch.uint8)
         stage(table, [row_codes], row_scales, [codes], column_scales)
 
-    return run
+    return _Transposition(run, dtypes, numel, shape)
 
 
 def dequantized(

@@ -374,10 +374,21 @@ class FSDPWeight:
     @property
     def status(self) -> ShardStatus:
         """The status of this rank's shard."""
-        if self.host.plan.validity.partial:
+        status = self.status_of_host
+        return self.status_of_shard() if status is None else status
+
+    @property
+    def status_of_host(self) -> ShardStatus | None:
+        """The status of all shards of this rank: masters are partial, or it refuses a cast. None
+        where neither is so.
+        """
+        plan = self.host.plan
+        if plan.validity.partial:
             return ShardStatus.PARTIAL
-        if self.host.plan.problem is not None:
-            return ShardStatus.REFUSED
+        return None if plan.problem is None else ShardStatus.REFUSED
+
+    def status_of_shard(self) -> ShardStatus:
+        """The status of this shard where there is none of the host."""
         if self.host.plan.addresses.is_written(self.name):
             self.mark_written()
         clean = self.status_after_cast
@@ -411,17 +422,20 @@ class FSDPWeight:
         assert self.unsharded is not None
         if self.place == 0 and self.group.all_written() and self.is_sent:
             self.host.cast_again()
-        if not self.is_sent:
+        if self._sent != self.host.plan.generation:
             self._gather_again(outputs)
             if self.place == 0:
                 self.group.all_written()  # raises if a rank could not make that cast
-        self.group.note_received(self.place)
+        self.group.received += 1
+        if self.place == self.group.last_place:
+            self.group.fill_scales()
         self.validity.finish = None
         self.validity.gathered()
         if shown is None:
             return self.presentation.show(self.unsharded), self._inner
         shown = getattr(shown, "_local_tensor", shown)
-        self.presentation.refill(shown, self.unsharded)
+        if self.presentation is not AS_QUANTIZED_WEIGHT:
+            self.presentation.refill(shown, self.unsharded)
         return shown, self._inner
 
     def _lay_in(self, outputs: Sequence[Tensor]) -> None:
@@ -476,6 +490,7 @@ class ParamGroup:
 
     Attributes:
         names: of its prepared weights, in the order of its gather. A weight's `place` is its index.
+        last_place: the place of the last one.
         received: how many weights have arrived, over all gathers.
         layout: of the bytes that are sent. Another one after a switch of formats.
         side: what is gathered beside codes, from the first gather on.
@@ -494,6 +509,7 @@ class ParamGroup:
         self._status = status
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
+        self.last_place = len(members) - 1
         self.received = 0
         for place, (weight, param) in enumerate(members):
             weight.adopt(self, place, param)
@@ -565,7 +581,10 @@ class ParamGroup:
         travel with the first weight, which FSDP2 may copy before it asks for the next one.
         """
         said = self._said if self._said_after == cast else self._after_cast
-        self._said = [weight.status for weight in self.weights]
+        weights = self.weights
+        # The host is asked once for all.
+        of_host = weights[0].status_of_host
+        self._said = [weight.status_of_shard() if of_host is None else of_host for weight in weights]
         self._said_after = cast
         for header, before, now in zip(self.headers, said, self._said, strict=True):
             if before != now:
@@ -608,11 +627,9 @@ class ParamGroup:
         by_weight = zip(headers.chunk(len(self.names)), self._said, strict=True)
         return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
 
-    def note_received(self, place: int) -> None:
-        """A weight has arrived. After the last one the scales of all are put where products read
+    def fill_scales(self) -> None:
+        """The last weight of a gather has arrived: put the scales of all where products read
         them.
         """
-        self.received += 1
-        if place + 1 == len(self.names):
-            assert self.side is not None
-            self.side.fill()
+        assert self.side is not None
+        self.side.fill()

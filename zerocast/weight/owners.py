@@ -155,8 +155,11 @@ def _check_parameters(kind: type[Any], optimizer: Optimizer, *_: Any) -> None:
 
 def note_read(weight: Any) -> None:
     """Remember a weight that is read, requires a gradient and has no owner."""
+    # Every product asks, so the most frequent answer comes first.
+    if weight.state.validity.has_masters:
+        return
     # While a compiler traces, the buffers are fake tensors, and the weight is gone before any step.
-    if not _is_owned(weight) and weight.requires_grad and type(weight.state.rowwise_data) is Tensor:
+    if not is_trained(weight) and weight.requires_grad and type(weight.state.rowwise_data) is Tensor:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: check_gradients()))
         _read[id(weight)] = weakref.ref(weight)
