@@ -146,8 +146,6 @@ class CastGroup:
         """Cast the masters as they are now into the bytes to send, of codes only those that are
         kept; with `repeat` by the delayed scales of the last cast.
         """
-        for gather_cast in self._gather_casts:
-            gather_cast.has_masters = True
         self._allocate_scales()  # which tables that are built now are checked against
         unmeasured = self._tables_without.of(self.amaxes.measured)
         codes: list[WeightTable] = []
@@ -162,13 +160,15 @@ class CastGroup:
             self._free_scales()
 
     def take_part(self) -> None:
-        """Reduce amaxes with ranks that cast. The masters here cannot be read, so that gathers send
-        zeros until the next cast.
-        """
-        for gather_cast in self._gather_casts:
-            gather_cast.has_masters = False
+        """Reduce amaxes with ranks that cast, without the masters here."""
+        self.note_masters(are_there=False)
         self.amaxes.begin()
         self.amaxes.reduce()
+
+    def note_masters(self, *, are_there: bool) -> None:
+        """Cast codes at gathers from masters that can be read, or send zeros in place of them."""
+        for gather_cast in self._gather_casts:
+            gather_cast.has_masters = are_there
 
     def stamp(self, generation: int | None) -> None:
         """Write the headers of a cast, by default of the one after the last; as arguments of

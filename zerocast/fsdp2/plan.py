@@ -165,6 +165,10 @@ class ShardPlan(Plan):
         """The host's part of a cast after the device's."""
         self.addresses.note()
         self.generation += 1
+        if self.status.problem is not None:
+            self.status.problem = None
+            for group in self.cast_groups:
+                group.note_masters(are_there=True)
         self._changed = self._written
         self._written = []
         for weight in self.changed:
