@@ -101,8 +101,10 @@ def test_what_is_clamped_in_a_cast_is_exact(backend: str) -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_every_code_under_every_exact_scale(backend_anywhere: str, transposed: bool) -> None:
-    """A tile for each of the 36 scales and for 0, in a weight whose last groups are smaller: equal to `dequantize`."""
-    down, across = 9, 5
+    """A tile for each of the 36 scales and for 0, in a weight with rows of 72 bytes, whose last groups are smaller: equal to
+    `dequantize`.
+    """
+    down, across = 9, 9
     stored = np.resize(np.append(model.EXACT_CODES, np.uint8(0)), (down, across))
     scale = torch.zeros((-(-down * 16 // 128) * 128, -(-across // 4) * 4), dtype=torch.uint8)
     scale[: down * 16, :across] = torch.from_numpy(stored).repeat_interleave(16, 0)

@@ -92,7 +92,8 @@ def _upcast(
     source = tl.load(bases) + (top * columns + left) // 2
     target = tl.load(bases + 2) + (left * rows + top if TRANSPOSED else top * columns + left)
     whole = (top + HEIGHT <= rows) & (left + WIDTH_A <= columns)
-    if whole & (source % 16 == 0) & (target % 16 == 0):
+    # The columns of nvfp4 are multiples of 16, and two codes are a byte.
+    if whole & (source % 16 == 0) & (target % 16 == 0) & (columns % 32 == 0):
         _group(source, target, rows, columns, top, left, factor, TRANSPOSED, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A, True)
     else:
         _group(source, target, rows, columns, top, left, factor, TRANSPOSED, HEIGHT, WIDTH_A, ROWS_A, COLUMNS_A, False)
