@@ -231,6 +231,16 @@ def test_a_stale_columnwise_copy_is_never_read(fmt: str) -> None:
         assert x.grad is not None
 
 
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
+def test_what_is_dequantized_is_the_rowwise_copy(fmt: str) -> None:
+    """To decode a transposed copy would turn it back, which takes ten times its bytes."""
+    weight: Any = cast(fmt)
+    _, before = directions(weight, torch.bfloat16)
+    weight.columnwise_data.zero_()
+    _, after = directions(weight, torch.bfloat16)
+    assert torch.equal(after, before) and before.count_nonzero()
+
+
 def test_a_copy_made_between_forward_and_backward_is_the_one_that_is_read() -> None:
     """Autograd keeps the quantized weight itself: a backward after a cast sees the weight of that cast, or raises."""
     weight, master = QuantizedWeight.empty(SHAPE, "nvfp4", torch.float32), torch.randn(32 * 64)

@@ -61,9 +61,11 @@ class WeightReader:
         that holds `dtype` already. RuntimeError for a stale or missing columnwise copy.
         """
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
-        if self.makes_columnwise:
+        if columnwise and self.format.columnwise is Columnwise.TRANSPOSE:
             # A transposed copy holds the same codes, so the rowwise bytes give the same values
-            # without the work of making it.
+            # without the work of making it, or of turning it back. A kept one must be fresh.
+            if not self.makes_columnwise:
+                self.direction(columnwise)
             columnwise = False
         data, scale_inv = self.direction(columnwise)
         if data.dtype == dtype:
