@@ -16,6 +16,7 @@ from zerocast.backends.reference.scales import (
     decode_scales,
     encode_scales,
     expand,
+    stored_amax,
     stored_scales,
 )
 from zerocast.checkpoint.sources import TensorSource
@@ -111,7 +112,7 @@ def measure(
     amax = None
     if fmt is not None and fmt.has_tensor_amax:
         amaxes = [block_amax(round_nominal(x, nominal), None).view(()) for x in _read(source, key, shape)]
-        amax = torch.stack(amaxes).amax().view(1)
+        amax = stored_amax(fmt, torch.stack(amaxes).amax().view(1))
     if fmt is not None and fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
         assert amax is not None
         scale = _seed(fmt, amax)
