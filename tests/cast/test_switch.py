@@ -78,10 +78,13 @@ def test_every_format(after):
     switching("mxfp4" if after == "mxfp8" else "mxfp8", after)
 
 
+EXACT = "nvfp4:exact_in_fp8=True"
+
+
 @pytest.mark.parametrize("world", worlds(2, 3, slow=[]))
-@pytest.mark.parametrize("after", ["identity", "nvfp4", "mxfp8", "fp8_block", "fp8_delayed:amax_history_len=4"])
+@pytest.mark.parametrize("after", ["identity", "nvfp4", EXACT, "mxfp8", "fp8_block", "fp8_delayed:amax_history_len=4"])
 def test_spans_that_end_anywhere(ranks, world, after):
-    ranks(world)(switching, "fp8_current" if after != "fp8_block" else "nvfp4", after)
+    ranks(world)(switching, "nvfp4" if after in ("fp8_block", EXACT) else "fp8_current", after)
 
 
 def test_a_weight_whose_format_stays_keeps_bytes_and_history():
