@@ -31,6 +31,19 @@ def ran(config: StepConfig) -> dict[str, Any]:
     return StepBench(config, torch.device("cpu")).run().as_dict()
 
 
+@pytest.mark.parametrize("mode", ["compiled", "eager"])
+@pytest.mark.parametrize("known", variant.VARIANTS, ids=lambda known: known.name)
+def test_a_row_of_our_calls_alone_has_a_line_of_code(known: variant.Variant, mode: str) -> None:
+    code = variant.StepRow(known, mode).code
+    ours = known.host in (variant.FSDP2, variant.ZERO_ADAMW) and known.format != variant.BF16 and not known.grad_wire
+    is_fast = known.fp8_weight_gradients and mode == "compiled"
+    is_default = not known.fp8_weight_gradients and mode == "eager"
+    if ours and (is_fast or is_default):
+        assert code is not None and known.format in code and ("fast=True" in code) == is_fast
+    else:
+        assert code is None
+
+
 def test_variants_train_the_same_model(ranks: Ranks) -> None:
     chosen = (
         *("fsdp2:bf16", "fsdp2:fp8_current+fp8_wgrad", "fsdp2:fp8_delayed", "fsdp2:nvfp4"),

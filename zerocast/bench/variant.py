@@ -128,8 +128,9 @@ class StepRow:
         default. None for other rows.
         """
         call = {"fsdp2": "zerocast.fsdp2.prepare", "zero_adamw": "zerocast.quantize_"}.get(self.variant.host.name)
-        recipe = self.recipe
-        if call is None or recipe is None or self.variant.grad_wire:
+        # Formats of other libraries are no recipes.
+        recipe = self.recipe if call else None
+        if recipe is None or self.variant.grad_wire:
             return None
         if not recipe.fast and (self.mode == "compiled" or self.variant.fp8_weight_gradients):
             return None
@@ -255,7 +256,7 @@ TRANSFORMER_ENGINE_RECIPES = {
     "block": "Float8BlockScaling",
 }
 # The formats whose products run in FP8 on Hopper.
-FP8_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp4")
+FP8_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp4", "nvfp4:exact_in_fp8")
 OTHER_FORMATS = ("mxfp8", "mxfp8:block=32x32", "nvfp4")
 
 
