@@ -75,8 +75,10 @@ def check_tensor(
 def check_storage(name: str, tensor: Tensor) -> None:
     """ValueError for a contiguous tensor whose storage ends before its last element."""
     available = tensor.untyped_storage().nbytes()
-    needed = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
-    if tensor.nbytes and needed > available:
+    # A compiler calls this with symbolic sizes, of which `nbytes` cannot be asked.
+    numel = tensor.numel()
+    needed = (tensor.storage_offset() + numel) * tensor.itemsize
+    if numel and needed > available:
         raise ValueError(
             f"{name} ends at byte {needed:,} of a storage that has {available:,}: it was freed or made smaller "
             "(untyped_storage().resize_), so give it memory, or build the weight again"
