@@ -108,5 +108,11 @@ def test_a_model_without_blocks_is_refused_unchanged(call: Any) -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
+def test_a_switch_does_not_take_it() -> None:
+    model = quantized(zerocast.Recipe({"blocks.*.weight": "fp8_current"}))
+    with pytest.raises(ValueError, match="fast is settled when weights are quantized"):
+        zerocast.switch(model, FAST)
+
+
 def test_it_shows_itself() -> None:
     assert repr(FAST) == "Recipe({'blocks.*.weight': 'fp8_current'}, default='identity', fast=True)"

@@ -1,9 +1,9 @@
 """switch: other formats for the weights of a run, between two steps and from the same masters.
 
 Masters do not depend on formats, so bytes in another format are one cast away. What was built for
-the present ones (buffers, gathers, plans, captured graphs) is built anew by who owns the masters:
-each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same phases.
-Until the last phase every rank can still go back, and all do if one of them must.
+the present ones (buffers, gathers, plans, captured graphs) is built again by the owner of the
+masters: each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same
+phases. Until the last phase every rank can still go back, and all do if one of them must.
 """
 
 import contextlib
@@ -73,13 +73,13 @@ class Switchable(Protocol):
     """An owner of masters whose weights can change their formats."""
 
     def switch_part(self) -> SwitchPart:
-        """Its part in a switch of now."""
+        """Return its part in a switch that is made now."""
         ...
 
 
 @torch.no_grad()
 def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
-    """Give the quantized weights the formats of `recipe`, cast anew from their masters; call it
+    """Give the quantized weights the formats of `recipe`, and cast them from their masters. Call it
     between two steps, on all ranks.
 
     Accepts a ZeroAdamW, a CastPlan, a model whose weights have such an owner, and a model or
@@ -92,15 +92,16 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
 
     Raises, on every rank and with nothing changed, TypeError for what owns no masters and what is
     no recipe; ValueError for a pattern that matches nothing, a shape that a format cannot take,
-    a plain parameter that is to be quantized, and recipes that differ between ranks; RuntimeError
-    in the middle of a step (gradients that no step has used, `no_sync`, a backward pass), for
-    partial or foreign writes, within `average.swapped()`, and for a host whose buffers cannot
-    change.
+    a plain parameter that is to be quantized, a recipe with `share_amax` or `fast`, which stay as
+    they were, and recipes that differ between ranks; RuntimeError in the middle of a step
+    (gradients that no step has used, `no_sync`, a backward pass), for partial or foreign writes,
+    within `average.swapped()`, and for a host whose buffers cannot change.
     """
     recipe = Recipe.of(recipe)
-    if recipe.share_amax:
+    settled = [name for name, given in (("share_amax", recipe.share_amax), ("fast", recipe.fast)) if given]
+    if settled:
         raise ValueError(
-            "share_amax is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
+            f"{settled[0]} is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
         )
     parts = [_part_of(owner) for owner in _owners_of(model_or_optimizer_or_plan)]
     changes: list[Formats] = [{} for _ in parts]

@@ -27,7 +27,7 @@ class Recipe:
             `zerocast.gemm.use(weight_gradients="fp8")`. Each block is compiled to one graph
             (`block.compile(fullgraph=True)`); a block is an element of an `nn.ModuleList` or
             `nn.ModuleDict` that has a quantized weight, the outermost of nested ones. `quantize_`
-            and `zerocast.fsdp2.prepare` do both.
+            and `zerocast.fsdp2.prepare` do both; `zerocast.switch` keeps what they did.
 
     Raises TypeError for patterns that are no mapping, ValueError for an unknown format. Weights of
     different formats in one group, and fp8_delayed in a group, raise ValueError in
