@@ -1,8 +1,9 @@
-"""Tables: where the weights of a cast lie, and the stages of a cast over all of them at once.
+"""Tables: where the weights of a cast are in memory, and the stages of a cast over all of them at
+once.
 
 Weights of one format and dtype are the rows of one WeightTable. A row says where the weight and its
-master lie, as offsets into the few storages that hold them (StorageTable), and which elements this
-rank owns. Each stage is then one call, whatever the number of weights.
+master are, as offsets into the few storages that hold them (StorageTable), and which elements this
+rank owns. Each stage is then one call for any number of weights.
 """
 
 import itertools
@@ -125,7 +126,7 @@ class WeightTable:
     """Weights with the same TableKey, one in a row. Add weights, then `freeze`, then call stages.
 
     Attributes:
-        key: what they have in common.
+        key: the properties that they have in common.
         masters: the storages of their masters.
         buffers: the storages of their buffers, by the name of the buffer.
         table: i64 `[rows, WIDTH]` on the device, from `freeze` on.
@@ -157,7 +158,7 @@ class WeightTable:
             shape: of the matrix.
             place: where the rowwise amaxes begin, and those of a columnwise grid of its own.
             group: the parameter group.
-            shared: where the amax lies that the weight shares with others; -1 for none.
+            shared: the place of the amax that the weight shares with others; -1 for none.
         """
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = shape
@@ -205,7 +206,7 @@ class WeightTable:
         codes: Tensor | None = None,
     ) -> None:
         """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own,
-        for `adam_each`; with its own `codes`, u8, for `cast_each`.
+        for `adam_each`. A pass that casts needs its own `codes`, u8.
         """
         row = self.add_row(shape, place, group)
         row[Column.NOT_FINITE] = flag
@@ -336,9 +337,16 @@ class WeightTable:
                 self._partial_amax(packed=packed)
             return
         self._check_update(update)
-        adam = self.cast_each if self.key.fmt.casts_in_one_pass else self.adam_each
-        lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
-        adam(*lists, scalars=update.scalars, clip=update.clip, packed=packed, skip=skip)
+        self.adam_each(
+            [update.grad],
+            [update.exp_avg],
+            [update.exp_avg_sq],
+            scalars=update.scalars,
+            clip=update.clip,
+            packed=packed,
+            skip=skip,
+            casts=self.key.fmt.casts_in_one_pass,
+        )
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Compute scale buffers and tensor amaxes, the same on every rank."""
@@ -376,46 +384,28 @@ class WeightTable:
         clip: Tensor,
         packed: Tensor,
         skip: Tensor | None = None,
+        casts: bool = False,
     ) -> None:
-        """Adam on masters that have gradients and moments of their own, flat and as large as they
-        are; amaxes into `packed`.
+        """Step masters that have gradients and moments of their own, flat and as large as they are,
+        by Adam. Their amaxes go into `packed`.
 
-        `scalars` and `clip` are those of an AdamUpdate.
-        """
-        self._adam_amax(
-            grads=grads,
-            exp_avgs=exp_avgs,
-            exp_avg_sqs=exp_avg_sqs,
-            scalars=scalars,
-            clip=clip,
-            packed=packed,
-            skip=skip,
-        )
-
-    def cast_each(
-        self,
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        *,
-        scalars: Tensor,
-        clip: Tensor,
-        packed: Tensor,
-        skip: Tensor | None = None,
-    ) -> None:
-        """The same, and in the same pass the codes of the rows of blocks that are owned in whole.
-        For `key.fmt.casts_in_one_pass`. `cut_rows` get their codes once amaxes are reduced.
+        `scalars` and `clip` are those of an AdamUpdate. If it `casts`, which a format must allow
+        (`FormatSpec.casts_in_one_pass`), the same pass writes the codes of the rows of blocks that
+        are owned in whole. `cut_rows` get their codes once amaxes are reduced.
         """
         state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
         state |= {"scalars": scalars, "clip": clip, "packed": packed, "skip": skip}
+        if not casts:
+            self._adam_amax(**state)
+            return
         if self._whole_rows:
             self._whole_rows._adam_cast(**state)
         if self.cut_rows:
             self.cut_rows._adam_amax(**state)
 
     def _check_update(self, update: AdamUpdate) -> None:
-        """ValueError or TypeError unless all masters are views of one tensor, beside which those
-        of the update lie alike as far as masters take it.
+        """ValueError or TypeError unless all masters are views of one tensor, and the tensors of
+        the update reach as far as the masters in it do.
         """
         if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
             raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")

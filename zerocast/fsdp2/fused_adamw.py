@@ -100,11 +100,11 @@ class AdamPass:
         return [_flat(parameter.grad) for parameter in self._parameters]
 
     def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
-        """One step of all shards; their amaxes go into `packed`, which holds zeros there. If it
-        `casts`, the codes of whole rows of blocks go where they are kept.
+        """Step all shards; their amaxes go into `packed`, which holds zeros there. If it `casts`,
+        the codes of whole rows of blocks go where they are kept.
         """
-        each = self._table.cast_each if casts else self._table.adam_each
-        each(grads, self._exp_avgs, self._exp_avg_sqs, scalars=scalars, clip=clip, packed=packed)
+        moments = self._exp_avgs, self._exp_avg_sqs
+        self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed, casts=casts)
 
 
 class MomentsOnDemand(defaultdict[Any, Any]):
