@@ -386,7 +386,7 @@ def said_of_frozen(alike: bool) -> list[str]:
     zerocast.quantize_(model, zerocast.Recipe({"b.weight": "nvfp4"}, default="identity"))
     for name in "ab":
         model[name].requires_grad_(False)
-    with mock.patch("zerocast.optim.untrained.logger.warning") as warning:
+    with mock.patch("zerocast.optim.untrained_checks.logger.warning") as warning:
         ZeroAdamW({"params": group} for group in [model.named_parameters()])
     return [call.args[0] % call.args[1:] for call in warning.mock_calls]
 
@@ -407,7 +407,7 @@ def said_of_left_out(differ: str) -> list[list[str]]:
         seed = step + (rank if differ == "biases that another optimizer steps" else 0)
         inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)).bfloat16()
         model(inputs).float().square().mean().backward()
-        with mock.patch("zerocast.optim.untrained.logger.warning") as warning:
+        with mock.patch("zerocast.optim.untrained_checks.logger.warning") as warning:
             optimizer.step()
         rest.step()
         rest.zero_grad()

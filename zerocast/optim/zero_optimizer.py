@@ -39,7 +39,7 @@ from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_ot
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
-from zerocast.optim.untrained import FrozenParameters, LeftOut, frozen, listed
+from zerocast.optim.untrained_checks import FrozenParameters, LeftOut, frozen, listed
 from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
