@@ -1,4 +1,4 @@
-"""CastManager: when the prepared weights of one model are cast: FSDP2 as a host of a Driver.
+"""CastManager decides when the prepared weights of a model are cast. It is FSDP2's Driver.
 
 An optimizer step makes a cast due on every rank; the next gather, which is a collective and so
 comes on every rank, casts all weights first, however many optimizers stepped. Any other write to a
@@ -52,7 +52,7 @@ class CastManager(Driver[ShardPlan]):
         sizes: the elements of each prepared weight by name.
 
     Attributes:
-        memory: where the shards of masters lie that FSDP2 allocates.
+        memory: the memory of the shards of masters that FSDP2 allocates.
         measuring: the optimizers whose steps leave amaxes in the cast groups.
     """
 
@@ -64,17 +64,18 @@ class CastManager(Driver[ShardPlan]):
         plain: Sequence[str] = (),
         sizes: Mapping[str, int] | None = None,
     ) -> None:
-        # FSDP2 gathers, whenever it wants to.
         super().__init__(ShardPlan(model, weight_mesh, keep_codes), GatheredByCaller())
         self._plain = plain
         self.memory = MasterMemory(sizes or {})
-        self._steps = 0  # casts after an optimizer step
-        self._verified = 0  # the step after which weights were verified
+        # How many casts came after an optimizer step, and how many of them before the last
+        # verification.
+        self._steps = 0
+        self._verified = 0
         # True if the next gather casts, and if an optimizer step is the reason.
         self._is_due = True
         self._stepped = True
-        # The optimizers that have stepped over masters. Of several none says which weights it has
-        # changed.
+        # The optimizers that have stepped over masters so far. If there are several, a step does
+        # not tell which weights it has changed.
         self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -85,7 +86,7 @@ class CastManager(Driver[ShardPlan]):
     def add_weight(
         self, name: str, fmt: FormatSpec, shared_amax: SharedAmax | None, presentation: Presentation
     ) -> FSDPWeight:
-        """Return a new weight of this model."""
+        """Make a prepared weight of this model and add it to the plan."""
         weight = FSDPWeight(name, fmt, self, shared_amax, presentation)
         self.plan.add(weight)
         return weight
@@ -103,7 +104,10 @@ class CastManager(Driver[ShardPlan]):
     # -- casts
 
     def make_due(self, by: Optimizer | None = None) -> None:
-        """Cast before the next gather, and let there be one. `by` is who stepped."""
+        """Cast before the next gather, and let the next forward pass gather.
+
+        `by` is the optimizer that has stepped; None if masters were loaded or written by hand.
+        """
         self._is_due = self._stepped = True
         if by not in self.measuring:
             self.plan.forget_amaxes()
@@ -114,8 +118,10 @@ class CastManager(Driver[ShardPlan]):
             self.plan.param_groups.after_step()
 
     def before_gather(self) -> None:
-        """Cast if that is due; RuntimeError before it where headers of the step that ends, read
-        now, say that ranks disagree.
+        """Cast if that is due. Called before each gather.
+
+        RuntimeError if ranks disagree in the headers of the step that ends, which are read before
+        the cast.
         """
         if self._is_due and not self.plan.param_groups.step_goes_on:
             self.plan.status.next_step()
@@ -128,15 +134,16 @@ class CastManager(Driver[ShardPlan]):
             self.plan.mark_moved()
 
     def cast_again(self) -> None:
-        """Cast because all ranks were written to; by a step, perhaps, whose cast this then is. The
-        host, which has waited for what ranks say of it, waits for the cast too: this is the stream
-        of the products, and FSDP2 reads what later gathers send on another one.
+        """Cast because the masters of all ranks were written to, by an optimizer step or by hand.
+
+        The host waits for the cast. It runs on the stream of the products, and FSDP2 reads the
+        bytes of later gathers on another stream.
         """
         self.cast(repeat=not self._stepped)
         self.plan.synchronize()
 
     def has_cast(self, repeat: bool) -> None:
-        """After a cast: the weights that it may have changed have other values, and none is due."""
+        """Mark the weights that a cast may have changed as changed. No cast is due any longer."""
         self._steps += not repeat
         one_has_stepped = self._stepped and len(self._steppers) == 1
         for weight in self.weights if one_has_stepped else self.plan.changed:
@@ -147,36 +154,39 @@ class CastManager(Driver[ShardPlan]):
     # -- a step that casts at once (`CapturableFusedStep`)
 
     def before_first_step(self) -> None:
-        """Before the ordinary step that a graph repeats: leave what casts work in where it is, and
-        let only that step's amaxes count, as in the graph.
+        """Prepare the ordinary step that a graph repeats. Casts work in the same memory from now
+        on, and only amaxes of that step count, as in the graph.
         """
         self.plan.forget_amaxes()
         for group in self.plan.cast_groups:
             group.hold_scales()
 
     def cast_first_step(self) -> None:
-        """Cast after that step, and keep the tables by which it is cast."""
+        """Cast after the step that a graph repeats, and keep the tables of that cast."""
         for group in self.plan.cast_groups:
             group.hold_tables()
         self.before_gather()
 
     def before_captured_cast(self, by: Optimizer) -> None:
-        """The host's part before a graph of a step and its cast; RuntimeError as at a gather."""
+        """Do the host's part before a graph of a step and its cast. RuntimeError as in
+        `before_gather`.
+        """
         self.make_due(by)
         self.plan.status.next_step()
         self.ready("takes a captured step")
         self.plan.check_ready()
-        self.plan.forget_amaxes()  # the graph measures all
+        # The graph measures all masters.
+        self.plan.forget_amaxes()
 
     def after_captured_cast(self) -> None:
-        """The host's part after it."""
+        """Do the host's part after such a graph."""
         self.plan.done()
         self.has_cast(repeat=False)
 
     # -- other formats
 
     def switch_part(self) -> SwitchPart:
-        """The part of a prepared model in `zerocast.switch`; the next gather casts."""
+        """Return the part of a prepared model in `zerocast.switch`. The next gather casts."""
         if not self.plan.reductions:
             self.plan.bind()
         groups = self.plan.param_groups.prepared
@@ -216,8 +226,8 @@ class CastManager(Driver[ShardPlan]):
     # -- delayed scaling
 
     def delayed(self) -> dict[str, dict[str, Tensor]]:
-        """The state of delayed scaling by weight, as a step leaves it; casts first if that is
-        due.
+        """Return the state of delayed scaling by weight, as a step leaves it. Casts first if that
+        is due.
         """
         self.before_gather()
         self.plan.exchange_finite()
@@ -225,15 +235,15 @@ class CastManager(Driver[ShardPlan]):
         return {name: state for group in self.plan.cast_groups for name, state in group.delayed.state_dict().items()}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from a saved state: the next cast repeats its last one. What it lacks is found
-        anew, with a warning.
+        """Go on from a saved state: the next cast repeats its last one. A weight without a saved
+        state starts from its amax, with a warning.
 
-        Casts nothing: `state` may be what is in use, filled by a reader.
+        Casts nothing, since `state` may be the state in use, filled by a reader.
         """
         self.plan.bind()
         for group in self.plan.cast_groups:
             for name in group.delayed.load_state_dict(state):
-                warnings.warn(f"no state of delayed scaling for {name}: it starts anew from its amax", stacklevel=3)
+                warnings.warn(f"no state of delayed scaling for {name}: it starts again from its amax", stacklevel=3)
         self._is_due = True
         self._stepped = False
         self.plan.param_groups.free()
@@ -241,10 +251,10 @@ class CastManager(Driver[ShardPlan]):
     # -- weights that a forward pass left gathered
 
     def note_left_gathered(self) -> None:
-        """After a forward pass of the prepared model: remember what it left gathered.
+        """Remember the groups that a forward pass of the prepared model has left gathered.
 
-        RuntimeError on all ranks where they disagreed in a pass without gradients, whose results
-        somebody is about to use; the host waits for it.
+        RuntimeError, on all ranks, if they disagreed in a pass without gradients. The host waits
+        for the device then, since no later step would check the results of such a pass.
         """
         self.plan.param_groups.note_left_gathered()
         if torch.is_grad_enabled():
@@ -253,19 +263,20 @@ class CastManager(Driver[ShardPlan]):
             self.check(Use.READ)
 
     def check(self, use: Use) -> None:
-        """RuntimeError while masters may not be used so, and on all ranks where they disagreed in
-        any gather so far, or were NaN or Inf in a cast that was gathered. Waits for the device.
+        """RuntimeError if masters may not be used in this way now, and on all ranks if they
+        disagreed in any gather so far or if masters were NaN or Inf in a cast that was gathered.
+        Waits for the device.
         """
         self.plan.validity.check(use)
         self.plan.status.check()
         self.plan.status.check_finite()
 
     def exchange_status(self) -> None:
-        """Before a forward pass of the prepared model: gather anew what was left gathered, if
-        masters were written to since.
+        """Gather again what the last forward pass left gathered, if masters were written to since.
+        Called before a forward pass of the prepared model.
 
-        All ranks left the same gathered, or nothing. RuntimeError on all of them where only some
-        were written to; on a GPU one of the next times.
+        All ranks have left the same groups gathered. RuntimeError on all of them if masters of only
+        some were written to; on a GPU a later call raises it.
         """
         plan = self.plan
         plan.check_sharded()

@@ -1,4 +1,4 @@
-"""ParamGroups: FSDP2's parameter groups in a prepared model, and what steps do to them."""
+"""ParamGroups: FSDP2's parameter groups in a prepared model, and which of them stay gathered."""
 
 import weakref
 from collections.abc import Collection
@@ -12,17 +12,19 @@ from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
 
 
 class ParamGroups:
-    """FSDP2's parameter groups in a prepared model, and what optimizer steps do to what they have
-    gathered.
+    """FSDP2's parameter groups in a prepared model. They are freed after optimizer steps, so that
+    the next forward pass gathers the bytes of the next cast.
 
     Attributes:
-        prepared: those that gather prepared weights, once FSDP2 has sharded the model.
+        prepared: the groups that gather prepared weights. Empty until FSDP2 has sharded the model.
     """
 
     def __init__(self) -> None:
         self.prepared: list[ParamGroup] = []
+        # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
-        # What the last forward pass left gathered, and how many weights it had received by then.
+        # The groups that the last forward pass left gathered, each with the number of weights that
+        # it had received by then.
         self._left: list[tuple[ParamGroup, int]] = []
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
         # next cast.
@@ -33,26 +35,26 @@ class ParamGroups:
         groups = list(torch_fsdp.groups(model))
         self._groups = [weakref.ref(group) for group in groups]
         members = [(group, prepared_params(group, weights)) for group in groups]
-        self.prepared = [ParamGroup(group, found, status) for group, found in members if found]
+        self.prepared = [ParamGroup(group, params, status) for group, params in members if params]
 
     # -- what is left gathered
 
     def note_left_gathered(self) -> None:
-        """A forward pass ends, and leaves some groups gathered."""
+        """Remember the groups that a forward pass, which ends now, has left gathered."""
         self._left = [(group, group.received) for group in self.prepared if group.is_unsharded]
 
     def left_gathered(self) -> list[ParamGroup]:
-        """The groups that nothing has gathered since the last forward pass left them so; alike
-        on all ranks.
+        """The groups that are still as the last forward pass left them, and were not gathered
+        again. The same on all ranks.
         """
         return [group for group, received in self._left if group.is_unsharded and group.received == received]
 
     def free(self) -> None:
-        """Let the next forward pass gather what is left gathered."""
+        """Free all groups that are gathered, so that the next forward pass gathers them again."""
         torch_fsdp.reshard(group() for group in self._groups)
 
     def discard(self) -> None:
-        """The same, and forget gathers that a pass which broke off has left."""
+        """Free all groups, and drop gathers of a pass that broke off."""
         torch_fsdp.discard_gathers(group() for group in self._groups)
         self.free()
         self._stepped_in = None
@@ -60,10 +62,10 @@ class ParamGroups:
     # -- optimizer steps
 
     def after_step(self) -> None:
-        """Let there be a gather before the next forward pass.
+        """Free all groups after an optimizer step.
 
-        Optimizers that step within a backward pass, each a few parameters, take one step together:
-        what is gathered for the rest of that pass are the weights of its forward pass.
+        Optimizers that step within a backward pass, each a few parameters, take one step together.
+        The rest of that pass needs the weights of its forward pass, so they are freed at its end.
         """
         backward = torch_fsdp.backward_pass()
         if backward is None:
@@ -84,8 +86,8 @@ class ParamGroups:
         return self._stepped_in is not None and torch_fsdp.backward_pass() is not None
 
     def before_forward(self, model: nn.Module) -> None:
-        """Discard what a backward pass has left gathered, or begun to gather, that raised after an
-        optimizer had stepped within it. FSDP2 has gathered the weights of `model` itself by now.
+        """Discard the gathers of a backward pass that raised after an optimizer had stepped within
+        it. The weights of `model` itself stay, since FSDP2 has gathered them by now for this pass.
         """
         if self._stepped_in is not None and torch_fsdp.backward_pass() is None:
             own = list(torch_fsdp.groups_at(model))
@@ -95,11 +97,13 @@ class ParamGroups:
             self._stepped_in = None
 
     def after_cast(self) -> None:
-        """A step that follows is another one."""
+        """Called after a cast. An optimizer step that follows is not part of the last one."""
         self._stepped_in = None
 
     def _free_idle(self) -> None:
-        """At the end of a backward pass, which may be one of recomputed modules within another."""
+        """Free the groups that are in no pass. Called at the end of a backward pass, which may be
+        that of recomputed modules within another one.
+        """
         torch_fsdp.reshard(group for group in (group() for group in self._groups) if torch_fsdp.is_idle(group))
 
 

@@ -1,5 +1,5 @@
-"""ShardPlan: the cast of the masters that FSDP2 shards, as a Driver runs it: where they lie, who
-reduces amaxes with whom, and a CastGroup for each reduction.
+"""ShardPlan: the cast of the masters that FSDP2 shards, as a Driver runs it. It knows where the
+masters are and which ranks reduce amaxes together, and has a CastGroup for each reduction.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from zerocast.weight.validity import InvalidWeights, Validity, debugging
 
 
 class ShardPlan(Plan):
-    """The casts of the prepared weights of one model, all together.
+    """The cast of all prepared weights of one model.
 
     Args:
         model: the module that was prepared. It is not kept alive.
@@ -38,15 +38,18 @@ class ShardPlan(Plan):
         keep_codes: True if codes are kept from one cast to the next; None decides by their size.
 
     Attributes:
-        generation: how many casts there were. The same on all ranks, or gathers raise.
-        validity: of all masters together. It knows of steps and loads that raised half-way.
-        status: what ranks said of themselves in the headers of gathers.
-        param_groups: FSDP2's parameter groups, once it has sharded the model.
-        reductions: who reduces the amaxes of which parameter groups, from then on.
-        addresses: where the masters are since the last `bind`, and their version counters at the
-            last cast.
-        cast_groups: what casts. Empty before the first `bind` and once formats change.
-        may_have_moved: True if masters may lie elsewhere than at the last gather.
+        generation: the number of casts so far. The same on all ranks, or gathers raise.
+        validity: the validity of all masters together. It knows of steps and loads that raised
+            half-way.
+        status: the reports of all ranks in the headers of gathers.
+        param_groups: FSDP2's parameter groups. Empty until FSDP2 has sharded the model.
+        reductions: the ranks that reduce amaxes together, with their parameter groups. Empty until
+            the first `bind`, and the same ever after.
+        addresses: the addresses of the masters at the last `bind`, and their version counters at
+            the last cast.
+        cast_groups: a CastGroup for each of `reductions`. Other ones after a `bind` that finds
+            masters moved; empty before the first one, and after one that raised.
+        may_have_moved: True if masters may be in other memory than at the last gather.
     """
 
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None) -> None:
@@ -59,18 +62,19 @@ class ShardPlan(Plan):
         self._caller = Caller("zerocast.fsdp2", "cast")
         self.addresses = MasterAddresses({})
         self.cast_groups: list[CastGroup] = []
-        # True from the moment that masters are found to lie elsewhere until there are cast groups
+        # True from the moment that masters are found in other memory until there are cast groups
         # over them.
         self._must_bind = True
         # The delayed scaling of each weight that has it, in its last cast group.
         self._scaling: dict[str, DelayedScaling] = {}
         self.generation = 0
-        # Since the last cast: the weights whose masters are known to have changed, whether masters
-        # may lie elsewhere than they were located, and whether an operator has written to one since
-        # a step left amaxes.
+        # The weights whose masters are known to have changed since the last cast, and those of
+        # which this was known before it.
         self._written: list[weakref.ref[FSDPWeight]] = []
         self._changed: list[weakref.ref[FSDPWeight]] = []
+        # True if a master has another wrapper since the last `bind`, and may be in other memory.
         self._is_rewrapped = False
+        # True if an operator has written to a master since a step left amaxes.
         self._amaxes_are_old = False
         self.may_have_moved = False
         # True if the codes of the last cast are held for the rest of a backward pass.
@@ -90,7 +94,7 @@ class ShardPlan(Plan):
         return living(self._weights)
 
     def add(self, weight: FSDPWeight) -> None:
-        """Cast a weight, too, from the first cast on."""
+        """Add a weight, before the first cast."""
         self._weights.append(weakref.ref(weight))
 
     @property
@@ -106,15 +110,15 @@ class ShardPlan(Plan):
     # -- told by masters
 
     def note_operator(self) -> None:
-        """An operator has written to a master: amaxes that a step has left are old."""
+        """Called after an operator has written to a master. Amaxes that a step has left are old."""
         self._amaxes_are_old = True
 
     def note_written(self, weight: FSDPWeight) -> None:
-        """A master has changed since the last cast, as this rank knows from now on."""
+        """Called once this rank knows that a master has changed since the last cast."""
         self._written.append(weakref.ref(weight))
 
     def note_rewrapped(self) -> None:
-        """A master has another wrapper, and may lie elsewhere than where it was located."""
+        """Called when a master gets another wrapper, which may be over other memory."""
         self._is_rewrapped = True
         self.may_have_moved = True
 
@@ -126,7 +130,7 @@ class ShardPlan(Plan):
             check_same_call(reduction.group, f"{what} after cast {self.generation}")
 
     def _announce(self, detail: str) -> None:
-        # Headers tell of the last cast, and those who make a cast due read them before it.
+        # Ranks report in the headers of gathers. The next step reads those before it casts.
         self.check_same_call(detail or "casts and gathers")
 
     def _follow(self) -> None:
@@ -156,13 +160,13 @@ class ShardPlan(Plan):
         repeat: bool = False,
         in_graph: bool = False,
     ) -> None:
-        """The device's part of a cast. `in_graph` it counts the casts by itself."""
+        """Do the device's part of a cast. In a graph (`in_graph`) the device counts the casts."""
         for group in self.cast_groups:
             group.cast(repeat)
             group.stamp(None if in_graph else self.generation + 1)
 
     def done(self, *, repeat: bool = False) -> None:
-        """The host's part of a cast after the device's."""
+        """Do the host's part of a cast, after the device's."""
         self.addresses.note()
         self.generation += 1
         if self.status.problem is not None:
@@ -177,12 +181,13 @@ class ShardPlan(Plan):
             weight.validity.cast()
 
     def take_part(self, gather: Callable[[], None] | None = None) -> None:
-        """Reduce amaxes with the ranks that cast. The headers of the next gather, which FSDP2
-        begins, say REFUSED then, and all ranks raise there.
+        """Reduce amaxes with the ranks that cast. FSDP2 begins the next gather, whose headers say
+        that this rank REFUSED, so that all ranks raise there.
         """
         assert self.problem is not None
         if not self.cast_groups:
-            raise self.problem  # There is nothing to send.
+            # This rank has nothing to send.
+            raise self.problem
         self.status.problem = self.problem
         for group in self.cast_groups:
             group.take_part()
@@ -192,8 +197,8 @@ class ShardPlan(Plan):
     # -- amaxes that optimizer steps leave
 
     def forget_old_amaxes(self) -> None:
-        """Forget amaxes of masters that something wrote to since: a step is about to leave
-        others, or a cast to use them.
+        """Forget the amaxes that steps have left, if masters were written to since. Called before
+        a step leaves others and before a cast uses them.
         """
         measured = any(group.amaxes.measured for group in self.cast_groups)
         if measured and (self._amaxes_are_old or self.addresses.any_written()):
@@ -201,7 +206,7 @@ class ShardPlan(Plan):
         self._amaxes_are_old = False
 
     def after_step(self) -> None:
-        """A step has left amaxes: writes that are counted from now on make them old."""
+        """Called after a step has left amaxes. Later writes make them old."""
         self.addresses.note()
 
     def forget_amaxes(self) -> None:
@@ -231,11 +236,13 @@ class ShardPlan(Plan):
         """True if the next cast finds first scales of delayed scaling, which takes the host."""
         return any(group.delayed.unseeded for group in self.cast_groups)
 
-    # -- where masters lie
+    # -- where masters are
 
     def bind(self) -> None:
-        """Find the masters where they lie now. The first time all ranks agree on the weights;
-        later nothing is sent, and what raises leaves the cast groups as they were.
+        """Find the masters where they are now. The first call is collective: all ranks agree on the
+        weights. Later calls are local.
+
+        RuntimeError or TypeError, on this rank alone, for masters that cannot be cast.
         """
         if not self.reductions:
             self._adopt()
@@ -243,12 +250,14 @@ class ShardPlan(Plan):
         if self._must_bind or self.moved():
             self._must_bind = True
             for weight in self.weights:
-                # buffers to send are new ones: a cast fills them, or the next gather says so
+                # The buffers to send are new. A cast fills them, or the next gather says that none
+                # did.
                 weight.mark_written()
             for weight in self.weights:
                 weight.locate()
             self.addresses = MasterAddresses({weight.name: weight.param for weight in self.weights})
             keep, scaling = self._keeps_codes(), self._seeded_scaling()
+            # The memory of the old groups is free before the new ones take theirs.
             self.cast_groups = []
             self.cast_groups = [CastGroup(groups, reduction, keep, scaling) for reduction, groups in self.reductions]
             self._scaling = {name: group.delayed for group in self.cast_groups for name in group.delayed.state_dict()}
@@ -257,19 +266,21 @@ class ShardPlan(Plan):
         self.may_have_moved = False
 
     def rebuild(self, changed: Sequence[str]) -> None:
-        """Prepare casts of other formats, after the weights `changed` were given these. Local."""
+        """Prepare casts after the weights `changed` were given other formats. Local."""
         self._scaling = {name: scaling for name, scaling in self._scaling.items() if name not in changed}
         self.cast_groups = []
         self._must_bind = True
         self.bind()
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """The scale, f32[1], that a weight was cast with last; None without delayed scaling."""
+        """The scale, f32[1], of the last cast of a weight; None without delayed scaling."""
         scaling = self._scaling.get(name)
         return scaling.cast_scale(name) if scaling else None
 
     def _seeded_scaling(self) -> dict[str, dict[str, Tensor]]:
-        """The state of delayed scaling by weight in the cast groups of before."""
+        """The state of delayed scaling by weight, for the next cast groups to go on from. Weights
+        whose scale no cast has found yet are left out.
+        """
         states: dict[str, dict[str, Tensor]] = {}
         for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
             states |= scaling.state_dict()
@@ -283,14 +294,14 @@ class ShardPlan(Plan):
         return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
 
     def moved(self) -> bool:
-        """True if masters lie elsewhere than when they were bound. It takes a new wrapper; debug
-        mode looks all the same.
+        """True if masters are in other memory than at the last `bind`. A master that moves gets a
+        new wrapper, so addresses are compared only after one; in debug mode always.
         """
         return (self._is_rewrapped or debugging()) and self.addresses.moved()
 
     def mark_moved(self) -> None:
-        """Let headers say which masters lie elsewhere than at the last cast: other tensors have
-        taken their places.
+        """Let headers say which masters are in other memory than at the last cast, since other
+        tensors have replaced them.
         """
         self.may_have_moved = False
         moved = self.addresses.moved_names()
@@ -300,7 +311,7 @@ class ShardPlan(Plan):
 
     def check_sharded(self) -> None:
         """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass
-        on; on the meta device later.
+        on. Does nothing while any parameter is on the meta device.
         """
         if not self.reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
             self._adopt()
@@ -318,8 +329,9 @@ class ShardPlan(Plan):
             )
 
     def _agree(self) -> Iterator[tuple[ReductionGroup, list[ParamGroup]]]:
-        """Who reduces amaxes with whom, once FSDP2 has sharded the model. The only communication
-        but that of casts.
+        """Find which ranks reduce amaxes together, once FSDP2 has sharded the model. Collective.
+
+        ValueError or TypeError, on every rank, for weights that any rank cannot cast.
         """
         by_mesh: dict[str, list[ParamGroup]] = {}
         for group in self.param_groups.prepared:
@@ -328,9 +340,10 @@ class ShardPlan(Plan):
             members = [weight for group in groups for weight in group.weights]
             mesh = self._mesh_of(members[0])
             ranks_of_mesh = Group.of(mesh).called_by(self._caller)
-            problems = [problem for problem in (one.problem(self.weight_mesh) for one in members) if problem]
-            validate_across_ranks(ranks_of_mesh, [one.fingerprint for one in members], next(iter(problems), None))
-            # ranks that shard one slice have the same first rank
+            problems = (weight.problem(self.weight_mesh) for weight in members)
+            problem = next((problem for problem in problems if problem), None)
+            validate_across_ranks(ranks_of_mesh, [weight.fingerprint for weight in members], problem)
+            # Ranks that shard one slice have the same first rank.
             ranks = dist.get_process_group_ranks(mesh.get_group())
             first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
             is_first = largest_of_ranks(ranks_of_mesh, [rank == first for rank in ranks], "the slices of weights")
@@ -388,11 +401,10 @@ class ShardPlan(Plan):
     # -- verification
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of each group with the weights that a forward pass computes with; what is not
-        gathered is, and freed again.
+        """The masters of each group with the weights that a forward pass computes with. Collective.
 
-        A gather casts first if that is due, as that of the next forward pass would. Every rank asks
-        for them.
+        Groups that are not gathered are gathered, and freed again. As in a forward pass, a gather
+        casts first if that is due.
         """
         self.check_sharded()
         self.status.check()

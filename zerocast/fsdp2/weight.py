@@ -116,7 +116,7 @@ class WeightHost(Protocol):
 
     @property
     def plan(self) -> WeightPlan:
-        """What casts the weight."""
+        """The plan that casts the weight."""
 
     def before_gather(self) -> None:
         """A gather begins: cast if that is due."""
