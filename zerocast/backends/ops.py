@@ -174,7 +174,7 @@ class Stage:
         self.arguments = [argument.name for argument in arguments_of(name) if argument.kind != "format"]
 
     def __call__(self, *head: str, **arguments: Any) -> None:
-        """Run the stage once."""
+        """Run the stage once, with the backend and the format as `head`."""
         self.bind(*head)(**arguments)
 
     def bind(self, *head: str, **fixed: Any) -> Callable[..., None]:

@@ -80,7 +80,7 @@ class AmaxLayout(Generic[Weight]):
         self._targets: list[Tensor] = []
 
     def reserve(self, numel: int) -> Span:
-        """The next `numel` elements."""
+        """Reserve the next `numel` elements; returns where they are."""
         span = Span(self.size, self.size + numel)
         self.size = span.stop
         return span

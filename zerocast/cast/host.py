@@ -2,8 +2,8 @@
 its buffers, as a table of facts.
 
 A host owns FP32 masters and the buffers in which weights travel between ranks: ZeroAdamW, Megatron,
-Apex, TransformerEngine's callers. It states who writes the weights, where each master lies in its
-weight, which ranks share masters, and how bytes are gathered. A CastDriver casts after a step or
+Apex, TransformerEngine's callers. It states who writes the weights, which part of its weight each
+master is, which ranks share masters, and how bytes are gathered. A CastDriver casts after a step or
 from masters that were written by hand, gathers, follows masters to other memory, and gives
 `zerocast.verify` the masters. FSDP2 cuts and gathers parameters itself, so it has the same Driver
 with a plan of its own (`zerocast.fsdp2.plan`).
@@ -55,7 +55,7 @@ class Gather(abc.ABC):
     @abc.abstractmethod
     def start(self, plan: CastPlan) -> None:
         """All-gather the bytes of the last cast, and make the columnwise copies of them, all at
-        once by `plan.post_all_gather` or some by some by `ColumnwiseCopies.make`. Collective.
+        once by `plan.post_all_gather` or in parts by `ColumnwiseCopies.make`. Collective.
 
         A gather may still be in flight when this returns. Then `plan.validity.finish` completes it.
         """
@@ -147,11 +147,10 @@ class Host:
 
 
 class Driver(Generic[AnyPlan]):
-    """The casts of a host, by any plan: ZeroAdamW, FSDP2, Megatron and the others cast by these
-    lines.
+    """The casts of a host by a plan. ZeroAdamW, FSDP2, Megatron and all others cast by this code.
 
     Attributes:
-        plan: what is cast.
+        plan: the plan of what is cast, for as long as this object lives.
         gather: all-gathers the bytes of a cast.
     """
 
@@ -167,7 +166,7 @@ class Driver(Generic[AnyPlan]):
         self._cast(self._find, repeat)
 
     def ready(self, detail: str = "", problem: Exception | None = None) -> None:
-        """Do what must come before a cast: find weights and masters where they lie now. A problem
+        """Do what must come before a cast: find weights and masters where they are now. A problem
         of this rank is raised by the cast, on every rank (`Plan.ready`).
         """
         self.plan.ready(detail, self._find, problem)
@@ -185,7 +184,7 @@ class Driver(Generic[AnyPlan]):
         """Give the plan the present memory of masters that it cannot find by itself."""
 
     def has_cast(self, repeat: bool) -> None:
-        """Called after each cast, of which the host has told the plan nothing else."""
+        """Do what the host needs after each cast."""
 
     def _find(self) -> None:
         self.gather.prepare()

@@ -41,8 +41,9 @@ class Plan(abc.ABC):
     hosts run through `ready` and `run`.
 
     Attributes:
-        validity: the validity of the weights.
-        problem: why this rank cannot make the cast that it is in, from `ready` on. None if it can.
+        validity: the validity of the weights, for as long as the plan lives.
+        problem: the reason why this rank cannot make the present cast. None if it can. Each `ready`
+            sets it.
     """
 
     validity: Validity
@@ -54,15 +55,16 @@ class Plan(abc.ABC):
         """True if other ranks cast parts of the same weights."""
 
     def ready(self, detail: str = "", find: Callable[[], None] | None = None, problem: Exception | None = None) -> None:
-        """Do the host's part before a cast: find out where everything lies now.
+        """Do the host's part before a cast: find weights and masters where they are now.
 
-        A problem of this rank raises here only if there are no others, which would wait for it in
-        their next collective. Else `run` raises it on every rank.
+        If this rank has a problem and no others share the weights, it raises here. If others do,
+        they would wait for this rank in their next collective. So `run` raises on every rank then.
 
         Args:
-            detail: a text that all ranks must have alike, beside the call.
-            find: looks where masters and weights lie, before the plan does.
-            problem: a problem that this rank has had before.
+            detail: a text that must be the same on all ranks, as the call must be.
+            find: finds masters and weights for the host, before the plan does. None if the host has
+                nothing to find.
+            problem: a problem that this rank has found before this call.
 
         RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes with those
         of another call.
@@ -79,8 +81,8 @@ class Plan(abc.ABC):
         self.problem = problem
 
     def check_ready(self) -> None:
-        """Raise the problem of this rank on it alone: for a captured step, whose collectives are in
-        a graph.
+        """Raise the problem of this rank on it alone. For a captured step: its collectives are in a
+        graph, in which this rank cannot take part without a step.
         """
         problem, self.problem = self.problem, None
         if problem is not None:
@@ -94,8 +96,10 @@ class Plan(abc.ABC):
         repeat: bool = False,
         gather: Callable[[], None] | None = None,
     ) -> None:
-        """Cast after `ready`, as `CastPlan.cast` says. Collective. `gather` is the gather that the
-        caller begins after it.
+        """Cast after `ready`, with the arguments of `CastPlan.cast`. Collective.
+
+        `gather` makes the gather that the caller begins after the cast. A rank with a problem takes
+        part in it before it raises.
         """
         if self.problem is not None:
             self.take_part(gather)
@@ -107,8 +111,8 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def take_part(self, gather: Callable[[], None] | None = None) -> None:
-        """Be in the collectives of a cast that this rank cannot make, and in the gather after it,
-        so that all ranks hear of the problem.
+        """Take part in the collectives of a cast that this rank cannot make, and in the gather
+        after it, so that all ranks raise.
         """
 
     @abc.abstractmethod
@@ -129,13 +133,13 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _follow(self) -> None:
-        """Find masters and weights where they lie now; raises on this rank alone."""
+        """Find masters and weights where they are now. Raises on this rank alone."""
 
     @abc.abstractmethod
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
         """A context for the launch of a cast. What raises in it leaves scales as they were."""
 
-    def _look_back(self) -> None:  # noqa: B027 (nothing to look at where ranks report at once)
+    def _look_back(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
         """Raise what ranks reported of casts that the device has completed by now."""
 
 
@@ -207,10 +211,12 @@ class CastPlan(Plan):
             scale_cuts,
             gives_way=lambda other: other is claim,
         )
-        # After a switch of formats, until a gather has brought the new bytes to all ranks.
+        # Compares bytes between ranks after a switch of formats, until a gather has brought the new
+        # bytes to all ranks. None otherwise.
         self._switched: SwitchedBytes | None = None
         self._step_of_caller = " {}" if given.caller else ""
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
+        # The indices of the weights that have a master on any rank, for as long as the plan lives.
         self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
@@ -270,7 +276,6 @@ class CastPlan(Plan):
         return self.group.size > 1
 
     def _announce(self, detail: str) -> None:
-        """Raise what ranks reported of their last cast, and report this one."""
         # An optimizer step follows passes that came after the last cast, so waiting for that one
         # costs nothing. Other casts may follow each other at once: then the host waits for the last
         # one only when the device has got the next one.
@@ -393,6 +398,7 @@ class CastPlan(Plan):
         The next cast finds them again.
         """
         self._tables = CastTables([], [])
+        # No count of moves, so the next cast makes the tables again.
         self._places = -1
 
     def attach(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
@@ -498,8 +504,8 @@ class CastPlan(Plan):
         are all weights, if some of them are other objects than before.
         """
         self.weights = self.weights if weights is None else list(weights)
-        shards, anew = self._partition.shards, self.delayed.unseeded | {*changed}
-        kept = {name: state for name, state in self.delayed.state_dict().items() if name not in anew}
+        shards, to_seed = self._partition.shards, self.delayed.unseeded | {*changed}
+        kept = {name: state for name, state in self.delayed.state_dict().items() if name not in to_seed}
         cuts = [shard.cuts for shard in shards] if scale_cuts is None else scale_cuts
         self._partition = partition(
             self.group,
@@ -531,7 +537,8 @@ class CastPlan(Plan):
             raise
 
     def _broke_off(self, what: str, masters: bool = False) -> None:
-        if not self.validity.has_partial_masters:  # Which no cast mends.
+        # A cast does not complete partial masters, so what is noted of them stays.
+        if not self.validity.has_partial_masters:
             self.validity.broke_off(what, masters=masters)
 
     def forget_call(self) -> None:
@@ -554,7 +561,7 @@ class CastPlan(Plan):
 
     def _lay_out(self) -> None:
         """Derive from the partition, which says who owns what, all that a cast needs: which blocks
-        are cut, where all amaxes lie, and the tables of where weights and masters lie now.
+        are cut, the layout of all amaxes, and the tables of where weights and masters are now.
         """
         # The text that ranks compare. The caller's step is filled in.
         self._call = _numbered(self.group) + self._step_of_caller
@@ -587,7 +594,7 @@ class CastPlan(Plan):
                 w.state.join(self.validity, is_cast=index in cast)
 
     def _bind(self) -> None:
-        """Make the descriptor tables for where everything lies now. Local, and raises nothing."""
+        """Make the descriptor tables for the present memory. Local, and raises nothing."""
         self._take_weights()
         self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
@@ -606,13 +613,13 @@ def _numbered(group: Group) -> str:
 
 @dataclass(frozen=True)
 class CastTables:
-    """The tables that a cast works by, for where everything lies now.
+    """The tables that a cast works by, for the memory that weights and masters are in now.
 
     Attributes:
         owned: the weights that this rank computes scales of, with the elements that it owns.
         boundary: the elements of other ranks that it writes beside its own, where two ranks share a
             byte.
-        on_host: True if any masters lie on the host, and the weights on another device.
+        on_host: True if any masters are on the host, and the weights on another device.
     """
 
     owned: list[WeightTable]
@@ -623,7 +630,7 @@ class CastTables:
     def of(
         partition: Partition, cast: Sequence[int], amaxes: PlanAmaxes, param_groups: Sequence[int | None]
     ) -> "CastTables":
-        """The tables of the weights `cast`. Local and silent."""
+        """Make the tables of the weights `cast`. Local, and raises nothing."""
         device, backend = partition.device, partition.backend
         on_host = partition.has_host_masters
         mirror = host_tensor(amaxes.buffer.numel() if on_host else 0, amaxes.buffer.dtype, device)

@@ -50,7 +50,7 @@ class Trains(Protocol):
 
     @property
     def param_groups(self) -> Any:
-        """The parameter groups."""
+        """The parameter groups, as torch.optim.Optimizer has them."""
 
     @property
     def model(self) -> Any:

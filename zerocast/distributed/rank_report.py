@@ -117,10 +117,10 @@ class Comparison:
 
 
 def compare_each(group: Group, reports: Sequence[RankReport], what: str) -> list[Comparison]:
-    """Compare the reports that each rank makes of some items, item by item, by one all-reduce.
-    Collective. `what` says in errors what they are of.
+    """Compare the reports of all ranks, item by item, by one all-reduce. Collective.
 
-    Of an item the comparison has the smallest and the largest status and call.
+    Each rank has one report for each item. A comparison has only two, of the smallest and of the
+    largest status and call. `what` names the items in errors.
     """
     smallest, largest = range_over_ranks(group, [number for report in reports for number in report], what)
     both = zip(smallest[::2], smallest[1::2], largest[::2], largest[1::2], strict=True)
@@ -181,7 +181,7 @@ class CastReports:
     def all_refused(self) -> bool:
         """True if no rank could make the last call. Waits for the device."""
         comparison = Comparison.of_maxima([], self._digests.tolist())
-        return comparison.ranks(ShardStatus.REFUSED) == [0, 1]
+        return len(comparison.ranks(ShardStatus.REFUSED)) == len(comparison.reports)
 
     def _write(self, digest: int) -> None:
         # One launch writes both numbers: linspace of two elements is (digest, -digest).

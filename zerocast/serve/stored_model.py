@@ -116,7 +116,7 @@ class StoredModel:
         return any(f".{module}." in f".{name}." for module in in_fp32)
 
     def _stored(self) -> tuple[dict[str, list[Piece]], set[str]]:
-        """`pieces` and `fused`."""
+        """Return the attributes `pieces` and `fused`."""
         known = {name: self._pieces(name, shape) for name, shape in self.shapes.items()}
         pieces = {name: [whole(name, self.shapes[name])] if parts is None else parts for name, parts in known.items()}
         # A mapping that joins parameters gives each of them, reverted alone, the name of the whole.

@@ -97,11 +97,11 @@ transpose = _stage(
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
     """The stage `transpose` for the one weight of a table, with few calls on the host."""
-    fixed = _C.cuda.transpose, format_of(fmt), int(_C.cuda.ONLY_BASE)
+    entry, plain = _C.cuda.transpose, format_of(fmt)
+    only = int(_C.cuda.ONLY_BASE)
     works = work("transpose", fmt, table), work("transpose_scales", fmt, table)
 
     def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
-        entry, plain, only = fixed
         row_scales = only if row_scale is None else row_scale.data_ptr() | only
         column_scales = only if scale is None else scale.data_ptr() | only
         bases = row_data.data_ptr() | only, row_scales, data.data_ptr() | only, column_scales
