@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests import casts, strategies
 from tests.formats import model
 from zerocast import get_format
-from zerocast.backends.reference.scales import decode_scales, stored_amax, stored_scales
+from zerocast.backends.reference.scales import amax_of_stored, decode_scales, stored_amax, stored_scales
 
 EXACT = "nvfp4:exact_in_fp8"
 E4M3 = {Fraction(value) for value in model.VALUES["e4m3"]}
@@ -55,6 +55,13 @@ def test_the_tensor_scale_has_eight_bits() -> None:
     v = BF16.double() * 2688 / amax.double() / 6
     assert v[ordinary].min() > 382.4 and v[ordinary].max() < 385.6
     assert (stored_scales(fmt, BF16, amax, None) == 0x7C)[ordinary].all()
+
+
+def test_a_stored_amax_gives_itself() -> None:
+    """Where a weight is verified by what another of its group has stored: for zero, Inf and every bf16 amax."""
+    fmt = get_format(EXACT)
+    stored = stored_amax(fmt, torch.cat([torch.tensor([0.0, FLT_MAX, float("inf")]), BF16]))
+    assert torch.equal(stored_amax(fmt, amax_of_stored(fmt, stored)), stored)
 
 
 def test_the_decode_is_scale_times_tensor_scale() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerocast.backends.reference.codec import round_nominal
 from zerocast.backends.reference.quantize import Quantized, quantize
-from zerocast.backends.reference.scales import block_amax
+from zerocast.backends.reference.scales import amax_of_stored, block_amax
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.formats import Columnwise, FormatSpec, layout
@@ -182,7 +182,8 @@ def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax
             continue
         is_incomplete = members.get(shared, len(shared.names)) < len(shared.names)
         if is_incomplete:
-            amaxes[shared] = torch.maximum(amaxes[shared], view.weight.amax)
+            others = amax_of_stored(view.weight.format, view.weight.amax)
+            amaxes[shared] = torch.maximum(amaxes[shared], others)
     return amaxes
 
 

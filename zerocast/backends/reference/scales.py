@@ -124,6 +124,14 @@ def stored_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
     return torch.where((amax > 0) & ~amax.isinf(), (2688.0 * scale).clamp(max=FLT_MAX), amax)
 
 
+def amax_of_stored(fmt: FormatSpec, stored: Tensor) -> Tensor:
+    """An amax for which `stored_amax` gives `stored`."""
+    if not fmt.exact_scales:
+        return stored
+    # 2304 times the tensor scale, unless the stored amax was clamped.
+    return torch.where(stored < FLT_MAX, stored / 2688.0 * 2304.0, stored)
+
+
 def _nvfp4_encode(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
     s_enc = _nvfp4_global(tensor_amax)
     s_dec = divide(1.0, torch.where(s_enc > 0, s_enc, torch.ones_like(s_enc)))
