@@ -20,8 +20,8 @@ using Extent = std::pair<int64_t, int64_t>;
 
 Format make_format(const std::string& element, const std::string& scale_rule, const std::string& columnwise,
                    const std::string& amax_policy, Extent block, Extent columnwise_block, Extent scale_group,
-                   bool scale_rounds_down, bool exact_scales, bool power_of_2_scale, bool most_recent, float amax_epsilon, int margin,
-                   int64_t amax_history_len) {
+                   bool scale_rounds_down, bool exact_scales, bool power_of_2_scale, bool most_recent, float amax_epsilon,
+                   int margin, int64_t amax_history_len) {
   Format f{};
   f.element = element_of(element);
   f.scale_rule = scale_rule_of(scale_rule);
@@ -53,8 +53,8 @@ void register_descriptor(py::module_& m) {
   py::class_<Format>(m, "Format")
       .def(py::init(&make_format), py::kw_only(), py::arg("element"), py::arg("scale_rule"), py::arg("columnwise"),
            py::arg("amax_policy"), py::arg("block"), py::arg("columnwise_block"), py::arg("scale_group"),
-           py::arg("scale_rounds_down"), py::arg("exact_scales"), py::arg("power_of_2_scale"), py::arg("most_recent"), py::arg("amax_epsilon"),
-           py::arg("margin"), py::arg("amax_history_len"));
+           py::arg("scale_rounds_down"), py::arg("exact_scales"), py::arg("power_of_2_scale"), py::arg("most_recent"),
+           py::arg("amax_epsilon"), py::arg("margin"), py::arg("amax_history_len"));
 }
 
 }  // namespace zerocast::api

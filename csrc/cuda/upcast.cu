@@ -4,8 +4,9 @@
 //
 // A thread block takes 128x128, a thread 16 neighbouring codes of four rows. Tables in shared memory
 // hold the E4M3 codes of the eight magnitudes for each spread of E8M0 scales or each E4M3 scale, which
-// a thread looks up four at a time. Transposed, its four rows become words along the columns, and those rows of 128 bytes; a
-// block takes two groups side by side then, so that it reads 128 bytes of each row, too.
+// a thread looks up four at a time. For the transpose its four rows become words along the columns, and
+// those become rows of 128 bytes. A block takes two groups side by side then, so that it reads 128 bytes
+// of each row, too.
 #include <stdexcept>
 #include <utility>
 
