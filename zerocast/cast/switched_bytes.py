@@ -33,7 +33,8 @@ def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
 class SwitchedBytes:
     """The codes of `weights`, by name, which are the same on all ranks of `group` now.
 
-    Rowwise ones alone: who computes no gradients need not gather others.
+    Only rowwise codes are compared, since a caller that computes no gradients need not gather
+    others.
     """
 
     def __init__(self, group: Group, weights: Mapping[str, QuantizedWeight]) -> None:
@@ -42,11 +43,11 @@ class SwitchedBytes:
         self._gathered: list[int] | None = None
 
     def note_gathered(self) -> None:
-        """The caller says that the bytes of the last cast are gathered. Waits for the device."""
+        """Note that the caller has gathered the bytes of the last cast. Waits for the device."""
         self._gathered = self._sums()
 
     def check(self) -> bool:
-        """Before a cast: whether there is nothing left to notice. A collective call.
+        """Return True if there is nothing left to compare. Called before each cast. Collective.
 
         RuntimeError on every rank for weights that were gathered and differ between ranks.
         """
@@ -71,7 +72,7 @@ class SwitchedBytes:
 
     def _sums(self) -> list[int]:
         codes = [_bytes(weight.rowwise_data) for weight in self._weights.values()]
-        sums: list[int] = torch.stack([one.sum(dtype=torch.int64) for one in codes]).tolist()
+        sums: list[int] = torch.stack([data.sum(dtype=torch.int64) for data in codes]).tolist()
         return sums
 
 

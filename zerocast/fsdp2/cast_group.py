@@ -1,9 +1,9 @@
 """CastGroup: the cast of weights whose amaxes are reduced together, in the steps of every host
 (`zerocast.cast.pipeline`), into the bytes that they send.
 
-The layers of a model repeat their shapes. Where those are sharded alike, the bytes to send lie at
-equal distances and so do the scale buffers that the stages fill: one strided copy takes the scales
-of all of them from one to the other.
+The layers of a model repeat their shapes. If they are sharded alike, the bytes to send are at equal
+distances in memory, and so are the scale buffers that the stages fill. One strided copy then takes
+the scales of all layers from these buffers to the bytes.
 """
 
 import functools
@@ -78,7 +78,7 @@ class CastGroup:
         """The weights, which the model keeps alive."""
         return [weight for group in self._groups for weight in group.weights]
 
-    # -- where everything lies
+    # -- memory
 
     def _lay_out(self, groups: Sequence[ParamGroup]) -> None:
         """Give all groups the bytes that they send, those of equal layouts side by side, and the
@@ -160,13 +160,13 @@ class CastGroup:
             self._free_scales()
 
     def take_part(self) -> None:
-        """Reduce amaxes with ranks that cast, without the masters here."""
+        """Reduce amaxes with the ranks that cast. This rank has none to give."""
         self.note_masters(are_there=False)
         self.amaxes.begin()
         self.amaxes.reduce()
 
     def note_masters(self, *, are_there: bool) -> None:
-        """Cast codes at gathers from masters that can be read, or send zeros in place of them."""
+        """Say whether gathers can read the masters. If not, they send zeros for codes."""
         for gather_cast in self._gather_casts:
             gather_cast.has_masters = are_there
 
@@ -258,8 +258,8 @@ class TablesOfSets:
 class GatherCast:
     """The codes of a parameter group, cast when FSDP2 gathers it, gone once they are sent.
 
-    The codes of a shard are most of what a rank sends, and nobody reads them between two gathers. A
-    cast therefore leaves amaxes, scales and headers, and FSDP2's hook of a group casts its codes
+    The codes of a shard are most of what a rank sends, and nothing reads them between two gathers.
+    A cast therefore leaves amaxes, scales and headers, and FSDP2's hook of a group casts its codes
     from the masters by these: one launch for the group's weights of a format, on the stream that
     FSDP2 copies from. A gather then reads 4 bytes an element and writes a code, as FSDP2 does
     without zerocast to send bf16.
@@ -268,13 +268,13 @@ class GatherCast:
     weights of its forward pass: `hold` keeps their codes until the next cast.
 
     Args:
-        weights: those of the group.
-        layout: of what it sends.
-        shards: by name those that this rank casts anything of.
-        offsets: where each weight has its amaxes in `packed`.
+        weights: the weights of the group.
+        layout: the layout of the bytes that it sends.
+        shards: the shards of this rank, by name. Weights without a row on this rank are left out.
+        offsets: the places of each weight's amaxes in `packed`.
         packed: the amaxes of the last cast.
         delayed: the scales of the last cast, from which delayed scaling has moved on.
-        backend: what casts.
+        backend: a name from `zerocast.backends`.
 
     Attributes:
         has_masters: False while the masters cannot be read. Zeros are sent then.

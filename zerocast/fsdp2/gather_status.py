@@ -63,13 +63,16 @@ class SentHeaders:
 
 
 class GatherStatus:
-    """Status headers of a model's gathers: those of a CPU are compared at once, those of a GPU
-    later, in the order in which they were issued.
+    """Compares the status headers of a model's gathers: on a CPU at once, on a GPU later, in the
+    order in which they were issued.
 
-    `validity` is that of the model: this rank raises its own words where masters are partial.
+    Args:
+        validity: the validity of the model. Its error is raised if masters of this rank are
+        partial.
 
     Attributes:
-        problem: why this rank could not make a cast, for the error of ranks that could not.
+        problem: the reason why this rank could not make the last cast, for its error. None if it
+            could.
     """
 
     def __init__(self, validity: Validity) -> None:
@@ -82,10 +85,15 @@ class GatherStatus:
         self._told_cast, self._is_overlooked = 0, False
 
     def all_written(self, names: Sequence[str], headers: Tensor) -> bool:
-        """True if every rank with rows of one of the weights was written to since it last cast, by
-        their int32 headers `[weights * ranks, 2]`, those of a weight behind those of another.
+        """True if masters of some weight were written to since the last cast on every rank that has
+        rows of it.
 
-        RuntimeError where only some were, where some are partial, and for bytes of different casts.
+        RuntimeError if they were on only some of these ranks, if masters of some are partial, if
+        some could not make the last cast, and for bytes of different casts.
+
+        Args:
+            names: the weights.
+            headers: int32 `[weights * ranks, 2]`, weight by weight.
         """
         if Comparison.of_headers(headers).is_quiet:
             return False
@@ -94,7 +102,7 @@ class GatherStatus:
         return any(written)
 
     def _is_written(self, name: str, headers: Tensor) -> bool:
-        """The same for the headers `[ranks, 2]` of one weight."""
+        """Do what `all_written` says for the headers `[ranks, 2]` of one weight."""
         comparison = Comparison.of_headers(headers)
         partial = comparison.ranks(ShardStatus.PARTIAL)
         if partial:
@@ -139,8 +147,8 @@ class GatherStatus:
         return headers.is_cuda
 
     def note(self, names: tuple[str, ...], headers: Tensor) -> None:
-        """Keep the headers of these weights, of which FSDP2 does not own the memory, to be read
-        later.
+        """Keep the headers of these weights, to be read later. FSDP2 must not own their memory,
+        which it may free before.
         """
         self._unsent.append((names, headers))
         _unread.add(self)

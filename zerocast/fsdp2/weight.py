@@ -84,9 +84,9 @@ class WeightPlan(Protocol):
     """What a weight asks and tells of the plan by which it is cast. A ShardPlan is one.
 
     Attributes:
-        generation: how many casts there were. The same on all ranks, or gathers raise.
-        problem: why this rank could not make the last cast. None if it could.
-        validity: of all masters together.
+        generation: the number of casts so far. The same on all ranks, or gathers raise.
+        problem: the reason why this rank could not make the last cast. None if it could.
+        validity: the validity of all masters together.
         addresses: where the masters were when they were located.
     """
 
@@ -96,20 +96,20 @@ class WeightPlan(Protocol):
     addresses: MasterAddresses
 
     def note_operator(self) -> None:
-        """An operator has written to a master."""
+        """Called after an operator has written to a master."""
 
     def note_written(self, weight: "FSDPWeight") -> None:
         """A master has changed since the last cast, as this rank knows from now on."""
 
     def note_rewrapped(self) -> None:
-        """A master has another wrapper, and may lie elsewhere than where it was located."""
+        """Called when a master gets another wrapper, which may be over other memory."""
 
 
 class WeightHost(Protocol):
     """What a weight asks and tells of the casts of its model. The CastManager is one.
 
     Attributes:
-        memory: where the shards of masters lie that FSDP2 allocates.
+        memory: the memory of the shards of masters that FSDP2 allocates.
     """
 
     memory: MasterMemory
@@ -122,7 +122,7 @@ class WeightHost(Protocol):
         """A gather begins: cast if that is due."""
 
     def cast_again(self) -> None:
-        """All ranks have written to a weight: cast once more."""
+        """Cast once more, since all ranks have written to a weight."""
 
 
 class FSDPWeight:
@@ -144,18 +144,22 @@ class FSDPWeight:
                      storage, which autograd or a compiled graph may have saved
 
     Attributes:
-        format: that it is gathered in, until a switch.
-        shared_amax: the weights that it shares a tensor amax with, if any.
-        presentation: how modules see it.
-        fp8_weight_gradients: that of its WeightState, from `prepare` on.
-        host: who casts it.
-        validity: of what is gathered.
-        group: the weights that it is gathered with, and `place` among them. These and `param`, the
-            FSDPParam, are there once FSDP2 has sharded the model (`adopt`).
-        is_located: True once its shard was found. From then on, and anew whenever masters move,
-            there are `master`, f32, plain, this rank's rows; `addresses`, those of its bytes;
-            `geometry`; and `status_after_cast`, which a cast leaves in the header.
-        unsharded: the weight of all ranks, from the first gather on.
+        format: the format that it is gathered in, until a switch.
+        shared_amax: the weights that it shares a tensor amax with. None if there are none.
+        presentation: makes the tensor that modules see.
+        fp8_weight_gradients: the attribute of its WeightState, which `prepare` sets.
+        host: the CastManager that casts it, for as long as the weight lives.
+        validity: the validity of the gathered bytes.
+        group, place, param: the weights that it is gathered with, its index among them, and its
+            FSDPParam. Set once FSDP2 has sharded the model (`adopt`).
+        is_located: True once its shard was found. `locate` sets the next four, each time that
+            masters have moved.
+        master: the rows of this rank, f32, a plain tensor.
+        addresses: the addresses of the master's bytes.
+        geometry: the rows of this rank, and the layout of their bytes.
+        status_after_cast: the status that a cast leaves in the header.
+        unsharded: the weight of all ranks. None before the first gather, and after a switch of
+            formats until the next one.
     """
 
     group: "ParamGroup"
@@ -181,7 +185,8 @@ class FSDPWeight:
         self.validity = Validity(LOAD, advice=ADVICE)
         self.validity.owner = weakref.ref(host)
         self.validity.has_masters = True
-        self.place = 0  # so that the very first gather looks for the others
+        # The very first gather looks for the other weights if it finds place 0.
+        self.place = 0
         self.is_located = False
         self.addresses = range(0)
         # True if the master has changed since the last cast, as far as this rank knows.
@@ -249,8 +254,8 @@ class FSDPWeight:
 
     @property
     def must_keep_codes(self) -> bool:
-        """True where codes are kept from one cast to the next, whatever was asked for: one rank
-        sends all as one output, and masters on the host are cast there.
+        """True if codes must be kept from one cast to the next, even if `keep_codes` is False: a
+        single rank sends all as one output, and masters on the host are cast there.
         """
         return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param())
 
@@ -308,8 +313,8 @@ class FSDPWeight:
     # -- sharded: this rank's rows
 
     def locate(self) -> None:
-        """Find the rows of this rank where they lie now. TypeError where `Module.to` has given
-        them another dtype.
+        """Find the rows of this rank in the memory where they are now. TypeError if `Module.to` has
+        given them another dtype.
         """
         try:
             self._check_dtypes()
@@ -379,8 +384,8 @@ class FSDPWeight:
 
     @property
     def status_of_host(self) -> ShardStatus | None:
-        """The status of all shards of this rank: masters are partial, or it refuses a cast. None
-        where neither is so.
+        """The status that all shards of this rank have: PARTIAL if masters are partial, REFUSED if
+        this rank could not make the last cast, otherwise None.
         """
         plan = self.host.plan
         if plan.validity.partial:
@@ -388,7 +393,7 @@ class FSDPWeight:
         return None if plan.problem is None else ShardStatus.REFUSED
 
     def status_of_shard(self) -> ShardStatus:
-        """The status of this shard where there is none of the host."""
+        """The status of this shard if `status_of_host` is None."""
         if self.host.plan.addresses.is_written(self.name):
             self.mark_written()
         clean = self.status_after_cast
@@ -489,14 +494,16 @@ class ParamGroup:
     """One of FSDP2's parameter groups (an FSDPParamGroup), and the bytes of its weights.
 
     Attributes:
-        names: of its prepared weights, in the order of its gather. A weight's `place` is its index.
-        last_place: the place of the last one.
-        received: how many weights have arrived, over all gathers.
-        layout: of the bytes that are sent. Another one after a switch of formats.
-        side: what is gathered beside codes, from the first gather on.
-        headers: int32 `[2]` of each weight, in the bytes that are sent.
-        take_codes: gives the codes of the weight at a place for one gather; None where casts keep
-            them with what is sent.
+        names: the names of its prepared weights, in the order of its gather. A weight's `place` is
+            its index.
+        last_place: the place of the last weight.
+        received: the number of weights that have arrived, over all gathers.
+        layout: the layout of the bytes that are sent. Another one after a switch of formats.
+        side: the gathered bytes beside codes. None before the first gather, and after a switch of
+            formats until the next one.
+        headers: the header of each weight, int32 `[2]`, a view of the bytes that are sent.
+        take_codes: returns the codes of the weight at a place for one gather. None if casts keep
+            the codes with the other bytes that are sent.
     """
 
     layout: GatherLayout
@@ -513,13 +520,13 @@ class ParamGroup:
         self.received = 0
         for place, (weight, param) in enumerate(members):
             weight.adopt(self, place, param)
-        # From `lay_out` on, for each weight: what is sent beside codes that are not kept, the
-        # status that a cast leaves in its header, and the one that is there now.
+        # For each weight, from `lay_out` on: the tensors that are sent beside codes that are not
+        # kept, the status that a cast leaves in its header, and the status of the last gather.
         self._kept: list[tuple[Tensor, ...]] = []
-        self._after_cast: list[ShardStatus] = []
-        self._said: list[ShardStatus] = []
-        # The number of the cast after which a gather has written headers.
-        self._said_after = -1
+        self._statuses_of_cast: list[ShardStatus] = []
+        self._statuses: list[ShardStatus] = []
+        # The number of the cast after which a gather has last written headers.
+        self._statuses_after = -1
         self.side: GatheredSide | None = None
 
     @property
@@ -560,8 +567,8 @@ class ParamGroup:
         self.take_codes = take_codes
         self.headers = [header_of(side) for _, side in layout.parts(buffer)]
         self._kept = layout.outputs(buffer)
-        self._after_cast = [weight.status_after_cast for weight in self.weights]
-        self._said_after = -1
+        self._statuses_of_cast = [weight.status_after_cast for weight in self.weights]
+        self._statuses_after = -1
 
     def outputs(self, place: int, cast: int, device: torch.device) -> tuple[Tensor, ...]:
         """The tensors to send of a weight, on `device`, after cast number `cast`. Codes that are
@@ -577,16 +584,17 @@ class ParamGroup:
         return tuple(part.to(device, non_blocking=True) for part in outputs)
 
     def _write_headers(self, cast: int) -> None:
-        """Write the statuses of all weights, where others are there since the last cast: they
-        travel with the first weight, which FSDP2 may copy before it asks for the next one.
+        """Write the statuses of all weights into their headers, those that differ from what is
+        there since cast number `cast`. All are written with the first weight, since FSDP2 may copy
+        its bytes before it asks for the next one.
         """
-        said = self._said if self._said_after == cast else self._after_cast
+        written = self._statuses if self._statuses_after == cast else self._statuses_of_cast
         weights = self.weights
-        # The host is asked once for all.
+        # The host is asked once for all weights.
         of_host = weights[0].status_of_host
-        self._said = [weight.status_of_shard() if of_host is None else of_host for weight in weights]
-        self._said_after = cast
-        for header, before, now in zip(self.headers, said, self._said, strict=True):
+        self._statuses = [weight.status_of_shard() if of_host is None else of_host for weight in weights]
+        self._statuses_after = cast
+        for header, before, now in zip(self.headers, written, self._statuses, strict=True):
             if before != now:
                 header[0].fill_(now)
 
@@ -606,7 +614,7 @@ class ParamGroup:
         return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
-        """Some of its weights, by name, are cast into other formats from now on."""
+        """Cast some of its weights, by name, into other formats from now on."""
         self.side = None
         for weight in self.weights:
             weight.convert(formats.get(weight.name, weight.format))
@@ -624,7 +632,7 @@ class ParamGroup:
         if not self._status.reads_late(headers):
             return self._status.all_written(self.names, headers)
         self._status.note(self.names, headers)
-        by_weight = zip(headers.chunk(len(self.names)), self._said, strict=True)
+        by_weight = zip(headers.chunk(len(self.names)), self._statuses, strict=True)
         return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
 
     def fill_scales(self) -> None:

@@ -166,7 +166,7 @@ def note_read(weight: Any) -> None:
 
 
 def forget_all() -> None:
-    """Drop the record of all weights that were read so far."""
+    """Drop the record of all weights that were read so far. For tests, which share a process."""
     _read.clear()
 
 
