@@ -1,7 +1,7 @@
 """CapturedStep: an optimizer step and its cast as one CUDA graph, for every optimizer.
 
 The graph holds all that a step does on the device, at fixed addresses: scalars from learning rates
-and step counts that lie there, the update with its amaxes, their all-reduce, scales and codes. The
+and step counts there, the update with its amaxes, their all-reduce, scales and codes. The
 host's part stays outside, and is the same as for an ordinary step.
 """
 
@@ -36,13 +36,13 @@ class CapturableStep(abc.ABC):
     def prepare(self) -> Any:
         """Do the host's part before the device's. Raises with nothing changed.
 
-        Returns something that tells where everything lies that the device's part reads and writes,
-        for `lies_like`. None if this rank takes no step; it has then cast as the other ranks do.
+        Returns a description of the memory that the device's part reads and writes, for
+        `has_same_memory`. None if this rank takes no step; it has then cast as the other ranks do.
         """
 
     @abc.abstractmethod
-    def lies_like(self, now: Any, recorded: Any) -> bool:
-        """True if everything lies where it lay when the step was recorded."""
+    def has_same_memory(self, now: Any, recorded: Any) -> bool:
+        """True if the device's part reads and writes the same memory as when it was recorded."""
 
     @abc.abstractmethod
     def warm_up(self) -> Any:
@@ -102,12 +102,13 @@ class CapturedStep:
 
     Args:
         step: the parts of the step.
-        record: makes of some work what repeats it: `cuda_graph`, or the stand-in of a test.
+        record: returns a function that repeats some work: `cuda_graph`, or the stand-in of a test.
     """
 
     def __init__(self, step: CapturableStep, record: Callable[[Work], Work] = cuda_graph) -> None:
         self._step, self._record = step, record
-        # Where everything lay at the warm-up. Kept, since the graph reads the tables in it.
+        # The memory at the warm-up, as `prepare` describes it. Kept, since the graph reads its
+        # tables.
         self._places: Any = None
         # None until the step is recorded.
         self._replay: Work | None = None
@@ -115,7 +116,7 @@ class CapturedStep:
             self.capture()
 
     def capture(self) -> None:
-        """Record the step for where everything lies now. Collective; it changes nothing."""
+        """Record the step for the present memory. Collective. Changes no master and no weight."""
         self._places = self._step.warm_up()
         self._replay = self._record(self._step.launch)
 
@@ -130,7 +131,7 @@ class CapturedStep:
         places = self._step.prepare()
         if places is None:
             return None
-        if self._places is not None and not self._step.lies_like(places, self._places):
+        if self._places is not None and not self._step.has_same_memory(places, self._places):
             raise RuntimeError(MOVED)
         if self._places is None or self._step.must_warm_up:
             self._places = self._step.warm_up()

@@ -151,8 +151,8 @@ class WeightTable:
     # -- rows
 
     def add_row(self, shape: Block, place: Sequence[int], group: int = 0, shared: int = -1) -> list[int]:
-        """Append a row that points at nothing, for a matrix of this shape with its amaxes at
-        `place`; returns it to be filled in.
+        """Append a row without addresses, for a matrix of this shape with its amaxes at `place`.
+        Returns it to be filled in.
 
         Args:
             shape: of the matrix.
@@ -230,8 +230,9 @@ class WeightTable:
             row[offset] -= first
 
     def add_to_masters(self, master: Tensor) -> tuple[int, int]:
-        """(base index, offset) of a master. A view stays where its base is; others, that lie in one
-        storage too, may be given their own (`.data =`).
+        """Return (base index, offset) of a master. A view stays where its base is. Other tensors
+        are followed, since each may be given another storage (`.data =`), even if they share one
+        now.
         """
         return self.masters.add(master, follow=not master._is_view())
 
@@ -251,12 +252,12 @@ class WeightTable:
             row[BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
 
     def freeze(self) -> "WeightTable":
-        """Make tensors of the rows and prepare the stages. ValueError for a row that reaches
-        outside of the memory that there is.
+        """Make tensors of the rows and prepare the stages. ValueError for a row that reaches beyond
+        its storage.
         """
         key, masters = self.key, self.masters.tensors
-        held = {name: storages.tensors for name, storages in self.buffers.items()}
-        check_rows(key.fmt, key.nominal, self._rows, {"the master": masters}, held, self._of_whole_weights)
+        buffers = {name: storages.tensors for name, storages in self.buffers.items()}
+        check_rows(key.fmt, key.nominal, self._rows, {"the master": masters}, buffers, self._of_whole_weights)
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
         owned = [(row, group) for row, group in zip(self._rows, self._groups, strict=True) if row[Column.NUMEL]]
@@ -266,7 +267,7 @@ class WeightTable:
         followed = itertools.chain.from_iterable(storages.followed for storages in self._storages())
         bases = itertools.chain.from_iterable(storages.tensors for storages in self._storages())
         self._places = Places(followed, bases)
-        by_argument = {argument: held[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
+        by_argument = {argument: buffers[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
         checks.know(self.table, {"masters": masters, **by_argument})
         self._bind_stages()
         return self
@@ -275,7 +276,7 @@ class WeightTable:
         """True if a storage was replaced since the table was frozen, or has another size."""
         return self._places.moved()
 
-    def lies_like(self, other: "WeightTable") -> bool:
+    def has_same_memory(self, other: "WeightTable") -> bool:
         """True if both tables describe the same weights in the same memory."""
         return (self.key, self._rows, self._groups, self._bases()) == (
             other.key,

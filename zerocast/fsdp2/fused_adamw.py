@@ -1,9 +1,9 @@
 """FusedAdamW: the fused step of ZeroAdamW for FSDP2: AdamW over local shards, with the amaxes of
 the next cast in the same pass.
 
-Any optimizer works under FSDP2; a step of this one saves the cast a reading of all masters, gives
-the bits of ZeroAdamW's step, and keeps its state under the keys of torch.optim.AdamW, so that
-checkpoints go from one to the other.
+Any optimizer works under FSDP2. With this one the cast need not read all masters again. It gives
+the bits of ZeroAdamW's step, and its state has the keys of torch.optim.AdamW, so that a checkpoint
+of one can be loaded into the other.
 """
 
 import contextlib
@@ -33,22 +33,21 @@ from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, 
 from zerocast.optim.update_rule import ADAMW
 from zerocast.weight.validity import Use, Validity, transaction
 
-# a plain parameter takes the same pass; nobody reads its amax
+# A plain parameter takes the same pass as this format. Its amax is not read.
 PLAIN = get_format("fp8_current"), torch.float32
 WITHIN_BACKWARD = (
     "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
 )
-# each in launches of its own
+# The dtypes that gradients may have. Each has launches of its own.
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
 
 
 class AdamPass:
-    """Adam over shards that lie anywhere, and the amaxes of what they become: one launch for
-    weights of one kind. The pass can cast them too where all of them have one set of codes
-    (`casts_in_one_pass`).
+    """Adam over the shards of weights of one kind, and the amaxes of the updated masters, in one
+    launch. If all weights have one set of codes, the pass can cast them too (`casts_in_one_pass`).
 
-    FSDP2 gives every parameter, gradient and moment a tensor of its own, so each shard is a base of
-    its own in the table.
+    FSDP2 gives every parameter, gradient and moment a separate tensor, so each shard is a separate
+    base in the table.
     """
 
     def __init__(self, key: TableKey, device: torch.device, casts_in_one_pass: bool = False) -> None:
@@ -213,7 +212,7 @@ class FusedAdamW(torch.optim.Optimizer):
         All ranks call it, and then all ranks call that; the gradients are reduced by then, and
         clipped. Its first call is an ordinary step, its second one records. Schedulers, ordinary
         steps in between, loading in place and evaluation stay as they are: learning rates are read
-        anew at every call, whether tensors or numbers. It takes no closure and runs no step hooks,
+        at every call, whether tensors or numbers. It takes no closure and runs no step hooks,
         and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
         device, and for other backends than cuda.
         """
@@ -224,7 +223,7 @@ class FusedAdamW(torch.optim.Optimizer):
         stand_ins = getattr(backends.load(backend), "StandIns", None)
         if stand_ins is None:
             raise RuntimeError(
-                f"the {backend} backend reads gradients where they lay when a step was captured, and FSDP2 allocates them anew: "
+                f"the {backend} backend reads gradients where they were when a step was captured, and FSDP2 allocates new ones: "
                 "call step()"
             )
         return CapturedStep(CapturableFusedStep(self, stand_ins))
@@ -232,9 +231,11 @@ class FusedAdamW(torch.optim.Optimizer):
     # -- the parts of a step, for a captured one too
 
     def prepare(self) -> object:
-        """The host's part before the device's; returns what the tables were made for, another
-        object once anything lies elsewhere, empty without gradients. None if this rank takes no
-        step, of which all ranks hear at the next gather.
+        """Do the host's part of a step, before the device's.
+
+        Returns the places that the tables were made for: another object once anything has moved,
+        empty without gradients. None if this rank takes no step, for which all ranks raise at the
+        next gather.
         """
         self._bind()
         try:
@@ -339,8 +340,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return [Group.of(group) for group in meshes[0].get_all_groups()] if meshes else []
 
     def _bind(self) -> None:
-        """Tables of where everything lies, made anew when any of it was replaced or other
-        parameters have gradients.
+        """Make the tables again if any tensor of theirs was replaced or other parameters have
+        gradients.
         """
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
@@ -356,7 +357,8 @@ class FusedAdamW(torch.optim.Optimizer):
             manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.plan.cast_groups]
         if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
-            self._bound = []  # whatever raises from here on is begun anew
+            # If anything below raises, the next call makes all tables again.
+            self._bound = []
             _check_gradients(locals_)
             self._rows(indexed)
             self._build(locals_, groups)
@@ -364,8 +366,8 @@ class FusedAdamW(torch.optim.Optimizer):
             self._memory = Places(tensor for one in self.passes() for tensor in one.written())
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
-        """List all that the tables depend on: parameters, where they lie, and the tensors of
-        their state; and the dtypes of gradients.
+        """List all that the tables depend on: parameters, their addresses, the tensors of their
+        state, and the dtypes of gradients.
         """
         return [[id(p), _plain(t).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
 
@@ -377,8 +379,9 @@ class FusedAdamW(torch.optim.Optimizer):
         device = indexed[0][1].device if indexed else torch.device("cpu")
         rows: dict[tuple[int, float], int] = {}
         self._row = {}
-        self._clocks: list[Tensor] = []  # the step count of each row
-        self._steps: list[Tensor] = []  # those of all parameters
+        # The step counts: the one that is read for each row, and those of all parameters.
+        self._clocks: list[Tensor] = []
+        self._steps: list[Tensor] = []
         for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
             step = self.state[parameter]["step"] = torch.full((), taken, dtype=torch.float32, device=device)
             self._row[parameter] = rows.setdefault((index, taken), len(rows))
@@ -427,7 +430,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 class StandIns(Protocol):
-    """Tensors that a graph is recorded with in place of others, which lie elsewhere each time."""
+    """Tensors in a graph that stand for others, whose addresses change from replay to replay."""
 
     tensors: list[Tensor]
 
@@ -439,12 +442,12 @@ class CapturableFusedStep(CapturableStep):
     """A step of FusedAdamW and the cast after it as a CUDA graph holds them; gathers stay outside.
 
     What changes from step to step is written to fixed addresses before a replay: hyper-parameters,
-    and where the gradients lie, which FSDP2 allocates for each backward pass.
+    and the addresses of the gradients, which FSDP2 allocates for each backward pass.
 
     Args:
-        optimizer: whose step it is.
-        stand_ins: makes tensors that stand for gradients in a graph. None where a replay looks for
-            the gradients itself.
+        optimizer: the optimizer.
+        stand_ins: makes tensors that stand for gradients in a graph. None if a replay looks for the
+            gradients itself.
     """
 
     warms_up_by_stepping = True
@@ -465,7 +468,7 @@ class CapturableFusedStep(CapturableStep):
                 manager.before_gather()
         return places
 
-    def lies_like(self, now: object, recorded: object) -> bool:
+    def has_same_memory(self, now: object, recorded: object) -> bool:
         """True if the optimizer's tables are those of the recording."""
         return now is recorded
 

@@ -98,7 +98,7 @@ class CapturableZeroStep(CapturableStep):
 
     Args:
         device: the device's part without cast and gathers.
-        weights: what is cast and gathered.
+        weights: the weights, which are cast and gathered.
         prepare, finish: the optimizer's part of a step on the host, before and after the device's.
         max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
     """
@@ -121,15 +121,15 @@ class CapturableZeroStep(CapturableStep):
         self._prepare()
         return self._tables()
 
-    def lies_like(self, now: list[WeightTable], recorded: list[WeightTable]) -> bool:
+    def has_same_memory(self, now: list[WeightTable], recorded: list[WeightTable]) -> bool:
         """True if the tables have the same addresses."""
-        return len(now) == len(recorded) and all(a.lies_like(b) for a, b in zip(now, recorded, strict=True))
+        return len(now) == len(recorded) and all(a.has_same_memory(b) for a, b in zip(now, recorded, strict=True))
 
     def warm_up(self) -> list[WeightTable]:
         """Run the device's part as if a gradient were not finite, which changes nothing."""
         self._run_skipped_step()
-        # The first run makes what it finds missing, and then that lies elsewhere. A backend may
-        # look into a table when it first sees it, which must not be while a graph records.
+        # The first run allocates what is missing, so tables change. The second run shows the new
+        # tables to the backend, which may read a table at its first use. No graph may record that.
         self._run_skipped_step()
         return self._tables()
 
