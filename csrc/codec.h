@@ -251,7 +251,7 @@ ZC_HD float upcast_scale(int32_t largest_exponent) { return e8m0_value(largest_e
 // Two-level scales (docs/formats/nvfp4.md). The order of operations is part of the format.
 
 // The tensor amax that is stored under exact scales: 2688 times a bf16 number, the tensor scale. Inf
-// stays, so that the scales of such a tensor are those of any NVFP4.
+// stays, and the scales of such a tensor are then those of plain NVFP4.
 ZC_HD float exact_tensor_amax(float amax) {
   const float scale = Bfloat16::widen(Bfloat16::narrow(amax * float_of(0x39E38E39)));  // 1 / (384 * 6), rounded
   const float product = 2688.0f * (scale > kFloatMin ? scale : kFloatMin);
@@ -263,7 +263,8 @@ ZC_HD float exact_tensor_amax(float amax) {
 // or 1.5, of which E4M3 holds the products with every E2M1 code. Ties go up.
 ZC_HD int32_t exact_scale_code(float v) {
   constexpr int32_t kEighth = 0x20, k384 = 0x7C;
-  constexpr int32_t kQuarters = 0x44222110;  // of the number next to each eighth, from the lowest four bits on
+  // Four bits for each eighth of a mantissa, from the lowest on: the quarters of the number next to it.
+  constexpr int32_t kQuarters = 0x44222110;
   const int32_t eighth = bits_of(v) >> 20 & 7;
   const int32_t code = ((bits_of(v) >> 23) - 120) * 8 + 2 * (kQuarters >> 4 * eighth & 7);
   return smaller(larger(code, kEighth), k384);

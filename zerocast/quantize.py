@@ -85,8 +85,9 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
 
 
 def blocks_with(model: nn.Module, weights: Container[Tensor]) -> list[nn.Module]:
-    """The blocks of a model, as `Recipe.fast` defines them, that have one of these parameters.
-    ValueError if there is none.
+    """Return the blocks of a model, as `Recipe.fast` defines them, that have any of `weights`.
+
+    ValueError if the model has any of them and no block does.
     """
     blocks = list(_blocks_in(model, weights))
     if not blocks and any(parameter in weights for parameter in model.parameters()):

@@ -57,11 +57,11 @@ transpose = _stage("transpose")
 
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """The stage `transpose` for the one weight of a table, with few calls on the host."""
+    """Bind the stage `transpose` for the one weight of a table, with few calls on the host."""
     plain, plain_table = format_of(fmt), memory(table)
 
     def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
-        # The extension reads `table` by its address, so this function keeps it.
+        # The extension reads the table by its address. This line keeps it for as long as `run`.
         assert table.is_cpu
         scales = [(0, "float32", 0) if given is None else memory(given) for given in (row_scale, scale)]
         (row_scales, column_scales) = [([address], dtype, [nbytes]) for address, dtype, nbytes in scales]

@@ -206,10 +206,10 @@ class _Transposition(NamedTuple):
     """The transposition of weights of one format and shape.
 
     Attributes:
-        run: transposes one of them.
-        dtypes: what their rowwise codes may be stored as.
-        numel: elements of the rowwise codes.
-        shape: of the columnwise codes.
+        run: transposes one weight.
+        dtypes: the dtypes that the rowwise codes may have.
+        numel: the number of elements of the rowwise codes.
+        shape: the shape of the columnwise codes.
     """
 
     run: Transposer
@@ -265,8 +265,8 @@ def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Sha
 
 @functools.lru_cache(maxsize=1024)
 def _transposition(backend: str, format: str, rows: int, columns: int, device: torch.device) -> _Transposition:
-    """The stage `transpose` for one weight whose offsets are all 0. A step calls it for every
-    weight and every input, so what does not depend on addresses is made once.
+    """Bind the stage `transpose` for one weight whose offsets are all 0. A step calls it for every
+    weight and every input, so all that does not depend on addresses is made once.
     """
     fmt = get_format(format)
     checks.check_serves("transpose", fmt)

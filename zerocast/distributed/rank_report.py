@@ -55,11 +55,12 @@ class ShardStatus(enum.IntEnum):
         return self in (ShardStatus.WRITTEN, ShardStatus.EMPTY)
 
 
+# The statuses that need no comparison of ranks.
 _QUIET = {ShardStatus.CLEAN, ShardStatus.EMPTY}
 
 
 class RankReport(NamedTuple):
-    """What one rank says, in the order of a header.
+    """The report of one rank, in the order of a header.
 
     Attributes:
         status: a ShardStatus.
@@ -74,8 +75,7 @@ class Comparison:
     """The reports of several ranks, compared.
 
     Attributes:
-        reports: by rank. Of the numbers beside amaxes those of the two ranks whose calls differ
-            most.
+        reports: the reports by rank. Only two if they were reduced: the smallest and the largest.
     """
 
     def __init__(self, reports: Sequence[RankReport]) -> None:
@@ -96,7 +96,7 @@ class Comparison:
 
     @property
     def is_quiet(self) -> bool:
-        """True if all ranks are in the same call and none reports anything else."""
+        """True if all ranks are in the same call and no status needs a closer look."""
         statuses, calls = zip(*self.reports, strict=True)
         return len({*calls}) == 1 and _QUIET.issuperset(statuses)
 

@@ -74,9 +74,9 @@ class WeightReader:
         return self._dequantized(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
 
     def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
-        """(E4M3 codes uint8, scale_inv f32) of the same values, in the layout of `direction` of an
-        fp8_block weight for mxfp4 and of an fp8_current weight for nvfp4; only for formats that are
-        exact in FP8.
+        """Return (E4M3 codes uint8, scale_inv f32) of the same values, for formats that are exact
+        in FP8. The layout is that of `direction`: for mxfp4 of an fp8_block weight, for nvfp4 of an
+        fp8_current weight.
         """
         # A kept copy `[columns, rows]` is read like a rowwise weight of the transposed shape. If
         # none is kept, the upcast itself transposes the rowwise codes.

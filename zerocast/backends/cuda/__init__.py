@@ -96,7 +96,7 @@ transpose = _stage(
 
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """The stage `transpose` for the one weight of a table, with few calls on the host."""
+    """Bind the stage `transpose` for the one weight of a table, with few calls on the host."""
     entry, plain = _C.cuda.transpose, format_of(fmt)
     only = int(_C.cuda.ONLY_BASE)
     works = work("transpose", fmt, table), work("transpose_scales", fmt, table)

@@ -106,7 +106,8 @@ def _exact_byte(v: Tensor) -> Tensor:
     """
     bits = v.contiguous().view(torch.int32)
     mantissa = (bits & 0x7FFFFF).float() * 2.0**-23 + 1.0
-    # The mantissa bits of E4M3 count eighths. From 1.75 on, 2 is next: 1 in the next binade.
+    # The mantissa bits of E4M3 count eighths. From 1.75 on the next number is 2, whose eighths
+    # carry into the exponent.
     eighths = 2 * (mantissa >= 1.125) + 2 * (mantissa >= 1.375) + 4 * (mantissa >= 1.75)
     code = ((bits >> 23) - 127 + E4M3_BIAS) * 8 + eighths
     return code.clamp(E4M3_EIGHTH, E4M3_384).to(torch.uint8)
@@ -115,8 +116,8 @@ def _exact_byte(v: Tensor) -> Tensor:
 def stored_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
     """The tensor amax that is stored, and that scales are computed from.
 
-    With exact scales it is 2688 times a bf16 number, the tensor scale. Inf stays, so that the
-    scales of such a tensor are those of any NVFP4.
+    With exact scales it is 2688 times a bf16 number, the tensor scale. Inf stays, and the scales of
+    such a tensor are then those of plain NVFP4.
     """
     if not fmt.exact_scales:
         return amax

@@ -17,8 +17,8 @@ from zerocast.formats.spec import SCALE_SPREAD
 FP32 = tl.constexpr(int(ScaleRule.FP32))
 E8M0 = tl.constexpr(int(ScaleRule.E8M0))
 TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
-# Two-level scales that are exact in FP8 (FormatSpec.exact_scales). Only the rules here tell them
-# from the others.
+# Two-level scales that are exact in FP8 (FormatSpec.exact_scales). Only this file tells them from
+# plain ones; kernels compare with `>= TWO_LEVEL`.
 EXACT_TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL) + 1)
 
 SPREAD = tl.constexpr(SCALE_SPREAD)
@@ -87,7 +87,7 @@ def two_level_byte(amax, s_enc, RULE: tl.constexpr):
     finite = tl.where(v <= FLT_MAX, v, FLT_MAX)
     code = encode(finite, "e4m3")
     if RULE == EXACT_TWO_LEVEL:
-        # Of a tensor amax of Inf, which makes s_enc 0, the scales are those of any NVFP4.
+        # A tensor amax of Inf makes s_enc 0. The scales of blocks are then those of plain NVFP4.
         code = tl.where(s_enc > 0, tl.where(amax > 0, exact_code(finite), 0), code)
     return code
 
