@@ -163,7 +163,7 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
-@pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "mxfp8", "nvfp4"))
+@pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "bf16", "mxfp8", "nvfp4"))
 def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
     config = ZeroConfig(bucket_size=2**17)
     planned = footprint(layers(), fmt, Setup("zero2", world, config=config, optimizer=optimizer))

@@ -180,18 +180,21 @@ def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
 
 
 def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
-    """The bf16 bytes of packed amaxes: (those in the all-reduce, those that stay on their rank). If
-    a bucket gathers scales, only the amaxes of blocks that ranks share are reduced.
+    """The bytes of packed amaxes: (those in the all-reduce, those that stay on their rank). If a
+    bucket gathers scales, only the amaxes of blocks that ranks share are reduced.
 
     The all-reduce also has a number for each parameter, which tells of masters that are not finite,
-    and two numbers that compare the calls of the ranks.
+    and two numbers that compare the calls of the ranks. All are bf16, unless no weight has an amax:
+    the numbers of the parameters are FP32 then and travel alone.
     """
+    has_amaxes = False
     reduced = own = 0
     for bucket in buckets:
         for slot in bucket.slots:
             matrix = slot.matrix_shape
             cuts = bucket.cuts(slot)
             amaxes = sum(amax_counts(slot.format, *matrix))
+            has_amaxes |= amaxes > 0
             # The number that tells of masters that are not finite.
             reduced += 1
             if cuts is None:
@@ -199,4 +202,6 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
             else:
                 reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
                 own += -(-amaxes // ranks)
-    return 2 * (reduced + (2 if reduced + own and ranks > 1 else 0)), 2 * own
+    if not has_amaxes:
+        return FP32 * reduced, 0
+    return 2 * (reduced + (2 if ranks > 1 else 0)), 2 * own
