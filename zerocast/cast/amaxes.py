@@ -48,7 +48,7 @@ Weight = TypeVar("Weight")
 
 
 class AmaxLayout(Generic[Weight]):
-    """Where everything lies in the buffer of amaxes, in elements. Regions follow each other in the
+    """The layout of the buffer of amaxes, in elements. Regions follow each other in the
     order in which they are placed.
 
     Attributes:
@@ -130,7 +130,7 @@ class PackedAmaxes(Generic[Weight]):
         flags: 1 for each weight whose masters are not finite.
 
     Args:
-        layout: what lies where.
+        layout: the layout of the buffer.
         dtype: of the buffer.
         device: of the buffer.
         group: the ranks of the reduction.
@@ -146,7 +146,7 @@ class PackedAmaxes(Generic[Weight]):
         wire: str | None = None,
     ) -> None:
         self._group = group
-        # None where the buffer lies on it.
+        # None if the buffer is on it.
         self._wire = None if wire in (None, device.type) else wire
         self.offsets, self.flag_of, self.shared = layout.offsets, layout.flag_of, layout.shared
         self.buffer = torch.zeros(layout.size, dtype=dtype, device=device)
@@ -272,7 +272,7 @@ class CutBlocks:
 def layout_of_plan(
     shards: Sequence[MasterShard], cast: Sequence[int], cut: CutBlocks, is_stepped: bool, compares_calls: bool
 ) -> AmaxLayout[int]:
-    """Where the amaxes of the weights `cast` lie, as the head of this file draws it.
+    """Lay out the amaxes of the weights `cast`, as the head of this file draws it.
 
     Args:
         shards: of all weights of a plan.
@@ -294,7 +294,7 @@ def layout_of_plan(
             layout.place(index, counts[index])
     layout.place_maxima(groups)
     for index, place in layout.shared.items():
-        # Two-level scales read the shared amax where it lies.
+        # Two-level scales read the shared amax from its place.
         if shards[index].weight.format.block is None:
             layout.takers.append((layout.offsets[index][0], place))
     places_of_rows = {index: [layout.reserve(rows.numel) for rows in grids] for index, grids in cut.rows.items()}

@@ -51,7 +51,7 @@ class ColumnwiseCopies:
             weight.state.mark_columnwise()
 
     def tables(self) -> list[WeightTable]:
-        """Return the tables for where everything lies now."""
+        """Return the tables for the present memory."""
         if self._have_moved():
             self._bind()
         return self._tables

@@ -6,8 +6,8 @@ remember the scale of the live bytes (`advance`), repeat a cast (`replay`), find
 (`seed`), put everything back when a cast raises (`rollback`), save and load.
 
 The tensors stay where their owner has them: in the buffers of a QuantizedWeight, or anywhere. Where
-they lie at equal distances in one storage (`flat_buffer.py` puts them so), each operation is one
-launch, whatever the number of weights.
+they are at equal distances in one storage (`flat_buffer.py` puts them so), each operation is one
+launch for any number of weights.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class DelayedScaling:
             such as the buffers of a weight. Where `amax_history` is None a host keeps the state:
             its scale is read and never written, saved or rolled.
         device: that of all tensors.
-        unseeded: names of weights whose scale nobody has set.
+        unseeded: the names of weights whose scale was never set.
 
     `unseeded` names the weights whose next cast computes the scale from its own amax.
     """
@@ -44,7 +44,7 @@ class DelayedScaling:
         self.advance()
 
     def bind(self, weights: Mapping[str, Buffers]) -> None:
-        """Use these tensors from now on: the same weights, whose state lies elsewhere."""
+        """Use these tensors from now on: the state of the same weights, in other memory."""
         ours = {name: buffers for name, buffers in weights.items() if buffers["amax_history"] is not None}
         self._weights = ours
         external = [buffers for name, buffers in weights.items() if name not in ours]

@@ -1,4 +1,4 @@
-"""Masters in host memory, of weights on another device: measured and cast where they lie.
+"""Masters in host memory, of weights on another device: measured and cast there.
 
 The CPU backend's bytes are those of every backend, so it does what a cast does with elements. The
 device does the rest: it reduces, computes scales and rolls histories. Amaxes travel to the device
@@ -29,7 +29,7 @@ _DIRECTIONS = ("rowwise_data", "columnwise_data")
 
 
 def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of the host, page-locked where copies to `device` then need not wait."""
+    """Allocate host memory, page-locked if that lets copies to `device` go on without a wait."""
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
@@ -45,8 +45,8 @@ def write_rounded(master: Tensor, rounded: Tensor) -> None:
 
 
 class HostTable(WeightTable):
-    """A table of weights whose masters lie on the host; a plan's other weights are in tables of
-    the device. Its rows hold where the weights lie on their device, and own nothing.
+    """A table of weights whose masters are on the host; a plan's other weights are in tables of the
+    device. Its rows hold the addresses of the weights on their device, and own nothing.
 
     `packed` of a stage is on that device; `mirror` is a host tensor of its size, which all such
     tables of a plan share.
@@ -124,7 +124,7 @@ class HostTable(WeightTable):
             self._mirror[span.start : span.stop].copy_(packed[span.start : span.stop])
 
     def _measured_places(self) -> Iterator[Span]:
-        """Where the amaxes of each weight lie in the packed buffer, and its flag."""
+        """The places of the amaxes of each weight in the packed buffer, and of its flag."""
         for shard, _, place, flag in self._shards:
             yield Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
             yield Span(flag, flag + (flag >= 0))

@@ -43,7 +43,7 @@ class MasterShard:
 
     @property
     def on_host(self) -> bool:
-        """True if the master lies on the host, and the weight on another device."""
+        """True if the master is on the host, and the weight on another device."""
         return self.master is not None and lies_on_host(self.master, self.weight.device)
 
     @property
@@ -79,7 +79,7 @@ class Partition:
 
     @property
     def has_host_masters(self) -> bool:
-        """True if any master of this rank lies on the host, and its weight on another device."""
+        """True if any master of this rank is on the host, and its weight on another device."""
         return any(shard.on_host for shard in self.shards)
 
     def owned_anywhere(self, index: int) -> bool:
@@ -150,7 +150,7 @@ def partition(
         device = shards[0].weight.device if shards else torch.device("cpu")
         chosen = backends.choose(device, backend)
         check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], gives_way)
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # Of any kind: the other ranks must raise too.
         problem = error
     lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]
     validate_across_ranks(group, lines, problem, "builds a CastPlan")
@@ -165,7 +165,7 @@ def lies_on_host(master: Tensor, device: torch.device) -> bool:
 
 
 def _check_host_masters(shards: Sequence[MasterShard]) -> None:
-    """ValueError or RuntimeError where masters lie on the host and no cast can read them there."""
+    """ValueError or RuntimeError if masters are on the host and no cast can read them there."""
     if not any(shard.on_host for shard in shards):
         return
     if any(shard.cuts is not None for shard in shards):

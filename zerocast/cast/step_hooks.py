@@ -95,7 +95,7 @@ class StepHooks:
             )
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
-        """The weights whose masters lie in none of these storages."""
+        """The weights whose masters are in none of these storages."""
         held = [(index, shard.master) for index, shard in enumerate(self.partition.shards) if shard.master is not None]
         return [] if None in stepped else [index for index, master in held if not _storages_of([master]) & stepped]
 

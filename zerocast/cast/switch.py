@@ -36,7 +36,7 @@ class SwitchPart:
         plain: the names of its other parameters of two or more dimensions.
         check: raises where a switch would be wrong now. Local.
         convert: gives the weights formats and storage. Local; it may run out of memory.
-        recast: makes the bytes and all that depends on where they lie. Collective.
+        recast: makes the bytes and all that depends on their addresses. Collective.
         held: the objects that `convert` and `recast` change, which get their attributes back if
             anything raises.
     """
@@ -122,7 +122,7 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
         try:
             for part, formats in zip(parts, changes, strict=True):
                 part.convert(formats)
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except Exception as error:  # Of any kind: the other ranks must raise too.
             problem = error
         _validate(parts, [{} for _ in parts], problem)
         for part, formats in zip(parts, changes, strict=True):

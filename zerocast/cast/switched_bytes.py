@@ -1,7 +1,7 @@
 """The bytes of a plan's weights after a switch of formats: `share_cast_bytes` gathers those of the
 switch itself; `SwitchedBytes` notices a caller who goes on gathering into the buffers of before.
 
-Nothing tells a plan where somebody else gathers. But a gather leaves the same bytes on every rank,
+Nothing tells a plan where its caller gathers. But a gather leaves the same bytes on every rank,
 and not those of the cast before. So the first casts after a switch begin with one more collective,
 which compares what the gathers have left, until a gather has changed it on all ranks alike.
 """

@@ -33,7 +33,7 @@ class ReductionGroup:
 
 
 def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> AmaxLayout[str]:
-    """Where the amaxes of the weights lie, by name: own amaxes, flags, and what is reduced.
+    """The layout of the amaxes of the weights, by name: own amaxes, flags, and what is reduced.
 
     The reduced ones are the largest amaxes of groups, amaxes of single tensors, and the block rows
     that a boundary cuts. A weight with two-level scales that shares its amax with no other is a

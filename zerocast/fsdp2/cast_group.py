@@ -390,7 +390,7 @@ def _stage_scales(alike: Mapping[GatherLayout, Sequence[ParamGroup]]) -> Iterato
 
 
 def _side_by_side(shapes: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
-    """(memory, buffers in it that nobody has written), uint8 and aligned as allocations are."""
+    """Allocate (memory, uninitialized buffers in it), uint8 and aligned as allocations are."""
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in shapes]
     rooms = [round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes]
     memory = torch.empty(sum(rooms), dtype=torch.uint8, device=device)

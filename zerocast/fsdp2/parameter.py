@@ -95,7 +95,7 @@ class MasterParameter(Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles as the plain tensor, without the masters that lie beside it."""
+        """Pickle as the plain tensor, without the masters in the same memory."""
         return self.plain.clone().__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

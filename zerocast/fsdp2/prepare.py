@@ -212,8 +212,8 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Take over what `state_dict` gave, after the masters were loaded; every rank calls this.
 
-    A weight without an entry finds its scale anew, with a warning. ValueError for a model that was
-    not prepared.
+    The scale of a weight without an entry is found again, with a warning. ValueError for a model
+    that was not prepared.
     """
     for manager in managers_of(model):
         manager.load_delayed(state)

@@ -8,7 +8,7 @@
 
 `TrainingState` has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its
 atomic, hashed checkpoints, and a ZeroAdamW loads what FSDP2 saved, and the other way about.
-`load_masters` begins a model from somebody's high-precision weights.
+`load_masters` begins a model from existing high-precision weights.
 """
 
 import contextlib
@@ -295,7 +295,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
 
     `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared
     parameters need not be there. All ranks call it, before the first forward pass or between steps;
-    each reads its shards. Delayed scaling is seeded anew, with a warning; moments belong to the
+    each reads its shards. Delayed scaling is seeded again, with a warning; moments belong to the
     optimizer, which is better built afterwards. ValueError for a model that was not prepared. After
     a file that breaks off on the way the model says so at every gather, until masters or a state
     are loaded.
@@ -317,7 +317,7 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
 @contextlib.contextmanager
 def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity], what: str) -> Iterator[None]:
     for manager in managers:
-        manager.make_due()  # on all ranks, whatever each of them was in the middle of
+        manager.make_due()  # On all ranks, even if one is in the middle of a step.
         manager.plan.status.forget()
     with transaction(validities, what):
         yield

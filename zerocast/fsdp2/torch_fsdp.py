@@ -324,7 +324,7 @@ class MasterAddresses:
         return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
 
     def moved_names(self) -> set[str]:
-        """The weights whose masters lie elsewhere now."""
+        """The weights whose masters are in other memory now."""
         found = [_local_tensor(param()).plain.data_ptr() for param in self._params]
         return {name for name, index in self._index.items() if found[index] != self._addresses[index]}
 

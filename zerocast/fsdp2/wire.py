@@ -49,8 +49,8 @@ HEADER = OPERAND_ALIGNMENT_BYTES  # bytes: two int32 and room
 UNIT = 8  # bytes: scales are copied by so many where rows are multiples of it
 CODES = "rowwise_data", "columnwise_data"
 SCALES = "rowwise_scale_inv", "columnwise_scale_inv"
-# bytes: codes of a rank that are kept unless somebody decides; for so few the launches of casts for
-# each gather cost more than the memory is worth
+# Bytes: codes of a rank that are kept unless `keep_codes` is given; for so few the launches of
+# casts for each gather cost more than the memory is worth
 MOST_KEPT = 64 * 2**20
 
 
@@ -266,7 +266,8 @@ class WeightLayout:
         code_spans: (start, stop) of each set, of a full shard, in the bytes of codes.
         codes_nbytes: the bytes of all sets, each rounded up to the alignment of operands.
         side_bytes: the bytes of the side channel.
-        scalar_offsets: where the scalars of the tensor lie in it, by the names of their buffers.
+        scalar_offsets: the offsets in it of the scalars of the tensor, by the names of their
+            buffers.
         scales: the scales in it, one region for each scale buffer of a gathered weight.
     """
 
@@ -467,7 +468,7 @@ class ScaleFill:
     """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a
     weight's `buffer`.
 
-    What lies where is found once: FSDP2 gives the same tensors memory at every gather.
+    All places are found once: FSDP2 gives the same tensors memory at every gather.
     """
 
     def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:

@@ -322,7 +322,7 @@ class GradientReducer:
             self.end_round()
 
     def end_round(self) -> None:
-        """Start every bucket that is not on its way yet, whatever is missing in it."""
+        """Start every bucket that is not on its way yet, even if gradients are missing in it."""
         assert self._launched is not None
         for index in range(self._launched, len(self._buckets)):
             present = self._filling[index].gradients if index in self._filling else ()

@@ -91,7 +91,7 @@ def _check_unchanged(slot: Slot, gradient: Tensor, version: int) -> None:
 
 
 def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
-    """True if a collective can read the memory of a gradient as it lies."""
+    """True if a collective can read the memory of a gradient without a copy."""
     return gradient.dtype is dtype and gradient.is_contiguous() and not gradient.is_neg()
 
 
@@ -106,7 +106,7 @@ class Reduction:
         stream: a CUDA stream; None on a CPU, for a single rank, and without `direct`.
         direct: `finish` is called before the next pass begins, so the reduction may read a gradient
             where it lies and write its result into `target`.
-        adds: the mean is added to what lies in `target`.
+        adds: the mean is added to the content of `target`.
     """
 
     def __init__(

@@ -218,7 +218,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _prepare(self, clipped: str = "") -> None:
         """Do the host's part of a step before the device's. Raises with nothing changed.
 
-        It reduces gradients, takes over hyper-parameters and finds where the weights lie. `clipped`
+        It reduces gradients, takes over hyper-parameters and finds where the weights are. `clipped`
         describes what a graph clips to. What may be wrong on this rank alone all ranks raise within
         the cast (`Plan.ready`).
         """
@@ -368,9 +368,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _recast_switched(self, formats: Mapping[str, FormatSpec]) -> None:
         self._weights.rebuild(formats)
-        self._record_anew()
+        self._record_again()
 
-    def _record_anew(self) -> None:
+    def _record_again(self) -> None:
         for step in self._captured:
             step.capture()
 
