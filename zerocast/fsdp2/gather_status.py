@@ -68,7 +68,7 @@ class GatherStatus:
 
     Args:
         validity: the validity of the model. Its error is raised if masters of this rank are
-        partial.
+            partial.
 
     Attributes:
         problem: the reason why this rank could not make the last cast, for its error. None if it
