@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
@@ -97,6 +98,22 @@ def test_under_fsdp2(ranks: Ranks) -> None:
     ((fast, plain, compiled),) = ranks(1)(both_gradients)
     assert torch.equal(fast, plain)
     assert compiled == (2, 0)
+
+
+def one_rank_is_fast() -> tuple[str, str]:
+    """The errors under FSDP2 and of ZeroAdamW, where rank 0 alone asked for a fast recipe."""
+    recipe = zerocast.Recipe({"blocks.*.weight": "fp8_current"}, fast=dist.get_rank() == 0)
+    sharded, replicated = Net(), Net().bfloat16()
+    with mock.patch.object(nn.Module, "compile"):
+        zerocast.fsdp2.prepare(sharded, recipe)
+        zerocast.quantize_(replicated, recipe)
+    under_fsdp2 = error_of(lambda: gradient(models.sharded(sharded, prepare=False)))
+    return under_fsdp2, error_of(lambda: zerocast.ZeroAdamW(replicated.named_parameters(), lr=1e-3))
+
+
+def test_ranks_that_disagree_are_refused(ranks: Ranks) -> None:
+    for errors in ranks(2)(one_rank_is_fast):
+        assert all("FP8 weight gradients" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("call", [zerocast.quantize_, zerocast.fsdp2.prepare])

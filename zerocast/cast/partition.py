@@ -179,7 +179,8 @@ def _check_host_masters(shards: Sequence[MasterShard]) -> None:
 
 def _fingerprint(weight: QuantizedWeight) -> str:
     shared = f" with the amax of {weight.state.shared_amax}" if weight.state.shared_amax else ""
-    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}{shared}"
+    gradients = " with FP8 weight gradients" if weight.state.fp8_weight_gradients else ""
+    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}{shared}{gradients}"
 
 
 def _gathered(cuts: range | None) -> str:

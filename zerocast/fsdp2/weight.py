@@ -265,7 +265,8 @@ class FSDPWeight:
     def fingerprint(self) -> str:
         """One line that all ranks must have alike."""
         shared = f" with the amax of {self.shared_amax}" if self.shared_amax else ""
-        return f"{self.name} {self.format} {self.shape} {self.nominal}{shared}"
+        gradients = " with FP8 weight gradients" if self.fp8_weight_gradients else ""
+        return f"{self.name} {self.format} {self.shape} {self.nominal}{shared}{gradients}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
         """Return why this weight cannot be cast, if so."""
