@@ -93,6 +93,12 @@ class FormatSpec:
     amax_compute_algo: str = "max"
     key: str = field(default="", compare=False)
 
+    def __deepcopy__(self, memo: Any) -> "FormatSpec":
+        """Return itself, which never changes. torch.compile copies what a graph depends on and
+        compares it at each call; equal objects take it much longer than the same one.
+        """
+        return self
+
     def __str__(self) -> str:
         return self.key or self.name
 
