@@ -13,6 +13,7 @@ two encodings:
 """
 
 import enum
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -72,19 +73,21 @@ class RankReport(NamedTuple):
 
 
 class Comparison:
-    """The reports of several ranks, compared.
+    """The reports of several ranks, compared."""
 
-    Attributes:
-        reports: the reports by rank. Only two if they were reduced: the smallest and the largest.
-    """
+    def __init__(self, reports: Sequence[Sequence[int]]) -> None:
+        # Of numbers, since every gather is compared and nobody reads the reports of a quiet one.
+        self._reports = reports
 
-    def __init__(self, reports: Sequence[RankReport]) -> None:
-        self.reports = reports
+    @functools.cached_property
+    def reports(self) -> list[RankReport]:
+        """The reports by rank. Only two if they were reduced: the smallest and the largest."""
+        return list(map(RankReport._make, self._reports))
 
     @staticmethod
     def of_headers(headers: Tensor) -> "Comparison":
         """Compare headers, int32 `[ranks, 2]`, of one weight or of several behind each other."""
-        return Comparison(list(map(RankReport._make, headers.tolist())))
+        return Comparison(headers.tolist())
 
     @staticmethod
     def of_maxima(flags: Sequence[float], digests: Sequence[float]) -> "Comparison":
@@ -97,7 +100,7 @@ class Comparison:
     @property
     def is_quiet(self) -> bool:
         """True if all ranks are in the same call and no status needs a closer look."""
-        statuses, calls = zip(*self.reports, strict=True)
+        statuses, calls = zip(*self._reports, strict=True)
         return len({*calls}) == 1 and _QUIET.issuperset(statuses)
 
     @property
