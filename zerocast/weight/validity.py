@@ -63,6 +63,10 @@ class Use(enum.Enum):
     SWAP = "a swap of an average"
     LOAD = "a load"  # over what may be partial
 
+    # Members are equal only to themselves. The hash of Enum would be a call of Python at each
+    # product.
+    __hash__ = object.__hash__
+
 
 class InvalidWeights(RuntimeError):
     """Weights that may not be used.
