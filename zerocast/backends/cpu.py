@@ -56,6 +56,9 @@ roll_history = _stage("roll_history")
 transpose = _stage("transpose")
 
 
+_NO_SCALES: extension.Memories = [0], "float32", [0]
+
+
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
     """Bind the stage `transpose` for the one weight of a table, with few calls on the host."""
     plain, plain_table = format_of(fmt), memory(table)
@@ -63,8 +66,8 @@ def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
     def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
         # The extension reads the table by its address. This line keeps it for as long as `run`.
         assert table.is_cpu
-        scales = [(0, "float32", 0) if given is None else memory(given) for given in (row_scale, scale)]
-        (row_scales, column_scales) = [([address], dtype, [nbytes]) for address, dtype, nbytes in scales]
+        row_scales = _NO_SCALES if row_scale is None else memories([row_scale])
+        column_scales = _NO_SCALES if scale is None else memories([scale])
         row_codes = [row_data.data_ptr()], "uint8", [row_data.nbytes]
         codes = [data.data_ptr()], "uint8", [data.nbytes]
         _C.cpu.transpose(plain, plain_table, row_codes, row_scales, codes, column_scales, torch.get_num_threads())
