@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -23,10 +23,6 @@ __all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
 
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
-# Every transposition asks for the variable, and a look-up in `os.environ` encodes the name and
-# raises KeyError inside. So the name is encoded once, and looked up in the dictionary behind it.
-_ENCODED_VARIABLE = os.environ.encodekey(ENVIRONMENT_VARIABLE)
-_environment: Mapping[Any, Any] = getattr(os.environ, "_data")  # noqa: B009
 # Modules of this folder that the backends share.
 NO_BACKENDS = ("_C", "checks", "descriptor", "extension", "ops")
 
@@ -66,8 +62,7 @@ def choose(device: torch.device, preference: str | None = None) -> str:
 
     Raises ValueError for an unknown name and RuntimeError for a backend that cannot run here.
     """
-    if not preference and _ENCODED_VARIABLE in _environment:
-        preference = os.environ[ENVIRONMENT_VARIABLE]
+    preference = preference or os.environ.get(ENVIRONMENT_VARIABLE)
     if preference:
         reason = why_not(preference, device)
         if reason:
