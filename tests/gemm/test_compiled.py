@@ -217,7 +217,7 @@ def test_a_graph_of_other_sources_is_compiled_again(tmp_path: Path, monkeypatch:
 def test_a_compiled_function_follows_the_preference() -> None:
     x, model = torch.randn(ROWS, WIDTH).to(BF16), built("fp8_current")
     function, graphs = compiled(model)
-    # Dequantized products have nominal gradients whatever is asked for: the second takes the first one's graph.
+    # Dequantized products always have nominal gradients, so the second run takes the first one's graph.
     for preference, weight_gradients in (
         ("auto", "nominal"),
         ("auto", "fp8"),

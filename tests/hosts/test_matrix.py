@@ -335,7 +335,7 @@ def cells(host: str, event: str, kind: str, folder: str) -> dict[str, str]:
 
 
 def of_all_ranks(answers: dict[str, str]) -> dict[str, str]:
-    """A use is silent where it is on one rank: the master of a small parameter lies on one, where alone its values differ."""
+    """A use is silent where it is on one rank: one rank has the master of a small parameter, and its values differ there alone."""
     if not dist.is_initialized():
         return answers
     by_rank: list[dict[str, str]] = [{}] * dist.get_world_size()
@@ -529,7 +529,7 @@ def in_words(answer: str) -> str:
 @pytest.mark.parametrize(("host", "event", "kind"), [param(*case) for case in EXPECTED])
 def test_matrix(ranks: Ranks, tmp_path: Path, host: str, event: str, kind: str, world: int) -> None:
     if world > 1 and host != "FSDP2" and (event, kind) == ("a master is written", "plain"):
-        pytest.skip("the master lies on one rank, which raises alone in debug mode")
+        pytest.skip("one rank has that master, and raises alone in debug mode")
     for answers in ranks(world)(cells, host, event, kind, str(tmp_path), timeout=250.0):
         words = {use: in_words(answer) for use, answer in answers.items()}
         assert words == EXPECTED[host, event, kind], answers

@@ -70,7 +70,7 @@ class GatheredByCaller(Gather):
     """The gathers of a host that makes them itself, whenever it wants to."""
 
     def start(self, plan: CastPlan) -> None:
-        """Do nothing."""
+        """Leave the gather to the host, which makes it after the call that casts."""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Comparison:
     """The reports of several ranks, compared."""
 
     def __init__(self, reports: Sequence[Sequence[int]]) -> None:
-        # Of numbers, since every gather is compared and nobody reads the reports of a quiet one.
+        # Of numbers, since every gather is compared and few are looked at more closely.
         self._reports = reports
 
     @functools.cached_property
