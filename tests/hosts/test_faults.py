@@ -181,7 +181,7 @@ def alone() -> list[Any]:
     "a rank is killed, stopped (SIGSTOP) for longer than the timeout, or out of memory alone, at any collective or file",
     where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
     answer="the others raise within the timeout, the stopped rank when it is continued; nobody steps on or saves, but "
-    "all together after a file could not be written",
+    "all together after a file could not be written or read",
 )
 @pytest.mark.parametrize(("host", "place", "fault", "world"), alone())
 def test_a_rank_that_fails_alone(ranks: Ranks, tmp_path: Path, host: str, place: Place, fault: str, world: int) -> None:
