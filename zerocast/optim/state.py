@@ -164,8 +164,8 @@ class ZeroState:
         self._check_names(moments)
         for name, (bucket, _) in self._slots.items():
             fields = fields_of(bucket)
-            self._check_tensor(name, saved[name])
             check_moments(name, moments[name], {*fields, *(() if bucket.storage.whole else (STEP,))})
+            self._check_tensor(name, saved[name])
             for field in () if NEVER_STEPPED in moments[name] else fields:
                 self._check_tensor(name, moments[name][field])
         self.check_numbers(state)
