@@ -68,9 +68,9 @@ def test_json(capsys):
     assert report["devices"]["cpu"]["torch"] == torch.__version__
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_draw_is_what_the_seed_says(seed):
-    first, again, other = (self_test._results("reference", CPU, s) for s in (seed, seed, seed + 100))
+def test_the_draw_is_what_the_seed_says(monkeypatch):
+    monkeypatch.setattr(self_test, "FORMATS", ("fp8_block", "nvfp4"))
+    first, again, other = (self_test._results("reference", CPU, seed) for seed in (0, 0, 100))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert any(first[name].shape != other[name].shape for name in first)
 

@@ -103,8 +103,13 @@ def imports(module: str) -> Callable[[str], bool]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("delay", [0.0, 0.2])
-@pytest.mark.parametrize("how", ["python -m", "script"])
+@pytest.mark.parametrize(
+    ("how", "delay"),
+    [
+        *(("python -m", 0.0), ("script", 0.2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("python -m", 0.2), ("script", 0.0))),
+    ],
+)
 def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> None:
     """Its packages are being imported, in which a KeyboardInterrupt may come out as anything, or it has begun to print."""
     if how == "script" and not SCRIPT.exists():

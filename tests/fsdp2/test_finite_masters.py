@@ -85,7 +85,9 @@ def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
     where="FSDP2",
     answer="raises on all ranks at the next cast, evaluation or look at the state, names the weights",
 )
-@pytest.mark.parametrize(("optimizer", "keep_codes"), [("AdamW", False), ("FusedAdamW", False), ("FusedAdamW", True)])
+@pytest.mark.parametrize(
+    ("optimizer", "keep_codes"), [("AdamW", False), models.slow("FusedAdamW", False), ("FusedAdamW", True)]
+)
 def test_all_ranks_are_told(ranks: Ranks, optimizer: str, keep_codes: bool) -> None:
     assert ranks(2)(told, optimizer, 1, keep_codes) == [[], []]
 

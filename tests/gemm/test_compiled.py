@@ -113,8 +113,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("on_demand", [True, False])
-@pytest.mark.parametrize(("fmt", "preference"), CASES)
+KEPT = [("nvfp4", "auto"), ("fp8_current", "scaled_mm")]  # of every run also with columnwise copies that are kept
+
+
+@pytest.mark.parametrize(
+    ("fmt", "preference", "on_demand"),
+    [
+        *((*case, True) for case in CASES),
+        *(pytest.param(*case, False, marks=() if case in KEPT else pytest.mark.slow) for case in CASES),
+    ],
+)
 def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     fmt: str, preference: str, on_demand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
