@@ -74,6 +74,9 @@ def pytest_collection_finish() -> None:
     """Every test module is imported by now. Each process of a run has one thread, as each rank has."""
     freeze_modules()
     torch.set_num_threads(1)
+    # Commands that tests start read the variable. Where it is not set, Lightning's trainer sets it, and torch's threads as well, to
+    # the number of cores: two processes of tests then wait for each other's threads until they end.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -18,7 +18,8 @@ collect_pages: Any = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(collect_pages)
 
 NAVIGATION: list[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-PAGES = {place for place in collect_pages.sources().values() if place.endswith(".md")}
+SOURCES: dict[str, str] = collect_pages.sources()
+PAGES = {place for place in SOURCES.values() if place.endswith(".md")}
 AT_THE_TOP, IN_A_SECTION = 10, 12
 AUDIENCES = (
     "Megatron",
@@ -57,8 +58,8 @@ def sections(entries: list[dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
 
 def linked(page: str) -> Iterator[str]:
     """The pages to which a page of the site has links."""
-    (source,) = (path for path, place in collect_pages.sources().items() if place == page)
-    text = collect_pages.for_the_site((ROOT / source).read_text(), source, collect_pages.sources())
+    (source,) = (path for path, place in SOURCES.items() if place == page)
+    text = collect_pages.for_the_site((ROOT / source).read_text(), source, SOURCES)
     for target in filter(None, (found[2] for found in collect_pages.LINK.findall(text))):
         yield posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
 
@@ -71,7 +72,7 @@ def test_nothing_is_listed_twice_or_missing() -> None:
 
 def test_every_page_of_docs_and_every_readme_of_the_product_is_listed() -> None:
     wanted = {
-        place for source, place in collect_pages.sources().items() if place in PAGES and not source.startswith("tests/")
+        place for source, place in SOURCES.items() if place in PAGES and not source.startswith("tests/")
     }
     tables = {page for page in wanted if page.endswith("/table.md")}  # the study shows them
     assert sorted(wanted - tables - set(listed(NAVIGATION))) == []
