@@ -71,9 +71,7 @@ def test_nothing_is_listed_twice_or_missing() -> None:
 
 
 def test_every_page_of_docs_and_every_readme_of_the_product_is_listed() -> None:
-    wanted = {
-        place for source, place in SOURCES.items() if place in PAGES and not source.startswith("tests/")
-    }
+    wanted = {place for source, place in SOURCES.items() if place in PAGES and not source.startswith("tests/")}
     tables = {page for page in wanted if page.endswith("/table.md")}  # the study shows them
     assert sorted(wanted - tables - set(listed(NAVIGATION))) == []
 
