@@ -2,7 +2,6 @@
 and what is left of them.
 """
 
-import gc
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
 from zerocast.cast.tables import WeightTable
 from zerocast.fsdp2 import plan
-from zerocast.fsdp2.cast_group import GatherCast
 
 
 @pytest.mark.parametrize(("world", "formats"), [(3, FEW), *(models.slow(world, FORMATS) for world in (2, 3))], ids=str)
@@ -55,9 +53,8 @@ def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
         counts.append(launched.call_count)
         optimizer.step()
         optimizer.zero_grad()
-    gc.collect()
-    held = [one for one in gc.get_objects() if isinstance(one, GatherCast)]
-    left = {codes.untyped_storage() for one in held for parts in one._cast.values() for codes in parts}
+    groups = models.manager(model).plan.param_groups.prepared
+    left = {codes.untyped_storage() for group in groups for parts in group._outgoing for codes in parts}
     return counts[1:], sum(storage.nbytes() for storage in left)
 
 

@@ -130,14 +130,16 @@ class CastGroup:
                     self._targets.append(target)
                     self._sources.append(source)
 
-    def _cast_at_gather(self, group: ParamGroup, layout: GatherLayout) -> Callable[[int], Sequence[Tensor]] | None:
+    def _cast_at_gather(
+        self, group: ParamGroup, layout: GatherLayout
+    ) -> Callable[[], Sequence[Sequence[Tensor]]] | None:
         """What gives the codes of a group for each gather; None where they are kept."""
         if self.keep_codes:
             return None
         offsets, packed = self.amaxes.offsets, self.amaxes.buffer
         cast = GatherCast(group.weights, layout, self.shards, offsets, packed, self.delayed, self._backend)
         self._gather_casts.append(cast)
-        return cast.take
+        return cast.cast
 
     # -- casts
 
@@ -292,19 +294,22 @@ class GatherCast:
     ) -> None:
         self._packed = packed
         self.has_masters = True
-        # Where the codes of each weight are, by direction, in memory for those of all.
-        self._spans: list[list[tuple[int, int]]] = []
-        self._nbytes = 0
+        # The bytes of each set of codes and of the gap behind it, in memory for the codes of all
+        # weights, and which sets are those of each weight, by direction.
+        self._sizes: list[int] = []
+        self._sets: list[slice] = []
         for of_weight in layout.weights:
-            self._spans.append([(self._nbytes + start, self._nbytes + stop) for start, stop in of_weight.code_spans])
-            self._nbytes += of_weight.codes_nbytes
-        # The codes of each weight that are cast and not yet sent.
-        self._cast: dict[int, list[Tensor]] = {}
-        self._is_held = False
+            first = len(self._sizes) // 2
+            starts = [start for start, _ in of_weight.code_spans]
+            for (start, stop), end in zip(of_weight.code_spans, [*starts[1:], of_weight.codes_nbytes], strict=True):
+                self._sizes += [stop - start, end - stop]
+            self._sets.append(slice(first, len(self._sizes) // 2))
+        self._nbytes = sum(self._sizes)
+        # The codes that all gathers to come send.
+        self._held: list[Sequence[Tensor]] | None = None
         memory = torch.empty(self._nbytes, dtype=torch.uint8, device=packed.device)
         tables = WeightTables(packed.device, backend)
-        for place, codes in self._by_place(memory).items():
-            weight = weights[place]
+        for weight, codes in zip(weights, self._by_weight(memory), strict=True):
             shard = shards.get(weight.name)
             if shard is None:
                 continue
@@ -317,17 +322,20 @@ class GatherCast:
         memory.untyped_storage().resize_(0)
         self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
 
-    def _by_place(self, memory: Tensor) -> dict[int, list[Tensor]]:
+    def _by_weight(self, memory: Tensor) -> list[Sequence[Tensor]]:
         """The codes of each weight, by direction, in `memory`."""
-        return {place: [memory[start:stop] for start, stop in spans] for place, spans in enumerate(self._spans)}
+        codes = memory.split(self._sizes)[::2]
+        return [codes[sets] for sets in self._sets]
 
     @torch.no_grad()
-    def cast(self) -> None:
-        """Cast the codes from the masters as they are now, by the scales of the last cast."""
-        self._cast = {}
+    def cast(self) -> list[Sequence[Tensor]]:
+        """The codes of each weight by direction, uint8, for one gather: cast from the masters as
+        they are now, by the scales of the last cast, unless codes are held.
+        """
+        if self._held is not None:
+            return self._held
         if not self.has_masters:
-            self._cast = self._by_place(torch.zeros(self._nbytes, dtype=torch.uint8, device=self._packed.device))
-            return
+            return self._by_weight(torch.zeros(self._nbytes, dtype=torch.uint8, device=self._packed.device))
         memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._packed.device)
         for base in self._bases:
             base.set_(memory.untyped_storage(), 0, (self._nbytes,), (1,))
@@ -337,22 +345,11 @@ class GatherCast:
         finally:
             for base in self._bases:
                 base.set_(self._nothing)
-        self._cast = self._by_place(memory)
-
-    def take(self, place: int) -> list[Tensor]:
-        """The codes of a weight by direction, uint8, for one gather: the first weight of a gather
-        casts those of all.
-        """
-        if self._is_held:
-            return self._cast[place]
-        if place == 0 or place not in self._cast:
-            self.cast()
-        return self._cast.pop(place)
+        return self._by_weight(memory)
 
     def hold(self) -> None:
         """Keep the codes of the masters as they are now, for all gathers to come."""
-        self.cast()
-        self._is_held = True
+        self._held = self.cast()
 
 
 def _code_bases(table: WeightTable) -> list[Tensor]:

@@ -23,8 +23,8 @@ class ParamGroups:
         self.prepared: list[ParamGroup] = []
         # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
-        # The groups that the last forward pass left gathered, each with the number of weights that
-        # it had received by then.
+        # The groups that the last forward pass left gathered, each with the number of gathers that
+        # had arrived by then.
         self._left: list[tuple[ParamGroup, int]] = []
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
         # next cast.

@@ -8,7 +8,6 @@ plain. It pickles as the plain tensor: checkpoints hold no class of ours.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,7 +26,6 @@ class MasterParameter(Tensor):
 
     plain: Tensor
     weight: FSDPWeight
-    fsdp_pre_all_gather: "_PreAllGather"  # FSDP2's hook: quantized bytes, scales and a header
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -50,8 +48,6 @@ class MasterParameter(Tensor):
         )
         master.plain = plain
         master.weight = weight
-        # Made once, since FSDP2 asks four times for every gather.
-        master.fsdp_pre_all_gather = _PreAllGather(plain, weight)
         weight.host.plan.note_rewrapped()  # FSDP2 may replace the parameter by this one
         return master
 
@@ -60,13 +56,21 @@ class MasterParameter(Tensor):
         """The format that the weight is gathered in."""
         return self.weight.format
 
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
+        """FSDP2's hook, before the first gather: quantized bytes, scales and a header.
+
+        Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
+        bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
+        """
+        return tuple(self.weight.send(self.plain.device)), None
+
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """FSDP2's hook: the QuantizedWeight of all ranks' bytes, or what the module sees instead of
-        it, refilled in place after the first time.
+        """FSDP2's hook, after the first gather: the QuantizedWeight of all ranks' bytes, or what
+        the module sees instead of it. Later gathers have no hooks (`torch_fsdp.GatheredByGroup`).
         """
-        return self.weight.receive(outputs, dtype, out)
+        return self.weight.receive(outputs)
 
     @property
     def master_owner(self) -> WeightHost:
@@ -141,27 +145,6 @@ class MasterParameter(Tensor):
         if func is _aten.view.default and list(args[1]) == [-1] and torch_fsdp.is_reading_shard():
             return result  # FSDP2's flat view is plain: it is memory, not a parameter
         return _map(Tensor, functools.partial(_wrapped, func, first), result)
-
-
-class _PreAllGather:
-    """The hook of one gather of a master.
-
-    FSDP2 asks for the signature of its hook at every gather of every weight. To find that of a
-    method takes longer than the hook does; this one is looked up.
-
-    Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
-    bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
-    """
-
-    __slots__ = ("_plain", "_weight")
-    __signature__ = inspect.Signature([inspect.Parameter("mesh", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
-
-    def __init__(self, plain: Tensor, weight: FSDPWeight) -> None:
-        self._plain = plain
-        self._weight = weight
-
-    def __call__(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        return self._weight.send(mesh, self._plain.device), None
 
 
 def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:

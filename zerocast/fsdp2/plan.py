@@ -22,7 +22,7 @@ from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.gather_status import GatherStatus, StatusExchange
 from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
-from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living
+from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living, shard_statuses
 from zerocast.fsdp2.wire import MOST_KEPT, weight_layout
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.validity import InvalidWeights, Validity, debugging
@@ -362,7 +362,7 @@ class ShardPlan(Plan):
         self._exchange(
             (reduction, group.weights, group.statuses())
             for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True)
-            if not all(weight.is_sent for weight in group.weights)
+            if any(weight.group.sent != self.generation for weight in group.weights)
         )
 
     def exchange_statuses(self) -> bool:
@@ -373,9 +373,7 @@ class ShardPlan(Plan):
             (reduction, [weight for group in groups for weight in group.weights])
             for reduction, groups in self.reductions
         ]
-        return self._exchange(
-            (reduction, weights, [weight.status for weight in weights]) for reduction, weights in of_reductions
-        )
+        return self._exchange((reduction, weights, shard_statuses(weights)) for reduction, weights in of_reductions)
 
     def _exchange(self, statuses: Iterable[tuple[ReductionGroup, Sequence[FSDPWeight], Sequence[ShardStatus]]]) -> bool:
         """Exchange the statuses of weights in each of their reductions, and raise after the last.

@@ -12,11 +12,11 @@ The life of a prepared parameter:
         ▼
     cast of all weights, before the next gather       manager.py, cast_group.py
         │ amaxes, one all-reduce, scales
-        │ fsdp_pre_all_gather: codes of the shard     weight.py
-        │ are cast; codes, scales, header are sent    wire.py
+        │ codes of the shards of a group are cast;    weight.py
+        │ codes, scales, header are sent              wire.py
         ▼
     all-gather of bytes, by FSDP2
-        │ fsdp_post_all_gather                        weight.py, gather_status.py
+        │ headers are compared, scales laid out       weight.py, gather_status.py
         ▼
     QuantizedWeight over the bytes of all ranks: forward and backward products
         │ resharded: the gathered bytes are freed

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
 from torch.distributed.tensor import DTensor
 
 from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
@@ -152,6 +153,12 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
+def gathered_dtype(param: Any) -> torch.dtype:
+    """The dtype that modules see the gathered parameter in."""
+    dtype: torch.dtype = param.param_dtype or param.orig_dtype
+    return dtype
+
+
 def is_offloaded(param: Any) -> bool:
     """True if an FSDPParam keeps its shard on the host."""
     return bool(param.offload_to_cpu)
@@ -164,6 +171,39 @@ def has_unreduced_gradient(param: Any) -> bool:
     accumulated = getattr(param, "unsharded_accumulated_grad", None)
     with torch._C.DisableTorchFunctionSubclass():
         return accumulated is not None or (gathered is not None and gathered.grad is not None)
+
+
+class GatheredByGroup(FSDPParam):
+    """The FSDPParam of a prepared weight, whose ParamGroup makes the bytes of a gather, and takes
+    what was gathered, for all its weights at once.
+
+    FSDP2's hooks do both for one weight, and around each call of a hook FSDP2 looks its signature
+    up and takes sizes and views, which costs the host more than the hook. Only the first gather is
+    by hooks: it makes the memory, and the parameter that modules see.
+    """
+
+    @property
+    def all_gather_inputs(self) -> list[Tensor]:
+        """The flat tensors that this rank sends."""
+        # FSDP2 gathers a parameter that something has replaced by a plain one.
+        weight = getattr(_local_tensor(self), "weight", None) if "_unsharded_param" in self.__dict__ else None
+        inputs: list[Tensor] = super().all_gather_inputs if weight is None else weight.send(self.device)
+        return inputs
+
+    def init_unsharded_param(self) -> None:
+        """Called for each weight in turn, once those of all were gathered."""
+        weight = getattr(_local_tensor(self), "weight", None) if "_unsharded_param" in self.__dict__ else None
+        if weight is None:
+            super().init_unsharded_param()  # type: ignore[no-untyped-call]
+        elif weight.place == 0:
+            for tensor in self._unsharded_inner_tensors:
+                alloc_storage(tensor)
+            weight.receive_group()
+
+
+def gather_by_group(param: Any) -> None:
+    """Let the weight of an FSDPParam make and take the bytes of its gathers after the first."""
+    param.__class__ = GatheredByGroup
 
 
 def forget_gathered(param: Any) -> None:
@@ -345,14 +385,18 @@ class MasterAddresses:
         """True if autograd has counted a write since `note`."""
         return self._count() != self._counted
 
-    def is_written(self, name: str) -> bool:
-        """True if autograd has counted a write to the master of a weight since `note`."""
-        index = self._index[name]
+    def written(self, names: Sequence[str]) -> set[str]:
+        """The weights, of those with these names, to whose masters autograd has counted a write
+        since `note`.
+        """
+        written = set()
         for counters, versions in zip(self._counters, self._counted, strict=True):
-            tensor = counters[index]()
-            if (-1 if tensor is None else tensor._version) != versions[index]:
-                return True
-        return False
+            for name in names:
+                index = self._index[name]
+                tensor = counters[index]()
+                if (-1 if tensor is None else tensor._version) != versions[index]:
+                    written.add(name)
+        return written
 
     def _count(self) -> list[list[int]]:
         return [_versions(counters) for counters in self._counters]

@@ -31,7 +31,7 @@ from zerocast.fsdp2.wire import (
     ShardGeometry,
     header_of,
 )
-from zerocast.weight.validity import Validity
+from zerocast.weight.validity import Validity, gathered
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
 ADVICE = "call zerocast.fsdp2.refresh(model) on all ranks after parameters were changed outside of an optimizer"
@@ -130,11 +130,11 @@ class FSDPWeight:
     here.
 
         sharded      `locate` finds the rows of this rank that FSDP2 cut, a cast encodes them
-           │ send         fsdp_pre_all_gather: casts if that is due; codes, scales and a header
-           ▼
+           │ send         with the first weight of a gather: casts if that is due; codes, scales
+           ▼              and headers
         gathering    FSDP2's all-gather of bytes, prefetched or not
-           │ receive      fsdp_post_all_gather: looks at the headers of all ranks, casts and gathers
-           │              again if all were written to, lays out scales
+           │ receive      with the first weight of a gather: looks at the headers of all ranks,
+           │              casts and gathers again if all were written to, lays out scales
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
            │         module sees as what `presentation` makes of it
@@ -156,6 +156,7 @@ class FSDPWeight:
             masters have moved.
         master: the rows of this rank, f32, a plain tensor.
         addresses: the addresses of the master's bytes.
+        is_written: True if the master has changed since the last cast, as far as this rank knows.
         geometry: the rows of this rank, and the layout of their bytes.
         status_after_cast: the status that a cast leaves in the header.
         unsharded: the weight of all ranks. None before the first gather, and after a switch of
@@ -189,14 +190,8 @@ class FSDPWeight:
         self.place = 0
         self.is_located = False
         self.addresses = range(0)
-        # True if the master has changed since the last cast, as far as this rank knows.
-        self._is_written = False
-        # The mesh of the last gather, and the number of the cast that it sent.
-        self._mesh: DeviceMesh | None = None
-        self._sent = -1
+        self.is_written = False
         self.unsharded: QuantizedWeight | None = None
-        # The buffers that FSDP2 allocates and frees with it.
-        self._inner: list[Tensor] = []
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
         """Return itself: `async_save` copies shards with what they point to, and the copy is a
@@ -211,6 +206,7 @@ class FSDPWeight:
         self.group = group
         self.place = place
         self.param = weakref.ref(param)
+        torch_fsdp.gather_by_group(param)
 
     @property
     def local(self) -> Any:
@@ -358,14 +354,14 @@ class FSDPWeight:
 
     def mark_written(self) -> None:
         """Say so at the next gather, unless a cast comes before."""
-        if not self._is_written:
-            self._is_written = True
+        if not self.is_written:
+            self.is_written = True
             self.host.plan.note_written(self)
             self.validity.finish = self._refuse
 
     def mark_cast(self) -> None:
         """A cast has read the master as it is now."""
-        self._is_written = False
+        self.is_written = False
 
     def mark_readable(self) -> None:
         """What is left gathered may be read: all ranks know of writes since."""
@@ -377,77 +373,39 @@ class FSDPWeight:
             "module in it, or zerocast.fsdp2.refresh(model) on all ranks before"
         )
 
-    @property
-    def status(self) -> ShardStatus:
-        """The status of this rank's shard."""
-        status = self.status_of_host
-        return self.status_of_shard() if status is None else status
-
-    @property
-    def status_of_host(self) -> ShardStatus | None:
-        """The status that all shards of this rank have: PARTIAL if masters are partial, REFUSED if
-        this rank could not make the last cast, otherwise None.
-        """
-        plan = self.host.plan
-        if plan.validity.partial:
-            return ShardStatus.PARTIAL
-        return None if plan.problem is None else ShardStatus.REFUSED
-
-    def status_of_shard(self) -> ShardStatus:
-        """The status of this shard if `status_of_host` is None."""
-        if self.host.plan.addresses.is_written(self.name):
-            self.mark_written()
-        clean = self.status_after_cast
-        return ShardStatus.WRITTEN if self._is_written and clean == ShardStatus.CLEAN else clean
-
     # -- gathered
 
-    def send(self, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor, ...]:
-        """FSDP2 begins a gather over `mesh`: return the bytes of this rank, on `device`."""
+    def send(self, device: torch.device) -> list[Tensor]:
+        """FSDP2 begins a gather: return the bytes of this rank, flat, on `device`."""
         if self.place == 0:
             self.host.before_gather()
-        self._mesh = mesh
-        self._sent = self.host.plan.generation
-        return self.group.outputs(self.place, self._sent, device)
+            self.group.begin_gather(self.host.plan.generation, device)
+        return self.group.take(self.place)
 
-    @property
-    def is_sent(self) -> bool:
-        """True once the bytes of the last cast were sent."""
-        return self._sent == self.host.plan.generation
-
-    def receive(
-        self, outputs: Sequence[Tensor], dtype: torch.dtype, shown: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
-        """FSDP2 has gathered `outputs`: return (the weight as its module sees it, buffers that
-        FSDP2 allocates and frees with it). `shown` is what FSDP2 made of the former the first time.
+    def receive(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """FSDP2 has gathered `outputs` for the first time: return (the weight as its module sees
+        it, buffers that FSDP2 allocates and frees with it).
         """
-        if dtype != self.geometry.nominal:
-            raise RuntimeError(f"{self.name} was cast for {self.geometry.nominal} and is gathered as {dtype}")
-        if shown is None or self.unsharded is None:
-            self._lay_in(outputs)
+        buffers, inner = self.group.lay_in(self.place, outputs)
+        self._lay_in(buffers)
+        if self.place == 0:
+            self.receive_group()
         assert self.unsharded is not None
-        if self.place == 0 and self.group.all_written() and self.is_sent:
-            self.host.cast_again()
-        if self._sent != self.host.plan.generation:
-            self._gather_again(outputs)
-            if self.place == 0:
-                self.group.all_written()  # raises if a rank could not make that cast
-        self.group.received += 1
-        if self.place == self.group.last_place:
-            self.group.fill_scales()
-        self.validity.finish = None
-        self.validity.gathered()
-        if shown is None:
-            return self.presentation.show(self.unsharded), self._inner
-        shown = getattr(shown, "_local_tensor", shown)
-        if self.presentation is not AS_QUANTIZED_WEIGHT:
-            self.presentation.refill(shown, self.unsharded)
-        return shown, self._inner
+        return self.presentation.show(self.unsharded), inner
 
-    def _lay_in(self, outputs: Sequence[Tensor]) -> None:
-        """Make the weight over the `outputs` of FSDP2's first gather."""
+    def receive_group(self) -> None:
+        """Called with the first weight of a gather, once those of all have arrived."""
+        group = self.group
+        if group.all_written() and group.sent == self.host.plan.generation:
+            self.host.cast_again()
+        if group.sent != self.host.plan.generation:
+            group.gather_bytes_again(self.host.plan.generation)
+            group.all_written()  # raises if a rank could not make that cast
+        group.has_received()
+
+    def _lay_in(self, buffers: Mapping[str, Tensor]) -> None:
+        """Make the weight over the buffers of FSDP2's first gather."""
         geometry = self.geometry
-        buffers, self._inner = self.group.lay_in(self.place, outputs)
         unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
         unsharded.state.columnwise_on_demand = True
         unsharded.state.name = self.name
@@ -457,38 +415,54 @@ class FSDPWeight:
         unsharded.state.host_casts_gradient = True
         self.unsharded = unsharded
 
-    @torch.no_grad()
-    def _gather_again(self, outputs: Sequence[Tensor]) -> None:
-        """Gather the bytes of another cast in place of what FSDP2 gathered."""
-        assert self._mesh is not None
-        group, cast = Group.of(self._mesh), self.host.plan.generation
-        sent = self.group.outputs(self.place, cast, outputs[0].device)
-        for output, part in zip(outputs, sent, strict=True):
-            with torch_fsdp.unversioned([output]):
-                group.all_gather_into(output.view(-1), part, what=f"the bytes of {self.name}, which was written to")
-        self._sent = cast
-
     def convert(self, fmt: FormatSpec) -> None:
         """Be cast into another format from now on, unless it is the same. The next gather is like
         the first in any case: this weight, or one that is gathered with it, is sent in another one.
         """
         self.format = fmt
         self.unsharded = None
-        self._inner = []
         torch_fsdp.forget_gathered(self.param())
+
+    @property
+    def shown(self) -> Tensor | None:
+        """What FSDP2 made of the tensor that the presentation showed it, of a DTensor the local
+        tensor. None before the first gather.
+        """
+        shown = getattr(self.param(), "_unsharded_param", None)
+        local: Tensor | None = getattr(shown, "_local_tensor", shown)
+        return local
 
     @property
     def live(self) -> QuantizedWeight:
         """The gathered weight that a module computes with; there while its group is gathered."""
-        live = self.param()._unsharded_param
+        shown = self.shown
+        assert shown is not None, self.name
         assert self.unsharded is not None, self.name
-        # of a DTensor the local tensor
-        return self.presentation.live(getattr(live, "_local_tensor", live), self.unsharded)
+        return self.presentation.live(shown, self.unsharded)
 
 
 def living(references: Iterable["weakref.ref[FSDPWeight]"]) -> list[FSDPWeight]:
     """Return the weights that are referred to, which the model keeps alive."""
     return [weight for reference in references if (weight := reference()) is not None]
+
+
+def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
+    """The statuses of this rank's shards of weights of one host: PARTIAL for all if masters are
+    partial, REFUSED for all if this rank could not make the last cast.
+    """
+    plan = weights[0].host.plan
+    if plan.validity.partial:
+        return [ShardStatus.PARTIAL] * len(weights)
+    if plan.problem is not None:
+        return [ShardStatus.REFUSED] * len(weights)
+    written = plan.addresses.written([weight.name for weight in weights])
+    statuses = []
+    for weight in weights:
+        if weight.name in written:
+            weight.mark_written()
+        clean = weight.status_after_cast
+        statuses.append(ShardStatus.WRITTEN if weight.is_written and clean == ShardStatus.CLEAN else clean)
+    return statuses
 
 
 class ParamGroup:
@@ -497,19 +471,19 @@ class ParamGroup:
     Attributes:
         names: the names of its prepared weights, in the order of its gather. A weight's `place` is
             its index.
-        last_place: the place of the last weight.
-        received: the number of weights that have arrived, over all gathers.
+        received: the number of gathers that have arrived.
+        sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
         layout: the layout of the bytes that are sent. Another one after a switch of formats.
         side: the gathered bytes beside codes. None before the first gather, and after a switch of
             formats until the next one.
         headers: the header of each weight, int32 `[2]`, a view of the bytes that are sent.
-        take_codes: returns the codes of the weight at a place for one gather. None if casts keep
-            the codes with the other bytes that are sent.
+        cast_codes: returns the codes of each weight, by direction, for one gather. None if casts
+            keep the codes with the other bytes that are sent.
     """
 
     layout: GatherLayout
     headers: list[Tensor]
-    take_codes: Callable[[int], Sequence[Tensor]] | None
+    cast_codes: Callable[[], Sequence[Sequence[Tensor]]] | None
 
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
         """Gather these weights, each with its FSDPParam, from now on."""
@@ -517,8 +491,8 @@ class ParamGroup:
         self._status = status
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
-        self.last_place = len(members) - 1
         self.received = 0
+        self.sent = -1
         for place, (weight, param) in enumerate(members):
             weight.adopt(self, place, param)
         # For each weight, from `lay_out` on: the tensors that are sent beside codes that are not
@@ -528,6 +502,8 @@ class ParamGroup:
         self._statuses: list[ShardStatus] = []
         # The number of the cast after which a gather has last written headers.
         self._statuses_after = -1
+        # What the gather that begins sends of each weight, until FSDP2 has taken it.
+        self._outgoing: list[list[Tensor]] = []
         self.side: GatheredSide | None = None
 
     @property
@@ -561,28 +537,35 @@ class ParamGroup:
         return GatherLayout(geometries, keep_codes)
 
     def lay_out(
-        self, layout: GatherLayout, buffer: Tensor, take_codes: Callable[[int], Sequence[Tensor]] | None
+        self, layout: GatherLayout, buffer: Tensor, cast_codes: Callable[[], Sequence[Sequence[Tensor]]] | None
     ) -> None:
         """Send from `buffer`, which casts fill, uint8 `[layout.kept_bytes]` of zeros."""
         self.layout = layout
-        self.take_codes = take_codes
+        self.cast_codes = cast_codes
         self.headers = [header_of(side) for _, side in layout.parts(buffer)]
         self._kept = layout.outputs(buffer)
         self._statuses_of_cast = [weight.status_after_cast for weight in self.weights]
         self._statuses_after = -1
 
-    def outputs(self, place: int, cast: int, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors to send of a weight, on `device`, after cast number `cast`. Codes that are
-        not kept are cast for this gather.
+    def begin_gather(self, cast: int, device: torch.device) -> None:
+        """Make the tensors that a gather sends of all weights, on `device`, after cast number
+        `cast`. Codes that are not kept are cast for this gather.
         """
-        if place == 0:
-            self._write_headers(cast)
-        outputs = self._kept[place]
-        if self.take_codes is not None:
-            outputs = *self.take_codes(place), *outputs
-        if outputs[0].device == device:
-            return outputs
-        return tuple(part.to(device, non_blocking=True) for part in outputs)
+        self._write_headers(cast)
+        codes = self.cast_codes() if self.cast_codes is not None else [()] * len(self._kept)
+        self._outgoing = [[*own, *kept] for own, kept in zip(codes, self._kept, strict=True)]
+        if self._outgoing[0][0].device != device:
+            self._outgoing = [[part.to(device, non_blocking=True) for part in parts] for parts in self._outgoing]
+        self.sent = cast
+
+    def take(self, place: int) -> list[Tensor]:
+        """What the gather that has begun sends of the weight at `place`. After the last weight only
+        FSDP2 keeps the tensors.
+        """
+        outgoing = self._outgoing[place]
+        if place == len(self.names) - 1:
+            self._outgoing = []
+        return outgoing
 
     def _write_headers(self, cast: int) -> None:
         """Write the statuses of all weights into their headers, those that differ from what is
@@ -590,16 +573,40 @@ class ParamGroup:
         its bytes before it asks for the next one.
         """
         written = self._statuses if self._statuses_after == cast else self._statuses_of_cast
-        weights = self.weights
-        # The host is asked once for all weights.
-        of_host = weights[0].status_of_host
-        self._statuses = [weight.status_of_shard() if of_host is None else of_host for weight in weights]
+        self._statuses = shard_statuses(self.weights)
         self._statuses_after = cast
         for header, before, now in zip(self.headers, written, self._statuses, strict=True):
             if before != now:
                 header[0].fill_(now)
 
     # -- received
+
+    @torch.no_grad()
+    def gather_bytes_again(self, cast: int) -> None:
+        """Gather the bytes of another cast in place of what FSDP2 gathered."""
+        weights = self.weights
+        ranks = Group.of(weights[0].shard_mesh)
+        self.begin_gather(cast, weights[0].param().all_gather_outputs[0].device)
+        for place, weight in enumerate(weights):
+            for output, part in zip(weight.param().all_gather_outputs, self.take(place), strict=True):
+                with torch_fsdp.unversioned([output]):
+                    ranks.all_gather_into(output, part, what=f"the bytes of {weight.name}, which was written to")
+
+    def has_received(self) -> None:
+        """Put the gathered scales where products read them, and let all weights be read."""
+        assert self.side is not None
+        weights = self.weights
+        for weight in weights:
+            dtype, nominal = torch_fsdp.gathered_dtype(weight.param()), weight.geometry.nominal
+            if dtype != nominal:
+                raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
+        self.side.fill()
+        self.received += 1
+        gathered([weight.validity for weight in weights])
+        for weight in weights:
+            shown = None if weight.presentation is AS_QUANTIZED_WEIGHT else weight.shown
+            if shown is not None and weight.unsharded is not None:
+                weight.presentation.refill(shown, weight.unsharded)
 
     def lay_in(self, place: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """(the buffers of a weight by name, buffers that FSDP2 allocates and frees with it) over
@@ -633,12 +640,7 @@ class ParamGroup:
         if not self._status.reads_late(headers):
             return self._status.all_written(self.names, headers)
         self._status.note(self.names, headers)
+        if not any(status.may_be_written for status in set(self._statuses)):
+            return False
         by_weight = zip(headers.chunk(len(self.names)), self._statuses, strict=True)
         return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
-
-    def fill_scales(self) -> None:
-        """The last weight of a gather has arrived: put the scales of all where products read
-        them.
-        """
-        assert self.side is not None
-        self.side.fill()

@@ -246,10 +246,6 @@ class Validity:
         self.casts += 1
         self._note_masters()
 
-    def gathered(self) -> None:
-        """The weight holds the bytes of another gather: copies that were made before are old."""
-        self.casts += 1
-
     def copied(self) -> None:
         """All bytes of the last cast are gathered, and the columnwise copies made from them."""
         self.copies = self.casts
@@ -356,6 +352,15 @@ class Validity:
                 "",
                 "what it writes is partly old and partly new until that returns, so let threads take turns",
             )
+
+
+def gathered(validities: Iterable[Validity]) -> None:
+    """Weights hold the bytes of another gather, of which nothing is in flight any longer: copies
+    that were made before are old.
+    """
+    for validity in validities:
+        validity.casts += 1
+        validity.finish = None
 
 
 @contextlib.contextmanager
