@@ -20,9 +20,17 @@ from tests.checkpoint.crash.mutants import MUTANTS
 from tests.checkpoint.crash.recorder import read_log
 from tests.checkpoint.crash.saves import SAVED, SAVES, run, run_and_kill
 from tests.workers import START_SECONDS, context
+from zerocast.checkpoint import writer
 
 pytestmark = pytest.mark.skipif(recorder.why_not() is not None, reason=str(recorder.why_not()))
 TWO_RANKS = ("the next, the one before goes", "in place of itself", "in place of itself, while training goes on")
+
+
+@pytest.fixture(autouse=True)
+def dead_writers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a power failure leaves of a lease may not say whose it was: nobody is waited for here, since nobody lives."""
+    monkeypatch.setattr(writer, "WATCHED", 0.0)
+    monkeypatch.setattr(writer, "SILENCE", 0.0)
 
 
 def saved(name: str, folder: Path, world: int = 1, broken: str | None = None) -> list[int | None]:
