@@ -107,6 +107,16 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
                  reinterpret_cast<const float*>(scalars.address), clip, threads);
 }
 
+void adam_8bit(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
+               const Memory& scales, const Memory& pieces, const Memory& scalars, float clip, int64_t step,
+               const Memory& cut_largest, bool finishes, int threads) {
+  int64_t count;
+  const Adam8bitState state =
+      check_moment_pieces(master, grad, exp_avg, exp_avg_sq, scales, pieces, scalars, cut_largest, &count);
+  cpu::adam_8bit(state, reinterpret_cast<const MomentPiece*>(pieces.address), count,
+                 reinterpret_cast<const float*>(scalars.address), clip, step, finishes, threads);
+}
+
 // The loops are chosen once, for the first of them.
 std::vector<AdamState> states_of(const Rows& rows, const Memories& masters, const Memories& grads, const Memories& exp_avgs,
                                  const Memories& exp_avg_sqs) {
@@ -176,6 +186,8 @@ void register_cpu(py::module_& m) {
              "group_scale_inv", "threads");
   bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
              "threads");
+  bind_stage(cpu, "adam_8bit", &adam_8bit, "master", "grad", "exp_avg", "exp_avg_sq", "scales", "pieces", "scalars",
+             "clip", "step", "cut_largest", "finishes", "threads");
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
              "groups", "scalars", "clip", "packed", "threads");
   bind_stage(cpu, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",

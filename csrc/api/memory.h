@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/moments.h"
 #include "descriptor.h"
 
 namespace zerocast::api {
@@ -63,6 +64,11 @@ int64_t check_segments(const Memory& segments, const Memory& scalars, const std:
 
 // Whether a stage reads which elements of a weight are owned.
 enum class Spans { kUnread, kRead };
+
+// Flat tensors of adam_8bit, and the number of pieces in host memory, all inside of these tensors.
+Adam8bitState check_moment_pieces(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
+                                  const Memory& scales, const Memory& pieces, const Memory& scalars,
+                                  const Memory& cut_largest, int64_t* count);
 
 // The rows of a table in host memory; spans that are read are inside of their weights.
 class Rows {

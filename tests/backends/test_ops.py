@@ -66,6 +66,11 @@ def calls_of_a_step(backend: str) -> Recorded:
         flats = {name: torch.rand(100) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
         step = {"scalars": torch.rand(1, 8), "clip": torch.ones(1)}
         ops.adam_step(backend, **flats, segments=torch.tensor([[0, 40, 0], [50, 50, 0]]), **step, skip=None)
+        codes = {"exp_avg": torch.zeros(100, dtype=torch.int8), "exp_avg_sq": torch.zeros(100, dtype=torch.uint8)}
+        pieces = torch.tensor([[0, 100, 0, 64, 100, 0, 0, -1, 7]])
+        largest = {"scales": torch.zeros(2, 2), "cut_largest": torch.zeros(2, 1)}
+        rest = {"step": torch.ones(1, dtype=torch.int64), "finishes": False, "skip": torch.tensor([False])}
+        ops.adam_8bit(backend, **{**flats, **codes}, **largest, pieces=pieces, **step, **rest)
         where = {
             "rows": 8,
             "columns": 16,
@@ -112,7 +117,9 @@ def test_the_backends_take_the_arguments_of_the_table(backend_anywhere: str) -> 
     if backend_anywhere in ("cpu", "cuda"):
         return
     module = backends.load(backend_anywhere)
-    for stage in ops.STAGES:
+    missing = {"adam_8bit"} if backend_anywhere == "triton" else set()
+    assert not any(hasattr(module, stage) for stage in missing)
+    for stage in ops.STAGES.keys() - missing:
         expected = [argument.name for argument in ops.arguments_of(stage)]
         assert list(inspect.signature(getattr(module, stage)).parameters) == expected, stage
 

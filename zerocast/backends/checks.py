@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.backends.descriptor import WIDTH, Column, check_rows
+from zerocast.backends.descriptor import WIDTH, Column, Piece, check_rows
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, get_format, layout
 from zerocast.formats.memory import check_storage
 
@@ -182,6 +182,53 @@ def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, sca
             )
         if not 0 <= group < scalars.shape[0]:
             raise ValueError(f"segment {row} takes row {group} of the scalars, which have {scalars.shape[0]}")
+
+
+def check_pieces(
+    backend: str,
+    flats: dict[str, Tensor],
+    scales: Tensor,
+    pieces: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    step: Tensor,
+    cut_largest: Tensor,
+) -> None:
+    """TypeError or ValueError unless all pieces are inside of the flat tensors, of the scales, and
+    of the cut groups. Reads the pieces, so the host waits for the device.
+    """
+    device = flats["master"].device
+    check_backend(backend, device)
+    dtypes = {"master": (torch.float32,), "grad": FLOATS, "exp_avg": (torch.int8,), "exp_avg_sq": (torch.uint8,)}
+    for name, tensor in flats.items():
+        check_plain(name, tensor, dtypes[name], 0, device)
+    for name, tensor in (("scales", scales), ("cut_largest", cut_largest)):
+        check_plain(name, tensor, (torch.float32,), 0, device)
+        if tensor.dim() != 2 or len(tensor) != 2:
+            raise ValueError(f"{name} has a row for each moment, got {tuple(tensor.shape)}")
+    check_plain("step", step, (torch.int64,), 1, device)
+    check_scalars(scalars, clip, 0, device)
+    _check_table("pieces", pieces, len(Piece), device)
+    end = min(tensor.numel() for tensor in flats.values())
+    for row, piece in enumerate(pieces.tolist()):
+        offset, numel, start, columns = (piece[c] for c in (Piece.OFFSET, Piece.NUMEL, Piece.START, Piece.COLUMNS))
+        if not 0 <= offset < offset + numel <= end:
+            raise ValueError(
+                f"piece {row} has elements {offset:,} to {offset + numel:,}, the shortest tensor has {end:,}"
+            )
+        if start < 0 or columns < 1:
+            raise ValueError(f"piece {row} begins at element {start:,} of a weight of {columns:,} columns")
+        count = layout.moment_groups(start, numel, columns)
+        if not 0 <= piece[Piece.SCALE] <= scales.shape[1] - count:
+            raise ValueError(
+                f"piece {row} needs {count:,} scales from {piece[Piece.SCALE]:,} on, of {scales.shape[1]:,}"
+            )
+        if max(piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST]) >= cut_largest.shape[1]:
+            raise ValueError(f"piece {row} has a cut group beyond the {cut_largest.shape[1]} that there are")
+        if not 0 <= piece[Piece.SCALARS] < scalars.shape[0]:
+            raise ValueError(
+                f"piece {row} takes row {piece[Piece.SCALARS]} of the scalars, which have {scalars.shape[0]}"
+            )
 
 
 def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, Any]) -> None:

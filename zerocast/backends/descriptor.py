@@ -50,6 +50,20 @@ class Column(enum.IntEnum):
     NOT_FINITE = 22  # of the number in the packed buffer that becomes 1 if an owned master is NaN or Inf
 
 
+class Piece(enum.IntEnum):
+    """Columns of a row that describes this rank's elements of a weight to the stage adam_8bit."""
+
+    OFFSET = 0  # of the first element in the flat tensors
+    NUMEL = 1  # more than 0
+    SCALARS = 2  # row of Adam's scalars
+    START = 3  # the first element's index in the whole weight, row-major
+    COLUMNS = 4  # of the weight; groups of 128 begin anew in each of its rows
+    SCALE = 5  # of the first group in the tensor of scales
+    CUT_FIRST = 6  # place of the first group among cut groups; -1 if this rank has all of it
+    CUT_LAST = 7  # the same of the last group, which may be the first one
+    KEY = 8  # of the weight's random numbers, less than 2**32
+
+
 WIDTH = len(Column)
 
 # (base, offset) of each buffer of a weight.

@@ -48,6 +48,10 @@ STAGES = {
     "adam_step": (
         "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
     ),
+    "adam_8bit": (
+        "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, typed scales!, segments pieces, scalars scalars, clip clip, "
+        "number step, typed cut_largest!, bool finishes, skip skip"
+    ),
     "adam_amax": (
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
         "table table, groups groups, scalars scalars, clip clip, typed packed!, skip skip"
@@ -65,7 +69,7 @@ STAGES = {
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
 _TYPES |= dict.fromkeys(
-    ("typed", "flat", "data", "messages", "table", "segments", "groups", "scalars", "clip"), "Tensor"
+    ("typed", "flat", "data", "messages", "table", "segments", "groups", "scalars", "clip", "number"), "Tensor"
 )
 
 
@@ -98,7 +102,9 @@ def schema_of(stage: str) -> str:
 
 @functools.cache
 def _implementation(stage: str, backend: str, format: str | None = None) -> Callable[..., None]:
-    implementation: Callable[..., None] = getattr(backends.load(backend), stage)
+    implementation: Callable[..., None] | None = getattr(backends.load(backend), stage, None)
+    if implementation is None:
+        raise NotImplementedError(f"the {backend} backend does not have the stage {stage} yet, and reference has it")
     return implementation if format is None else functools.partial(implementation, get_format(format))
 
 
@@ -138,6 +144,15 @@ def _check_adam_step(
         checks.check_segments(backend, flats, segments, scalars, clip)
 
 
+def _check_adam_8bit(
+    backend: str, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, *rest: Any
+) -> None:
+    pieces, scalars, clip, step, cut_largest, _, _ = rest
+    if not checks.knows(pieces, ["masters"], [[master]]):
+        flats = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        checks.check_pieces(backend, flats, scales, pieces, scalars, clip, step, cut_largest)
+
+
 def _check_quantize(backend: str, grad: Tensor, parts: int, messages: Tensor) -> None:
     if parts < 1 or grad.numel() % parts:
         raise ValueError(f"a gradient of {grad.numel():,} elements has no {parts} equal parts")
@@ -153,6 +168,7 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
 # The checks of the stages without a descriptor table, made at every call.
 _CHECKS: dict[str, Callable[..., None]] = {
     "adam_step": _check_adam_step,
+    "adam_8bit": _check_adam_8bit,
     "quantize_gradient": _check_quantize,
     "add_gradients": _check_add,
 }
@@ -386,6 +402,7 @@ partial_cast = Stage("partial_cast")
 roll_history = Stage("roll_history")
 transpose = Stage("transpose")
 adam_step = Stage("adam_step")
+adam_8bit = Stage("adam_8bit")
 adam_amax = Stage("adam_amax")
 adam_cast = Stage("adam_cast")
 quantize_gradient = Stage("quantize_gradient")

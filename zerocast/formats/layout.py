@@ -285,6 +285,21 @@ def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> Mapping[str, 
     return MappingProxyType(by_name)
 
 
+# Elements of a row that share the scales of their moments in 8 bits (docs/formats/moments_8bit.md).
+MOMENT_GROUP = 128
+
+
+def moment_group(element: int, columns: int) -> int:
+    """The number of the group of an element, counted over the rows of its weight."""
+    row, column = divmod(element, columns)
+    return row * -(-columns // MOMENT_GROUP) + column // MOMENT_GROUP
+
+
+def moment_groups(start: int, numel: int, columns: int) -> int:
+    """The number of groups that have any of the `numel` elements, at least one, from `start` on."""
+    return moment_group(start + numel - 1, columns) - moment_group(start, columns) + 1
+
+
 @dataclass(frozen=True)
 class GradientMessage:
     """The layout of the bytes in which `numel` elements of a gradient are sent to one rank: E4M3

@@ -42,11 +42,11 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Ten
     p = p * decay
     m = beta1 * m + one_minus_beta1 * g
     v = beta2 * v + (one_minus_beta2 * g) * g
-    p = p - step_size * (m / (_sqrt(v) / root_c2 + eps))
+    p = p - step_size * (m / (square_root(v) / root_c2 + eps))
     return p, m, v
 
 
-def _sqrt(x: Tensor) -> Tensor:
+def square_root(x: Tensor) -> Tensor:
     """The correctly rounded f32 square root; torch.sqrt on the CPU is often off by one ulp."""
     return x.double().sqrt().float()
 
