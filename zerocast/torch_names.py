@@ -72,7 +72,7 @@ FSDP2 = (
     PrivateName("_reduce_scatter_process_group", "", "ranks of a reduction agree on its wire", _GROUPS),
     PrivateName("_fully_shard", _FSDP, "the modules below", "public names of them"),
     PrivateName("_fsdp_collectives", f"{_FSDP}._fully_shard", "put the default reduce-scatter back", "a reset"),
-    PrivateName("_fsdp_param", f"{_FSDP}._fully_shard", "know that FSDP2 asks for the memory of a shard", _EXTENSIONS),
+    PrivateName("_fsdp_param", f"{_FSDP}._fully_shard", "gather all weights of a group in one call", _EXTENSIONS),
     PrivateName("_sharded_local_tensor", "", "the master behind an FSDPParam", _EXTENSIONS),
     PrivateName("_unsharded_param", "", "the parameter that modules see", _EXTENSIONS),
     PrivateName("_unsharded_inner_tensors", "", "gather in another format after a switch", _EXTENSIONS),

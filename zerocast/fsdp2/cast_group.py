@@ -7,7 +7,6 @@ the scales of all layers from these buffers to the bytes.
 """
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -21,10 +20,10 @@ from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import AmaxPolicy
-from zerocast.formats.layout import ALLOCATION_ALIGNMENT_BYTES, Buffer, round_up
+from zerocast.formats.layout import Buffer
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
-from zerocast.fsdp2.wire import GatherLayout
+from zerocast.fsdp2.wire import GatherLayout, side_by_side
 
 # Tables that are kept for sets of weights that steps have not measured. Which experts learn may
 # change with every step.
@@ -90,7 +89,7 @@ class CastGroup:
         sizes = [layout.kept_bytes * len(members) for layout, members in alike.items()]
         all_sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         # In the layout of the stages. It has memory during a cast, unless that is held.
-        self._scales, buffers = _side_by_side([*_stage_scales(alike)], self._device)
+        self._scales, buffers = side_by_side([*_stage_scales(alike)], self._device)
         for (layout, members), part in zip(alike.items(), all_sent.split(sizes), strict=True):
             sent = part.view(len(members), -1)
             self._lay_out_alike(layout, members, sent, buffers)
@@ -384,15 +383,6 @@ def _stage_scales(alike: Mapping[GatherLayout, Sequence[ParamGroup]]) -> Iterato
         for weight in layout.weights:
             for _, spec in weight.scale_specs(weight.geometry.cast_rows):
                 yield replace(spec, shape=(len(groups), *spec.shape))
-
-
-def _side_by_side(shapes: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
-    """Allocate (memory, uninitialized buffers in it), uint8 and aligned as allocations are."""
-    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in shapes]
-    rooms = [round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes]
-    memory = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
-    buffers = zip(memory.split(rooms), sizes, shapes, strict=True)
-    return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
 
 
 def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:

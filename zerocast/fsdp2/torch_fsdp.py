@@ -153,10 +153,9 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
-def gathered_dtype(param: Any) -> torch.dtype:
-    """The dtype that modules see the gathered parameter in."""
-    dtype: torch.dtype = param.param_dtype or param.orig_dtype
-    return dtype
+def gathered_dtypes(params: Iterable[Any]) -> Sequence[torch.dtype]:
+    """The dtypes that modules see the gathered parameters of FSDPParams in."""
+    return [param.param_dtype or param.orig_dtype for param in params]
 
 
 def is_offloaded(param: Any) -> bool:

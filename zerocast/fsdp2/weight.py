@@ -493,6 +493,7 @@ class ParamGroup:
         self.names = tuple(weight.name for weight, _ in members)
         self.received = 0
         self.sent = -1
+        self._last_place = len(members) - 1
         for place, (weight, param) in enumerate(members):
             weight.adopt(self, place, param)
         # For each weight, from `lay_out` on: the tensors that are sent beside codes that are not
@@ -563,7 +564,7 @@ class ParamGroup:
         FSDP2 keeps the tensors.
         """
         outgoing = self._outgoing[place]
-        if place == len(self.names) - 1:
+        if place == self._last_place:
             self._outgoing = []
         return outgoing
 
@@ -596,8 +597,9 @@ class ParamGroup:
         """Put the gathered scales where products read them, and let all weights be read."""
         assert self.side is not None
         weights = self.weights
-        for weight in weights:
-            dtype, nominal = torch_fsdp.gathered_dtype(weight.param()), weight.geometry.nominal
+        dtypes = torch_fsdp.gathered_dtypes([weight.param() for weight in weights])
+        for weight, dtype in zip(weights, dtypes, strict=True):
+            nominal = weight.geometry.nominal
             if dtype != nominal:
                 raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
         self.side.fill()

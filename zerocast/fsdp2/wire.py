@@ -24,8 +24,9 @@ gather (`cast_group.py`), a rank keeps side channels between gathers and no code
 """
 
 import functools
+import math
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
 from zerocast.formats.layout import (
+    ALLOCATION_ALIGNMENT_BYTES,
     OPERAND_ALIGNMENT_BYTES,
     Buffer,
     Span,
@@ -457,6 +459,15 @@ class GatherLayout:
         return side.view(-1, self._side_bytes)
 
 
+def side_by_side(specs: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
+    """Allocate (memory, uninitialized buffers in it), uint8 and aligned as allocations are."""
+    sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
+    rooms = [round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes]
+    memory = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
+    buffers = zip(memory.split(rooms), sizes, specs, strict=True)
+    return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
+
+
 def header_of(side: Tensor) -> Tensor:
     """int32 `[..., 2]`, the status of a rank and the number of its cast, of side channels
     `[..., bytes]`.
@@ -550,9 +561,9 @@ class GatheredSide:
         headers: those of each weight, int32 `[world, 2]`.
         scalars: the scalars of each weight, by the names of buffers.
         buffers: the scale buffers of each weight, by name.
-        memory: all these buffers, which FSDP2 allocates and frees. `fill` fills them: `row_fills`
-            do, for all rows of one length, whatever weights they belong to, and a ScaleFill for
-            each buffer that has padding.
+        memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees; none
+            without buffers. `fill` fills them: `row_fills` do, for all rows of one length, whatever
+            weights they belong to, and a ScaleFill for each buffer that has padding.
     """
 
     def __init__(self, layouts: Sequence[WeightLayout], side: Tensor) -> None:
@@ -565,6 +576,9 @@ class GatheredSide:
         self.row_fills: list[RowFill] = []
         self._scale_fills: list[ScaleFill] = []
         by_length: dict[int, list[RowsOfScales]] = {}
+        # Buffers that are filled one by one: place, region, and the bytes of the weight.
+        padded: list[tuple[int, ScaleRegion, Tensor]] = []
+        specs: list[Buffer] = []
         first = 0
         for place, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
             for region, spec in layout.scale_specs(layout.geometry.rows):
@@ -572,21 +586,28 @@ class GatheredSide:
                 if rows is not None:
                     by_length.setdefault(rows.row_bytes, []).append(rows)
                     continue
-                buffer = torch.empty(spec.shape, dtype=spec.dtype, device=side.device)
-                self.buffers[place][region.name] = buffer
-                self.memory.append(buffer)
-                self._scale_fills.append(ScaleFill(region, layout.geometry.shards, own_side, buffer, spec.padding))
+                padded.append((place, region, own_side))
+                specs.append(spec)
             first += layout.side_bytes
-        for row_bytes, of_length in by_length.items():
-            self._add_rows(side, row_bytes, of_length)
+        rows_of_length = [
+            Buffer((sum(rows.rows for rows in of_length), row_bytes), torch.uint8)
+            for row_bytes, of_length in by_length.items()
+        ]
+        memory, parts = side_by_side([*specs, *rows_of_length], side.device)
+        if specs or rows_of_length:
+            self.memory.append(memory)
+        for (place, region, own_side), spec in zip(padded, specs, strict=True):
+            buffer = next(parts)
+            self.buffers[place][region.name] = buffer
+            shards = layouts[place].geometry.shards
+            self._scale_fills.append(ScaleFill(region, shards, own_side, buffer, spec.padding))
+        for of_length, part in zip(by_length.values(), parts, strict=True):
+            self._add_rows(side, part, of_length)
 
-    def _add_rows(self, side: Tensor, row_bytes: int, all_rows: Sequence[RowsOfScales]) -> None:
-        """Make the buffers of rows of one length one behind another."""
-        counts = [rows.rows for rows in all_rows]
-        memory = torch.empty(sum(counts), row_bytes, dtype=torch.uint8, device=side.device)
-        for rows, part in zip(all_rows, memory.split(counts), strict=True):
+    def _add_rows(self, side: Tensor, memory: Tensor, all_rows: Sequence[RowsOfScales]) -> None:
+        """Make the buffers of rows of one length one behind another in `memory` `[rows, bytes]`."""
+        for rows, part in zip(all_rows, memory.split([rows.rows for rows in all_rows]), strict=True):
             self.buffers[rows.place][rows.name] = part.view(rows.dtype)
-        self.memory.append(memory)
         self.row_fills.append(RowFill(side, memory, _index_of(tuple(all_rows), side.shape[1], side.device)))
 
     def fill(self) -> None:
