@@ -41,7 +41,7 @@ def test_every_stage_of_a_step_takes_part() -> None:
     with Dispatched() as operators:
         self_test._results("reference", CPU, 3)
     of_products, of_gradients = {"upcast", "transposed"}, {"quantize_gradient", "add_gradients"}
-    # Plain parameters are measured in their step, and no optimizer takes moments in 8 bits yet.
+    # Plain parameters are measured in their step, and moments are FP32 by default.
     of_benchmarks = {"adam_step", "adam_8bit"}
     assert {*ops.STAGES} - of_products - of_gradients - of_benchmarks <= {*operators.stages}
 

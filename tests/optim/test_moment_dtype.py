@@ -1,20 +1,21 @@
-"""Checkpoints between optimizers that keep their moments in FP32 and in bf16: exact where alike, rounded once otherwise."""
+"""Checkpoints between optimizers that keep their moments in FP32, bf16 and 8 bits: exact where alike, rounded once otherwise."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tests import casts
-from tests.optim.probe import BF16, FP32
-from tests.optim.runs import DETERMINISTIC, Run, Trainer, boxes, weight_bytes
+from tests.optim.probe import BF16, FP32, Spec
+from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, boxes, snapshot, weight_bytes
 from tests.selection import worlds
-from zerocast import optim
+from zerocast import backends, optim
 
 
-def trainer_of(moment_dtype: torch.dtype) -> Trainer:
+def trainer_of(moment_dtype: torch.dtype | Literal["8bit"]) -> Trainer:
     """One that has taken no step."""
     return Trainer(Run(config=dataclasses.replace(DETERMINISTIC, moment_dtype=moment_dtype)))
 
@@ -66,3 +67,97 @@ def test_a_state_in_memory_loads_into_either():
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     wanted = moments(first)
     assert all(torch.equal(part, wanted[name].to(BF16)) for name, part in moments(second).items())
+
+
+# Weights whose groups of moments are cut by any number of ranks: rows of 200 and 40 elements.
+CUT = (Spec("wide", (24, 200), dtype=BF16), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,), dtype=FP32))
+EIGHT_BITS = Run(
+    specs=CUT, options=(ADAM,), config=dataclasses.replace(DETERMINISTIC, moment_dtype="8bit"), assign=True
+)
+
+
+def saved_after(path: str, steps: int) -> dict[str, Any]:
+    """Train and save; what a rank holds."""
+    trainer = Trainer(EIGHT_BITS)
+    trainer.train(range(steps))
+    optim.save(trainer.optimizer, path)
+    return snapshot(trainer)
+
+
+def saved_again(path: str, again: str) -> None:
+    """Load over a step of another run, load what that is once more from memory, and save."""
+    trainer = Trainer(EIGHT_BITS)
+    trainer.step(0)
+    optim.load(trainer.optimizer, path)
+    before = snapshot(trainer)
+    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    _assert_same_snapshots(snapshot(trainer), before)
+    optim.save(trainer.optimizer, again)
+
+
+def _assert_same_snapshots(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert np.array_equal(found[name], wanted), name
+
+
+def whole_state(path: str) -> dict[str, Any]:
+    """What one process without others loads."""
+    trainer = Trainer(EIGHT_BITS)
+    optim.load(trainer.optimizer, path)
+    return snapshot(trainer)
+
+
+def test_moments_in_8_bits_are_cut(ranks):
+    """In the runs below."""
+    assert all(count > 0 for count in ranks(3)(cut_groups))
+
+
+def cut_groups() -> int:
+    moments = Trainer(EIGHT_BITS).optimizer._masters.eight_bit
+    return moments._cut_largest.shape[1]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
+def test_moments_in_8_bits_load_on_other_ranks(ranks, tmp_path, before, after):
+    """Loading and saving changes no bit, however many ranks do it."""
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    ranks(before)(saved_after, first, 3)
+    ranks(after)(saved_again, first, second)
+    _assert_same_snapshots(whole_state(second), whole_state(first))
+
+
+def uninterrupted(steps: int, resumes: int, path: str) -> None:
+    """A run that is saved and loaded after `resumes` steps has the bits of one that is not."""
+    whole, first, second = Trainer(EIGHT_BITS), Trainer(EIGHT_BITS), Trainer(EIGHT_BITS)
+    whole.train(range(steps))
+    first.train(range(resumes))
+    optim.save(first.optimizer, path)
+    optim.load(second.optimizer, path)
+    second.train(range(resumes, steps))
+    _assert_same_snapshots(snapshot(second), snapshot(whole))
+
+
+@pytest.mark.parametrize("world", worlds(3, slow=[1, 2]))
+def test_moments_in_8_bits_go_on_as_if_nothing_was_saved(ranks, tmp_path, world):
+    ranks(world)(uninterrupted, 7, 4, str(tmp_path / "saved"))
+
+
+def test_a_backend_without_moments_in_8_bits_says_so(monkeypatch):
+    monkeypatch.delattr(backends.load("reference"), "adam_8bit")
+    config = dataclasses.replace(DETERMINISTIC, moment_dtype="8bit", backend="reference")
+    with pytest.raises(RuntimeError, match="does not have the stage adam_8bit"):
+        Trainer(Run(config=config))
+
+
+@pytest.mark.parametrize("other", [FP32, BF16])
+def test_moments_in_8_bits_load_from_others(other):
+    first, second = trainer_of(other), trainer_of("8bit")
+    first.train(range(3))
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    wanted = moments(first)
+    for name, part in moments(second).items():
+        assert part.dtype is FP32
+        assert torch.allclose(part, wanted[name].float(), atol=float(wanted[name].abs().max()) / 50)
+        if name.startswith("exp_avg_sq"):
+            assert ((part > 0) == (wanted[name] > 0)).all()

@@ -16,6 +16,7 @@ ONE_BUCKET = ZeroConfig(deterministic=True)
 TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
 BF16_MOMENTS = ZeroConfig(bucket_size=3000, deterministic=True, moment_dtype=BF16)
+EIGHT_BIT_MOMENTS = dataclasses.replace(BF16_MOMENTS, moment_dtype="8bit")
 BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
 FP8_WIRE = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")  # adds in rank order without `deterministic`
 
@@ -30,6 +31,8 @@ RUNS = {
     "fp32 gradients": Run(config=FP32_GRADIENTS, max_norm=0.1),
     "bf16 gradients": Run(config=BF16_GRADIENTS, max_norm=0.1),
     "bf16 moments": Run(config=BF16_MOMENTS, max_norm=0.1),
+    "8-bit moments": Run(config=EIGHT_BIT_MOMENTS, max_norm=0.1, steps=12),
+    "8-bit moments, accumulated": Run(config=EIGHT_BIT_MOMENTS, accumulate=3, stage=1),
     "fp8 wire": Run(config=FP8_WIRE, max_norm=0.1),
     "fp8 wire, fp32 gradients": Run(config=ZeroConfig(grad_wire="fp8_1x128", grad_dtype=FP32), stage=1),
     "fp8 wire, deterministic": Run(config=dataclasses.replace(FP8_WIRE, deterministic=True, bucket_size=1)),
@@ -61,7 +64,17 @@ RUNS = {
     "run",
     some(
         RUNS,
-        *("plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
+        *(
+            "plain",
+            "clip",
+            "tiny buckets",
+            "bf16 moments",
+            "8-bit moments",
+            "stage 1",
+            "assigned gradients",
+            "overlap",
+            "experts",
+        ),
         *("fp8 wire", "fp8 wire, deterministic", "fp8 wire, one element"),
     ),
 )

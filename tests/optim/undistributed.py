@@ -4,8 +4,9 @@ Knows no shard, bucket, plan or collective. Every line of the update is one f32 
 """
 
 import math
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from tests import casts
 from tests.formats import model
 from tests.optim.probe import PLAIN, Spec
 from zerocast import get_format
+from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
 
 F32 = NDArray[np.float32]
 f32 = np.float32
@@ -27,7 +29,7 @@ class Undistributed:
     Moments are f32 values that `moment_dtype` can hold.
     """
 
-    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype | Literal["8bit"] = torch.float32) -> None:
         self._moment_dtype = moment_dtype
         self.specs = {spec.name: spec for spec in specs}
         self.master = {name: spec.initial().numpy() for name, spec in self.specs.items()}
@@ -74,8 +76,23 @@ class Undistributed:
         m = f32(beta1) * m + f32(1 - beta1) * g
         v = f32(beta2) * v + (f32(1 - beta2) * g) * g
         p = p - f32(lr / c1) * (m / (np.sqrt(v) / f32(math.sqrt(c2)) + f32(eps)))
-        m, v = (torch.from_numpy(np.asarray(x)).to(self._moment_dtype).float().numpy() for x in (m, v))
+        if isinstance(self._moment_dtype, torch.dtype):
+            m, v = (torch.from_numpy(np.asarray(x)).to(self._moment_dtype).float().numpy() for x in (m, v))
+        else:
+            m, v = self._in_8_bits(name, np.asarray(m), np.asarray(v))
         self.master[name], self.exp_avg[name], self.exp_avg_sq[name] = map(np.asarray, (p, m, v))
+
+    def _in_8_bits(self, name: str, m: F32, v: F32) -> tuple[F32, F32]:
+        """What is kept of the moments of a whole weight."""
+        columns = m.shape[-1] if m.ndim else 1
+        whole = [0, m.size, 0, 0, columns, 0, -1, -1, zlib.crc32(name.encode())]
+        codes = torch.zeros(m.size, dtype=torch.int8), torch.zeros(m.size, dtype=torch.uint8)
+        scales = torch.zeros(2, m.size)
+        fresh_m, fresh_v = torch.from_numpy(m.reshape(-1).copy()), torch.from_numpy(v.reshape(-1).copy())
+        none = torch.zeros(2, 0)
+        quantize_moments(fresh_m, fresh_v, *codes, scales, whole, self.step_count, none, finishes=False)
+        kept_m, kept_v = dequantize_moments(*codes, scales, whole)
+        return kept_m.view(m.shape).numpy(), kept_v.view(v.shape).numpy()
 
     def state(self, name: str) -> dict[str, F32]:
         """What the update of a parameter keeps, by the names of torch.optim."""
@@ -102,7 +119,9 @@ class UndistributedMuon(Undistributed):
     """The same where groups that say use_muon are stepped by torch.optim.Muon on `device`: each matrix, or each of a stack, by
     one of its own."""
 
-    def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+    def __init__(
+        self, specs: Iterable[Spec], moment_dtype: torch.dtype | Literal["8bit"] = torch.float32, device: str = "cpu"
+    ) -> None:
         super().__init__(specs, moment_dtype)
         self._device = device
         self._muons: dict[str, list[torch.optim.Muon]] = {}

@@ -253,14 +253,21 @@ class CastDriver(Driver[CastPlan]):
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
-    def step(self, launch: Callable[[], None]) -> None:
+    def step(self, launch: Callable[[], None], take_part: Callable[[], None]) -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
+
+        A rank that cannot calls `take_part` for what `launch` reduces after the cast.
 
         Collective. Call `ready` first, whose problem all ranks raise here. What raises in here
         leaves masters and weights partial, unless no rank was ready.
         """
         if self.plan.problem is not None:
-            self.plan.take_part(self._gather, "an optimizer step", masters=True)
+
+            def rest() -> None:
+                take_part()
+                self._gather()
+
+            self.plan.take_part(rest, "an optimizer step", masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():
                 launch()

@@ -52,8 +52,8 @@ class PlanConfig:
     """For hsdp: how many ranks share one copy of the model."""
     bucket_size: int = ZeroConfig.bucket_size
     """For zero1 and zero2: elements a bucket."""
-    moment_dtype: Dtype = "float32"
-    """Dtype of AdamW's moments; Muon's one is float32."""
+    moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Dtype of AdamW's moments, 8bit for zero1 and zero2; Muon's one is float32."""
     grad_dtype: Dtype = "bfloat16"
     """Dtype in which gradients are reduced."""
     grad_wire: Literal["fp8_1x128"] | None = None
@@ -134,7 +134,7 @@ def _setup(config: PlanConfig) -> Setup:
         bucket_size=config.bucket_size,
         grad_wire=config.grad_wire,
         grad_dtype=DTYPES[config.grad_dtype],
-        moment_dtype=DTYPES[config.moment_dtype],
+        moment_dtype="8bit" if config.moment_dtype == "8bit" else DTYPES[config.moment_dtype],
         keep_columnwise=config.keep_columnwise,
     )
     return Setup(config.parallel, config.ranks, config.shard_ranks, zero, config.optimizer)

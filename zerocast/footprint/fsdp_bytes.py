@@ -57,7 +57,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
         "columnwise copies": max(map(copy_bytes, weights), default=0),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
-        "moments": 2 * owned * config.moment_dtype.itemsize,
+        "moments": 2 * owned * _moment_dtype(config).itemsize,
         "gradients": owned * FP32,
         "buckets": sum(gradients) * grad_bytes,
     }
@@ -115,3 +115,9 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
         cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
         total += 2 * (cut + geometry.has_tensor_amax)
     return total
+
+
+def _moment_dtype(config: ZeroConfig) -> torch.dtype:
+    if isinstance(config.moment_dtype, torch.dtype):
+        return config.moment_dtype
+    raise ValueError("moments in 8 bits are for zero1 and zero2, FSDP2 does not have them yet")

@@ -33,7 +33,7 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import GradientMessage, amax_counts
+from zerocast.formats.layout import GradientMessage, amax_counts, moment_groups
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
 from zerocast.optim.gradient_exchange import most_sent, rounds
@@ -78,7 +78,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
         "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
-        "moments": 2 * cut * config.moment_dtype.itemsize + (shard - cut) * FP32,
+        "moments": _moments(buckets, cut, ranks, config) + (shard - cut) * FP32,
         "gradients": flat_numel(layout.gradients) * FP32 + kept_gradients,
         "buckets": _in_flight(tensors, layout.gradients, ranks, stage, config),
     }
@@ -94,6 +94,15 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
         Collective("all-gather", "weights", gathers, own_bytes * others, ranks),
     ]
     return ZeroBytes(memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0)
+
+
+def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: ZeroConfig) -> int:
+    """The bytes of AdamW's moments of `cut` elements. Scales are those of a mean rank."""
+    if isinstance(config.moment_dtype, torch.dtype):
+        return 2 * cut * config.moment_dtype.itemsize
+    slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
+    groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
+    return 2 * (cut + -(-groups // ranks) * FP32)
 
 
 def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:

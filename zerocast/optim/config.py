@@ -1,6 +1,7 @@
 """ZeroConfig: the choices of an optimizer that are not hyper-parameters of its update."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -34,7 +35,9 @@ class ZeroConfig:
         backend: a name from `zerocast.backends`; None for an automatic choice.
         moment_dtype: the dtype in which both moments of AdamW are stored. With bf16, which saves 4
             bytes an element, an update computes in FP32 and rounds moments to nearest even when it
-            stores them.
+            stores them. "8bit" stores one byte and 1/32 byte of scale each, which saves 5.9 bytes
+            an element (docs/formats/moments_8bit.md); the bits do not depend on the number of
+            ranks. The backends cpu and reference have it. States hold its moments in FP32.
         keep_columnwise: keep the columnwise copies of quantized weights, 0.5 to 1 byte an element,
             and make them once a step. Otherwise each product that reads a copy makes it and drops
             it, in every micro-batch. Changes no bit.
@@ -50,7 +53,7 @@ class ZeroConfig:
     grad_wire: str | None = None
     grad_dtype: torch.dtype | None = None
     backend: str | None = None
-    moment_dtype: torch.dtype = torch.float32
+    moment_dtype: torch.dtype | Literal["8bit"] = torch.float32
     keep_columnwise: bool = False
     verify_every: int | None = None
 
@@ -63,5 +66,5 @@ class ZeroConfig:
         check_grad_wire(self.grad_wire)
         if self.grad_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"grad_dtype is None, torch.float32 or torch.bfloat16, got {self.grad_dtype}")
-        if self.moment_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"moment_dtype is torch.float32 or torch.bfloat16, got {self.moment_dtype}")
+        if self.moment_dtype not in (torch.float32, torch.bfloat16, "8bit"):
+            raise ValueError(f"moment_dtype is torch.float32, torch.bfloat16 or '8bit', got {self.moment_dtype}")

@@ -7,6 +7,7 @@ step. The host's part before and after is in `zero_optimizer.py`.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -77,6 +78,11 @@ class DeviceStep:
             self.clip.fill_(1.0)
         return clipped
 
+    def take_part(self) -> None:
+        """Take part in the collective of a step that this rank cannot make."""
+        if self._masters.eight_bit is not None:
+            self._masters.eight_bit.reduce()
+
     def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
         """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.
 
@@ -88,7 +94,16 @@ class DeviceStep:
         self._muon(self._gradients, self.clip, found_inf)
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
         update = AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
-        plan.launch(update=update, skip=found_inf)
+        if masters.eight_bit is None:
+            plan.launch(update=update, skip=found_inf)
+        else:
+            step = functools.partial(
+                masters.eight_bit.step, plan.backend, self._gradients, scalars, self.clip, self.count, found_inf
+            )
+            step(finishes=False)
+            # These tables take no update, so that the cast only measures what was stepped.
+            plan.launch(update=update, skip=found_inf)
+            step(finishes=True)
         self.clip.fill_(1.0)
 
 

@@ -2,8 +2,9 @@
 for each parameter.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
+from zerocast.optim.moments_8bit import Moments8bit
 from zerocast.weight import QuantizedWeight
 
 # The state that AdamW keeps, and the state that Muon keeps, whose parameters ranks own as a whole.
@@ -24,20 +26,32 @@ class FlatMasters:
 
     Attributes:
         master: f32.
-        exp_avg, exp_avg_sq: AdamW's moments, for the buckets that are cut evenly.
+        exp_avg, exp_avg_sq: AdamW's moments, for the buckets that are cut evenly; codes if they are
+            in 8 bits.
+        eight_bit: the moments in 8 bits; None if they are of another dtype.
         momentum_buffer: Muon's momentum, f32, for the buckets that come last.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], group: Group, device: torch.device, moment_dtype: torch.dtype = torch.float32
+        self,
+        buckets: Sequence[Bucket],
+        group: Group,
+        device: torch.device,
+        moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
     ) -> None:
         self._buckets = list(buckets)
         self._group = group
         numel = flat_numel(self._buckets)
         self.master = torch.zeros(numel, dtype=torch.float32, device=device)
-        cut_numel = flat_numel([bucket for bucket in self._buckets if not bucket.storage.whole])
-        self.exp_avg = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
-        self.exp_avg_sq = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
+        cut = [bucket for bucket in self._buckets if not bucket.storage.whole]
+        cut_numel = flat_numel(cut)
+        self.eight_bit: Moments8bit | None = None
+        if isinstance(moment_dtype, torch.dtype):
+            self.exp_avg = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
+            self.exp_avg_sq = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
+        else:
+            self.eight_bit = Moments8bit(cut, group, self.master, cut_numel)
+            self.exp_avg, self.exp_avg_sq = self.eight_bit.exp_avg, self.eight_bit.exp_avg_sq
         self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=torch.float32, device=device)
         for bucket in buckets:
             self._initialise(bucket)
@@ -74,6 +88,20 @@ class FlatMasters:
         for name in fields_of(bucket):
             views[name] = getattr(self, name)[start : start + span.numel]
         return span, views
+
+    def state(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
+        """The result of `owned`, with moments in 8 bits as FP32 copies (`store`)."""
+        span, tensors = self.owned(bucket, slot)
+        if self.eight_bit is not None and not bucket.storage.whole:
+            tensors |= self.eight_bit.values(slot.name)
+        return span, tensors
+
+    def store(self, states: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
+        """Take over the tensors that `state` has returned, by parameter name, after so many steps
+        and after a caller has filled them. Collective.
+        """
+        if self.eight_bit is not None:
+            self.eight_bit.load(states, count)
 
 
 def fields_of(bucket: Bucket) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ keys.
 With one rank the tensors are ordinary views. With several ranks each tensor has this rank's part
 (`TensorShard`). The state has no quantized bytes, since they are cast from the masters. Moments
 that were saved in one dtype can be loaded into the other: bf16 into f32 exactly, f32 into bf16 with
-rounding to nearest even.
+rounding to nearest even. Moments in 8 bits are in the state as FP32 copies, which `load_state_dict`
+quantizes: those that are codes stay the same codes.
 """
 
 import logging
@@ -82,7 +83,7 @@ class ZeroState:
         """
         model, state, groups = {}, {}, {}
         for name, (bucket, slot) in self._slots.items():
-            span, owned = self._masters.owned(bucket, slot)
+            span, owned = self._masters.state(bucket, slot)
             shape = tuple(slot.parameter.shape)
             views = {field: self._leaf(flat, span, shape) for field, flat in owned.items()}
             model[name] = views.pop("master")
@@ -133,8 +134,10 @@ class ZeroState:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state of the same parameters that was checked."""
+        filled = {}
         for name, (bucket, slot) in self._slots.items():
-            span, owned = self._masters.owned(bucket, slot)
+            span, owned = self._masters.state(bucket, slot)
+            filled[name] = owned
             moments = state["optim"]["state"][name]
             for field, flat in owned.items():
                 if field == "master":
@@ -145,6 +148,7 @@ class ZeroState:
                     _copy(flat, moments[field], span)
         for step in set(self._steps(state).values()):
             self._step.fill_(int(step))
+        self._masters.store(filled, int(self._step))
         for index, values in self._loaded_groups(state).items():
             group = self._param_groups[index]
             if isinstance(group["lr"], Tensor):
