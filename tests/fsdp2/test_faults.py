@@ -94,7 +94,7 @@ def test_a_repeated_cast_that_runs_out_of_memory(
     ranks: Ranks, formats: tuple[str, ...], change: Callable[[Any], None], every: int
 ) -> None:
     """That of a step: tests/hosts/test_faults.py, in a gather."""
-    for died, found in ranks(1)(memory_runs_out, formats, change, every, timeout=300.0):
+    for died, found in ranks(1)(memory_runs_out, formats, change, every, timeout=900.0):
         assert died > 4
         assert found == []
 

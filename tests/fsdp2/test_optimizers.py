@@ -128,7 +128,7 @@ def test_every_mode(ranks: Ranks, name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CLASSES if name not in ("LBFGS", "SparseAdam")])
 def test_every_class_compiled(ranks: Ranks, name: str) -> None:
     wanted = ("default", "capturable tensor lr")
-    assert ranks(2)(differences, name, wanted, "aot_eager", timeout=120.0) == [[], []]
+    assert ranks(2)(differences, name, wanted, "aot_eager", timeout=400.0) == [[], []]
 
 
 def from_one_cache(name: str) -> list[str]:
