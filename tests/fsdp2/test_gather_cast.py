@@ -7,13 +7,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import zerocast
 from tests.fsdp2 import models, test_bits, test_loops
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.workers import Ranks
 from zerocast.cast.tables import WeightTable
-from zerocast.fsdp2 import plan
+from zerocast.fsdp2 import plan, torch_fsdp
 
 
 @pytest.mark.parametrize(("world", "formats"), [(3, FEW), *(models.slow(world, FORMATS) for world in (2, 3))], ids=str)
@@ -87,3 +88,20 @@ def kept_after_steps_within() -> tuple[list[bool], list[str]]:
 
 def test_steps_within_a_backward_pass_keep_codes(ranks: Ranks) -> None:
     assert ranks(2)(kept_after_steps_within) == [([False, True], [])] * 2
+
+
+def hooks_at_the_second_gather() -> str:
+    """What a forward pass says where FSDP2 goes on with the hooks of single weights."""
+    model: Any = models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=True)
+    model(models.batch(0, 64))
+    for group in torch_fsdp.groups(model):
+        for param in group.fsdp_params:
+            param.__class__ = FSDPParam
+    with pytest.raises(RuntimeError) as error:
+        model(models.batch(1, 64))
+    return str(error.value)
+
+
+def test_a_hook_at_the_second_gather_is_refused(ranks: Ranks) -> None:
+    """A torch whose FSDP2 does not ask `GatheredByGroup` would fill the scales of nothing."""
+    assert all("calls the hook of" in said for said in ranks(2)(hooks_at_the_second_gather))

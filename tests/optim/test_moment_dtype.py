@@ -109,7 +109,7 @@ def whole_state(path: str) -> dict[str, Any]:
 
 
 def test_moments_in_8_bits_are_cut(ranks):
-    """In the runs below."""
+    """Every rank of the runs below has groups that another rank has a part of."""
     assert all(count > 0 for count in ranks(3)(cut_groups))
 
 

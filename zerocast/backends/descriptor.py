@@ -57,7 +57,7 @@ class Piece(enum.IntEnum):
     NUMEL = 1  # more than 0
     SCALARS = 2  # row of Adam's scalars
     START = 3  # the first element's index in the whole weight, row-major
-    COLUMNS = 4  # of the weight; groups of 128 begin anew in each of its rows
+    COLUMNS = 4  # of the weight; each of its rows begins a new group of 128
     SCALE = 5  # of the first group in the tensor of scales
     CUT_FIRST = 6  # place of the first group among cut groups; -1 if this rank has all of it
     CUT_LAST = 7  # the same of the last group, which may be the first one

@@ -68,8 +68,15 @@ class MasterParameter(Tensor):
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """FSDP2's hook, after the first gather: the QuantizedWeight of all ranks' bytes, or what
-        the module sees instead of it. Later gathers have no hooks (`torch_fsdp.GatheredByGroup`).
+        the module sees instead of it. Later gathers have no hooks (`torch_fsdp.GatheredByGroup`),
+        so RuntimeError if FSDP2 asks with what it made the first time, `out`.
         """
+        if out is not None:
+            # The module would go on with the first tensor, whose scales nothing fills any more.
+            raise RuntimeError(
+                f"FSDP2 of torch {torch.__version__} calls the hook of {self.weight.name} at a gather after the first, which "
+                "zerocast.fsdp2 does not know: use a version of torch that `zerocast doctor` accepts"
+            )
         return self.weight.receive(outputs)
 
     @property

@@ -562,8 +562,8 @@ class GatheredSide:
         scalars: the scalars of each weight, by the names of buffers.
         buffers: the scale buffers of each weight, by name.
         memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees; none
-            without buffers. `fill` fills them: `row_fills` do, for all rows of one length, whatever
-            weights they belong to, and a ScaleFill for each buffer that has padding.
+            without buffers. `fill` fills them: `row_fills` do, for all rows of one length of
+            any weights, and a ScaleFill for each buffer that has padding.
     """
 
     def __init__(self, layouts: Sequence[WeightLayout], side: Tensor) -> None:

@@ -28,7 +28,7 @@ TWO_RANKS = ("the next, the one before goes", "in place of itself", "in place of
 
 @pytest.fixture(autouse=True)
 def dead_writers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a power failure leaves of a lease may not say whose it was: nobody is waited for here, since nobody lives."""
+    """A lease that a power failure has cut does not name its writer. Every writer is dead here, so no test waits to see."""
     monkeypatch.setattr(writer, "WATCHED", 0.0)
     monkeypatch.setattr(writer, "SILENCE", 0.0)
 
