@@ -186,8 +186,8 @@ void register_cpu(py::module_& m) {
              "group_scale_inv", "threads");
   bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
              "threads");
-  bind_stage(cpu, "adam_8bit", &adam_8bit, "master", "grad", "exp_avg", "exp_avg_sq", "scales", "pieces", "scalars",
-             "clip", "step", "cut_largest", "finishes", "threads");
+  bind_stage(cpu, "adam_8bit", &adam_8bit, "master", "grad", "exp_avg", "exp_avg_sq", "scales", "pieces", "scalars", "clip",
+             "step", "cut_largest", "finishes", "threads");
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
              "groups", "scalars", "clip", "packed", "threads");
   bind_stage(cpu, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",

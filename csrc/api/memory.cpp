@@ -164,7 +164,8 @@ Adam8bitState check_moment_pieces(const Memory& master, const Memory& grad, cons
                                   const Memory& cut_largest, int64_t* count) {
   *count = rows_of("pieces", pieces, "int64", MomentPiece::kWidth);
   const int64_t groups = rows_of("scalars", scalars, "float32", 8);
-  const int64_t scale_count = rows_of("scales", scales, "float32", 2), cuts = rows_of("cut_largest", cut_largest, "float32", 2);
+  const int64_t scale_count = rows_of("scales", scales, "float32", 2),
+                cuts = rows_of("cut_largest", cut_largest, "float32", 2);
   check_reach("master", master, "float32", master.bytes);
   check_reach("exp_avg", exp_avg, "int8", exp_avg.bytes);
   check_reach("exp_avg_sq", exp_avg_sq, "uint8", exp_avg_sq.bytes);
@@ -190,14 +191,10 @@ Adam8bitState check_moment_pieces(const Memory& master, const Memory& grad, cons
                                   std::to_string(row->cut_last) + " of " + std::to_string(cuts));
     }
   }
-  return {reinterpret_cast<float*>(master.address),
-          array_of("grad", grad),
-          reinterpret_cast<int8_t*>(exp_avg.address),
-          reinterpret_cast<uint8_t*>(exp_avg_sq.address),
-          reinterpret_cast<float*>(scales.address),
-          scale_count,
-          reinterpret_cast<float*>(cut_largest.address),
-          cuts};
+  return {reinterpret_cast<float*>(master.address),      array_of("grad", grad),
+          reinterpret_cast<int8_t*>(exp_avg.address),    reinterpret_cast<uint8_t*>(exp_avg_sq.address),
+          reinterpret_cast<float*>(scales.address),      scale_count,
+          reinterpret_cast<float*>(cut_largest.address), cuts};
 }
 
 Rows::Rows(const Format& format, const Memory& table, Spans spans)

@@ -19,7 +19,7 @@ constexpr float kSmallestScale = 0x1p-100f;
 
 // The values of all codes, in units of the scale.
 struct MomentValues {
-  std::array<float, 128> first;   // of codes without sign
+  std::array<float, 128> first;  // of codes without sign
   std::array<float, 256> second;
 };
 

@@ -17,9 +17,7 @@ struct MomentPiece {
   static constexpr int64_t kGroup = 128;
 
   int64_t groups_across() const { return (columns - 1) / kGroup + 1; }
-  int64_t group_of(int64_t element) const {
-    return element / columns * groups_across() + element % columns / kGroup;
-  }
+  int64_t group_of(int64_t element) const { return element / columns * groups_across() + element % columns / kGroup; }
   int64_t groups() const { return group_of(start + numel - 1) - group_of(start) + 1; }
 
   // The elements, as indices in the whole weight, of a group, counted from the first one of the piece.
