@@ -280,7 +280,7 @@ def layout_of_plan(
         cut: what boundaries cut of them.
         is_stepped: True if casts take optimizer steps, so that every weight has a flag.
         compares_calls: True if there are several ranks, whose calls are compared where there are
-            amaxes to reduce.
+            amaxes or flags to reduce.
     """
     layout = AmaxLayout[int]()
     counts = {index: _amax_counts(shards[index]) for index in cast}
@@ -299,8 +299,9 @@ def layout_of_plan(
             layout.takers.append((layout.offsets[index][0], place))
     places_of_rows = {index: [layout.reserve(rows.numel) for rows in grids] for index, grids in cut.rows.items()}
     layout.boundary = layout.reserve(4 * len(cut.bytes))
-    layout.place_flags(cast if is_stepped else with_amaxes)
-    layout.call = layout.reserve(2 if with_amaxes and compares_calls else 0)
+    with_flags = cast if is_stepped else with_amaxes
+    layout.place_flags(with_flags)
+    layout.call = layout.reserve(2 if with_flags and compares_calls else 0)
     layout.reduced = Span(0, layout.size)
 
     for index, grids in cut.rows.items():
