@@ -1,5 +1,6 @@
 """Training runs of a probe as values, run on every rank beside the undistributed reference."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 
 ADAM: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
+EIGHT_BIT_MOMENTS = dataclasses.replace(DETERMINISTIC, moment_dtype="8bit")
 TWO_GROUPS = (ADAM, {**ADAM, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0})
 
 

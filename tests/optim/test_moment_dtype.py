@@ -6,12 +6,14 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts
-from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, boxes, snapshot, weight_bytes
+from tests.optim.probe import BF16, FP32, PLAIN, Spec
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot, weight_bytes
 from tests.selection import worlds
+from tests.workers import error_of
 from zerocast import backends, optim
 
 
@@ -71,9 +73,7 @@ def test_a_state_in_memory_loads_into_either():
 
 # Weights whose groups of moments are cut by any number of ranks: rows of 200 and 40 elements.
 CUT = (Spec("wide", (24, 200), dtype=BF16), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,), dtype=FP32))
-EIGHT_BITS = Run(
-    specs=CUT, options=(ADAM,), config=dataclasses.replace(DETERMINISTIC, moment_dtype="8bit"), assign=True
-)
+EIGHT_BITS = Run(specs=CUT, options=(ADAM,), config=EIGHT_BIT_MOMENTS, assign=True)
 
 
 def saved_after(path: str, steps: int) -> dict[str, Any]:
@@ -114,8 +114,7 @@ def test_moments_in_8_bits_are_cut(ranks):
 
 
 def cut_groups() -> int:
-    moments = Trainer(EIGHT_BITS).optimizer._masters.eight_bit
-    return moments._cut_largest.shape[1]
+    return len(Trainer(EIGHT_BITS).optimizer._masters.eight_bit.cut_groups)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
@@ -145,18 +144,68 @@ def test_moments_in_8_bits_go_on_as_if_nothing_was_saved(ranks, tmp_path, world)
 
 def test_a_backend_without_moments_in_8_bits_says_so(monkeypatch):
     monkeypatch.delattr(backends.load("reference"), "adam_8bit")
-    config = dataclasses.replace(DETERMINISTIC, moment_dtype="8bit", backend="reference")
+    config = dataclasses.replace(EIGHT_BIT_MOMENTS, backend="reference")
     with pytest.raises(RuntimeError, match="does not have the stage adam_8bit"):
         Trainer(Run(config=config))
 
 
+def refused_by_one(late: bool) -> list[str]:
+    """The errors of a step that rank 1 refuses, and of a save after it. Once a state is loaded all is as without that step.
+
+    No weight is cast. If `late`, others hear of the problem after the step, as on a GPU, and reduce cut groups in it.
+    """
+    run = dataclasses.replace(EIGHT_BITS, specs=tuple(spec for spec in CUT if spec.fmt == PLAIN))
+    trainer, whole = Trainer(run), Trainer(run)
+    trainer.optimizer._weights.driver.plan.packed.reports.reads_late = late
+    for each in (trainer, whole):
+        each.step(0)
+    (group,) = trainer.optimizer.param_groups
+    group["lr"] = -1.0 if dist.get_rank() == 1 else group["lr"]
+    told = [error_of(lambda: trainer.step(1)), error_of(trainer.optimizer.state_dict)]
+    trainer.optimizer.zero_grad()
+    trainer.optimizer.load_state_dict(whole.optimizer.state_dict())
+    for each in (trainer, whole):
+        each.step(3)
+    _assert_same_snapshots(snapshot(trainer), snapshot(whole))
+    return told
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_refuses_a_step_keeps_no_other_waiting(ranks, late):
+    first, refusing = ranks(2)(refused_by_one, late)
+    assert bool(first[0]) != late
+    for stepped, *_ in (first[late:], refusing):
+        assert "lr is out of range: -1.0" in stepped
+
+
 @pytest.mark.parametrize("other", [FP32, BF16])
-def test_moments_in_8_bits_load_from_others(other):
+def test_moments_in_8_bits_load_from_and_into_others(other):
     first, second = trainer_of(other), trainer_of("8bit")
     first.train(range(3))
     second.optimizer.load_state_dict(first.optimizer.state_dict())
-    wanted = moments(first)
-    for name, part in moments(second).items():
+    _assert_rounded(second, moments(first))
+    first.optimizer.load_state_dict(second.optimizer.state_dict())
+    wanted = moments(second)
+    assert all(torch.equal(part, wanted[name].to(other)) for name, part in moments(first).items())
+
+
+def test_a_state_of_torchs_adamw_loads_into_8_bits():
+    trainer = trainer_of("8bit")
+    twins = {name: torch.nn.Parameter(value.clone()) for name, value in trainer.optimizer.state_dict()["model"].items()}
+    adamw = torch.optim.AdamW(twins.values())
+    for name, twin in twins.items():
+        twin.grad = twin.detach() * len(name)
+    adamw.step()
+    state = {name: adamw.state[twin] for name, twin in twins.items()}
+    trainer.optimizer.load_state_dict({"model": {n: t.detach() for n, t in twins.items()}, "optim": {"state": state}})
+    keys = ("exp_avg", "exp_avg_sq")
+    _assert_rounded(trainer, {f"{key} {name} {...}": held[key] for name, held in state.items() for key in keys})
+
+
+def _assert_rounded(trainer: Trainer, wanted: dict[str, Tensor]) -> None:
+    """Its moments are these, rounded to 8 bits: zeros are where they were."""
+    assert moments(trainer).keys() == wanted.keys()
+    for name, part in moments(trainer).items():
         assert part.dtype is FP32
         assert torch.allclose(part, wanted[name].float(), atol=float(wanted[name].abs().max()) / 50)
         if name.startswith("exp_avg_sq"):

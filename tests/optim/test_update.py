@@ -7,7 +7,7 @@ import torch
 
 from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
-from tests.optim.runs import ADAM, Run, Trainer, check
+from tests.optim.runs import ADAM, EIGHT_BIT_MOMENTS, Run, Trainer, check
 from tests.selection import some, worlds
 from zerocast import ZeroConfig, get_format
 
@@ -16,7 +16,6 @@ ONE_BUCKET = ZeroConfig(deterministic=True)
 TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
 BF16_MOMENTS = ZeroConfig(bucket_size=3000, deterministic=True, moment_dtype=BF16)
-EIGHT_BIT_MOMENTS = dataclasses.replace(BF16_MOMENTS, moment_dtype="8bit")
 BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
 FP8_WIRE = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")  # adds in rank order without `deterministic`
 
@@ -33,6 +32,10 @@ RUNS = {
     "bf16 moments": Run(config=BF16_MOMENTS, max_norm=0.1),
     "8-bit moments": Run(config=EIGHT_BIT_MOMENTS, max_norm=0.1, steps=12),
     "8-bit moments, accumulated": Run(config=EIGHT_BIT_MOMENTS, accumulate=3, stage=1),
+    # ranks 1 and 2 own no piece of a weight
+    "8-bit moments, one element": Run(
+        specs=(Spec("one", (1,), dtype=FP32),), options=(ADAM,), config=EIGHT_BIT_MOMENTS
+    ),
     "fp8 wire": Run(config=FP8_WIRE, max_norm=0.1),
     "fp8 wire, fp32 gradients": Run(config=ZeroConfig(grad_wire="fp8_1x128", grad_dtype=FP32), stage=1),
     "fp8 wire, deterministic": Run(config=dataclasses.replace(FP8_WIRE, deterministic=True, bucket_size=1)),
@@ -70,6 +73,7 @@ RUNS = {
             "tiny buckets",
             "bf16 moments",
             "8-bit moments",
+            "8-bit moments, one element",
             "stage 1",
             "assigned gradients",
             "overlap",

@@ -81,7 +81,7 @@ class DeviceStep:
     def take_part(self) -> None:
         """Take part in the collective of a step that this rank cannot make."""
         if self._masters.eight_bit is not None:
-            self._masters.eight_bit.reduce()
+            self._masters.eight_bit.cut_groups.take_part()
 
     def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
         """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.
@@ -97,12 +97,13 @@ class DeviceStep:
         if masters.eight_bit is None:
             plan.launch(update=update, skip=found_inf)
         else:
-            step = functools.partial(
-                masters.eight_bit.step, plan.backend, self._gradients, scalars, self.clip, self.count, found_inf
-            )
+            moments, flat = masters.eight_bit, (masters.master, self._gradients)
+            step = functools.partial(moments.step, plan.backend, *flat, scalars, self.clip, self.count, found_inf)
+            moments.cut_groups.begin()
             step(finishes=False)
             # These tables take no update, so that the cast only measures what was stepped.
             plan.launch(update=update, skip=found_inf)
+            moments.cut_groups.reduce()
             step(finishes=True)
         self.clip.fill_(1.0)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span
+from zerocast.formats.layout import Span, moment_group
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
-from zerocast.optim.moments_8bit import Moments8bit
+from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 from zerocast.weight import QuantizedWeight
 
 # The state that AdamW keeps, and the state that Muon keeps, whose parameters ranks own as a whole.
@@ -50,7 +50,9 @@ class FlatMasters:
             self.exp_avg = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
             self.exp_avg_sq = torch.zeros(cut_numel, dtype=moment_dtype, device=device)
         else:
-            self.eight_bit = Moments8bit(cut, group, self.master, cut_numel)
+            parts, count = _owned_parts(cut, group.rank)
+            self.eight_bit = Moments8bit(parts, cut_numel, CutGroups(count, [group], device))
+            self.eight_bit.know(self.master)
             self.exp_avg, self.exp_avg_sq = self.eight_bit.exp_avg, self.eight_bit.exp_avg_sq
         self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=torch.float32, device=device)
         for bucket in buckets:
@@ -101,12 +103,43 @@ class FlatMasters:
         and after a caller has filled them. Collective.
         """
         if self.eight_bit is not None:
-            self.eight_bit.load(states, count)
+            self.eight_bit.cut_groups.begin()
+            self.eight_bit.load(states, count, finishes=False)
+            self.eight_bit.cut_groups.reduce()
+            self.eight_bit.load(states, count, finishes=True)
 
 
 def fields_of(bucket: Bucket) -> tuple[str, ...]:
     """The names, as in torch.optim, of the state that the update of a bucket's parameters keeps."""
     return MOMENTUM if bucket.storage.whole else MOMENTS
+
+
+def _owned_parts(buckets: Sequence[Bucket], rank: int) -> tuple[list[OwnedPart], int]:
+    """(the parts of parameters that a rank has, the number of groups of moments that several ranks
+    have parts of).
+    """
+    parts, count = [], 0
+    for bucket in buckets:
+        for slot in bucket.slots:
+            cut = {group: count + place for place, group in enumerate(_cut_groups(bucket, slot))}
+            count += len(cut)
+            span, offset = bucket.owned(slot, rank)
+            if span.numel:
+                parts.append(OwnedPart(slot.name, slot.matrix_shape[1], [span], offset, slot.param_group, cut))
+    return parts, count
+
+
+def _cut_groups(bucket: Bucket, slot: Slot) -> list[int]:
+    """The groups of a parameter that several ranks have parts of, alike on all ranks."""
+    columns = slot.matrix_shape[1]
+    spans = (bucket.owned(slot, rank)[0] for rank in range(bucket.ranks))
+    starts = [span.start for span in spans if span.numel and span.start]
+    cut = {
+        moment_group(start, columns)
+        for start in starts
+        if moment_group(start - 1, columns) == moment_group(start, columns)
+    }
+    return sorted(cut)
 
 
 def _initial_value(parameter: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Moments8bit: AdamW's moments in 8 bits (docs/formats/moments_8bit.md) over this rank's flat
-masters.
+"""Moments8bit: AdamW's moments in 8 bits (docs/formats/moments_8bit.md) of this rank's parts of
+weights.
 
 Groups of elements that share scales are those of the whole weight. The largest values of a group
 that a boundary between ranks cuts are reduced over the ranks, and only then are its moments
@@ -8,6 +8,7 @@ rounded. So codes and scales are those of one unsharded step.
 
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,67 +17,115 @@ from zerocast.backends import checks, ops
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import moment_group, moment_groups
-from zerocast.optim.bucket import Bucket, Slot
+from zerocast.formats.layout import Span, moment_group, moment_groups
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """The part of a weight that this rank has.
+
+    Attributes:
+        name: the weight's name, the key of its random numbers.
+        columns: the columns of the weight's matrix.
+        spans: runs of elements of the whole weight, none of them empty.
+        offset: the place of the first element in the flat tensors. The others follow it.
+        param_group: the row of Adam's scalars.
+        cut: for each group that other ranks have parts of, its place among all cut groups.
+    """
+
+    name: str
+    columns: int
+    spans: Sequence[Span]
+    offset: int
+    param_group: int
+    cut: Mapping[int, int]
+
+
+class CutGroups:
+    """The groups that several ranks have parts of, in the same places on all ranks.
+
+    Attributes:
+        largest: f32 `[2, groups]`, the largest |m| and v of each in the present step.
+
+    Args:
+        count: how many there are.
+        groups: the process groups over which values are reduced, one after the other.
+    """
+
+    def __init__(self, count: int, groups: Sequence[Group], device: torch.device) -> None:
+        self._groups = groups
+        self.largest = torch.zeros(2, count, dtype=torch.float32, device=device)
+
+    def __len__(self) -> int:
+        return self.largest.shape[1]
+
+    def begin(self) -> None:
+        """Forget the values of the step before."""
+        self.largest.zero_()
+
+    def reduce(self) -> None:
+        """Reduce the largest values over the ranks. Collective if there are any."""
+        if len(self):
+            for group in self._groups:
+                group.all_reduce_max(self.largest, "the largest moments of cut groups")
+
+    def take_part(self) -> None:
+        """Take part in the reduction of a step that this rank cannot make."""
+        self.begin()
+        self.reduce()
 
 
 class Moments8bit:
-    """Both moments of this rank's elements. The step reads and writes them by one stage.
+    """Both moments of parts of weights, side by side in flat tensors.
 
     Attributes:
-        exp_avg, exp_avg_sq: codes, i8 and u8, in the places of the masters.
+        exp_avg, exp_avg_sq: codes, i8 and u8.
         scales: f32 `[2, groups]`, those of either moment, of all groups that this rank has any of.
+        cut_groups: where the largest values of cut groups are. A caller begins them before a step
+            or load, and reduces them before the second call of it.
 
     Args:
-        buckets: those that are cut evenly.
-        master: the flat masters; moments may end before them.
-        numel: the number of elements with moments.
+        numel: the number of elements of the flat tensors.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], group: Group, master: Tensor, numel: int) -> None:
-        self._group, self._master = group, master
-        self.exp_avg = torch.zeros(numel, dtype=torch.int8, device=master.device)
-        self.exp_avg_sq = torch.zeros(numel, dtype=torch.uint8, device=master.device)
-        # A row for each parameter that this rank has elements of, by name.
-        self._pieces: dict[str, list[int]] = {}
-        scales = cuts = 0
-        for bucket in buckets:
-            for slot in bucket.slots:
-                cut = {number: cuts + place for place, number in enumerate(_cut_groups(bucket, slot))}
-                cuts += len(cut)
-                span, offset = bucket.owned(slot, group.rank)
-                if not span.numel:
-                    continue
-                columns = slot.matrix_shape[1]
-                row = [0] * len(Piece)
-                row[Piece.OFFSET], row[Piece.NUMEL], row[Piece.SCALARS] = offset, span.numel, slot.param_group
-                row[Piece.START], row[Piece.COLUMNS], row[Piece.SCALE] = span.start, columns, scales
-                row[Piece.CUT_FIRST] = cut.get(moment_group(span.start, columns), -1)
-                row[Piece.CUT_LAST] = cut.get(moment_group(span.stop - 1, columns), -1)
-                row[Piece.KEY] = zlib.crc32(slot.name.encode())
-                self._pieces[slot.name] = row
-                scales += moment_groups(span.start, span.numel, columns)
-        self.scales = torch.zeros(2, scales, dtype=torch.float32, device=master.device)
-        self._cut_largest = torch.zeros(2, cuts, dtype=torch.float32, device=master.device)
-        rows = torch.tensor([*self._pieces.values()], dtype=torch.int64).view(-1, len(Piece))
-        self._rows = rows.to(master.device)
+    def __init__(self, parts: Sequence[OwnedPart], numel: int, cut_groups: CutGroups) -> None:
+        device = cut_groups.largest.device
+        self.cut_groups = cut_groups
+        self.exp_avg = torch.zeros(numel, dtype=torch.int8, device=device)
+        self.exp_avg_sq = torch.zeros(numel, dtype=torch.uint8, device=device)
+        # A row for each span of a part, by name.
+        self._pieces: dict[str, list[list[int]]] = {}
+        scales = 0
+        for part in parts:
+            self._pieces[part.name] = _pieces(part, scales)
+            scales += sum(moment_groups(span.start, span.numel, part.columns) for span in part.spans)
+        self.scales = torch.zeros(2, scales, dtype=torch.float32, device=device)
+        rows = [row for pieces in self._pieces.values() for row in pieces]
+        self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, len(Piece)).to(device)
+
+    def know(self, master: Tensor) -> None:
+        """Let steps of these flat masters begin without a check of the pieces."""
         checks.know(self._rows, {"masters": [master]})
 
     def step(
-        self, backend: str, grad: Tensor, scalars: Tensor, clip: Tensor, count: Tensor, skip: Tensor, finishes: bool
+        self,
+        backend: str,
+        master: Tensor,
+        grad: Tensor,
+        scalars: Tensor,
+        clip: Tensor,
+        count: Tensor,
+        skip: Tensor | None,
+        finishes: bool,
     ) -> None:
-        """Take the step `count`, i64[1], with the arguments of an AdamUpdate. The moments of cut
-        groups are left for a second call, which `finishes` and is collective if any group is cut.
+        """Take the step `count`, i64[1], of flat masters, with the arguments of an AdamUpdate. The
+        moments of cut groups are left for a second call, which `finishes`.
         """
-        if finishes and not self._cut_largest.numel():
+        if finishes and not len(self.cut_groups):
             return
-        if finishes:
-            self.reduce()
-        else:
-            self._cut_largest.zero_()
         ops.adam_8bit(
             backend,
-            master=self._master,
+            master=master,
             grad=grad,
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
@@ -85,45 +134,42 @@ class Moments8bit:
             scalars=scalars,
             clip=clip,
             step=count,
-            cut_largest=self._cut_largest,
+            cut_largest=self.cut_groups.largest,
             finishes=finishes,
             skip=skip,
         )
 
-    def reduce(self) -> None:
-        """Reduce the largest values of cut groups over the ranks. Collective if there are any."""
-        if self._cut_largest.numel():
-            self._group.all_reduce_max(self._cut_largest, "the largest moments of cut groups")
-
     def values(self, name: str) -> dict[str, Tensor]:
         """Both moments of this rank's elements of a parameter, flat f32 copies, by name."""
-        piece = self._pieces.get(name)
-        if piece is None:
-            none = torch.zeros(0, dtype=torch.float32, device=self.scales.device)
-            return {"exp_avg": none, "exp_avg_sq": none.clone()}
-        m, v = dequantize_moments(self.exp_avg, self.exp_avg_sq, self.scales, piece)
-        return {"exp_avg": m, "exp_avg_sq": v}
+        state = self.exp_avg, self.exp_avg_sq, self.scales
+        none = torch.zeros(0, dtype=torch.float32, device=self.scales.device)
+        pairs = [dequantize_moments(*state, piece) for piece in self._pieces.get(name, ())]
+        first, second = zip((none, none), *pairs, strict=True)
+        return {"exp_avg": torch.cat(first), "exp_avg_sq": torch.cat(second)}
 
-    def load(self, values: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
-        """Take over results of `values`, of all parameters, after so many steps. Collective."""
-        self._cut_largest.zero_()
-        for finishes in (False, True):
-            for name, piece in self._pieces.items():
-                moments = values[name]["exp_avg"], values[name]["exp_avg_sq"]
-                state = self.exp_avg, self.exp_avg_sq, self.scales
-                quantize_moments(*moments, *state, piece, count, self._cut_largest, finishes)
-            if not finishes:
-                self.reduce()
+    def load(self, values: Mapping[str, Mapping[str, Tensor]], count: int, finishes: bool) -> None:
+        """Take over results of `values`, of all parameters, after so many steps. As `step`, it is
+        called twice.
+        """
+        state = self.exp_avg, self.exp_avg_sq, self.scales
+        for name, pieces in self._pieces.items():
+            m, v = values[name]["exp_avg"], values[name]["exp_avg_sq"]
+            sizes = [piece[Piece.NUMEL] for piece in pieces]
+            for piece, own_m, own_v in zip(pieces, m.split(sizes), v.split(sizes), strict=True):
+                quantize_moments(own_m, own_v, *state, piece, count, self.cut_groups.largest, finishes)
 
 
-def _cut_groups(bucket: Bucket, slot: Slot) -> list[int]:
-    """The groups of a parameter that several ranks have parts of, alike on all ranks."""
-    columns = slot.matrix_shape[1]
-    spans = (bucket.owned(slot, rank)[0] for rank in range(bucket.ranks))
-    starts = [span.start for span in spans if span.numel and span.start]
-    cut = {
-        moment_group(start, columns)
-        for start in starts
-        if moment_group(start - 1, columns) == moment_group(start, columns)
-    }
-    return sorted(cut)
+def _pieces(part: OwnedPart, scale: int) -> list[list[int]]:
+    """The rows that describe a part to the stage adam_8bit. Its scales begin at `scale`."""
+    rows, offset = [], part.offset
+    for span in part.spans:
+        row = [0] * len(Piece)
+        row[Piece.OFFSET], row[Piece.NUMEL], row[Piece.SCALARS] = offset, span.numel, part.param_group
+        row[Piece.START], row[Piece.COLUMNS], row[Piece.SCALE] = span.start, part.columns, scale
+        row[Piece.CUT_FIRST] = part.cut.get(moment_group(span.start, part.columns), -1)
+        row[Piece.CUT_LAST] = part.cut.get(moment_group(span.stop - 1, part.columns), -1)
+        row[Piece.KEY] = zlib.crc32(part.name.encode())
+        rows.append(row)
+        offset += span.numel
+        scale += moment_groups(span.start, span.numel, part.columns)
+    return rows
