@@ -108,6 +108,7 @@ DIFFERENT: dict[str, Callable[[], object]] = {
     "wire": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_wire="fp8_1x128")),
     "overlap": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(overlap_all_gather=True)),
     "moments": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(moment_dtype=torch.bfloat16)),
+    "8-bit moments": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(moment_dtype="8bit")),
     "gradients": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_dtype=FP32)),
 }
 

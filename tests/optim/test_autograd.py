@@ -12,7 +12,16 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 from tests.optim.language_model import LM, batch
 from tests.optim.probe import MIXED
-from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.runs import (
+    ADAM,
+    DETERMINISTIC,
+    EIGHT_BIT_MOMENTS,
+    Run,
+    Trainer,
+    assert_equals,
+    boxes,
+    weight_bytes,
+)
 from tests.optim.traffic import recorded
 from tests.optim.undistributed import Undistributed
 from zerocast import ZeroAdamW, ZeroConfig
@@ -241,9 +250,9 @@ def test_hooks_of_the_user(ranks, stage):
     assert ranks(2)(hooked, stage) == [[True]] * 2
 
 
-def toggled() -> None:
+def toggled(config: ZeroConfig) -> None:
     """A parameter frozen for a while counts as one without a gradient: the others go on, no rank waits."""
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)
     for step in range(4):
         frozen = step in (1, 2)
         for name in ("nv", "norm"):
@@ -256,8 +265,9 @@ def toggled() -> None:
         assert_equals(trainer, reference, f"step {step}")
 
 
-def test_requires_grad_toggled(ranks):
-    ranks(2)(toggled)
+@pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32 moments", "8-bit moments"])
+def test_requires_grad_toggled(ranks, config):
+    ranks(2)(toggled, config)
 
 
 def test_backward_from_another_thread():

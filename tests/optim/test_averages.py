@@ -15,7 +15,7 @@ import zerocast
 from tests import casts
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
-from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.runs import EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import Undistributed
 from tests.workers import error_of
@@ -35,7 +35,7 @@ class Averaged:
     """A run beside its reference, and beside torch's average of the unsharded masters."""
 
     def __init__(self, config: ZeroConfig = EAGER) -> None:
-        self.trainer, self.reference = Trainer(Run(config=config)), Undistributed(MIXED)
+        self.trainer, self.reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)
         self.ema = EMA(self.trainer.optimizer, decay=0.9)
         self.wanted = {name: torch.from_numpy(master.copy()) for name, master in self.reference.master.items()}
 
@@ -101,7 +101,11 @@ def averages(config: ZeroConfig) -> None:
                 averaged.check(f"swapped after step {step}")
 
 
-@pytest.mark.parametrize("config", [EAGER, pytest.param(OVERLAP, marks=pytest.mark.slow)], ids=["eager", "overlap"])
+@pytest.mark.parametrize(
+    "config",
+    [EAGER, EIGHT_BIT_MOMENTS, pytest.param(OVERLAP, marks=pytest.mark.slow)],
+    ids=["eager", "8-bit moments", "overlap"],
+)
 def test_bits_on_any_number_of_ranks(ranks, config):
     averages(config)
     ranks(2)(averages, config)

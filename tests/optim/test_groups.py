@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import casts
 from tests.optim.probe import MIXED, Probe, Spec
-from tests.optim.runs import ADAM, Run, Trainer, assert_equals, check, weight_bytes
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, check, weight_bytes
 from tests.optim.undistributed import Undistributed, mean
-from zerocast import ZeroAdamW, ZeroConfig
+from zerocast import ZeroAdamW
 
 NAN = float("nan")
 
@@ -39,12 +39,12 @@ def test_groups(ranks, kind):
     ranks(4)(on_part_of_the_ranks, kind)
 
 
-def test_learning_rate_as_a_tensor():
+@pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32 moments", "8-bit moments"])
+def test_learning_rate_as_a_tensor(config):
     """A change in place counts; loading changes the tensor and does not replace it."""
     rate = torch.tensor(1e-2, dtype=torch.float64)
     options = ({**ADAM, "lr": rate}, {**ADAM, "lr": 3e-3})
-    probe, reference = Probe(MIXED), Undistributed(MIXED)
-    config = ZeroConfig(bucket_size=4096, deterministic=True)
+    probe, reference = Probe(MIXED), Undistributed(MIXED, config.moment_dtype)
     optimizer = ZeroAdamW(probe.param_groups(options), config=config)
     run = Run()
     for step in range(3):

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests import casts
 from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.runs import EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, boxes, weight_bytes
 from tests.optim.undistributed import Undistributed
 from zerocast import ZeroAdamW, ZeroConfig
 
@@ -46,7 +46,7 @@ def poison(trainer: Trainer, step: int, name: str, value: float, culprit: int) -
 
 def skip(run: Run, name: str, value: float, culprit: int, clip: bool) -> None:
     """Two good steps, two bad ones, two good ones."""
-    trainer, reference = Trainer(run), Undistributed(run.specs)
+    trainer, reference = Trainer(run), Undistributed(run.specs, run.config.moment_dtype)
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     for step in range(6):
         if step in (2, 3):
@@ -84,8 +84,9 @@ def skip(run: Run, name: str, value: float, culprit: int, clip: bool) -> None:
         (Run(config=OVERLAP), "mx", False),
         (Run(config=LIBRARY_ORDER), "block", True),
         (Run(config=FP8_WIRE), "nv", True),
+        (Run(config=EIGHT_BIT_MOMENTS), "nv", True),
     ],
-    ids=["clip", "plain", "stage 1", "overlap", "library order", "fp8 wire"],
+    ids=["clip", "plain", "stage 1", "overlap", "library order", "fp8 wire", "8-bit moments"],
 )
 @pytest.mark.notices(
     "a gradient is not finite on one rank",

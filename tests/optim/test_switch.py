@@ -15,7 +15,7 @@ import zerocast
 from tests.optim.captured_runs import Case, Trainee, run_again
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN, Spec
-from tests.optim.runs import Run, Trainer, assert_equals, snapshot
+from tests.optim.runs import EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, snapshot
 from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import F32, Undistributed, f32, np
 from tests.selection import worlds
@@ -84,7 +84,7 @@ def gradients(trainer: Trainer, step: int) -> Mapping[str, list[F32]]:
 
 def check(names: tuple[str, ...], config: ZeroConfig) -> None:
     """Steps, a switch, steps: always the reference's masters, moments, scales and bytes, by the same parameters."""
-    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED)
+    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)
     parameters = {name: id(parameter) for name, parameter in trainer.probe.named_parameters()}
     step = 0
     for name in names:
@@ -109,7 +109,7 @@ def test_bytes_are_those_of_a_run_that_starts_with_the_recipe(ranks, world):
     ranks(world)(check, ("bf16", "mixed", "fp8"), CONFIG)
 
 
-@pytest.mark.parametrize("config", [OVERLAP, KEPT], ids=["overlap", "kept"])
+@pytest.mark.parametrize("config", [OVERLAP, KEPT, EIGHT_BIT_MOMENTS], ids=["overlap", "kept", "8-bit moments"])
 def test_other_configurations(ranks, config):
     ranks(2)(check, ("mixed", "bf16", "mixed"), config)
 
