@@ -15,7 +15,8 @@ CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.c
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
 
-SUITE := -m "not slow" --numprocesses 2 --dist loadfile
+# Three processes on two cores: each waits a part of its time for ranks and for commands that it starts.
+SUITE := -m "not slow" --numprocesses 3 --dist loadfile
 test: $(VENV)/.dev hosts readers
 	$(BIN)/python -m pytest $(SUITE)
 

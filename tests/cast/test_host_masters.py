@@ -22,7 +22,7 @@ GAPS = ((1, 20), (21, 150), (157, 32 * 32 - 3))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize(("piece", "mixed"), [(74, False), (1 << 22, False), (1 << 22, True)])
+@pytest.mark.parametrize(("piece", "mixed"), [(330, False), (1 << 22, False), (1 << 22, True)])
 def test_every_format_at_odd_cuts(ranks: Ranks, world: int, piece: int, mixed: bool, seed: int) -> None:
     """All masters on the host, and with `mixed` every other one."""
     cases = sharded.every_format(world, seed)

@@ -93,7 +93,11 @@ def test_the_first_cast(fmt: str) -> None:
     check(dict(quantized(alone)), expected(masters, fmt, share=False))
 
 
-@pytest.mark.parametrize("fmt", [*SHARING, "fp8_block", "mxfp8"])
+LONG = pytest.mark.long_interpreted
+EVERY_BACKEND = [fmt if fmt == "nvfp4" else pytest.param(fmt, marks=LONG) for fmt in (*SHARING, "fp8_block", "mxfp8")]
+
+
+@pytest.mark.parametrize("fmt", EVERY_BACKEND)
 def test_backends_agree(fmt: str, backend_anywhere: str) -> None:
     place = devices.of(backend_anywhere)
     model = zerocast.quantize_(Net().to(place), recipe(fmt), dtype=torch.bfloat16)

@@ -106,8 +106,10 @@ def imports(module: str) -> Callable[[str], bool]:
 @pytest.mark.parametrize(
     ("how", "delay"),
     [
-        *(("python -m", 0.0), ("script", 0.2)),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("python -m", 0.2), ("script", 0.0))),
+        ("script", 0.2),
+        pytest.param("script", 0.0, marks=pytest.mark.slow),
+        pytest.param("python -m", 0.0, marks=pytest.mark.slow),
+        pytest.param("python -m", 0.2, marks=pytest.mark.slow),
     ],
 )
 def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> None:

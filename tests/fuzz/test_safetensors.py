@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -68,9 +69,13 @@ def receive(path: Path) -> None:
 
 
 def stored(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file as a user loads them; what safetensors itself refuses never comes to us."""
     open_source(path)
-    found: dict[str, Tensor] = load_file(path)
-    return found
+    try:
+        tensors: dict[str, Tensor] = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"safetensors refuses {path.name}: {error}") from error
+    return tensors
 
 
 READERS: dict[str, Reader] = {

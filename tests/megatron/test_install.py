@@ -139,6 +139,7 @@ def test_by_the_command_line(ranks: Ranks) -> None:
     assert not by_flag["stale"] and by_flag["weights"] == by_call["weights"]
 
 
+@pytest.mark.slow
 def test_optimizer_cpu_offload(ranks: Ranks, tmp_path: Path) -> None:
     """A run that goes on from a checkpoint, on the host what was on the GPU, is the one that was not interrupted."""
     folder = str(tmp_path / "checkpoint")

@@ -45,8 +45,9 @@ def test_every_mistake_is_in_the_table() -> None:
     assert TABLE.keys() == muon_install.CASES.keys()
 
 
-@pytest.mark.parametrize("more", [(), pytest.param((RESHARDABLE,), marks=SLOW)], ids=["dp_reshardable", "fully"])
-@pytest.mark.parametrize("experts", [pytest.param((), marks=SLOW), EXPERTS], ids=["", "experts"])
+@SLOW
+@pytest.mark.parametrize("more", [(), (RESHARDABLE,)], ids=["dp_reshardable", "fully"])
+@pytest.mark.parametrize("experts", [(), EXPERTS], ids=["", "experts"])
 def test_trains_evaluates_saves_and_resumes(
     ranks: Ranks, tmp_path: Path, more: tuple[str, ...], experts: tuple[str, ...]
 ) -> None:

@@ -172,7 +172,7 @@ def recovered(run: Run, forget: str, accumulated: bool) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("accumulated", [False, True])
+@pytest.mark.parametrize("accumulated", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("forget", ["nothing", "model"])
 @pytest.mark.parametrize(
     "run", [Run(config=SMALL), Run(config=TINY), Run(config=TINY, stage=1)], ids=["2", "2 tiny", "1 tiny"]

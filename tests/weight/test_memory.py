@@ -9,7 +9,7 @@ from tests.selection import some
 from tests.weight import memory_cases
 
 
-@pytest.mark.parametrize("flag", some({"without asserts": ["-O"], "asserts": []}, "without asserts"))
+@pytest.mark.parametrize("flag", some({"without asserts": ["-O"], "asserts": []}, "asserts"))
 def test_every_case_is_refused(flag: list[str]) -> None:
     """In a process of its own, which a case may end."""
     command = [sys.executable, *flag, "-m", "tests.weight.memory_cases"]
