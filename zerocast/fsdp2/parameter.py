@@ -21,22 +21,28 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.weight import NOT_SHARDED, FSDPWeight, WeightHost
 
 
-class MasterParameter(Tensor):
-    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of."""
+class _WrapsPlain(Tensor):
+    """What a MasterParameter keeps, in slots of a class above it: torch's staging of asynchronous
+    saves copies a tensor's memory, and then sets on the copy all that `__dict__` and `__slots__` of
+    the tensor list. The copy of a master is a plain tensor.
+    """
+
+    __slots__ = ("plain", "weight")
 
     plain: Tensor
     weight: FSDPWeight
+
+
+class MasterParameter(_WrapsPlain):
+    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of."""
+
+    __slots__ = ()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, plain: Tensor, weight: FSDPWeight, requires_grad: bool = False) -> "MasterParameter":
-        """Stand for `plain`; nothing is copied.
-
-        The wrapper lies at no offset, wherever the shard does, and has no address (`data_ptr`):
-        torch's staging of asynchronous saves takes a tensor with an address for a plain one, and
-        sets its copy to memory that a wrapper does not have.
-        """
+        """Stand for `plain`; nothing is copied."""
         master: MasterParameter = Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
@@ -84,13 +90,26 @@ class MasterParameter(Tensor):
         """Who casts this master, and shows it to `zerocast.verify`."""
         return self.weight.host
 
+    # By its memory FSDP2 sees that its flat view is still the parameter's, accelerate finds the
+    # parameters of an optimizer again, and others tell tied parameters.
+
+    def data_ptr(self) -> int:
+        """The address of the plain tensor."""
+        return self.plain.data_ptr()
+
+    def storage_offset(self) -> Any:
+        """The first element of the plain tensor in its storage."""
+        return self.plain.storage_offset()
+
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the plain tensor, by which FSDP2 sees that its flat view is still the
-        parameter's memory.
-        """
+        """The storage of the plain tensor."""
         if torch._guards.TracingContext.try_get() is not None:
             return super().untyped_storage()
         return self.plain.untyped_storage()
+
+    def is_set_to(self, tensor: Tensor) -> bool:
+        """True if both are the same elements of one storage."""
+        return self.plain.is_set_to(tensor.plain if isinstance(tensor, MasterParameter) else tensor)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         """The text of the plain tensor inside."""
@@ -230,7 +249,9 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
             return alias
     if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
         return MasterParameter(source.plain, source.weight)
-    if func in _KEEP or _is_alias_of(tensor, source.plain):
+    # A twin has the shape of the parameter. What torch's staging gives memory of its own has none.
+    is_twin = func in _KEEP and tensor.dim() == source.dim()
+    if is_twin or _is_alias_of(tensor, source.plain):
         return MasterParameter(tensor, source.weight)
     return tensor
 
