@@ -117,6 +117,15 @@ OTHERS = (
     PrivateName("_opt_called", "", "schedulers know that a captured step was taken", "a public mark"),
     PrivateName("_optimizer_step_post_hooks", "", "the last hook of a step casts", "an order of hooks"),
     PrivateName(
+        "_disable_dynamo", "torch", "keep steps out of graphs", "torch.compiler.disable, once it imports no compiler"
+    ),
+    PrivateName("_optimizer_state_dict_pre_hooks", "", "run the hooks of states by name", "a call that runs them"),
+    PrivateName("_optimizer_state_dict_post_hooks", "", "run the hooks of states by name", "a call that runs them"),
+    PrivateName("_optimizer_load_state_dict_pre_hooks", "", "run the hooks of states by name", "a call that runs them"),
+    PrivateName(
+        "_optimizer_load_state_dict_post_hooks", "", "run the hooks of states by name", "a call that runs them"
+    ),
+    PrivateName(
         "_execution_engine", "torch.autograd:Variable", "call back at the end of a backward pass", "a public hook"
     ),
     PrivateName("_current_autograd_node", "torch._C", "name who reads a gradient", "torch.autograd.graph"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zerocast
 from tests import casts
@@ -466,3 +467,36 @@ def padded() -> list[str]:
     logging.getLogger("zerocast.optim.zero_muon").addHandler(handler)
     ZeroMuon(groups(use_muon=True))
     return said
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_cycle_the_momentum(name: str) -> None:
+    trainer = Trainer(SMALL)
+    optimizer = trainer.optimizer
+    betas = [group["betas"] for group in optimizer.param_groups if not group["use_muon"]]
+    scheduler: Any
+    if name == "OneCycleLR":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=10)
+    else:
+        scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, 1e-3, 1e-2, step_size_up=2)
+    momenta = set()
+    for step in range(4):
+        trainer.step(step)
+        scheduler.step()
+        momenta.add(optimizer.param_groups[0]["momentum"])
+    assert len(momenta) >= 3
+    assert [group["betas"] for group in optimizer.param_groups if not group["use_muon"]] == betas
+
+
+def test_hooks_of_all_optimizers_see_one_step() -> None:
+    seen: list[object] = []
+    trainer = Trainer(SMALL)
+    trainer.backward(0)
+    before = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    after = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        trainer.optimizer.step()
+    finally:
+        before.remove()
+        after.remove()
+    assert [type(optimizer) for optimizer in seen] == [ZeroMuon, ZeroMuon]

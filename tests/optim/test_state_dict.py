@@ -228,3 +228,22 @@ def handed_over() -> None:
 def test_state_of_another_optimizer(ranks):
     handed_over()
     ranks(2)(handed_over)
+
+
+def test_hooks_of_states_run() -> None:
+    """Those of torch.optim.Optimizer, with what they return in place of the state."""
+    optimizer = Trainer(Run()).optimizer
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda _: calls.append("before saving"))
+    optimizer.register_state_dict_post_hook(lambda _, state: calls.append("after saving") or {**state, "epoch": 3})
+    optimizer.register_load_state_dict_pre_hook(
+        lambda _, state: (
+            calls.append("before loading") or {key: value for key, value in state.items() if key != "epoch"}
+        )
+    )
+    optimizer.register_load_state_dict_post_hook(lambda _: calls.append("after loading"))
+    state = optimizer.state_dict()
+    assert state["epoch"] == 3
+    optimizer.load_state_dict(state)
+    assert calls == ["before saving", "after saving", "before loading", "after loading"]
+    assert state["epoch"] == 3

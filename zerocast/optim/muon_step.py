@@ -8,6 +8,7 @@ private, and its arguments have changed before. Two things are added: the clip f
 with a gradient that is not finite is undone on the device, since the host does not know of it.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,7 +51,9 @@ class SteppedMatrix:
         """One step with an f32 `[m, n]` gradient and the hyper-parameters of a parameter group."""
         self.muon.param_groups[0].update({name: group[name] for name in ARGUMENTS}, lr=float(group["lr"]))
         self.master.grad = gradient
-        self.muon.step()
+        # Without what torch.optim wraps around a step, so that hooks of all optimizers see the step
+        # of the caller alone. It has disabled gradients.
+        inspect.unwrap(torch.optim.Muon.step)(self.muon)
         self.master.grad = None
 
 

@@ -79,7 +79,10 @@ class ZeroMuon(ZeroOptimizer):
             "ns_steps": 5,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay}, group, stage, config)
+        # Schedulers that cycle momentum ask the defaults for it. AdamW's groups get one too, and do
+        # not use it.
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, defaults, group, stage, config)
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
         groups = []

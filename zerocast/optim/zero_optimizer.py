@@ -190,6 +190,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         and go on. What raises later leaves an optimizer that says so at every call, until a state
         is loaded.
         """
+        # A graph would hold neither the hooks of gradients nor the host's part of a cast.
+        step = self._step_between_graphs if torch.compiler.is_compiling() else self._step
+        return step(closure)
+
+    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    def _step_between_graphs(self, closure: Callable[[], Any] | None) -> Any:
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -417,7 +426,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         values.
         """
         self._validity.check(Use.SAVE)
-        return self._state.as_dict()
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        state = self._state.as_dict()
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            replaced = post_hook(self, state)
+            state = state if replaced is None else replaced
+        return state
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """Return the keys and shapes of `state_dict`, for a reader that fills them, also after a
@@ -457,6 +472,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raised half-way this makes the optimizer whole again, and drops the gradients of that step.
         """
         self._validity.check(Use.LOAD)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, dict(state_dict))
+            state_dict = state_dict if replaced is None else replaced
         self._state.check(state_dict)
         with self.overwriting():
             self._state.load(state_dict)
@@ -464,6 +482,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._caller.number = taken + 1
             self._skipped.restart(taken)
             self._driver.refresh()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
         """TypeError: shards, hooks and process groups are not copied; `state_dict` is."""
