@@ -194,7 +194,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         step = self._step_between_graphs if torch.compiler.is_compiling() else self._step
         return step(closure)
 
-    @torch._disable_dynamo  # type: ignore[attr-defined, untyped-decorator]
+    @torch._disable_dynamo  # type: ignore[attr-defined]
     def _step_between_graphs(self, closure: Callable[[], Any] | None) -> Any:
         return self._step(closure)
 
