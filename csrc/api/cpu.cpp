@@ -110,9 +110,8 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
 void adam_8bit(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
                const Memory& scales, const Memory& pieces, const Memory& scalars, float clip, int64_t step,
                const Memory& cut_largest, bool finishes, int threads) {
-  int64_t count;
-  const Adam8bitState state =
-      check_moment_pieces(master, grad, exp_avg, exp_avg_sq, scales, pieces, scalars, cut_largest, &count);
+  const Adam8bitState state = moment_state(master, grad, exp_avg, exp_avg_sq, scales, cut_largest);
+  const int64_t count = check_moment_pieces(pieces, scalars, state);
   cpu::adam_8bit(state, reinterpret_cast<const MomentPiece*>(pieces.address), count,
                  reinterpret_cast<const float*>(scalars.address), clip, step, finishes, threads);
 }

@@ -11,8 +11,8 @@
 #include <tuple>
 #include <vector>
 
-#include "cpu/moments.h"
 #include "descriptor.h"
+#include "moments.h"
 
 namespace zerocast::api {
 
@@ -66,9 +66,9 @@ int64_t check_segments(const Memory& segments, const Memory& scalars, const std:
 enum class Spans { kUnread, kRead };
 
 // Flat tensors of adam_8bit, and the number of pieces in host memory, all inside of these tensors.
-Adam8bitState check_moment_pieces(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-                                  const Memory& scales, const Memory& pieces, const Memory& scalars,
-                                  const Memory& cut_largest, int64_t* count);
+Adam8bitState moment_state(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
+                           const Memory& scales, const Memory& cut_largest);
+int64_t check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state);
 
 // The rows of a table in host memory; spans that are read are inside of their weights.
 class Rows {

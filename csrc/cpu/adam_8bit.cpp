@@ -1,44 +1,20 @@
 // Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <vector>
 
 #include "codec.h"
 #include "cpu/adam.h"
-#include "cpu/moments.h"
 #include "cpu/parallel.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
+#include "moments.h"
 
 namespace zerocast {
 namespace {
 
 constexpr int64_t kGroup = MomentPiece::kGroup;
-constexpr float kSmallestScale = 0x1p-100f;
-
-// The values of all codes, in units of the scale.
-struct MomentValues {
-  std::array<float, 128> first;  // of codes without sign
-  std::array<float, 256> second;
-};
-
-double fourth_power(double x) { return x * x * (x * x); }
-
-const MomentValues& moment_values() {
-  static const MomentValues values = [] {
-    MomentValues made{};
-    for (int c = 0; c < 128; ++c) made.first[c] = static_cast<float>(c) / static_cast<float>(254 - c);
-    for (int c = 1; c < 256; ++c) made.second[c] = static_cast<float>(fourth_power(c + 4) / fourth_power(259));
-    return made;
-  }();
-  return values;
-}
-
-ZC_HD float group_scale(float largest) {
-  const float finite = largest < kFloatMax ? largest : kFloatMax;
-  return largest > 0.0f ? (finite > kSmallestScale ? finite : kSmallestScale) : 0.0f;
-}
+constexpr MomentValues kValues = moment_values();
 
 // 0 for NaN and for numbers that are not positive.
 ZC_HD float at_most(float size, float scale) {
@@ -51,17 +27,6 @@ ZC_HD int32_t clamped(int32_t code, int32_t last) { return smaller(larger(code, 
 // A code of `ratio` of the scale that differs by one at most.
 ZC_HD int32_t second_guess(float ratio) {
   return static_cast<int32_t>(259.0f * __builtin_sqrtf(__builtin_sqrtf(ratio)) - 4.0f);
-}
-
-ZC_HD uint32_t mix(uint32_t x) {
-  x = (x ^ x >> 16) * 0x85EBCA6Bu;
-  x = (x ^ x >> 13) * 0xC2B2AE35u;
-  return x ^ x >> 16;
-}
-
-// `key` is that of a weight in one step.
-ZC_HD uint32_t random_bits(uint32_t key, int64_t element) {
-  return mix(mix(key + static_cast<uint32_t>(element >> 32)) + static_cast<uint32_t>(element));
 }
 
 // The elements of one group that this rank has.
@@ -113,11 +78,12 @@ void adam_8bit(const Adam8bitState& state, const MomentPiece* pieces, int64_t co
     const MomentPiece& piece = *runs[i].piece;
     const int64_t groups = piece.groups();
     const auto& row = reinterpret_cast<const AdamScalars*>(scalars)[piece.scalars];
-    const uint32_t key = mix(static_cast<uint32_t>(piece.key) + static_cast<uint32_t>(step) * 0x9E3779B9u);
-    for (int64_t group = runs[i].first_group; group < runs[i].last_group; ++group) {
-      const auto [first, last] = piece.elements(group);
+    const uint32_t key = key_of_step(piece.key, step);
+    MomentGroups place(piece, runs[i].first_group);
+    for (int64_t group = runs[i].first_group; group < runs[i].last_group; ++group, place.advance()) {
+      const int64_t first = place.element() + place.first(), last = place.element() + place.last();
       const int64_t at = piece.offset + first - piece.start, scale = piece.scale + group;
-      const int64_t cut = group == 0 && piece.cut_first >= 0 ? piece.cut_first : group == groups - 1 ? piece.cut_last : -1;
+      const int64_t cut = piece.cut(group, groups);
       float* const largest = cut < 0 ? nullptr : state.cut_largest + cut;
       update({state.master + at, reinterpret_cast<const void*>(state.grad.address + at * size_of(state.grad.dtype)),
               state.exp_avg + at, state.exp_avg_sq + at, state.scales + scale, state.scales + state.scale_count + scale,

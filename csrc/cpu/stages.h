@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "cpu/adam.h"
-#include "cpu/moments.h"
 #include "descriptor.h"
+#include "moments.h"
 
 namespace zerocast::cpu {
 
