@@ -19,6 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests import devices
+from tests.backends.test_adam_8bit import CUTS, Shard, weights
 from tests.backends.test_adam_amax import Case
 from tests.backends.test_adam_step import SEGMENTS, SIZE, scalars
 from tests.casts import NOMINAL
@@ -74,6 +75,12 @@ def run_adam_amax(fmt: str, nominal: torch.dtype, moment: torch.dtype) -> None:
     Case(bench, seed=1, grad=torch.bfloat16, moment=moment).run("triton")
 
 
+def run_adam_8bit(dtype: torch.dtype) -> None:
+    shard = Shard(weights(0), CUTS["anywhere"], 1)
+    for finishes in (False, True):
+        shard.call("triton", [gradient.to(dtype) for gradient in weights(1)], 1, finishes)
+
+
 def run_dequantize(fmt: str, nominal: torch.dtype, out: torch.dtype) -> None:
     spec, buffers = get_format(fmt), layout.buffers(get_format(fmt), (64, 64), nominal)
     empty = {name: torch.zeros(b.shape, dtype=b.dtype) if b else None for name, b in buffers.items()}
@@ -106,6 +113,7 @@ def run_inputs_of_products() -> None:
 def run_every_kernel() -> None:
     run_gradient_messages(torch.bfloat16)
     run_inputs_of_products()
+    run_adam_8bit(torch.bfloat16)
     for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):
@@ -120,6 +128,7 @@ def run_every_kernel() -> None:
 
 
 def run_every_dtype() -> None:
+    run_adam_8bit(torch.float32)
     for dtype in (torch.float32, torch.float16):
         run_gradient_messages(dtype)
     for fmt, nominal in itertools.product(FORMATS, NOMINAL):
