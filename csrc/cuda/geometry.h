@@ -35,6 +35,8 @@ constexpr int kOnePassRows = 128 / kOnePassShape.warps;
 
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
+// adam_8bit: groups of a piece that a thread block takes.
+constexpr int kMomentGroups = 64;
 
 // Scales: a thread takes 16 neighbouring bytes of 8 rows of a scale buffer, or of the rows that
 // repeat one.

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "descriptor.h"
+#include "moments.h"
 
 namespace zerocast::cuda {
 
@@ -86,6 +87,11 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
 // The same for spans of whole rows of blocks, and their codes.
 void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, DeviceBases row_data, Stream stream);
+
+// Moments in 8 bits, of a work list of pieces. The second of two calls, after `cut_largest` was
+// reduced, `finishes` cut groups. `number`, of the step, is an i64 in device memory.
+void adam_8bit(const Adam8bitState& state, const Work& pieces, const AdamStep& step, uintptr_t number, bool finishes,
+               Stream stream);
 
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h). Messages are aligned to 16 bytes.

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+from typing import Literal
 
 import pytest
 import torch
@@ -22,6 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "fp8_block:element=e5m2", "mxfp8", "mxfp8:block=32x32")
 FORMATS += ("mxfp4", "mxfp4:exact_in_fp8=False,scale_rounding=floor", "nvfp4", "nvfp4:exact_in_fp8=True", "identity")
+
+MomentDtype = torch.dtype | Literal["8bit"]
+MOMENT_DTYPES: tuple[MomentDtype, ...] = (torch.float32, "8bit")
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -99,10 +103,11 @@ def test_a_transpose_beyond_32_bits(backend: str, fmt: str) -> None:
         assert torch.equal(turned[edge], pack(expected) if spec.elements_per_byte == 2 else expected)
 
 
-def test_a_captured_step_gives_the_bits_of_ordinary_ones(on_gpu: str) -> None:
+@pytest.mark.parametrize("moment_dtype", MOMENT_DTYPES)
+def test_a_captured_step_gives_the_bits_of_ordinary_ones(on_gpu: str, moment_dtype: MomentDtype) -> None:
     if on_gpu == "reference":
         pytest.skip("the reference asks the host")
-    config = dataclasses.replace(DETERMINISTIC, backend=on_gpu)
+    config = dataclasses.replace(DETERMINISTIC, backend=on_gpu, moment_dtype=moment_dtype)
     assert compare(Case(config=config, device="cuda")) == 1
 
 
@@ -121,13 +126,16 @@ def test_products_and_gradients(on_gpu: str, fmt: str, monkeypatch: pytest.Monke
     assert layer.weight.grad.shape == (160, 96)
 
 
-def two_models(on_gpu: str, recipe: zerocast.Recipe) -> tuple[list[nn.Module], list[zerocast.ZeroAdamW]]:
+def two_models(
+    on_gpu: str, recipe: zerocast.Recipe, moment_dtype: MomentDtype = torch.float32
+) -> tuple[list[nn.Module], list[zerocast.ZeroAdamW]]:
     """The same model and optimizer on the CPU and on the GPU."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 160), nn.LayerNorm(160), nn.Linear(160, 64), nn.Linear(64, 64))
     zerocast.quantize_(model, recipe)
     models: list[nn.Module] = [model, copy.deepcopy(model).to("cuda")]
-    configs = [zerocast.ZeroConfig(deterministic=True, backend=backend) for backend in (None, on_gpu)]
+    config = zerocast.ZeroConfig(deterministic=True, moment_dtype=moment_dtype)
+    configs = [dataclasses.replace(config, backend=backend) for backend in (None, on_gpu)]
     optimizers = [
         zerocast.ZeroAdamW(m.named_parameters(), lr=1e-2, config=config)
         for m, config in zip(models, configs, strict=True)
@@ -157,9 +165,10 @@ def assert_same_bytes(models: list[nn.Module]) -> None:
                 assert torch.equal(bytes_of(mine.state.buffers[name]), bytes_of(theirs.state.buffers[name])), name
 
 
-def test_the_optimizer_gives_the_bits_of_the_cpu(on_gpu: str) -> None:
+@pytest.mark.parametrize("moment_dtype", MOMENT_DTYPES)
+def test_the_optimizer_gives_the_bits_of_the_cpu(on_gpu: str, moment_dtype: MomentDtype) -> None:
     recipe = zerocast.Recipe({"0.weight": "nvfp4", "2.weight": "fp8_delayed:amax_history_len=4", "3.weight": "mxfp8"})
-    models, optimizers = two_models(on_gpu, recipe)
+    models, optimizers = two_models(on_gpu, recipe, moment_dtype)
     train(models, optimizers, 5)
     assert_same_bytes(models)
 

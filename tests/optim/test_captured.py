@@ -28,6 +28,7 @@ CASES = {
     "stage 1": Case(stage=1),
     "kept columnwise copies": Case(config=KEPT),
     "bf16 moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),
+    "8-bit moments": Case(config=dataclasses.replace(DETERMINISTIC, moment_dtype="8bit")),
     "learning rates in tensors": Case(tensor_lr=True),
 }
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -14,7 +14,7 @@ from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot, weight_bytes
 from tests.selection import worlds
 from tests.workers import error_of
-from zerocast import backends, optim
+from zerocast import optim
 
 
 def trainer_of(moment_dtype: torch.dtype | Literal["8bit"]) -> Trainer:
@@ -140,13 +140,6 @@ def uninterrupted(steps: int, resumes: int, path: str) -> None:
 @pytest.mark.parametrize("world", worlds(3, slow=[1, 2]))
 def test_moments_in_8_bits_go_on_as_if_nothing_was_saved(ranks, tmp_path, world):
     ranks(world)(uninterrupted, 7, 4, str(tmp_path / "saved"))
-
-
-def test_a_backend_without_moments_in_8_bits_says_so(monkeypatch):
-    monkeypatch.delattr(backends.load("reference"), "adam_8bit")
-    config = dataclasses.replace(EIGHT_BIT_MOMENTS, backend="reference")
-    with pytest.raises(RuntimeError, match="does not have the stage adam_8bit"):
-        Trainer(Run(config=config))
 
 
 def refused_by_one(late: bool) -> list[str]:

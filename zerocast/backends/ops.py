@@ -100,15 +100,8 @@ def schema_of(stage: str) -> str:
     return f"({', '.join(schema)}) -> ()"
 
 
-def check_has_stage(stage: str, backend: str) -> None:
-    """NotImplementedError for a backend that does not have a stage yet."""
-    if not hasattr(backends.load(backend), stage):
-        raise NotImplementedError(f"the {backend} backend does not have the stage {stage} yet, and reference has it")
-
-
 @functools.cache
 def _implementation(stage: str, backend: str, format: str | None = None) -> Callable[..., None]:
-    check_has_stage(stage, backend)
     implementation: Callable[..., None] = getattr(backends.load(backend), stage)
     return implementation if format is None else functools.partial(implementation, get_format(format))
 

@@ -37,7 +37,7 @@ class ZeroConfig:
             bytes an element, an update computes in FP32 and rounds moments to nearest even when it
             stores them. "8bit" stores one byte and 1/32 byte of scale each, which saves 5.9 bytes
             an element (docs/formats/moments_8bit.md); the bits do not depend on the number of
-            ranks. The backends cpu and reference have it. States hold its moments in FP32.
+            ranks. States hold its moments in FP32.
         keep_columnwise: keep the columnwise copies of quantized weights, 0.5 to 1 byte an element,
             and make them once a step. Otherwise each product that reads a copy makes it and drops
             it, in every micro-batch. Changes no bit.

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
-from zerocast.backends.ops import check_has_stage
 from zerocast.cast.captured_step import CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.switch import SwitchPart
@@ -90,9 +89,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             named = validated(self.param_groups, stage)
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
-            backend = backends.choose(named[0][1].device, self._config.backend)
-            if self._config.moment_dtype == "8bit":
-                check_has_stage("adam_8bit", backend)
+            backends.choose(named[0][1].device, self._config.backend)
             company = is_shared_with_others(self._group, [parameter for _, parameter, _ in named])
             settings = {"stage": stage, **vars(self._config), **hyperparameters_by_name(self.param_groups)}
         except (RuntimeError, TypeError, ValueError) as error:

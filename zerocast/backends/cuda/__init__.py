@@ -14,7 +14,15 @@ from torch import Tensor
 
 from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import StandIns as StandIns
-from zerocast.backends.cuda.launch import addresses, one_or_more, partial_amaxes, segment_work, stream_of, work
+from zerocast.backends.cuda.launch import (
+    addresses,
+    one_or_more,
+    partial_amaxes,
+    piece_work,
+    segment_work,
+    stream_of,
+    work,
+)
 from zerocast.backends.extension import DTYPES, format_of, memories, memory, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
@@ -43,7 +51,7 @@ def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
 
 # How each kind of argument is passed to the extension.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
-_PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
+_PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "number", "skip"), _address)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
 _PLAIN |= {"segments": segment_work, "int": int, "bool": bool}
 
@@ -114,6 +122,7 @@ def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
 adam_step = _stage("adam_step")
+adam_8bit = _stage("adam_8bit", segments=piece_work)
 adam_amax = _stage("adam_amax", {"work": _work("amax")})
 adam_cast = _stage("adam_cast", {"work": _work("adam_cast")})
 quantize_gradient = _stage("quantize_gradient")

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import extension
+from zerocast.backends.descriptor import Piece
 from zerocast.formats import FormatSpec
+from zerocast.formats.layout import moment_groups
 
 _C = extension.load()
 
@@ -111,13 +113,26 @@ def partial_amaxes(table: Tensor) -> Tensor:
 
 def segment_work(segments: Tensor) -> Work:
     """The work list for segments, int64 rows of (offset, numel, row of scalars)."""
-    work_lists = _kept_on(segments, "_zerocast_work")
+    return _work_of_rows(segments, lambda row: -(-row[1] // _C.cuda.SEGMENT_ELEMENTS))
+
+
+def piece_work(pieces: Tensor) -> Work:
+    """The work list for pieces of weights, int64 rows of `Piece`."""
+
+    def count(row: list[int]) -> int:
+        groups = moment_groups(row[Piece.START], row[Piece.NUMEL], row[Piece.COLUMNS])
+        return -(-groups // int(_C.cuda.MOMENT_GROUPS))
+
+    return _work_of_rows(pieces, count)
+
+
+def _work_of_rows(rows: Tensor, count: Callable[[list[int]], int]) -> Work:
+    """The work list of rows that have `count(row)` thread blocks each."""
+    work_lists = _kept_on(rows, "_zerocast_work")
     if () not in work_lists:
-        size = _C.cuda.SEGMENT_ELEMENTS
-        ordinals = [(0, -(-numel // size)) for numel in segments[:, 1].tolist()]
-        work_lists[()] = _items(ordinals, segments.device)
+        work_lists[()] = _items([(0, count(row)) for row in rows.tolist()], rows.device)
     items = work_lists[()]
-    return segments.data_ptr(), segments.shape[0], items.data_ptr(), items.shape[0]
+    return rows.data_ptr(), rows.shape[0], items.data_ptr(), items.shape[0]
 
 
 def _items(ordinals: list[tuple[int, int]], device: torch.device) -> Tensor:
