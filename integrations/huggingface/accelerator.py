@@ -8,6 +8,7 @@ from typing import Any
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from zerocast.integrations import zero_run
@@ -16,6 +17,8 @@ from zerocast.optim import full_state_dict
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _FOLDER = "zerocast"
+# What accelerate would shard models with.
+SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -35,11 +38,17 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Prepare a model like accelerate, without DistributedDataParallel if it is quantized.
 
-        RuntimeError if such a model is on another device than this process trains on.
+        RuntimeError if such a model is on another device than this process trains on, and if
+        accelerate is configured to shard models by FSDP, DeepSpeed or Megatron-LM.
         """
         self._owners_checked = False
         if not is_quantized(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
+        if self.distributed_type in SHARDED:
+            raise RuntimeError(
+                f"accelerate is configured for {self.distributed_type.value}, and ZeroAdamW shards quantized models by itself: "
+                "configure no such plugin; for FSDP2 call zerocast.fsdp2.prepare in a loop of your own"
+            )
         check_place(model, self.device)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 

@@ -1,6 +1,7 @@
 """Trainer: transformers' Trainer for quantized models, with their masters in ZeroAdamW."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,33 @@ from transformers.trainer import SCHEDULER_NAME
 from zerocast.integrations import zero_run
 from zerocast.integrations.patches import Patch, Patches
 from zerocast.integrations.zero_run import is_quantized
-from zerocast.optim import ZeroAdamW, full_state_dict
+from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 from .accelerator import Accelerator, inner_of
 
 _FOLDER = "zerocast"
+# The names of AdamW in TrainingArguments.
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_SHARDS = "ZeroAdamW shards masters and gradients, and gathers weights as bytes, by itself"
+_NO_DDP = (
+    "DistributedDataParallel is not used, since ZeroAdamW reduces gradients: set this in its ZeroConfig or leave it out"
+)
+# The fields of TrainingArguments that a run cannot obey once they are set, and why.
+REFUSED = {
+    "auto_find_batch_size": "a pass that ran out of memory has reduced a part of its gradients: choose the size beforehand",
+    "ddp_broadcast_buffers": "each rank keeps its own buffers",
+    "ddp_bucket_cap_mb": f"{_NO_DDP} (bucket_size)",
+    "ddp_static_graph": _NO_DDP,
+    "deepspeed": _SHARDS,
+    "fsdp": f"{_SHARDS}; for FSDP2 call zerocast.fsdp2.prepare in a loop of your own",
+    "parallelism_config": "models are data-parallel here",
+}
+# Those of an optimizer that the Trainer builds.
+REFUSED_OF_OPTIMIZER = {
+    "optim_args": "build the optimizer and give it to the Trainer: optimizers=(optimizer, None)",
+    "optim_target_modules": "all trained parameters are ZeroAdamW's",
+}
 
 
 class Trainer(transformers.Trainer):
@@ -30,10 +52,11 @@ class Trainer(transformers.Trainer):
     resumes, and `model.safetensors` with the masters in the dtypes of their parameters, for
     `from_pretrained`.
 
-    Raises ValueError for a model without QuantizedWeights and TypeError for another optimizer when
-    training begins; ValueError for several GPUs in one process, which transformers would give to
-    DataParallel, when training or an evaluation begins. `save_model` gathers masters: all ranks
-    call it.
+    Raises ValueError for TrainingArguments that it cannot obey (`REFUSED`); when training begins,
+    ValueError for a model without QuantizedWeights, for an `optim` that is not AdamW where it
+    builds the optimizer, and TypeError for another optimizer; ValueError for several GPUs in one
+    process, which transformers would give to DataParallel, when training or an evaluation begins.
+    `save_model` gathers masters: all ranks call it.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -41,6 +64,7 @@ class Trainer(transformers.Trainer):
 
         transformers has no argument for the class, so its name is replaced during the call.
         """
+        _check_unset(self.args, REFUSED)
         with Patches() as patches:
             patches.apply([Patch(transformers.trainer, "Accelerator", Accelerator)])
             super().create_accelerator_and_postprocess()
@@ -51,6 +75,12 @@ class Trainer(transformers.Trainer):
         if not is_quantized(model):
             raise ValueError("no weight of the model is quantized: call zerocast.quantize_(model, recipe) before this")
         if self.optimizer is None:
+            _check_unset(args, REFUSED_OF_OPTIMIZER)
+            if args.optim not in _ADAMW:
+                raise ValueError(
+                    f"optim={str(args.optim)!r} in TrainingArguments, and this Trainer builds a ZeroAdamW: set optim='adamw_torch' "
+                    "or give it a ZeroMuon in optimizers=(optimizer, None)"
+                )
             decaying = set(self.get_decay_parameter_names(model))
             named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
             with_decay = [pair for pair in named if pair[0] in decaying]
@@ -87,6 +117,11 @@ class Trainer(transformers.Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
+        if not _has_state(checkpoint):
+            raise ValueError(
+                f"{checkpoint} has no masters and moments, as with save_only_model=True: a run does not resume from it. Build the "
+                "model with from_pretrained to begin another from its weights"
+            )
         self._load_state(checkpoint)
         scheduler = torch.load(os.path.join(checkpoint, SCHEDULER_NAME), weights_only=True)
         self.lr_scheduler.load_state_dict(scheduler)
@@ -95,7 +130,15 @@ class Trainer(transformers.Trainer):
         """Do nothing: weights are cast from the masters, which come with the optimizer's state."""
 
     def _load_best_model(self) -> None:
-        self._load_state(self.state.best_model_checkpoint)
+        best = self.state.best_model_checkpoint
+        if _has_state(best):
+            self._load_state(best)
+        else:
+            # With save_only_model a checkpoint has the masters rounded to the dtypes of their
+            # parameters, as that of the stock Trainer.
+            zero = self._zero()
+            trained = {name for group in zero.param_groups for name in group["param_names"]}
+            load_masters(zero, best, ignore=[name for name in self.model.state_dict() if name not in trained])
 
     def _load_state(self, checkpoint: str) -> None:
         zero_run.load(Path(checkpoint) / _FOLDER, [self._zero()], [self.model])
@@ -107,3 +150,16 @@ class Trainer(transformers.Trainer):
                 f"give the Trainer a zerocast.ZeroAdamW or ZeroMuon, or no optimizer, not {type(optimizer).__name__}"
             )
         return optimizer
+
+
+def _check_unset(arguments: transformers.TrainingArguments, refused: Mapping[str, str]) -> None:
+    """ValueError for a field of `refused` that is set."""
+    for name, why in refused.items():
+        value = getattr(arguments, name, None)
+        if value:
+            raise ValueError(f"{name}={value!r} in TrainingArguments cannot be obeyed: {why}")
+
+
+def _has_state(checkpoint: str) -> bool:
+    """True if a checkpoint has masters and moments."""
+    return (Path(checkpoint) / _FOLDER).is_dir()
