@@ -26,6 +26,7 @@ from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.plan import ShardPlan
 from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import LOAD, FSDPWeight, Presentation
+from zerocast.optim.untrained_checks import COMPARED_AFTER
 from zerocast.verification.verify import verify
 from zerocast.weight.validity import Use, Validity
 
@@ -116,6 +117,27 @@ class CastManager(Driver[ShardPlan]):
         else:
             self._steppers.add(by)
             self.plan.param_groups.after_step()
+
+    def check_trained(self, by: Optimizer) -> None:
+        """Warn, before the second step and before the hundred-and-first, of weights with a gradient
+        that no optimizer has that has stepped so far. `by` is about to step.
+        """
+        # The first cast came before any step.
+        if self._steps - 1 not in COMPARED_AFTER:
+            return
+        optimizers = {by, *self._steppers}
+        trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        masters = {weight.name: weight.param().sharded_param for weight in self.weights if weight.is_located}
+        untrained = [
+            name for name, p in masters.items() if p.requires_grad and p.grad is not None and id(p) not in trained
+        ]
+        if untrained:
+            warnings.warn(
+                f"{len(untrained)} prepared weights have gradients, and no optimizer that has stepped trains them, among them "
+                f"{untrained[0]}: build the optimizer over the parameters that the model has after fully_shard, or call "
+                "requires_grad_(False)",
+                stacklevel=2,
+            )
 
     def before_gather(self) -> None:
         """Cast if that is due. Called before each gather.

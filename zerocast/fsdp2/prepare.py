@@ -444,10 +444,22 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _check_gradients(optimizer: Optimizer) -> None:
     """RuntimeError for an optimizer of masters that the model has no longer, or had before
-    `fully_shard`: other parameters in their place get the gradients.
+    `fully_shard`: other parameters in their place get the gradients. Likewise for one that would
+    step a master twice.
     """
-    without = (p for group in optimizer.param_groups for p in group["params"] if p.grad is None)
-    for parameter in without:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    managers = managers_behind(parameters)
+    different = len({id(parameter) for parameter in parameters})
+    if managers and different < len(parameters):
+        raise RuntimeError(
+            f"this {type(optimizer).__name__} lists {len(parameters)} parameters, of which {different} are different: a prepared "
+            "weight that is listed twice is stepped twice"
+        )
+    for manager in managers:
+        manager.check_trained(optimizer)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            continue
         local = getattr(parameter, "_local_tensor", parameter)
         if isinstance(local, MasterParameter) and local.weight.trains_instead_of(parameter):
             raise RuntimeError(
