@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / kWarpLanes, kLaneElements = 4;
 constexpr int kGroupsOfWarp = kMomentGroups / kWarps;
-constexpr int kMinBlocks = 4;  // a multiprocessor: 64 registers a thread
+constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, which do not spill
 static_assert(kLaneElements * kWarpLanes == MomentPiece::kGroup && kGroupsOfWarp * kWarps == kMomentGroups);
 
 __device__ const CodeValues kCodeValues = code_values();
@@ -31,7 +31,17 @@ struct LaneElements {
   Four<Float32> p;
   Four<Grad> g;
   uint32_t m, v;  // codes
-  float first_scale, second_scale;
+};
+
+// What becomes of them.
+struct LaneResults {
+  Four<Float32> masters;
+  uint32_t first, second;  // codes
+};
+
+// The scales of a group, or its largest moments.
+struct GroupPair {
+  float first, second;
 };
 
 // A lane's place in a group: the index in the weight of its first element, and which of the four the
@@ -50,174 +60,216 @@ struct LanePlace {
   __device__ bool whole() const { return first <= 0 && last >= kLaneElements; }
 };
 
-// The tensors of a piece. Addresses are those of the weight's first element, which may not exist.
+// Where a lane's elements lie.
 template <class Grad>
-class PieceArrays {
- public:
-  __device__ PieceArrays(const Adam8bitState& state, const MomentPiece& piece)
-      : master_(reinterpret_cast<uint64_t>(state.master) + 4 * origin(piece)),
-        grad_(state.grad.address + sizeof(typename Grad::Word) * origin(piece)),
-        first_(reinterpret_cast<uint64_t>(state.exp_avg) + origin(piece)),
-        second_(reinterpret_cast<uint64_t>(state.exp_avg_sq) + origin(piece)),
-        first_scales_(state.scales + piece.scale),
-        second_scales_(state.scales + state.scale_count + piece.scale),
-        aligned_(piece.columns % 4 == 0 &&
-                 (master_ % 16 | grad_ % (4 * sizeof(typename Grad::Word)) | first_ % 4 | second_ % 4) == 0) {}
+struct LanePointers {
+  uint32_t* p;
+  const typename Grad::Word* g;
+  uint8_t *m, *v;
 
-  __device__ LaneElements<Grad> load(const LanePlace& at, int64_t group) const {
+  // The same of element `offset` from here.
+  __device__ LanePointers at(int64_t offset) const { return {p + offset, g + offset, m + offset, v + offset}; }
+
+  // True if four elements may be read and written at once.
+  __device__ bool aligned() const {
+    const auto off = [](const void* at, int bytes) { return reinterpret_cast<uint64_t>(at) % bytes; };
+    return (off(p, 16) | off(g, 4 * sizeof(typename Grad::Word)) | off(m, 4) | off(v, 4)) == 0;
+  }
+
+  __device__ LaneElements<Grad> load() const {
+    return {Four<Float32>::load(p), Four<Grad>::load(g), *reinterpret_cast<const uint32_t*>(m),
+            *reinterpret_cast<const uint32_t*>(v)};
+  }
+  __device__ LaneElements<Grad> load(const LanePlace& place) const {
+    if (place.whole() && aligned()) return load();
     LaneElements<Grad> x{};
-    x.first_scale = first_scales_[group];
-    x.second_scale = second_scales_[group];
-    if (aligned_ && at.whole()) {
-      x.p = Four<Float32>::load(p(at.element));
-      x.g = Four<Grad>::load(g(at.element));
-      x.m = *reinterpret_cast<const uint32_t*>(m(at.element));
-      x.v = *reinterpret_cast<const uint32_t*>(v(at.element));
-      return x;
-    }
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) {
-      if (!at.has(i)) continue;
-      x.p.words[i] = *p(at.element + i);
-      x.g.words[i] = *g(at.element + i);
-      x.m |= static_cast<uint32_t>(*m(at.element + i)) << 8 * i;
-      x.v |= static_cast<uint32_t>(*v(at.element + i)) << 8 * i;
+      if (!place.has(i)) continue;
+      x.p.words[i] = p[i];
+      x.g.words[i] = g[i];
+      x.m |= static_cast<uint32_t>(m[i]) << 8 * i;
+      x.v |= static_cast<uint32_t>(v[i]) << 8 * i;
     }
     return x;
   }
 
-  __device__ void store_masters(const LanePlace& at, const Four<Float32>& masters) const {
-    if (aligned_ && at.whole()) return masters.store(p(at.element));
+  __device__ void store_masters(const LaneResults& x) const { x.masters.store(p); }
+  __device__ void store_masters(const LaneResults& x, const LanePlace& place) const {
+    if (place.whole() && aligned()) return store_masters(x);
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) {
-      if (at.has(i)) *p(at.element + i) = masters.words[i];
+      if (place.has(i)) p[i] = x.masters.words[i];
     }
   }
 
-  __device__ void store_codes(const LanePlace& at, uint32_t first, uint32_t second) const {
-    if (aligned_ && at.whole()) {
-      *reinterpret_cast<uint32_t*>(m(at.element)) = first;
-      *reinterpret_cast<uint32_t*>(v(at.element)) = second;
-      return;
-    }
+  __device__ void store_codes(const LaneResults& x) const {
+    *reinterpret_cast<uint32_t*>(m) = x.first;
+    *reinterpret_cast<uint32_t*>(v) = x.second;
+  }
+  __device__ void store_codes(const LaneResults& x, const LanePlace& place) const {
+    if (place.whole() && aligned()) return store_codes(x);
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) {
-      if (!at.has(i)) continue;
-      *m(at.element + i) = static_cast<uint8_t>(first >> 8 * i);
-      *v(at.element + i) = static_cast<uint8_t>(second >> 8 * i);
+      if (!place.has(i)) continue;
+      m[i] = static_cast<uint8_t>(x.first >> 8 * i);
+      v[i] = static_cast<uint8_t>(x.second >> 8 * i);
     }
   }
+};
 
-  // All lanes call it with the same scales, after each has loaded the old ones.
-  __device__ void store_scales(int64_t group, float first, float second) const {
+// The tensors of a piece: at the weight's first element, which may not exist, and at the scales of
+// its first group.
+template <class Grad>
+struct PieceArrays {
+  LanePointers<Grad> elements;
+  float *first_scales, *second_scales;
+
+  __device__ PieceArrays(const Adam8bitState& state, const MomentPiece& piece)
+      : first_scales(state.scales + piece.scale), second_scales(first_scales + state.scale_count) {
+    const int64_t origin = piece.offset - piece.start;
+    elements.p = reinterpret_cast<uint32_t*>(state.master) + origin;
+    elements.g = reinterpret_cast<const typename Grad::Word*>(state.grad.address) + origin;
+    elements.m = reinterpret_cast<uint8_t*>(state.exp_avg) + origin;
+    elements.v = state.exp_avg_sq + origin;
+  }
+
+  __device__ GroupPair scales(int64_t group) const { return {first_scales[group], second_scales[group]}; }
+  // All lanes call it, after each has loaded the old ones.
+  __device__ void store_scales(int64_t group, const GroupPair& scales) const {
     __syncwarp();
     if (threadIdx.x % kWarpLanes != 0) return;
-    first_scales_[group] = first;
-    second_scales_[group] = second;
+    first_scales[group] = scales.first;
+    second_scales[group] = scales.second;
   }
+};
 
- private:
-  __device__ static int64_t origin(const MomentPiece& piece) { return piece.offset - piece.start; }
-  __device__ uint32_t* p(int64_t e) const { return reinterpret_cast<uint32_t*>(master_) + e; }
-  __device__ const typename Grad::Word* g(int64_t e) const {
-    return reinterpret_cast<const typename Grad::Word*>(grad_) + e;
+// The random bits of neighbouring elements of a weight.
+struct Randoms {
+  uint32_t lower, upper_key, next_upper_key;
+
+  __device__ Randoms(uint32_t key, int64_t element)
+      : lower(static_cast<uint32_t>(element)),
+        upper_key(mix(key + static_cast<uint32_t>(element >> 32))),
+        next_upper_key(mix(key + static_cast<uint32_t>(element >> 32) + 1)) {}
+  __device__ uint32_t operator[](int i) const {
+    const uint32_t element = lower + i;
+    return mix((element < lower ? next_upper_key : upper_key) + element);
   }
-  __device__ uint8_t* m(int64_t e) const { return reinterpret_cast<uint8_t*>(first_) + e; }
-  __device__ uint8_t* v(int64_t e) const { return reinterpret_cast<uint8_t*>(second_) + e; }
-
-  const uint64_t master_, grad_, first_, second_;
-  float *const first_scales_, *const second_scales_;
-  const bool aligned_;
 };
 
 // The elements of a lane with their fresh moments.
 template <class Grad>
-struct LaneMoments {
-  Updated elements[kLaneElements];
-
-  __device__ LaneMoments(const LaneElements<Grad>& x, const StepScalars& s, const CodeValues& values) {
+class LaneMoments {
+ public:
+  __device__ LaneMoments(const LaneElements<Grad>& x, const GroupPair& scales, const StepScalars& s,
+                         const CodeValues& values) {
 #pragma unroll
     for (int i = 0; i < kLaneElements; ++i) {
-      const float m = __fmul_rn(values.first[x.m >> 8 * i & 0xFF], x.first_scale);
-      const float v = __fmul_rn(values.second[x.v >> 8 * i & 0xFF], x.second_scale);
-      elements[i] = fresh(x.p[i], x.g[i], m, v, s.adam, s.clip);
+      const float m = __fmul_rn(values.first[x.m >> 8 * i & 0xFF], scales.first);
+      const float v = __fmul_rn(values.second[x.v >> 8 * i & 0xFF], scales.second);
+      elements_[i] = fresh(x.p[i], x.g[i], m, v, s.adam, s.clip);
     }
   }
 
-  // Of a warp: the largest positive numbers, or 0. NaN is ignored. Positive floats are in the order of
-  // their bits.
-  __device__ float first_largest() const {
-    float most = 0.0f;
+  // The largest positive numbers of a warp, or 0. NaN is ignored.
+  __device__ GroupPair largest() const {
+    float first = 0.0f, second = 0.0f;
 #pragma unroll
-    for (const Updated& x : elements) most = fmaxf(most, fabsf(x.m));
-    return largest_of_warp(most);
+    for (const Updated& x : elements_) {
+      first = fmaxf(first, fabsf(x.m));
+      second = fmaxf(second, x.v);
+    }
+    return {largest_of_warp(first), largest_of_warp(second)};
   }
-  __device__ float second_largest() const {
-    float most = 0.0f;
-#pragma unroll
-    for (const Updated& x : elements) most = fmaxf(most, x.v);
-    return largest_of_warp(most);
+
+  __device__ const Updated& operator[](int i) const { return elements_[i]; }
+
+  // The same for an index that the compiler does not know: registers cannot be indexed.
+  __device__ Updated any(int i) const {
+    const Updated lower = i == 0 ? elements_[0] : elements_[1], upper = i == 2 ? elements_[2] : elements_[3];
+    return i < 2 ? lower : upper;
   }
 
  private:
+  // Positive floats are in the order of their bits.
   __device__ static float largest_of_warp(float most) {
     return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
   }
+
+  Updated elements_[kLaneElements];
 };
 
-// The codes of four elements of a lane, as they are defined.
-template <class Grad>
-__device__ void store_exact_codes(const PieceArrays<Grad>& arrays, const LanePlace& at, const LaneMoments<Grad>& moments,
-                                  const ExactGroup& exact, uint32_t key) {
-  uint32_t first = 0, second = 0;
-#pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) {
-    first |= exact.first(moments.elements[i].m) << 8 * i;
-    second |= exact.second(moments.elements[i].v, random_bits(key, at.element + i)) << 8 * i;
-  }
-  arrays.store_codes(at, first, second);
+__device__ GroupPair scales_of(const GroupPair& largest) {
+  return {group_scale(largest.first), group_scale(largest.second)};
 }
 
-// A whole group: masters, codes and scales. A group that is cut: masters and its largest moments.
+// Overwrites elements whose bits are set by what is defined.
 template <class Grad>
-__device__ void update_group(const PieceArrays<Grad>& arrays, const LanePlace& at, const LaneElements<Grad>& x,
-                             const StepScalars& s, uint32_t key, const CodeValues& values, int64_t group, float* cut,
-                             int64_t cut_count) {
-  const LaneMoments<Grad> moments(x, s, values);
-  const float first_largest = moments.first_largest(), second_largest = moments.second_largest();
-  const float first_scale = group_scale(first_largest), second_scale = group_scale(second_largest);
-  const bool ordinary = s.ordinary && first_largest < 0x1p62f && second_largest < 0x1p62f;
-  const QuickGroup quick(first_scale, second_scale);
-  const ExactGroup exact(first_scale, second_scale, values);
-  Four<Float32> masters;
-  uint32_t first = 0, second = 0;
-  // Elements of a lane may have different upper halves of their indices only where they straddle 2**32.
-  const uint32_t upper_key = mix(key + static_cast<uint32_t>(at.element >> 32)), lower = static_cast<uint32_t>(at.element);
-  const bool straddles = lower > UINT32_MAX - kLaneElements;
+__device__ void update_exactly(uint32_t which, const LaneMoments<Grad>& moments, const GroupPair& scales,
+                               const StepScalars& s, const CodeValues& values, const Randoms& randoms, LaneResults& to) {
+  const ExactGroup exact(scales.first, scales.second, values);
+#pragma unroll 1
+  for (int i = 0; i < kLaneElements; ++i) {
+    if ((which >> i & 1) == 0) continue;
+    const Updated x = moments.any(i);
+    const uint32_t master = Float32::narrow(stepped(x, s.adam)), byte = 0xFFu << 8 * i;
+#pragma unroll
+    for (int k = 0; k < kLaneElements; ++k) to.masters.words[k] = k == i ? master : to.masters.words[k];
+    to.first = (to.first & ~byte) | exact.first(x.m) << 8 * i;
+    to.second = (to.second & ~byte) | exact.second(x.v, randoms[i]) << 8 * i;
+  }
+}
+
+// Updates elements of a group by its scales.
+template <class Grad>
+__device__ LaneResults update(const LaneMoments<Grad>& moments, const GroupPair& largest, const GroupPair& scales,
+                              const StepScalars& s, const CodeValues& values, const Randoms& randoms) {
+  const QuickGroup quick(scales.first, scales.second);
+  LaneResults to{};
+  uint32_t doubtful = largest.first < s.ordinary && largest.second < s.ordinary ? 0 : 0xF;
 #pragma unroll
   for (int i = 0; i < kLaneElements; ++i) {
-    const Updated& element = moments.elements[i];
-    const uint32_t random = mix(upper_key + lower + i);
-    QuickGroup::Result result = quick.update(element, s, random);
-    if (!ordinary || result.doubtful_update) result.p = stepped(element, s.adam);
-    if (!ordinary || straddles || result.doubtful_update || result.doubtful_codes) {
-      result.first = exact.first(element.m);
-      result.second = exact.second(element.v, random_bits(key, at.element + i));
-    }
-    masters.words[i] = Float32::narrow(result.p);
-    first |= result.first << 8 * i;
-    second |= result.second << 8 * i;
+    const QuickGroup::Result result = quick.update(moments[i], s, randoms[i]);
+    to.masters.words[i] = Float32::narrow(result.p);
+    to.first |= result.first << 8 * i;
+    to.second |= result.second << 8 * i;
+    doubtful |= result.doubtful ? 1u << i : 0;
   }
-  arrays.store_masters(at, masters);
-  if (cut != nullptr) {
-    if (threadIdx.x % kWarpLanes != 0) return;
-    cut[0] = first_largest;
-    cut[cut_count] = second_largest;
-    return;
-  }
-  arrays.store_codes(at, first, second);
-  arrays.store_scales(group, first_scale, second_scale);
+  if (doubtful != 0) update_exactly(doubtful, moments, scales, s, values, randoms, to);
+  return to;
 }
+
+// All groups of a warp, where they follow each other in memory and four elements are read at once. A
+// lane holds one of their scales.
+template <class Grad>
+__device__ void update_whole_groups(const PieceArrays<Grad>& arrays, int64_t group, int64_t element, const StepScalars& s,
+                                    const CodeValues& values, uint32_t key) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+  LanePointers<Grad> at = arrays.elements.at(element + lane * kLaneElements);
+  Randoms randoms(key, element + lane * kLaneElements);
+  randoms.next_upper_key = randoms.upper_key;
+  float* const scale = (lane < kGroupsOfWarp ? arrays.first_scales : arrays.second_scales - kGroupsOfWarp) + group + lane;
+  float old_scale = lane < 2 * kGroupsOfWarp ? *scale : 0.0f, new_scale = 0.0f;
+  LaneElements<Grad> next = at.load();
+#pragma unroll 2
+  for (int i = 0; i < kGroupsOfWarp; ++i) {
+    const LaneElements<Grad> x = next;
+    const LanePointers<Grad> here = at;
+    at = at.at(MomentPiece::kGroup);
+    if (i + 1 < kGroupsOfWarp) next = at.load();
+    const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i), __shfl_sync(0xFFFFFFFFu, old_scale, kGroupsOfWarp + i)};
+    const LaneMoments<Grad> moments(x, old, s, values);
+    const GroupPair largest = moments.largest(), scales = scales_of(largest);
+    const LaneResults results = update(moments, largest, scales, s, values, randoms);
+    here.store_masters(results);
+    here.store_codes(results);
+    new_scale = lane == i ? scales.first : lane == kGroupsOfWarp + i ? scales.second : new_scale;
+    randoms.lower += MomentPiece::kGroup;
+  }
+  if (lane < 2 * kGroupsOfWarp) *scale = new_scale;
+}
+static_assert(2 * kGroupsOfWarp <= kWarpLanes);
 
 template <class Grad>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
@@ -236,19 +288,29 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   if (first >= last) return;
   const PieceArrays<Grad> arrays(state, piece);
   MomentGroups groups(piece, first);
-  LanePlace place(groups);
-  LaneElements<Grad> elements = arrays.load(place, first);
+  constexpr int64_t kElements = kGroupsOfWarp * MomentPiece::kGroup;
+  const int64_t element = groups.element();
+  const bool follow = piece.columns % MomentPiece::kGroup == 0 && element >= piece.start &&
+                      element + kElements <= piece.start + piece.numel && element >> 32 == (element + kElements) >> 32;
+  if (follow && arrays.elements.at(element).aligned()) {
+    return update_whole_groups(arrays, first, element, s, values, key);
+  }
 #pragma unroll 1
-  for (int64_t group = first; group < last; ++group) {
-    groups.advance();
-    const LanePlace next_place(groups);
-    LaneElements<Grad> next{};
-    if (group + 1 < last) next = arrays.load(next_place, group + 1);
+  for (int64_t group = first; group < last; ++group, groups.advance()) {
+    const LanePlace place(groups);
+    const LanePointers<Grad> at = arrays.elements.at(place.element);
+    const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
+    const GroupPair largest = moments.largest(), scales = scales_of(largest);
+    const LaneResults results = update(moments, largest, scales, s, values, Randoms(key, place.element));
+    at.store_masters(results, place);
     const int64_t cut = piece.cut(group, count);
-    update_group(arrays, place, elements, s, key, values, group, cut < 0 ? nullptr : state.cut_largest + cut,
-                 state.cut_count);
-    place = next_place;
-    elements = next;
+    if (cut < 0) {
+      at.store_codes(results, place);
+      arrays.store_scales(group, scales);
+    } else if (threadIdx.x % kWarpLanes == 0) {
+      state.cut_largest[cut] = largest.first;
+      state.cut_largest[state.cut_count + cut] = largest.second;
+    }
   }
 }
 
@@ -267,11 +329,13 @@ __global__ void __launch_bounds__(kThreads)
   const StepScalars s(adam.rows[piece.scalars], *adam.clip);
   const PieceArrays<Grad> arrays(state, piece);
   const LanePlace place(MomentGroups(piece, group));
-  const LaneMoments<Grad> moments(arrays.load(place, group), s, values);
-  const float first_scale = group_scale(state.cut_largest[cut]),
-              second_scale = group_scale(state.cut_largest[state.cut_count + cut]);
-  store_exact_codes(arrays, place, moments, ExactGroup(first_scale, second_scale, values), key_of_step(piece.key, *step));
-  arrays.store_scales(group, first_scale, second_scale);
+  const LanePointers<Grad> at = arrays.elements.at(place.element);
+  const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
+  const GroupPair scales = scales_of({state.cut_largest[cut], state.cut_largest[state.cut_count + cut]});
+  LaneResults results{};
+  update_exactly(0xF, moments, scales, s, values, Randoms(key_of_step(piece.key, *step), place.element), results);
+  at.store_codes(results, place);
+  arrays.store_scales(group, scales);
 }
 
 }  // namespace

@@ -88,13 +88,12 @@ struct StepScalars {
   AdamScalars adam;
   float clip;
   Divisor root_c2;
-  bool ordinary;  // the divisions of the update are those of class Divisor
+  float ordinary;  // below it the divisions and roots of an update are those of QuickGroup
 
-  __device__ StepScalars(const AdamScalars& scalars, float clip)
-      : adam(scalars),
-        clip(clip),
-        root_c2(scalars.root_c2),
-        ordinary(scalars.root_c2 >= 0x1p-30f && scalars.root_c2 <= 2.0f && scalars.eps >= 0x1p-60f && scalars.eps <= 1.0f) {}
+  __device__ StepScalars(const AdamScalars& scalars, float clip) : adam(scalars), clip(clip), root_c2(scalars.root_c2) {
+    const bool divides = scalars.root_c2 >= 0x1p-30f && scalars.root_c2 <= 2.0f;
+    ordinary = divides && scalars.eps >= 0x1p-60f && scalars.eps <= 1.0f ? 0x1p62f : 0.0f;
+  }
 };
 
 // The new master by fresh moments.
@@ -150,18 +149,18 @@ class ExactGroup {
   const CodeValues& values_;
 };
 
-// The update of a group whose largest moments are below 2**62, by its scales.
+// The update of a group whose largest moments are below `StepScalars::ordinary`, by its scales.
 class QuickGroup {
  public:
   __device__ QuickGroup(float first_scale, float second_scale)
       : first_inverse_(approximate_reciprocal(first_scale)),
         root_inverse_(67081.0f * approximate_inverse_root(second_scale)) {}
 
-  // An updated element, the codes of its moments, and what of it is not known.
+  // The new master, the codes of the moments, and whether all of this may be wrong.
   struct Result {
     float p;
     uint32_t first, second;
-    bool doubtful_update, doubtful_codes;
+    bool doubtful;
   };
 
   __device__ Result update(const Updated& x, const StepScalars& s, uint32_t random) const {
@@ -169,12 +168,12 @@ class QuickGroup {
     const float denominator = __fadd_rn(s.root_c2.divide(root), s.adam.eps);
     const float p = __fsub_rn(__fmul_rn(x.p, s.adam.decay), __fmul_rn(s.adam.step_size, Divisor(denominator).divide(x.m)));
     const Code first = first_code(x.m), second = second_code(root, random);
-    const bool doubtful_update = !(fabsf(x.m) >= 0x1p-90f) || !(x.v >= 0x1p-100f);
-    return {p, first.bits, second.bits, doubtful_update, first.doubtful || second.doubtful};
+    const bool is_small = !(fabsf(x.m) >= 0x1p-90f) || !(x.v >= 0x1p-100f);
+    return {p, first.bits, second.bits, is_small || first.doubtful || second.doubtful};
   }
 
  private:
-  // Boundaries between codes are known to about 2**-13 of the distance between codes.
+  // Places are known to 2**-14 of the distance between codes.
   static constexpr float kDoubt = 0x1p-12f;
 
   struct Code {
