@@ -336,6 +336,8 @@ def test_fsdp_gathers_codes_and_scales():
     assert large.memory["weights"] == 3 * side + codes + 2 * 8 * (side + codes)
     shard = 512 * 256 // 8
     assert planned.memory["moments"] == 8 * 3 * shard
+    eight_bit = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(moment_dtype="8bit")))
+    assert eight_bit.memory["moments"] == 2 * 3 * (shard + 4 * shard // 128)
     quantized = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(grad_wire="fp8_1x128")))
     assert quantized.wire["all-to-all"] == 7 * 3 * (shard + shard // 32)
     replicated = footprint(parameters, "nvfp4", Setup("hsdp", 16, 8))

@@ -264,12 +264,12 @@ def test_step_numbers_are_read_at_once() -> None:
     assert numbers_read(1) == numbers_read(8)
 
 
-def lone_numbers(bad_ranks: list[int]) -> tuple[str, str, list[str]]:
+def lone_numbers(bad_ranks: list[int], moment_dtype: Any) -> tuple[str, str, list[str]]:
     """Where some ranks have a learning rate of NaN: the errors of the step and of the gather after it, and complaints once a state
     is loaded.
     """
     model = models.sharded(Net(models.FEW, 64, 96))
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
     state = TrainingState(model, optimizer)
     models.train(model, optimizer, range(1), 64)
     saved = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), state.state_dict())
@@ -290,9 +290,10 @@ def lone_numbers(bad_ranks: list[int]) -> tuple[str, str, list[str]]:
     where="FSDP2",
     answer="all ranks raise at the next gather, until a state is loaded",
 )
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
-def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[int]) -> None:
-    for rank, (stepped, gathered, complaints) in enumerate(ranks(2)(lone_numbers, bad_ranks)):
+def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[int], moment_dtype: Any) -> None:
+    for rank, (stepped, gathered, complaints) in enumerate(ranks(2)(lone_numbers, bad_ranks, moment_dtype)):
         assert stepped == "" and complaints == []
         assert (
             "an optimizer step (lr is out of range: nan) raised half-way" if rank in bad_ranks else "on ranks [1]"

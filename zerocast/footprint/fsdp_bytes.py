@@ -24,9 +24,11 @@ from zerocast.footprint.weight_bytes import (
     all_reduce,
     copy_bytes,
     gradient_collective,
+    moment_bytes,
     quantized,
     scale_bytes,
 )
+from zerocast.formats.layout import moment_groups
 from zerocast.fsdp2.wire import MOST_KEPT, RowShards, ShardGeometry, weight_layout
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
@@ -35,7 +37,9 @@ from zerocast.weight import QuantizedWeight
 def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
     """The bytes in memory by purpose, and the collectives of a step, of a rank with full shards."""
     all_tensors = [tensor for _, tensor, _ in tensors]
-    owned = sum(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) for tensor in all_tensors)
+    shares = [(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]), tensor.shape[-1]) for tensor in all_tensors]
+    owned = sum(numel for numel, _ in shares)
+    groups = sum(moment_groups(0, numel, columns) for numel, columns in shares)
     grad_bytes = (config.grad_dtype or torch.bfloat16).itemsize
     units: dict[int, list[Tensor]] = {}
     for _, tensor, unit in tensors:
@@ -57,7 +61,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
         "columnwise copies": max(map(copy_bytes, weights), default=0),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
-        "moments": 2 * owned * _moment_dtype(config).itemsize,
+        "moments": moment_bytes(owned, groups, config),
         "gradients": owned * FP32,
         "buckets": sum(gradients) * grad_bytes,
     }
@@ -115,9 +119,3 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
         cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
         total += 2 * (cut + geometry.has_tensor_amax)
     return total
-
-
-def _moment_dtype(config: ZeroConfig) -> torch.dtype:
-    if isinstance(config.moment_dtype, torch.dtype):
-        return config.moment_dtype
-    raise ValueError("moments in 8 bits are for zero1 and zero2, FSDP2 does not have them yet")

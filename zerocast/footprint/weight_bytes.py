@@ -89,6 +89,13 @@ def copy_bytes(weight: QuantizedWeight) -> int:
     return sum(_in_flat_buffer(layout[name]) for name in names)
 
 
+def moment_bytes(numel: int, groups: int, config: ZeroConfig) -> int:
+    """The bytes of AdamW's moments of so many elements, in so many groups if they are in 8 bits."""
+    if isinstance(config.moment_dtype, torch.dtype):
+        return 2 * numel * config.moment_dtype.itemsize
+    return 2 * (numel + groups * FP32)
+
+
 def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
     weights = quantized(tensors)

@@ -30,6 +30,7 @@ from zerocast.footprint.weight_bytes import (
     all_reduce,
     copy_bytes,
     gradient_collective,
+    moment_bytes,
     quantized,
     scale_bytes,
 )
@@ -98,11 +99,9 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
 
 def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: ZeroConfig) -> int:
     """The bytes of AdamW's moments of `cut` elements. Scales are those of a mean rank."""
-    if isinstance(config.moment_dtype, torch.dtype):
-        return 2 * cut * config.moment_dtype.itemsize
     slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
-    return 2 * (cut + -(-groups // ranks) * FP32)
+    return moment_bytes(cut, -(-groups // ranks), config)
 
 
 def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
@@ -193,11 +192,11 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
     bucket gathers scales, only the amaxes of blocks that ranks share are reduced.
 
     The all-reduce also has a number for each parameter, which tells of masters that are not finite,
-    and two numbers that compare the calls of the ranks. All are bf16, unless no weight has an amax:
-    the numbers of the parameters are FP32 then and travel alone.
+    and two numbers that compare the calls of the ranks. All are bf16, or FP32 if no weight has an
+    amax.
     """
     has_amaxes = False
-    reduced = own = 0
+    reduced, own = 2 if ranks > 1 else 0, 0
     for bucket in buckets:
         for slot in bucket.slots:
             matrix = slot.matrix_shape
@@ -211,6 +210,4 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
             else:
                 reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
                 own += -(-amaxes // ranks)
-    if not has_amaxes:
-        return FP32 * reduced, 0
-    return 2 * (reduced + (2 if ranks > 1 else 0)), 2 * own
+    return (2 if has_amaxes else FP32) * reduced, 2 * own

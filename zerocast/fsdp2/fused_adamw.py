@@ -9,7 +9,7 @@ of one can be loaded into the other.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,8 @@ from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.manager import CastManager, validity_of
-from zerocast.fsdp2.parameter import MasterParameter
+from zerocast.fsdp2.moments_8bit import Adam8bitPass, ShardedMoments
+from zerocast.fsdp2.parameter import MasterParameter, flat_local
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.update_rule import ADAMW
@@ -78,7 +79,7 @@ class AdamPass:
         """
         self._parameters.append(parameter)
         for name, moments in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
-            moments.append(_flat(state[name]))
+            moments.append(flat_local(state[name]))
             check_plain(name, moments[-1], FLOATS, master.numel(), master.device)
         self._table.add_master(master, shape, span, place, row, flag, codes)
 
@@ -96,7 +97,7 @@ class AdamPass:
 
     def gradients(self) -> list[Tensor]:
         """The gradients as they are now, flat."""
-        return [_flat(parameter.grad) for parameter in self._parameters]
+        return [flat_local(parameter.grad) for parameter in self._parameters]
 
     def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
         """Step all shards; their amaxes go into `packed`, which holds zeros there. If it `casts`,
@@ -113,6 +114,9 @@ class MomentsOnDemand(defaultdict[Any, Any]):
     stepped, and steps it. `FusedAdamW.state_dict` has moments for all parameters without that.
     """
 
+    # The moments in 8 bits, whose codes are the state; None if it holds FP32 moments.
+    eight_bit: ShardedMoments | None = None
+
     def __bool__(self) -> bool:
         """Return True, also while no parameter has moments yet."""
         return True
@@ -121,7 +125,11 @@ class MomentsOnDemand(defaultdict[Any, Any]):
         """Make the moments of a parameter when they are first asked for: by its first step, or by
         torch's `set_optimizer_state_dict`, which looks here for their names.
         """
-        moments = self[parameter] = _new_moments(parameter)
+        moments = self[parameter] = (
+            _zero_moments(parameter)
+            if self.eight_bit is None
+            else {"step": torch.zeros((), dtype=torch.float32), **self.eight_bit.codes(parameter)}
+        )
         return moments
 
 
@@ -131,12 +139,17 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
+        moment_dtype: "8bit" stores both moments in 2.06 bytes an element in place of 8
+            (docs/formats/moments_8bit.md). It needs names of parameters,
+            `model.named_parameters()`. A step then reduces the largest values of groups that
+            boundaries between ranks cut, and steps each parameter by a launch. States hold FP32
+            moments; the attribute `state` holds codes.
 
     Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
     update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
     finite is not looked for, and the masters that it makes NaN are told of after the next cast.
     Raises TypeError for parameters that are not FP32 and ValueError for parameters on several
-    devices.
+    devices, or without names where these are needed.
     """
 
     def __init__(
@@ -146,12 +159,18 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
     ) -> None:
+        if moment_dtype not in (torch.float32, "8bit"):
+            raise ValueError(f"moment_dtype of a FusedAdamW is torch.float32 or '8bit', got {moment_dtype}")
+        # The moments in 8 bits; None if they are FP32.
+        self._eight_bit = ShardedMoments() if moment_dtype == "8bit" else None
         # The other options of torch.optim.AdamW are in the groups too, each with the one value that
         # this update has, so that states have the same keys.
         options = torch.optim.AdamW([torch.zeros(0)]).defaults
         super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self.state = MomentsOnDemand(dict)
+        self.state.eight_bit = self._eight_bit
         self._bound: list[list[int]] = []  # what the tables were made for
         self._memory = Places(())  # of masters and moments then
         self._cast_groups: list[CastGroup] = []
@@ -170,9 +189,15 @@ class FusedAdamW(torch.optim.Optimizer):
             _check([*taken[:1], *self.param_groups[-1]["params"]])
             check_options(self.param_groups[-1:])
             ADAMW.check(self.param_groups[-1])
+            if self._eight_bit is not None:
+                _check_8bit(self.param_groups[-1])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self._eight_bit is not None:
+            added = self.param_groups[-1]
+            for name, parameter in zip(added["param_names"], added["params"], strict=True):
+                self._eight_bit.add(name, parameter)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -191,8 +216,13 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.prepare():
-            return loss
+        try:
+            if not self.prepare():
+                self._take_part()
+                return loss
+        except Exception:
+            self._take_part()
+            raise
         for manager in self.managers:
             # also by a step that raises half-way: all ranks cast before a gather tells them
             manager.make_due(self)
@@ -204,6 +234,12 @@ class FusedAdamW(torch.optim.Optimizer):
                 manager.plan.after_step()
         return loss
 
+    def _take_part(self) -> None:
+        """Take part in the collective of a step that this rank does not make."""
+        if self._eight_bit is not None:
+            self._eight_bit.begin()
+            self._eight_bit.reduce()
+
     @torch.no_grad()
     def capture(self) -> CapturedStep:
         """`step()` and the cast that follows it as one CUDA graph: call what this returns in place
@@ -214,9 +250,11 @@ class FusedAdamW(torch.optim.Optimizer):
         steps in between, loading in place and evaluation stay as they are: learning rates are read
         at every call, whether tensors or numbers. It takes no closure and runs no step hooks,
         and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
-        device, and for other backends than cuda.
+        device, for other backends than cuda, and for moments in 8 bits.
         """
         validity_of(self).check(Use.STEP)
+        if self._eight_bit is not None:
+            raise RuntimeError("a step with moments in 8 bits cannot be captured under FSDP2: call step()")
         device = self.param_groups[0]["params"][0].device
         backend = backends.choose(device)
         check_capturable(device, backend)
@@ -268,7 +306,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
         """The device's part of a step, with other `gradients` for some of its passes."""
         torch._foreach_add_(self._steps, 1)
-        scalars = self._hyperparameters.scalars(torch.stack(self._clocks))
+        steps = torch.stack(self._clocks)
+        scalars = self._hyperparameters.scalars(steps)
 
         def run(one: AdamPass, packed: Tensor, casts: bool = False) -> None:
             grads = gradients.get(one)
@@ -282,6 +321,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 run(one, packed, casts and one.casts_in_one_pass)
         for one in self._plain:
             run(one, self._unread)
+        if self._adam_8bit is not None:
+            self._adam_8bit.run(scalars, self._clip, steps)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
@@ -292,11 +333,21 @@ class FusedAdamW(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {}
         for index, parameter in enumerate(parameters):
-            if moments := found["state"].get(index):
+            if index in found["state"]:
+                moments = self.moments(parameter)
                 state[index] = {**moments, "step": moments["step"].clone()}
             elif parameter.requires_grad:
-                state[index] = _new_moments(parameter)
+                state[index] = _zero_moments(parameter)
         return {**found, "state": state}
+
+    def moments(self, parameter: Tensor) -> Mapping[str, Tensor]:
+        """The state of a parameter by torch's names, moments in FP32, which are copies if they are
+        kept in 8 bits. Empty before its first step.
+        """
+        state: dict[str, Tensor] = self.state.get(parameter, {})
+        if not state or self._eight_bit is None:
+            return state
+        return {**state, **self._eight_bit.values(parameter)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a copy of the state of this class, or of torch.optim.AdamW. All ranks that
@@ -309,12 +360,17 @@ class FusedAdamW(torch.optim.Optimizer):
         self._bound = []
         super().load_state_dict(dict(state_dict))
         self.state = MomentsOnDemand(dict, self.state)
-        for moments in self.state.values():
-            for key, value in moments.items():
-                if key == "step":
-                    moments[key] = torch.as_tensor(value).to(torch.float32, copy=True)
-                elif id(value) not in held:
-                    moments[key] = value.clone()
+        self.state.eight_bit = self._eight_bit
+        if self._eight_bit is not None:
+            self._eight_bit.load(self.state, _steps_taken([*self.state.values()]))
+        for parameter, moments in self.state.items():
+            moments["step"] = torch.as_tensor(moments["step"]).to(torch.float32, copy=True)
+            if self._eight_bit is not None:
+                moments |= self._eight_bit.codes(parameter)
+            else:
+                moments |= {
+                    key: value.clone() for key, value in moments.items() if key != "step" and id(value) not in held
+                }
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
         """ValueError, TypeError or KeyError, on this rank alone, for a state that does not fit."""
@@ -354,7 +410,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 # The other ranks step and cast. If this one goes on it casts too, and all raise.
                 manager.make_due(self)
                 raise
-            manager.measuring.add(self)
+            if self._eight_bit is None:
+                manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.plan.cast_groups]
         if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             # If anything below raises, the next call makes all tables again.
@@ -363,7 +420,8 @@ class FusedAdamW(torch.optim.Optimizer):
             self._rows(indexed)
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
-            self._memory = Places(tensor for one in self.passes() for tensor in one.written())
+            written = [tensor for one in self.passes() for tensor in one.written()]
+            self._memory = Places([*written, *(self._adam_8bit.written() if self._adam_8bit else ())])
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
         """List all that the tables depend on: parameters, their addresses, the tensors of their
@@ -395,12 +453,20 @@ class FusedAdamW(torch.optim.Optimizer):
     def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
         device = self._clip.device
         backend = backends.choose(device)
+        # The pass over all shards if moments are in 8 bits. It leaves no amaxes, so that the cast
+        # measures what it has made.
+        self._adam_8bit = Adam8bitPass(backend, self._eight_bit) if self._eight_bit else None
         group_of = {weight: group for group in groups for weight in group.weights}
         measured: dict[CastGroup, dict[tuple[TableKey, bool, torch.dtype], AdamPass]] = {group: {} for group in groups}
         names: dict[CastGroup, list[str]] = {group: [] for group in groups}
         local: dict[CastGroup, list[str]] = {group: [] for group in groups}  # of these, cast in one pass
         plain = {dtype: AdamPass(TableKey(backend, *PLAIN), device) for dtype in GRADIENT_DTYPES}
         for parameter, shard in locals_:
+            if self._adam_8bit is not None:
+                if shard.numel():
+                    master = _plain(shard).detach().view(-1)
+                    self._adam_8bit.add(parameter, master, self.state[parameter], self._row[parameter])
+                continue
             adam, shape, span = plain[parameter.grad.dtype], (1, shard.numel()), Span(0, shard.numel())
             place, flag, codes = (len(adam), -1), -1, None
             if isinstance(shard, MasterParameter) and shard.weight.format.amax_policy is not AmaxPolicy.NONE:
@@ -521,8 +587,8 @@ class CapturableFusedStep(CapturableStep):
             self._stand_ins[each].fill(gradients)
 
 
-def _new_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Return the moments of a parameter before its first step."""
+def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
+    """Return the FP32 moments of a parameter before its first step."""
     exp_avg, exp_avg_sq = (torch.zeros_like(parameter.detach()) for _ in range(2))
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
@@ -535,6 +601,14 @@ def _check(parameters: Sequence[Tensor]) -> None:
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise ValueError(f"the parameters of one optimizer are on one device, got {sorted(map(str, devices))}")
+
+
+def _check_8bit(group: Mapping[str, Any]) -> None:
+    """ValueError for parameters without names."""
+    if "param_names" not in group:
+        raise ValueError(
+            "moments in 8 bits are rounded by random numbers of each parameter's name: give FusedAdamW model.named_parameters()"
+        )
 
 
 def _check_gradients(parameters: Sequence[tuple[Any, Tensor]]) -> None:
@@ -562,9 +636,3 @@ def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _plain(local: Tensor) -> Tensor:
     return local.plain if isinstance(local, MasterParameter) else local
-
-
-def _flat(tensor: Any) -> Tensor:
-    """The local part of a tensor, which DTensor may still be waiting for."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    return _plain(local if type(local) in (Tensor, MasterParameter) else tensor.to_local()).view(-1)

@@ -173,6 +173,13 @@ class MasterParameter(_WrapsPlain):
         return _map(Tensor, functools.partial(_wrapped, func, first), result)
 
 
+def flat_local(tensor: Any) -> Tensor:
+    """The local part of a tensor, flat and unwrapped, for which DTensor may still be waiting."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    local = local if type(local) in (Tensor, MasterParameter) else tensor.to_local()
+    return (local.plain if isinstance(local, MasterParameter) else local).view(-1)
+
+
 def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
     """`value`, the arguments or the result of an operator, with what `call` makes of each instance
     of `kind` in it. An optimizer passes lists of all masters, for which torch's trees take long.

@@ -67,6 +67,8 @@ class Stepped:
     @property
     def moments(self) -> Mapping[str, Any]:
         """The state that the optimizer keeps of it; empty before its first step."""
+        if isinstance(self.optimizer, FusedAdamW):
+            return self.optimizer.moments(self.parameter)
         found: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
         return found
 

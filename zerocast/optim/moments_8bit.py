@@ -59,8 +59,14 @@ class CutGroups:
     def __len__(self) -> int:
         return self.largest.shape[1]
 
+    def grow(self, count: int) -> int:
+        """Make places for more groups. Returns the first one."""
+        first = len(self)
+        self.largest = self.largest.new_zeros(2, first + count)
+        return first
+
     def begin(self) -> None:
-        """Forget the values of the step before."""
+        """Forget the values of the last step."""
         self.largest.zero_()
 
     def reduce(self) -> None:

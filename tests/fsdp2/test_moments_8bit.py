@@ -1,0 +1,205 @@
+"""FusedAdamW with moments in 8 bits: the bits of ZeroAdamW on any mesh, and states that any number of ranks goes on from."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import FEW, FORMATS, Net
+from tests.fsdp2.test_fused_adamw import digests, gradient, put_gradients
+from tests.optim.runs import ADAM
+from tests.workers import Ranks
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+
+# Rows of 200 elements, and vectors of 200 and 96, which ranks cut within a group of 128.
+WIDTH, HIDDEN = 200, 96
+PLAIN = {"*.weight": "identity"}
+
+
+def fused(model: nn.Module, **options: Any) -> FusedAdamW:
+    return FusedAdamW(model.named_parameters(), **{**ADAM, "moment_dtype": "8bit", **options})
+
+
+def train(model: nn.Module, optimizer: FusedAdamW, steps: range) -> dict[str, str]:
+    """Steps by given gradients, and the digests of masters and moments after them."""
+    for step in steps:
+        put_gradients(model, step)
+        optimizer.step()
+    return state_of(model, optimizer)
+
+
+def state_of(model: nn.Module, optimizer: FusedAdamW) -> dict[str, str]:
+    """The digests of masters, moments and step counts."""
+    state = TrainingState(model, optimizer).state_dict()
+    return digests({"model": state["model"], "optim": state["optim"]})
+
+
+def by_zero(width: int) -> dict[str, str]:
+    """A ZeroAdamW on one process."""
+    model = Net(FORMATS, width, HIDDEN)
+    zerocast.quantize_(model, zerocast.Recipe(model.recipe), dtype=torch.bfloat16)
+    config = zerocast.ZeroConfig(moment_dtype="8bit")
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), **ADAM, config=config)
+    for step in range(4):
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient(name, parameter.shape, step).to(parameter.dtype)
+        optimizer.step()
+    state = optimizer.state_dict()
+    return digests({"model": state["model"], "optim": state["optim"]})
+
+
+def by_fsdp2(width: int) -> tuple[dict[str, str], list[str]]:
+    model = models.sharded(Net(FORMATS, width, HIDDEN))
+    found = train(model, fused(model), range(4))
+    return found, models.complaints(model, "after four steps")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_bits_of_zero_adamw(ranks: Ranks, world: int) -> None:
+    ((expected,),) = [ranks(1)(by_zero, 64)]
+    for found, complaints in ranks(world)(by_fsdp2, 64):
+        assert found == expected
+        assert complaints == []
+
+
+def plain_model() -> Any:
+    """Without formats, whose blocks the width would not fit."""
+    return models.sharded(Net(FEW, WIDTH, HIDDEN), PLAIN)
+
+
+def saved(path: str, steps: int) -> dict[str, str]:
+    """The state after one step more than what is saved."""
+    model = plain_model()
+    optimizer = fused(model)
+    train(model, optimizer, range(steps))
+    zerocast.optim.save(TrainingState(model, optimizer), path)
+    return train(model, optimizer, range(steps, steps + 1))
+
+
+def resumed(path: str, steps: int) -> dict[str, str]:
+    """The same, loaded over a step of another run."""
+    model = plain_model()
+    optimizer = fused(model)
+    train(model, optimizer, range(7, 8))
+    zerocast.optim.load(TrainingState(model, optimizer), path)
+    return train(model, optimizer, range(steps, steps + 1))
+
+
+def test_resharded_and_resumed(ranks: Ranks, tmp_path: Any) -> None:
+    """From three ranks to two, to the bit."""
+    expected, *_ = ranks(3)(saved, str(tmp_path / "it"), 3)
+    assert ranks(2)(resumed, str(tmp_path / "it"), 3) == [expected] * 2
+
+
+def through_torch(flat: bool) -> tuple[dict[str, str], dict[str, str], set[torch.dtype]]:
+    """Another model's state, given by torch's calls, and the dtypes of moments in it."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    pairs = []
+    for steps in (range(3), range(5, 6)):
+        model = plain_model()
+        optimizer = fused(model)
+        train(model, optimizer, steps)
+        pairs.append((model, optimizer))
+    (first, taught), (second, learner) = pairs
+    state = get_optimizer_state_dict(first, taught, options=options)
+    set_optimizer_state_dict(second, learner, state, options=options)
+    leaves = [tensor for tensor in torch.utils._pytree.tree_leaves(state) if isinstance(tensor, DTensor)]
+    return digests(taught.state_dict()["state"]), digests(learner.state_dict()["state"]), {x.dtype for x in leaves}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_states_of_torchs_calls(ranks: Ranks, flat: bool) -> None:
+    for expected, found, dtypes in ranks(2)(through_torch, flat):
+        assert found == expected
+        assert dtypes == {torch.float32}
+
+
+PLACEMENTS: dict[str, tuple[tuple[int, ...], Any]] = {
+    "rows": ((4,), [Shard(0)]),
+    "columns": ((4,), [Shard(1)]),
+    "replicas of columns": ((2, 2), [Replicate(), Shard(1)]),
+    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
+    "columns twice": ((2, 2), [Shard(1), Shard(1)]),
+    # as FSDP2 cuts what tensor parallelism has cut
+    "columns of columns": ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
+}
+SHAPE = (6, 700)
+
+
+def stepped(parameter: nn.Parameter) -> list[Tensor]:
+    """The parameter and its moments after three steps, whole."""
+    optimizer = FusedAdamW([("weight", parameter)], **ADAM, moment_dtype="8bit")
+    for step in range(3):
+        whole = gradient("weight", SHAPE, step)
+        parameter.grad = distribute(whole, parameter) if isinstance(parameter, DTensor) else whole
+        optimizer.step()
+    held = optimizer.moments(parameter)
+    tensors = [parameter.detach(), held["exp_avg"], held["exp_avg_sq"]]
+    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def distribute(whole: Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def same_however_cut() -> list[str]:
+    """The placements by which bits differ from those of the whole parameter."""
+    whole = gradient("weight", SHAPE, 9)
+    expected = stepped(nn.Parameter(whole.clone()))
+    differ = []
+    for name, (shape, placements) in PLACEMENTS.items():
+        cut = distribute_tensor(whole.clone(), models.mesh(shape), placements, src_data_rank=None)
+        found = stepped(nn.Parameter(cut))
+        differ += [name] if not all(map(torch.equal, found, expected)) else []
+    return differ
+
+
+def test_bits_do_not_depend_on_placements(ranks: Ranks) -> None:
+    assert ranks(4)(same_however_cut) == [[]] * 4
+
+
+def test_states_of_fp32_moments() -> None:
+    """Those of torch.optim.AdamW and of FusedAdamW load, rounded once, and FP32 moments take 8-bit ones as they are."""
+    kinds: list[Callable[..., Any]] = [torch.optim.AdamW, FusedAdamW]
+    for kind in kinds:
+        model = nn.Linear(200, 7)
+        exact, rounded = kind(model.parameters()), fused(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        exact.step()
+        rounded.load_state_dict(exact.state_dict())
+        again = rounded.state_dict()
+        for index, moments in again["state"].items():
+            wanted = exact.state_dict()["state"][index]
+            assert float(moments["step"]) == 1
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert torch.allclose(moments[key], wanted[key], atol=float(wanted[key].abs().max()) / 50)
+        exact.load_state_dict(again)
+        assert digests(exact.state_dict()["state"]) == digests(again["state"])
+
+
+def test_what_it_refuses() -> None:
+    model = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match="or '8bit', got"):
+        fused(model, moment_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="give FusedAdamW model"):
+        FusedAdamW(model.parameters(), moment_dtype="8bit")
+    optimizer = fused(model)
+    with pytest.raises(RuntimeError, match="cannot be captured"):
+        optimizer.capture()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    optimizer.state[model.bias]["exp_avg"] = torch.zeros(8)
+    with pytest.raises(RuntimeError, match="exp_avg of an optimizer with moments in 8 bits was replaced"):
+        optimizer.step()

@@ -1,0 +1,180 @@
+"""ShardedMoments: AdamW's moments in 8 bits (`zerocast.optim.moments_8bit`) of parameters that lie
+in a tensor each, whole or sharded.
+"""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zerocast.backends.checks import check_plain
+from zerocast.distributed.group import Group
+from zerocast.formats.layout import MOMENT_GROUP, Span
+from zerocast.fsdp2.parameter import flat_local
+from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
+
+NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class ShardedMoments:
+    """The moments of some parameters, made when they are first asked for.
+
+    Boundaries between ranks cut groups of vectors, and of matrices that are sharded by columns. The
+    largest values of these are reduced over all ranks of the mesh of such a parameter.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[Tensor, OwnedPart] = {}
+        self._cut_groups: dict[DeviceMesh | None, CutGroups] = {}
+        self._moments: dict[Tensor, Moments8bit] = {}
+
+    def add(self, name: str, parameter: Tensor) -> None:
+        """Lay out the moments of a parameter. All ranks add the same ones in the same order."""
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh not in self._cut_groups:
+            groups = [] if mesh is None else [Group.of(group) for group in mesh.get_all_groups()]
+            self._cut_groups[mesh] = CutGroups(0, groups, parameter.device)
+        shape = tuple(parameter.shape) or (1,)
+        numbers = _cut_groups(parameter, shape)
+        first = self._cut_groups[mesh].grow(len(numbers))
+        cut = {number: first + place for place, number in enumerate(numbers)}
+        self._parts[parameter] = OwnedPart(name, shape[-1], _spans(parameter, shape), 0, 0, cut)
+
+    def of(self, parameter: Tensor) -> Moments8bit:
+        """The moments of a parameter, zeros at first."""
+        if parameter not in self._moments:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            part = self._parts[parameter]
+            numel = sum(span.numel for span in part.spans)
+            self._moments[parameter] = Moments8bit([part], numel, self._cut_groups[mesh])
+        return self._moments[parameter]
+
+    def codes(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The codes of both moments by name, cut as the parameter is."""
+        moments = self.of(parameter)
+        return {name: _cut_like(getattr(moments, name), parameter) for name in NAMES}
+
+    def values(self, parameter: Tensor) -> dict[str, Tensor]:
+        """FP32 copies of both moments by name, cut as the parameter is."""
+        values = self.of(parameter).values(self._parts[parameter].name)
+        return {name: _cut_like(value, parameter) for name, value in values.items()}
+
+    def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], counts: Sequence[float]) -> None:
+        """Take over moments by parameter, after so many steps each, and forget all others.
+        Collective.
+        """
+        self._moments = {}
+        self.begin()
+        for finishes in (False, True):
+            for (parameter, state), count in zip(states.items(), counts, strict=True):
+                flat = {name: flat_local(state[name]) for name in NAMES}
+                self.of(parameter).load({self._parts[parameter].name: flat}, int(count), finishes)
+            if not finishes:
+                self.reduce()
+
+    def begin(self) -> None:
+        """Forget the largest values of the last step."""
+        for groups in self._cut_groups.values():
+            groups.begin()
+
+    def reduce(self) -> None:
+        """Reduce the largest values of cut groups over the ranks. Collective if there are any."""
+        for groups in self._cut_groups.values():
+            groups.reduce()
+
+
+class Adam8bitPass:
+    """Adam over the shards of parameters with moments in 8 bits, by a launch for each.
+
+    Args:
+        backend: a name from `zerocast.backends`.
+        moments: the moments of all parameters.
+    """
+
+    def __init__(self, backend: str, moments: ShardedMoments) -> None:
+        self._backend, self._moments = backend, moments
+        # (parameter, its moments, its flat local part, its row of the scalars).
+        self._shards: list[tuple[Tensor, Moments8bit, Tensor, slice]] = []
+
+    def add(self, parameter: Tensor, master: Tensor, state: Mapping[str, Tensor], row: int) -> None:
+        """Append a parameter with its flat local part `master`. `state` has its codes, and `row` is
+        its row of the scalars.
+        """
+        moments = self._moments.of(parameter)
+        for name in NAMES:
+            if flat_local(state[name]).data_ptr() != getattr(moments, name).data_ptr():
+                raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
+        check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
+        moments.know(master)
+        self._shards.append((parameter, moments, master, slice(row, row + 1)))
+
+    def written(self) -> Iterator[Tensor]:
+        """The tensors that a step writes."""
+        for _, moments, master, _ in self._shards:
+            yield from (master, moments.exp_avg, moments.exp_avg_sq)
+
+    def run(self, scalars: Tensor, clip: Tensor, steps: Tensor) -> None:
+        """Step all shards, by rows of the scalars and of `steps`, the numbers of the step that is
+        taken. Collective where boundaries cut groups.
+        """
+        counts = steps.long()
+        self._moments.begin()
+        for finishes in (False, True):
+            for parameter, moments, master, row in self._shards:
+                grad = flat_local(parameter.grad)
+                moments.step(self._backend, master, grad, scalars[row], clip, counts[row], None, finishes)
+            if not finishes:
+                self._moments.reduce()
+
+
+def _cut_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """A flat local tensor as a tensor that is cut like the parameter."""
+    if not isinstance(parameter, DTensor):
+        return local.view(parameter.shape)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    own, shape, stride = local.view(parameter._local_tensor.shape), parameter.shape, parameter.stride()
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
+    """The runs of elements of the whole parameter that this rank has, in order."""
+    offsets, sizes = (0,) * len(shape), shape
+    if isinstance(parameter, DTensor) and parameter.dim():
+        (chunk,) = parameter.__create_chunk_list__()
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+    if not math.prod(sizes):
+        return []
+    # Dimensions after the last one that is cut are whole, so their elements lie in one run.
+    last = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
+    outer = itertools.product(*(range(offsets[dim], offsets[dim] + sizes[dim]) for dim in range(last)))
+    starts = (sum(map(math.prod, zip((*index, offsets[last]), strides, strict=True))) for index in outer)
+    return [Span(start, start + sizes[last] * strides[last]) for start in starts]
+
+
+def _cut_groups(parameter: Tensor, shape: tuple[int, ...]) -> list[int]:
+    """The numbers of the groups that several ranks have parts of, alike on all ranks. Only cuts of
+    the last dimension divide rows, and all rows alike.
+    """
+    columns = shape[-1]
+    ends = [columns]
+    if isinstance(parameter, DTensor):
+        # A strided placement, as of FSDP2 over tensor parallelism, divides what the others leave.
+        placements = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
+        for placement, ranks in sorted(placements, key=lambda pair: hasattr(pair[0], "split_factor")):
+            if getattr(placement, "dim", None) == len(shape) - 1:
+                ends = [*_ends_of_chunks(ends, ranks)]
+    cut = sorted({end // MOMENT_GROUP for end in ends if end < columns and end % MOMENT_GROUP})
+    across = -(-columns // MOMENT_GROUP)
+    return [row * across + group for row in range(math.prod(shape[:-1])) for group in cut]
+
+
+def _ends_of_chunks(ends: Iterable[int], chunks: int) -> Iterator[int]:
+    """The ends of runs that begin at 0, each divided as by torch.chunk."""
+    for start, end in itertools.pairwise((0, *ends)):
+        size = -(-(end - start) // chunks)
+        yield from (min(start + (chunk + 1) * size, end) for chunk in range(chunks))
