@@ -116,7 +116,7 @@ def test_optimizers(seconds: float) -> None:
         "deterministic": st.booleans(),
         "grad_dtype": st.sampled_from((None, torch.float32, torch.bfloat16, torch.int32)),
         "grad_wire": st.sampled_from((None, "fp8_1x128", "fp8", 8)),
-        "moment_dtype": st.sampled_from((torch.float32, torch.bfloat16, torch.float16, None)),
+        "moment_dtype": st.sampled_from((torch.float32, torch.bfloat16, "8bit", torch.float16, None)),
         "verify_every": st.sampled_from((None, 1, 0, -1)),
     }
     cases = st.fixed_dictionaries(

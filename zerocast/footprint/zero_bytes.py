@@ -1,7 +1,7 @@
 """The bytes of one rank of a ZeroAdamW or ZeroMuon, whose own buckets are laid out over meta
 tensors.
 
-The gradients of stage 2 are the FP32 shard and the buckets in flight, for a backward pass that
+The gradients of stage 2 are the shard and the buckets in flight, for one backward pass a step that
 completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps all
 gradients of this rank. If columnwise copies are kept, all of them are counted, otherwise the
 largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
@@ -38,6 +38,7 @@ from zerocast.formats.layout import GradientMessage, amax_counts, moment_groups
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
 from zerocast.optim.gradient_exchange import most_sent, rounds
+from zerocast.optim.gradient_shard import shard_dtype
 from zerocast.optim.gradients import IN_FLIGHT
 from zerocast.weight import QuantizedWeight
 
@@ -80,8 +81,8 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
         "moments": _moments(buckets, cut, ranks, config) + (shard - cut) * FP32,
-        "gradients": flat_numel(layout.gradients) * FP32 + kept_gradients,
-        "buckets": _in_flight(tensors, layout.gradients, ranks, stage, config),
+        "gradients": flat_numel(layout.gradients) * shard_dtype(layout, config).itemsize + kept_gradients,
+        "buckets": _in_flight(tensors, layout, ranks, stage, config),
     }
     others = ranks - 1
     gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in layout.gradients]
@@ -130,13 +131,14 @@ def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
     return torch.float32 if widened else tensor.dtype
 
 
-def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int, stage: int, config: ZeroConfig) -> int:
+def _in_flight(tensors: Sequence[Placed], layout: Layout, ranks: int, stage: int, config: ZeroConfig) -> int:
     """The peak of the bytes that gradients take in a backward pass, from their arrival until their
-    bucket is in the FP32 shard. At stage 1 the gradients themselves are not counted, since they are
+    bucket is in the shard. At stage 1 the gradients themselves are not counted, since they are
     kept anyway.
     """
-    bucket_of = {slot.name: bucket for bucket in buckets for slot in bucket.slots}
-    missing = {id(bucket): len(bucket.slots) for bucket in buckets}
+    kept = shard_dtype(layout, config)
+    bucket_of = {slot.name: bucket for bucket in layout.gradients for slot in bucket.slots}
+    missing = {id(bucket): len(bucket.slots) for bucket in layout.gradients}
     arrived = dict.fromkeys(missing, 0)
     # Elements and bytes of each bucket whose collective is in flight, and the most elements.
     flying: deque[tuple[int, int]] = deque()
@@ -162,7 +164,7 @@ def _in_flight(tensors: Sequence[Placed], buckets: Sequence[Bucket], ranks: int,
         peak = max(peak, waiting + packed + _bytes(flying))
         waiting -= unpacked
         sent = packed or unpacked
-        result = _result(bucket, ranks, config)
+        result = _result(bucket, ranks, config, kept)
         peak = max(peak, waiting + sent + result + _bytes(flying))
         # Gradients that are sent as FP8 are freed once they are quantized.
         flying.append((bucket.numel, result if config.grad_wire else sent + result))
@@ -173,9 +175,9 @@ def _bytes(flying: Iterable[tuple[int, int]]) -> int:
     return sum(nbytes for _, nbytes in flying)
 
 
-def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
-    """The bytes of the result of a bucket's collective, until it is in the FP32 shard. For FP8
-    messages this includes the messages that are sent.
+def _result(bucket: Bucket, ranks: int, config: ZeroConfig, kept: torch.dtype) -> int:
+    """The bytes of the result of a bucket's collective, until it is in the shard, which has the
+    dtype `kept`. For FP8 messages this includes the messages that are sent.
     """
     dtype = bucket.storage.grad_dtype
     if config.grad_wire:
@@ -184,7 +186,7 @@ def _result(bucket: Bucket, ranks: int, config: ZeroConfig) -> int:
         return 0
     if config.deterministic:
         return bucket.numel * dtype.itemsize
-    return 0 if dtype is torch.float32 else bucket.shard_numel * dtype.itemsize
+    return 0 if dtype is kept else bucket.shard_numel * dtype.itemsize
 
 
 def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:

@@ -31,7 +31,8 @@ class ZeroConfig:
             a single rank. A group with a value that is not finite arrives as NaN and skips the step
             on all ranks. Each backward pass outside `no_sync()` rounds what it sends.
         grad_dtype: the dtype in which gradients are reduced; None for that of each parameter. With
-            FP32, weight gradients of quantized weights are computed in FP32, too.
+            FP32, weight gradients of quantized weights are computed in FP32, too. If all are
+            reduced in bf16, a rank keeps 2 bytes an element of them where that rounds nothing.
         backend: a name from `zerocast.backends`; None for an automatic choice.
         moment_dtype: the dtype in which both moments of AdamW are stored. With bf16, which saves 4
             bytes an element, an update computes in FP32 and rounds moments to nearest even when it

@@ -9,6 +9,7 @@ step. The host's part before and after is in `zero_optimizer.py`.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
 from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.sharded_weights import ShardedWeights
@@ -29,7 +31,7 @@ class DeviceStep:
     """Norm, clip, skip, Adam and Muon, and the launch of the cast of what they make.
 
     Args:
-        gradients: this rank's averaged gradients, flat f32 like the masters.
+        gradients: this rank's averaged gradients, flat like the masters.
         masters: the masters and moments of this rank.
         hyperparameters: of all parameter groups, on the device.
         order: the order of summation of a deterministic norm; None for the library's order.
@@ -44,25 +46,25 @@ class DeviceStep:
 
     def __init__(
         self,
-        gradients: Tensor,
+        gradients: GradientShard,
         masters: FlatMasters,
         hyperparameters: Hyperparameters,
         order: LogicalOrder | None,
         group: Group,
         muon: MuonStep,
     ) -> None:
-        self._gradients, self._masters, self._muon = gradients, masters, muon
+        self.gradients, self._masters, self._muon = gradients, masters, muon
         self._hyperparameters, self._order, self._group = hyperparameters, order, group
-        self.count = torch.zeros(1, dtype=torch.int64, device=gradients.device)
+        self.count = torch.zeros(1, dtype=torch.int64, device=gradients.flat.device)
         self.skipped = torch.zeros_like(self.count)
-        self.clip = torch.ones(1, dtype=torch.float32, device=gradients.device)
+        self.clip = torch.ones(1, dtype=torch.float32, device=gradients.flat.device)
         self.clipped = False
 
     def square_sum(self) -> Tensor:
         """Return the sum of squares of the averaged gradient, f64[], the same on every rank."""
         if self._order:
-            return self._order.square_sum(self._gradients)
-        return square_sum(self._gradients, self._group)
+            return self._order.square_sum(self.gradients.flat)
+        return square_sum(self.gradients.flat, self._group)
 
     def clip_to(self, max_norm: float, norm: Tensor) -> None:
         """Let the update scale gradients of f32[] `norm` so that it becomes at most `max_norm`."""
@@ -74,7 +76,8 @@ class DeviceStep:
         """
         clipped, self.clipped = self.clipped, False
         if clipped:
-            self._gradients.mul_(self.clip)
+            self.gradients.widen()
+            self.gradients.flat.mul_(self.clip)
             self.clip.fill_(1.0)
         return clipped
 
@@ -91,13 +94,14 @@ class DeviceStep:
         found_inf = ~square_sum.isfinite().view(1)
         self.count += ~found_inf
         self.skipped += found_inf
-        self._muon(self._gradients, self.clip, found_inf)
+        grad = self.gradients.flat
+        self._muon(grad, self.clip, found_inf)
         masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
-        update = AdamUpdate(self._gradients, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
+        update = AdamUpdate(grad, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
         if masters.eight_bit is None:
             plan.launch(update=update, skip=found_inf)
         else:
-            moments, flat = masters.eight_bit, (masters.master, self._gradients)
+            moments, flat = masters.eight_bit, (masters.master, grad)
             step = functools.partial(moments.step, plan.backend, *flat, scalars, self.clip, self.count, found_inf)
             moments.cut_groups.begin()
             step(finishes=False)
@@ -106,6 +110,13 @@ class DeviceStep:
             moments.cut_groups.reduce()
             step(finishes=True)
         self.clip.fill_(1.0)
+
+
+class StepMemory(NamedTuple):
+    """The memory whose addresses a captured step holds."""
+
+    gradients: Tensor
+    tables: list[WeightTable]
 
 
 class CapturableZeroStep(CapturableStep):
@@ -132,22 +143,23 @@ class CapturableZeroStep(CapturableStep):
         # The norm of the last step's gradients before clipping.
         self._norm = torch.zeros_like(device.clip).view(())
 
-    def prepare(self) -> list[WeightTable]:
-        """Prepare the step on the host. Returns the tables that it works by."""
+    def prepare(self) -> StepMemory:
+        """Prepare the step on the host. Returns the memory that it works in."""
         self._prepare()
-        return self._tables()
+        return self._memory()
 
-    def has_same_memory(self, now: list[WeightTable], recorded: list[WeightTable]) -> bool:
-        """True if the tables have the same addresses."""
-        return len(now) == len(recorded) and all(a.has_same_memory(b) for a, b in zip(now, recorded, strict=True))
+    def has_same_memory(self, now: StepMemory, recorded: StepMemory) -> bool:
+        """True if gradients and tables have the same addresses."""
+        same = now.gradients is recorded.gradients and len(now.tables) == len(recorded.tables)
+        return same and all(a.has_same_memory(b) for a, b in zip(now.tables, recorded.tables, strict=True))
 
-    def warm_up(self) -> list[WeightTable]:
+    def warm_up(self) -> StepMemory:
         """Run the device's part as if a gradient were not finite, which changes nothing."""
         self._run_skipped_step()
         # The first run allocates what is missing, so tables change. The second run shows the new
         # tables to the backend, which may read a table at its first use. No graph may record that.
         self._run_skipped_step()
-        return self._tables()
+        return self._memory()
 
     @contextlib.contextmanager
     def around_launch(self) -> Iterator[None]:
@@ -175,8 +187,8 @@ class CapturableZeroStep(CapturableStep):
         self._finish()
         return self._norm.clone()
 
-    def _tables(self) -> list[WeightTable]:
-        return [*self._plan.tables, *self._weights.gather.tables()]
+    def _memory(self) -> StepMemory:
+        return StepMemory(self._device.gradients.flat, [*self._plan.tables, *self._weights.gather.tables()])
 
     def _run_skipped_step(self) -> None:
         device, clip = self._device, self._device.clip.clone()

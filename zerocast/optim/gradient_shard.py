@@ -1,4 +1,4 @@
-"""GradientShard: this rank's flat FP32 shard of the reduced gradients, and each parameter's
+"""GradientShard: this rank's flat shard of the reduced gradients, and each parameter's
 `ReducedGradient` over its part.
 
 What lies on the parameters is looked at when gradients arrive, at the end of a round and before a
@@ -6,6 +6,7 @@ step, never at a reading. Whether a reading or a step communicates follows from 
 made, which are the same on every rank, and not from what a rank finds on its parameters.
 """
 
+import logging
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,11 +19,13 @@ from torch import Tensor
 from zerocast.distributed.agreement import check_same_call
 from zerocast.distributed.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
-from zerocast.optim.bucket import Bucket, Slot, flat_numel
+from zerocast.optim.bucket import Bucket, Layout, Slot, flat_numel
+from zerocast.optim.config import ZeroConfig
 from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
 
 _grad = operator.attrgetter("grad")
+logger = logging.getLogger(__name__)
 
 
 class Rounds(Protocol):
@@ -38,9 +41,22 @@ class Rounds(Protocol):
         """The shard no longer holds what a reduction of the local gradients would give."""
 
 
+def shard_dtype(layout: Layout, config: ZeroConfig) -> torch.dtype:
+    """Return the dtype in which reduced gradients are kept until something would round them.
+
+    It is bf16 if a collective adds all of them in bf16, and FP32 otherwise, or if some of them go
+    to owners of whole matrices.
+    """
+    in_bf16 = all(bucket.storage.grad_dtype is torch.bfloat16 for bucket in layout.buckets)
+    is_whole = any(bucket.storage.whole for bucket in layout.buckets)
+    return torch.float32 if not in_bf16 or is_whole or config.deterministic or config.grad_wire else torch.bfloat16
+
+
 class GradientShard:
-    """`flat` holds the elements, f32 in the layout of the masters; `version` counts what changed
-    them.
+    """`flat` holds the elements in the layout of the masters; `version` counts what changed them.
+
+    They are f32, or bf16 until something would round them (`shard_dtype`): `widen` is called before
+    gradients are added to them or changed in place, and they stay f32 from then on.
 
     `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the
     elements by a factor that is still to be applied and says whether there was one. `rounds` is not
@@ -48,9 +64,15 @@ class GradientShard:
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], group: Group, norms: ParameterNorms, device: torch.device, rounds: Rounds
+        self,
+        buckets: Sequence[Bucket],
+        group: Group,
+        norms: ParameterNorms,
+        device: torch.device,
+        dtype: torch.dtype,
+        rounds: Rounds,
     ) -> None:
-        self.flat = torch.zeros(flat_numel(list(buckets)), dtype=torch.float32, device=device)
+        self.flat = torch.zeros(flat_numel(list(buckets)), dtype=dtype, device=device)
         self.version = 0
         # by hand since the last step: gradients that were written to or taken off their parameters
         self.changes = 0
@@ -68,6 +90,17 @@ class GradientShard:
                 self.parts.append(part)
         self._parameters = [slot.parameter for _, slot in self._places.values()]
         self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
+
+    def widen(self) -> None:
+        """Keep the elements in FP32 from now on. No reduction is on its way."""
+        if self.flat.dtype is torch.float32:
+            return
+        self.flat = self.flat.float()
+        if self._group.rank == 0:
+            logger.info(
+                "reduced gradients of a rank take 4 bytes an element from now on, not 2: they are added over several backward "
+                "passes, or changed in place, which bf16 would round"
+            )
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
         """Take the gradient that lies on a parameter; `reduced` says that a reduced one was
@@ -140,6 +173,7 @@ class GradientShard:
     def view(self, part: GradientPart) -> Tensor:
         """The elements of a gradient that are on this rank, after all that was done to it."""
         self._make_ready()
+        self.widen()
         return self._elements(part)
 
     def changed(self, part: GradientPart) -> None:

@@ -1,4 +1,4 @@
-"""Gradients: from backward hooks through bucketed reduce-scatters into this rank's flat FP32 shard.
+"""Gradients: from backward hooks through bucketed reduce-scatters into this rank's flat shard.
 
 Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket
 order, on every rank, whatever parameters got a gradient there; what did not counts as zero. Hooks
@@ -87,10 +87,11 @@ class GradientReducer:
         config: ZeroConfig,
         device: torch.device,
         norms: ParameterNorms,
+        dtype: torch.dtype,
     ) -> None:
         self.synchronise = True
         self.refusal = ""  # why gradients are not wanted now
-        self.gradients = GradientShard(buckets, group, norms, device, self)
+        self.gradients = GradientShard(buckets, group, norms, device, dtype, self)
         self._buckets, self._group, self._config = list(buckets), group, config
         self._stage = self._adds_from = stage  # 2 once rounds add to what was reduced
         parts = iter(self.gradients.parts)
@@ -299,12 +300,15 @@ class GradientReducer:
         del self._filling[index]
         self._land(wait=False)
         bucket = self._buckets[index]
+        adds = self._reduced and self._adds
+        if adds and self.gradients.flat.dtype is not torch.float32:
+            self._land(wait=True)
+            self.gradients.widen()
         target = self.gradients.flat[bucket.start : bucket.start + bucket.shard_numel]
         direct = not self._company  # beside another optimizer reductions outlive the pass
         if direct:
             self._make_room(bucket.numel)
         stream = self._stream if direct else None
-        adds = self._reduced and self._adds
         what = f"gradient bucket {index + 1} of {len(self._buckets)}"
         self._flying.append(Reduction(filling, self._group, target, self._config, stream, direct, adds, what))
 

@@ -139,7 +139,7 @@ class ParameterNorms:
     def _largest(self, shard: Tensor) -> Tensor:
         """The largest |x| of each segment over all ranks; NaN if any element is. Collective."""
         chunks = [part.view(-1, SHARD_ALIGNMENT_ELEMENTS).abs().amax(1) for part in _parts(shard)]
-        largest = torch.cat(chunks)
+        largest = torch.cat(chunks).float()
         # A reduction with MAX loses NaN on some ranks, so NaN is reduced as a flag.
         is_nan = largest.isnan()
         rows = (largest.masked_fill(is_nan, 0.0), is_nan.float())

@@ -2,7 +2,7 @@
 that is reduced over all ranks.
 
 It has the shape and the dtype of the gradient, but no elements. These are a slice of the
-optimizer's flat FP32 shard. Norms are those of the whole gradient, the same on every rank, so that
+optimizer's flat shard. Norms are those of the whole gradient, the same on every rank, so that
 `torch.nn.utils.clip_grad_norm_` and similar functions are right. Operators that change a gradient
 in place change this rank's slice, which the step then uses (`gradient_ops.py`). Every other
 operator raises, so that no gradient is gathered silently and no slice is taken for the whole.

@@ -31,6 +31,7 @@ from zerocast.optim.bucket import lay_out
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
 from zerocast.optim.flat_masters import FlatMasters
+from zerocast.optim.gradient_shard import shard_dtype
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, ParameterNorms
@@ -143,11 +144,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         names = [name for name, _, _ in named]
         order = LogicalOrder(gradients, names, group, device) if config.deterministic else None
         norms = ParameterNorms(gradients, reduction_group, order, device)
-        self._reducer = GradientReducer(gradients, reduction_group, stage, config, device, norms)
+        dtype = shard_dtype(layout, config)
+        self._reducer = GradientReducer(gradients, reduction_group, stage, config, device, norms, dtype)
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
-        flat = self._reducer.gradients.flat
         muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
-        self._device = DeviceStep(flat, self._masters, self._hyperparameters, order, group, muon)
+        shard = self._reducer.gradients
+        self._device = DeviceStep(shard, self._masters, self._hyperparameters, order, group, muon)
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
         # What gradients were clipped to since the last step, for comparison among ranks.
