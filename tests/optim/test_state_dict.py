@@ -247,3 +247,27 @@ def test_hooks_of_states_run() -> None:
     optimizer.load_state_dict(state)
     assert calls == ["before saving", "after saving", "before loading", "after loading"]
     assert state["epoch"] == 3
+
+
+def looks_at_state() -> bool:
+    """Whether `state[parameter]` is what `state_dict` has, and a write to it changes nothing."""
+    trainer = Trainer(Run())
+    trainer.train(range(2))
+    optimizer = trainer.optimizer
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"], strict=True):
+            expected, looked = optimizer.state_dict()["optim"]["state"][name], optimizer.state[parameter]
+            assert looked.keys() == expected.keys()
+            for key, value in looked.items():
+                ours, theirs = (getattr(value, "flat", value), getattr(expected[key], "flat", expected[key]))
+                assert torch.equal(ours, theirs)
+                ours.fill_(3.0)
+                assert not ours.numel() or not torch.equal(ours, theirs)
+    with pytest.raises(KeyError):
+        optimizer.state[torch.zeros(1)]
+    return list(optimizer.state.items()) == []
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_attribute_state_shows_copies(ranks, world):
+    assert ranks(world)(looks_at_state) == [True] * world

@@ -17,7 +17,7 @@ quantizes: those that are codes stay the same codes.
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -46,12 +46,23 @@ logger = logging.getLogger(__name__)
 
 
 class StateByName(defaultdict[Any, Any]):
-    """The attribute `state` of an optimizer that keeps its moments in flat shards. It is always
-    empty.
+    """The attribute `state` of an optimizer that keeps its moments in flat shards.
+
+    `state[parameter]` has copies of its moments and of the step count, as `state_dict` has them
+    under its name. Writes to them change nothing, and iteration finds no parameter: trainers
+    iterate to move the state that they find to a device.
 
     torch's `get_optimizer_state_dict` would conclude from an empty state that the optimizer was
     never stepped, and step it. It evaluates `if optimizer.state` first, which raises here.
     """
+
+    def __init__(self, moments_of: Callable[[Any], dict[str, Any]]) -> None:
+        super().__init__()
+        self._moments_of = moments_of
+
+    def __missing__(self, parameter: Any) -> dict[str, Any]:
+        """KeyError for what is no parameter of the optimizer."""
+        return self._moments_of(parameter)
 
     def __bool__(self) -> bool:
         """RuntimeError, since neither True nor False is right."""
@@ -93,6 +104,17 @@ class ZeroState:
             groups[name] = hyperparameters(group, rule_of(group))
         delayed = self._plan.delayed.state_dict()
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
+
+    def moments_of(self, parameter: Any) -> dict[str, Any]:
+        """Copies of the moments and the step count of a parameter; KeyError for others."""
+        for bucket, slot in self._slots.values():
+            if slot.parameter is parameter:
+                span, owned = self._masters.state(bucket, slot)
+                shape = tuple(slot.parameter.shape)
+                copies = {field: self._leaf(flat.clone(), span, shape) for field, flat in owned.items()}
+                del copies["master"]
+                return copies if bucket.storage.whole else {**copies, STEP: self._step.float().view(())}
+        raise KeyError(parameter)
 
     def masters_of(self, flat: Tensor) -> dict[str, Any]:
         """Views of a flat f32 tensor that has the layout of the masters, by parameter name."""

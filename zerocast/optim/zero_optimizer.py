@@ -86,7 +86,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         try:
             given = listed(params)
             super().__init__(self._with_rules(trainable(given)), defaults)
-            self.state = StateByName(dict)
             named = validated(self.param_groups, stage)
             self._check_parameters(named)
             check_owners(named, f"a {self.NAME}")
@@ -157,6 +156,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # The last sum of squares, with the version of the gradients that it is of.
         self._square_sum: tuple[int, Tensor] | None = None
         self._state = ZeroState(buckets, self._masters, self._plan, self._device.count, self.param_groups, group)
+        self.state = StateByName(self._state.moments_of)
         self._validity = self._plan.validity
         self._validity.owner = weakref.ref(self)
         # the claim lists the trained parameters, so other objects over the same weights are not
