@@ -55,7 +55,14 @@ struct MomentPiece {
   static constexpr int64_t kGroup = 128;
 
   ZC_HD int64_t groups_across() const { return (columns - 1) / kGroup + 1; }
-  ZC_HD int64_t group_of(int64_t element) const { return element / columns * groups_across() + element % columns / kGroup; }
+  // True if no row ends within a group.
+  ZC_HD bool whole_groups() const { return columns % kGroup == 0; }
+  // The number of an element's group, counted over the rows. Divisions of 64 bits, which take a GPU as
+  // long as an element, are left to weights with shorter groups.
+  ZC_HD int64_t group_of(int64_t element) const {
+    if (whole_groups()) return element / kGroup;
+    return element / columns * groups_across() + element % columns / kGroup;
+  }
   ZC_HD int64_t groups() const { return group_of(start + numel - 1) - group_of(start) + 1; }
 
   // The place of a group, counted from the first one of the piece, among cut groups, or -1.
@@ -70,7 +77,13 @@ class MomentGroups {
  public:
   ZC_HD MomentGroups(const MomentPiece& piece, int64_t group)
       : start_(piece.start), stop_(piece.start + piece.numel), columns_(piece.columns) {
-    const int64_t number = piece.group_of(piece.start) + group, row = number / piece.groups_across();
+    const int64_t number = piece.group_of(piece.start) + group;
+    if (piece.whole_groups()) {
+      columns_ = INT64_MAX;
+      column_ = element_ = number * kGroup;
+      return;
+    }
+    const int64_t row = number / piece.groups_across();
     column_ = (number - row * piece.groups_across()) * kGroup;
     element_ = row * columns_ + column_;
   }

@@ -282,15 +282,17 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const StepScalars s(adam.rows[piece.scalars], *adam.clip);
   const uint32_t key = key_of_step(piece.key, *step);
   read_code_values(values);
-  const int warp = static_cast<int>(threadIdx.x) / kWarpLanes;
-  const int64_t count = piece.groups(), first = static_cast<int64_t>(item.ordinal) * kMomentGroups + warp * kGroupsOfWarp;
-  const int64_t last = min(first + kGroupsOfWarp, count);
+  const int64_t count = piece.groups(), begin = static_cast<int64_t>(item.ordinal) * kMomentGroups;
+  // The warps share fewer groups than a thread block may have.
+  const int of_block = static_cast<int>(min(count - begin, int64_t{kMomentGroups})),
+            of_warp = (of_block + kWarps - 1) / kWarps, before = static_cast<int>(threadIdx.x) / kWarpLanes * of_warp;
+  const int64_t first = begin + before, last = begin + min(before + of_warp, of_block);
   if (first >= last) return;
   const PieceArrays<Grad> arrays(state, piece);
   MomentGroups groups(piece, first);
   constexpr int64_t kElements = kGroupsOfWarp * MomentPiece::kGroup;
   const int64_t element = groups.element();
-  const bool follow = piece.columns % MomentPiece::kGroup == 0 && element >= piece.start &&
+  const bool follow = piece.whole_groups() && of_warp == kGroupsOfWarp && element >= piece.start &&
                       element + kElements <= piece.start + piece.numel && element >> 32 == (element + kElements) >> 32;
   if (follow && arrays.elements.at(element).aligned()) {
     return update_whole_groups(arrays, first, element, s, values, key);
