@@ -88,8 +88,16 @@ void upcast(const Format& format, const Memory& data, const Memory& scale_inv, c
   check_upcast(format, data, scale_inv, amax, rows, columns, transposed, codes, group_scale_inv);
   cpu::upcast(
       format,
-      {data.address, scale_inv.address, amax.address, rows, columns, transposed, codes.address, group_scale_inv.address},
+      {{data.address, scale_inv.address, amax.address, rows, columns, transposed, codes.address, group_scale_inv.address}},
       threads);
+}
+
+void upcast_together(const Format& format, const Memories& data, const Memories& scale_inv, const Memories& amaxes,
+                     const std::vector<std::pair<int64_t, int64_t>>& shapes, bool transposed, const Memories& codes,
+                     const Memories& group_scale_inv, int threads) {
+  const auto weights =
+      check_upcasts<cpu::Upcast>(format, data, scale_inv, amaxes, shapes, transposed, codes, group_scale_inv);
+  cpu::upcast(format, weights, threads);
 }
 
 AdamState state_of(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq) {
@@ -182,6 +190,8 @@ void register_cpu(py::module_& m) {
   bind_stage(cpu, "dequantize", &dequantize, "fmt", "data", "scale_inv", "amax", "rows", "columns", "columnwise", "out",
              "threads");
   bind_stage(cpu, "upcast", &upcast, "fmt", "data", "scale_inv", "amax", "rows", "columns", "transposed", "codes",
+             "group_scale_inv", "threads");
+  bind_stage(cpu, "upcast_together", &upcast_together, "fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes",
              "group_scale_inv", "threads");
   bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
              "threads");

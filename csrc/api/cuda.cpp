@@ -4,7 +4,9 @@
 // call with what a stage will touch.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <variant>
 
 #include "api/enums.h"
 #include "api/memory.h"
@@ -89,11 +91,26 @@ void roll_history(const Format& format, cuda::DeviceBases amaxes, cuda::DeviceBa
   cuda::roll_history(format, work_of(work), amaxes, scales, histories, skip, stream_of(stream));
 }
 
-void transpose(const Format& format, cuda::DeviceBases row_data, cuda::DeviceBases row_scales, cuda::DeviceBases column_data,
-               cuda::DeviceBases column_scales, const WorkArgument& data, const WorkArgument& scales,
-               const StreamArgument& stream) {
-  cuda::transpose(format, work_of(data), work_of(scales), row_data, row_scales, column_data, column_scales,
-                  stream_of(stream));
+// Of an array of addresses in device memory, or the addresses.
+using BasesArgument = std::variant<uintptr_t, std::vector<uint64_t>>;
+
+cuda::Bases bases_of(const BasesArgument& argument) {
+  cuda::Bases bases;
+  if (std::holds_alternative<uintptr_t>(argument)) {
+    bases.array = std::get<uintptr_t>(argument);
+    return bases;
+  }
+  const auto& few = std::get<std::vector<uint64_t>>(argument);
+  if (few.size() > cuda::kFewBases) throw std::invalid_argument("more bases than a kernel takes as arguments");
+  std::copy(few.begin(), few.end(), bases.few);
+  return bases;
+}
+
+void transpose(const Format& format, const BasesArgument& row_data, const BasesArgument& row_scales,
+               const BasesArgument& column_data, const BasesArgument& column_scales, const WorkArgument& data,
+               const WorkArgument& scales, const StreamArgument& stream) {
+  cuda::transpose(format, work_of(data), work_of(scales), bases_of(row_data), bases_of(row_scales), bases_of(column_data),
+                  bases_of(column_scales), stream_of(stream));
 }
 
 void dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
@@ -110,8 +127,16 @@ void upcast(const Format& format, const Memory& data, const Memory& scale_inv, c
   check_upcast(format, data, scale_inv, amax, rows, columns, transposed, codes, group_scale_inv);
   cuda::upcast(
       format,
-      {data.address, scale_inv.address, amax.address, rows, columns, transposed, codes.address, group_scale_inv.address},
+      {{data.address, scale_inv.address, amax.address, rows, columns, transposed, codes.address, group_scale_inv.address}},
       stream_of(stream));
+}
+
+void upcast_together(const Format& format, const Memories& data, const Memories& scale_inv, const Memories& amaxes,
+                     const std::vector<std::pair<int64_t, int64_t>>& shapes, bool transposed, const Memories& codes,
+                     const Memories& group_scale_inv, const StreamArgument& stream) {
+  const auto weights =
+      check_upcasts<cuda::Upcast>(format, data, scale_inv, amaxes, shapes, transposed, codes, group_scale_inv);
+  cuda::upcast(format, weights, stream_of(stream));
 }
 
 void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
@@ -210,7 +235,7 @@ void register_cuda(py::module_& m) {
   const py::call_guard<py::gil_scoped_release> free;
   py::module_ cuda = m.def_submodule("cuda", "the stages on the GPU");
   cuda.attr("PARTIAL_AMAXES") = cuda::kPartialAmaxes;
-  cuda.attr("ONLY_BASE") = cuda::kOnlyBase;
+  cuda.attr("FEW_BASES") = cuda::kFewBases;
   cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
   cuda.attr("MOMENT_GROUPS") = cuda::kMomentGroups;
   cuda.def("targets", &cuda::targets);
@@ -227,6 +252,8 @@ void register_cuda(py::module_& m) {
              "stream");
   bind_stage(cuda, "upcast", &upcast, "fmt", "data", "scale_inv", "amax", "rows", "columns", "transposed", "codes",
              "group_scale_inv", "stream");
+  bind_stage(cuda, "upcast_together", &upcast_together, "fmt", "data", "scale_inv", "amaxes", "shapes", "transposed",
+             "codes", "group_scale_inv", "stream");
   bind_stage(cuda, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip", "skip",
              "stream");
   bind_stage(cuda, "adam_8bit", &adam_8bit, "master", "grad", "exp_avg", "exp_avg_sq", "scales", "pieces", "scalars", "clip",

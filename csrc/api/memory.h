@@ -31,6 +31,7 @@ struct Memories {
 
   size_t size() const { return addresses.size(); }
   Memory operator[](size_t i) const { return {addresses[i], dtype, bytes[i]}; }
+  Memory at(size_t i) const { return {addresses.at(i), dtype, bytes.at(i)}; }
 };
 
 // Throws unless `memory` is of this dtype and has bytes [first, last). The dtype "bytes" is that of
@@ -53,6 +54,22 @@ void check_dequantize(const Format& format, const Memory& data, const Memory& sc
                       int64_t columns, bool columnwise, const Memory& out);
 void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
                   int64_t columns, bool transposed, const Memory& codes, const Memory& group_scale_inv);
+
+// The weights of one call of upcast, in the type of the CPU or of the GPU. Only exact scales have amaxes.
+template <class Upcast>
+std::vector<Upcast> check_upcasts(const Format& format, const Memories& data, const Memories& scale_inv,
+                                  const Memories& amaxes, const std::vector<std::pair<int64_t, int64_t>>& shapes,
+                                  bool transposed, const Memories& codes, const Memories& group_scale_inv) {
+  std::vector<Upcast> weights;
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto [rows, columns] = shapes[i];
+    const Memory amax = format.exact_scales ? amaxes.at(i) : Memory{};
+    check_upcast(format, data.at(i), scale_inv.at(i), amax, rows, columns, transposed, codes.at(i), group_scale_inv.at(i));
+    weights.push_back({data.addresses[i], scale_inv.addresses[i], amax.address, rows, columns, transposed,
+                       codes.addresses[i], group_scale_inv.addresses[i]});
+  }
+  return weights;
+}
 
 // The number of elements of a gradient that has messages of that many equal parts, or that as many
 // messages are added to.

@@ -41,7 +41,7 @@ struct Upcast {
   bool transposed;
   uintptr_t codes, group_scale_inv;
 };
-void upcast(const Format& format, const Upcast& weight, int threads);
+void upcast(const Format& format, const std::vector<Upcast>& weights, int threads);
 
 void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
                int threads);

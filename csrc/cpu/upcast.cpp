@@ -103,9 +103,7 @@ struct Group {
   }
 };
 
-}  // namespace
-
-void upcast(const Format& format, const Upcast& weight, int threads) {
+void upcast_weight(const Format& format, const Upcast& weight, int threads) {
   const Block groups = format.exact_scales ? Block{128, 128} : format.scale_group, block = format.block;
   if (format.element != Element::kE2M1 || !groups || groups.rows % kSquare || groups.columns % kSquare ||
       kSquare % block.columns) {
@@ -144,6 +142,12 @@ void upcast(const Format& format, const Upcast& weight, int threads) {
     if (out_column + 1 == out_across)
       std::fill(out_scales + out_row * stride + out_across, out_scales + (out_row + 1) * stride, 1.0f);
   });
+}
+
+}  // namespace
+
+void upcast(const Format& format, const std::vector<Upcast>& weights, int threads) {
+  for (const Upcast& weight : weights) upcast_weight(format, weight, threads);
 }
 
 }  // namespace zerocast::cpu

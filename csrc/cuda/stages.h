@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "descriptor.h"
 #include "moments.h"
@@ -20,9 +21,8 @@ struct Work {
   int64_t blocks;
 };
 
-using DeviceBases = uintptr_t;                           // of an array of addresses in device memory
-constexpr DeviceBases kOnlyBase = DeviceBases{1} << 63;  // marks the address of a single base itself
-using Flag = uintptr_t;                                  // of a bool, or 0
+using DeviceBases = uintptr_t;  // of an array of addresses in device memory
+using Flag = uintptr_t;         // of a bool, or 0
 
 struct Stream {
   uintptr_t handle;
@@ -45,10 +45,15 @@ void partial_cast(const Format& format, Dtype nominal, Dtype master, DeviceBases
 void roll_history(const Format& format, const Work& work, DeviceBases amaxes, DeviceBases scales, DeviceBases histories,
                   Flag skip, Stream stream);
 
-// Bases may be single ones (kOnlyBase): the copy that a product needs is temporary, and no address
-// is copied to the device for it.
-void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
-               DeviceBases column_data, DeviceBases column_scales, Stream stream);
+// Few bases, which are arguments of the kernel, or the address of an array of many in device memory.
+// The copies that products need are temporary, and no address is copied to the device for them.
+constexpr int kFewBases = 64;
+struct Bases {
+  DeviceBases array = 0;
+  uint64_t few[kFewBases] = {};
+};
+void transpose(const Format& format, const Work& data, const Work& scales, const Bases& row_data, const Bases& row_scales,
+               const Bases& column_data, const Bases& column_scales, Stream stream);
 
 // One direction of one weight; `data_dtype` matters only for formats without codes.
 struct Quantized {
@@ -60,13 +65,14 @@ struct Quantized {
 void dequantize(const Format& format, const Quantized& weight, Array out, Stream stream);
 
 // Of a weight, or of its transpose, from its rowwise codes; `codes` begin at a multiple of 16 bytes.
+// All weights of a call are transposed alike.
 struct Upcast {
   uintptr_t data, scale_inv, amax;
   int64_t rows, columns;  // of the weight
   bool transposed;
   uintptr_t codes, group_scale_inv;
 };
-void upcast(const Format& format, const Upcast& weight, Stream stream);
+void upcast(const Format& format, const std::vector<Upcast>& weights, Stream stream);
 
 struct AdamState {
   uintptr_t master;

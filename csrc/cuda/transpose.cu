@@ -11,15 +11,10 @@
 namespace zerocast::cuda {
 namespace {
 
-// A list of bases, or a single one.
-struct Bases {
-  DeviceBases bases;
-
-  __device__ uint8_t* at(int64_t base, int64_t offset) const {
-    const bool only = bases & kOnlyBase;
-    return reinterpret_cast<uint8_t*>(only ? bases & ~kOnlyBase : reinterpret_cast<const uint64_t*>(bases)[base]) + offset;
-  }
-};
+__device__ uint8_t* address(const Bases& bases, int64_t base, int64_t offset) {
+  return reinterpret_cast<uint8_t*>(bases.array ? reinterpret_cast<const uint64_t*>(bases.array)[base] : bases.few[base]) +
+         offset;
+}
 
 struct Matrix {
   uint8_t* data;
@@ -91,7 +86,8 @@ __device__ void transpose_words(uint4 (&rows)[kRows], int i, const Put& put) {
 
 template <bool kNibbles>
 __global__ void __launch_bounds__(kTransposeThreads)
-    transpose_kernel(Format format, const int64_t* table, const Item* items, Bases row_data, Bases column_data) {
+    transpose_kernel(Format format, const int64_t* table, const Item* items, const __grid_constant__ Bases row_data,
+                     const __grid_constant__ Bases column_data) {
   constexpr int kPerByte = kNibbles ? 2 : 1;
   constexpr int kRows = 4 * kPerByte, kColumns = 16 * kPerByte;  // of a thread at a time
   constexpr int kDown = kTransposeThreads / 8, kSteps = kTransposeRows / (kDown * kRows);
@@ -99,8 +95,9 @@ __global__ void __launch_bounds__(kTransposeThreads)
   __shared__ uint32_t transposed[kTransposed * kWords];
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const Matrix from{row_data.at(w[column::ROW_DATA_BASE], w[column::ROW_DATA_OFFSET]), w.rows(), w.columns() / kPerByte};
-  const Matrix to{column_data.at(w[column::COLUMN_DATA_BASE], w[column::COLUMN_DATA_OFFSET]), w.columns(),
+  const Matrix from{address(row_data, w[column::ROW_DATA_BASE], w[column::ROW_DATA_OFFSET]), w.rows(),
+                    w.columns() / kPerByte};
+  const Matrix to{address(column_data, w[column::COLUMN_DATA_BASE], w[column::COLUMN_DATA_OFFSET]), w.columns(),
                   w.rows() / kPerByte};
   const uint32_t across = transpose_grid(format, w).across, down = item.ordinal / across;
   const int64_t first_row = static_cast<int64_t>(down) * kTransposeRows;
@@ -135,7 +132,8 @@ __global__ void __launch_bounds__(kTransposeThreads)
 // A thread takes 16 bytes of some rows of the columnwise buffer.
 template <Grid kGrid>
 __global__ void __launch_bounds__(kScaleThreads)
-    transpose_scales_kernel(Format given, const int64_t* table, const Item* items, Bases row_scales, Bases column_scales) {
+    transpose_scales_kernel(Format given, const int64_t* table, const Item* items, const __grid_constant__ Bases row_scales,
+                            const __grid_constant__ Bases column_scales) {
   constexpr bool kBytes = rule_of(kGrid) != ScaleRule::kFP32;
   Format format = known<kGrid>(given);
   format.scale_rule = rule_of(kGrid);
@@ -148,8 +146,8 @@ __global__ void __launch_bounds__(kScaleThreads)
   const uint32_t across = scale_threads_across(to), rows = scale_rows(to), grid_rows = to.rows / to.repeat;
   const uint32_t tall = thread / across, first_byte = (thread - tall * across) * kScaleBytes;
   const uint32_t row_bytes = to.row_bytes();
-  const uint8_t* source = row_scales.at(w[column::ROW_SCALE_BASE], w[column::ROW_SCALE_OFFSET] * to.entry);
-  uint8_t* out = column_scales.at(w[column::COLUMN_SCALE_BASE], w[column::COLUMN_SCALE_OFFSET] * to.entry);
+  const uint8_t* source = address(row_scales, w[column::ROW_SCALE_BASE], w[column::ROW_SCALE_OFFSET] * to.entry);
+  uint8_t* out = address(column_scales, w[column::COLUMN_SCALE_BASE], w[column::COLUMN_SCALE_OFFSET] * to.entry);
 #pragma unroll 1
   for (uint32_t down = tall * rows; down < min(tall * rows + rows, grid_rows); ++down) {
     const auto entry = [&](uint32_t column) -> uint32_t {
@@ -175,16 +173,15 @@ __global__ void __launch_bounds__(kScaleThreads)
 
 }  // namespace
 
-void transpose(const Format& format, const Work& data, const Work& scales, DeviceBases row_data, DeviceBases row_scales,
-               DeviceBases column_data, DeviceBases column_scales, Stream stream) {
+void transpose(const Format& format, const Work& data, const Work& scales, const Bases& row_data, const Bases& row_scales,
+               const Bases& column_data, const Bases& column_scales, Stream stream) {
   const auto kernel = format.elements_per_byte() == 2 ? transpose_kernel<true> : transpose_kernel<false>;
-  launch(kernel, data.blocks, kTransposeThreads, stream, format, table_of(data), items_of(data), Bases{row_data},
-         Bases{column_data});
+  launch(kernel, data.blocks, kTransposeThreads, stream, format, table_of(data), items_of(data), row_data, column_data);
   if (scales.blocks == 0) return;
   for_grid(format, [&](auto grid) {
     if constexpr (side_of(decltype(grid)::value)) {
       launch(transpose_scales_kernel<decltype(grid)::value>, scales.blocks, kScaleThreads, stream, format, table_of(scales),
-             items_of(scales), Bases{row_scales}, Bases{column_scales});
+             items_of(scales), row_scales, column_scales);
     }
   });
 }

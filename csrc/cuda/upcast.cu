@@ -75,16 +75,34 @@ __device__ uint4 upcast_all(uint2 codes, uint2 table) {
           upcast_four(codes.y >> 16, table)};
 }
 
+struct Member {
+  Source from;
+  Target to;
+  int32_t first_block;
+};
+
+// Weights of one launch, which are arguments of the kernel.
+constexpr int kMostMembers = 32;
+struct Members {
+  Member members[kMostMembers];
+  int32_t count;
+};
+
 template <bool kTransposed, bool kExactScales>
-__global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(Source from, Target to) {
+__global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(const __grid_constant__ Members weights) {
   constexpr int kWide = wide(kTransposed), kWords = kGroup / 4;  // of a column
   constexpr int kTile = kExactScales ? 16 : 32, kTiles = kGroup / kTile;
   constexpr int kTables = kExactScales ? 128 : kMostSpread + 1;
   __shared__ uint2 tables[kTables];
   __shared__ __align__(16) uint8_t scales[kWide][kTiles][kTiles];
   __shared__ __align__(16) uint32_t turned[kTransposed ? kWide * kGroup * kWords : 4];
+  int member = 0;
+  while (member + 1 < weights.count && static_cast<int32_t>(blockIdx.x) >= weights.members[member + 1].first_block) ++member;
+  const Source from = weights.members[member].from;
+  const Target to = weights.members[member].to;
   // groups follow each other as the result lies in memory
-  const int32_t band = blockIdx.x / to.across, second = blockIdx.x - band * to.across, first = band * kWide;
+  const int32_t block = static_cast<int32_t>(blockIdx.x) - weights.members[member].first_block;
+  const int32_t band = block / to.across, second = block - band * to.across, first = band * kWide;
   const int32_t down = kTransposed ? second : first, across = kTransposed ? first : second;
   const int lane = threadIdx.x % (kWide * kLanes), strip = threadIdx.x / (kWide * kLanes), group = lane / kLanes;
   const int32_t row = down * kGroup + strip * kRows, column = across * kGroup + lane * kCodes;
@@ -113,7 +131,7 @@ __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(So
   const int32_t scale = scales[group][strip * kRows / kTile][lane % kLanes * kCodes / kTile];
   int32_t index;  // of the table
   if constexpr (kExactScales) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *to.scales = exact_upcast_scale(*from.amax);
+    if (block == 0 && threadIdx.x == 0) *to.scales = exact_upcast_scale(*from.amax);
     index = scale & (kTables - 1);
   } else {
     const int32_t largest = static_cast<int32_t>(greatest_byte(*reinterpret_cast<const uint4*>(scales[group])));
@@ -157,14 +175,7 @@ __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(So
   }
 }
 
-}  // namespace
-
-void upcast(const Format& format, const Upcast& weight, Stream stream) {
-  const bool exact = format.exact_scales;
-  const bool grouped = is(format.block, 32, 32) && is(format.scale_group, kGroup, kGroup);
-  if (format.element != Element::kE2M1 || !(exact ? is(format.block, 16, 16) : grouped)) {
-    throw std::invalid_argument("only E2M1 codes whose scales come in groups, or are exact, are exact in FP8");
-  }
+Member member_of(const Format& format, const Upcast& weight) {
   if (weight.rows > INT32_MAX || weight.columns > INT32_MAX)
     throw std::invalid_argument("at most 2^31 - 1 rows and columns");
   if (weight.codes % sizeof(uint4)) throw std::invalid_argument("the E4M3 codes must begin at a multiple of 16 bytes");
@@ -179,10 +190,32 @@ void upcast(const Format& format, const Upcast& weight, Stream stream) {
   Target to{reinterpret_cast<uint8_t*>(weight.codes), reinterpret_cast<float*>(weight.group_scale_inv),
             static_cast<int32_t>(groups.down), static_cast<int32_t>(groups.across)};
   if (weight.transposed) std::swap(to.down, to.across);
-  const int64_t bands = (to.down + wide(weight.transposed) - 1) / wide(weight.transposed);
-  const auto kernel = weight.transposed ? (exact ? upcast_kernel<true, true> : upcast_kernel<true, false>)
-                                        : (exact ? upcast_kernel<false, true> : upcast_kernel<false, false>);
-  launch(kernel, bands * to.across, wide(weight.transposed) * kThreads, stream, from, to);
+  return {from, to, 0};
+}
+
+}  // namespace
+
+void upcast(const Format& format, const std::vector<Upcast>& weights, Stream stream) {
+  const bool exact = format.exact_scales;
+  const bool grouped = is(format.block, 32, 32) && is(format.scale_group, kGroup, kGroup);
+  if (format.element != Element::kE2M1 || !(exact ? is(format.block, 16, 16) : grouped)) {
+    throw std::invalid_argument("only E2M1 codes whose scales come in groups, or are exact, are exact in FP8");
+  }
+  for (size_t first = 0; first < weights.size(); first += kMostMembers) {
+    const bool transposed = weights[first].transposed;
+    Members members{};
+    int64_t blocks = 0;
+    for (size_t i = first; i < weights.size() && i < first + kMostMembers; ++i) {
+      Member member = member_of(format, weights[i]);
+      member.first_block = static_cast<int32_t>(blocks);
+      blocks += static_cast<int64_t>((member.to.down + wide(transposed) - 1) / wide(transposed)) * member.to.across;
+      if (blocks > INT32_MAX) throw std::invalid_argument("more thread blocks than a launch can have");
+      members.members[members.count++] = member;
+    }
+    const auto kernel = transposed ? (exact ? upcast_kernel<true, true> : upcast_kernel<true, false>)
+                                   : (exact ? upcast_kernel<false, true> : upcast_kernel<false, false>);
+    launch(kernel, blocks, wide(transposed) * kThreads, stream, members);
+  }
 }
 
 }  // namespace zerocast::cuda

@@ -139,16 +139,15 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     assert graphs.kept() <= plain.kept()
     forward, backward = graphs.counts("forward"), graphs.counts("backward")
     opaque, plain_product = "zerocast.multiply.default", "aten._scaled_mm.default"
-    # The operands of exact nvfp4 are made inside the product.
-    is_operator = preference == "scaled_mm" and not get_format(fmt).is_exact_in_fp8
+    is_operator = preference == "scaled_mm"
     products = [
         plain_product if is_operator else opaque,
         plain_product if is_operator and on_demand else opaque,
     ]
     assert [forward[products[0]], backward[products[1]]] == [3, 3]
-    assert backward.pop("zerocast.columnwise_copy.default", 0) == 3 * (products[1] == plain_product), (
-        "made by its product"
-    )
+    made = [graph.pop("zerocast.operand.default", 0) for graph in (forward, backward)]
+    by_graph = [is_operator and get_format(fmt).is_exact_in_fp8, products[1] == plain_product]
+    assert made == [3 * is_made for is_made in by_graph], "else made by its product"
     ours = {name for name in forward | backward if name.startswith("zerocast")}
     assert ours <= {opaque}, "neither a dequantized nor a kept transposed weight is a value of a graph"
     if preference == "scaled_mm":

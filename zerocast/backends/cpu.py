@@ -5,14 +5,14 @@ This module converts tensors to addresses and values to plain data, as the table
 each stage.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, format_of, memories, memory
+from zerocast.backends.extension import DTYPES, format_of, memories, memory, nbytes
 from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)
@@ -57,27 +57,39 @@ roll_history = _stage("roll_history")
 transpose = _stage("transpose")
 
 
-_NO_SCALES: extension.Memories = [0], "float32", [0]
-
-
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """Bind the stage `transpose` for the one weight of a table, with few calls on the host."""
+    """Bind the stage `transpose` for the weights of a table, with few calls on the host."""
     plain, plain_table = format_of(fmt), memory(table)
 
-    def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
+    def run(
+        row_data: Sequence[Tensor], row_scales: Sequence[Tensor], data: Sequence[Tensor], scales: Sequence[Tensor]
+    ) -> None:
         # The extension reads the table by its address. This line keeps it for as long as `run`.
         assert table.is_cpu
-        row_scales = _NO_SCALES if row_scale is None else memories([row_scale])
-        column_scales = _NO_SCALES if scale is None else memories([scale])
-        row_codes = [row_data.data_ptr()], "uint8", [row_data.nbytes]
-        codes = [data.data_ptr()], "uint8", [data.nbytes]
-        _C.cpu.transpose(plain, plain_table, row_codes, row_scales, codes, column_scales, torch.get_num_threads())
+        # Codes may have an FP8 dtype. Their contiguity was checked.
+        row_codes = list(map(Tensor.data_ptr, row_data)), "uint8", list(map(nbytes, row_data))
+        codes = list(map(Tensor.data_ptr, data)), "uint8", list(map(nbytes, data))
+        all_scales = (memories(row_scales), memories(scales)) if scales else (_NOTHING, _NOTHING)
+        _C.cpu.transpose(plain, plain_table, row_codes, all_scales[0], codes, all_scales[1], torch.get_num_threads())
 
     return run
 
 
+_NOTHING: extension.Memories = [], "", []
+
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
+_upcast_together = extension.stage(_C.cpu, "upcast_together", (*extension.UPCAST_TOGETHER, "threads"))
+
+
+def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
+    """Run the stage `upcast` for several weights in one call (`ops.upcast_together`)."""
+    scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
+    sources = memories(data), memories(scale_inv), memories(amaxes)
+    targets = memories(codes), memories(group_scale_inv)
+    _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, torch.get_num_threads())
+
+
 adam_step = _stage("adam_step")
 adam_8bit = _stage("adam_8bit")
 adam_amax = _stage("adam_amax")

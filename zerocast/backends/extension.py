@@ -16,6 +16,9 @@ from zerocast.formats import FormatSpec
 Memory = tuple[int, str, int]
 Memories = tuple[list[int], str, list[int]]
 
+# The arguments of the stage upcast for several weights.
+UPCAST_TOGETHER = ("fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes", "group_scale_inv")
+
 # The names of all dtypes. The extension refuses those that it has no use for.
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -108,10 +111,10 @@ def memories(tensors: Sequence[Tensor]) -> Memories:
     dtypes = set(map(_dtype, tensors))
     if len(dtypes) > 1:
         raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, dtypes))}")
-    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtypes.pop()], list(map(_nbytes, tensors))
+    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtypes.pop()], list(map(nbytes, tensors))
 
 
-_nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")
+nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")
 _dtype: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 

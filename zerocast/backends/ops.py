@@ -8,7 +8,7 @@ plan is built and passed by name.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.backends import checks
 from zerocast.backends.descriptor import WIDTH, Column
-from zerocast.formats import get_format, layout
+from zerocast.formats import Block, get_format, layout
 
 LIBRARY = torch.library.Library("zerocast", "DEF")
 
@@ -211,25 +211,26 @@ class Stage:
         return call
 
 
-# Transposes one weight: (rowwise codes, their scales, columnwise codes, their scales). There are no
+# Transposes weights: (rowwise codes, their scales, columnwise codes, their scales). There are no
 # scales for a format with one scale per tensor.
-Transposer = Callable[[Tensor, Tensor | None, Tensor, Tensor | None], None]
+Transposer = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class _Transposition(NamedTuple):
-    """The transposition of weights of one format and shape.
+    """The transposition of weights of one format.
 
     Attributes:
-        run: transposes one weight.
+        run: transposes the weights.
         dtypes: the dtypes that the rowwise codes may have.
-        numel: the number of elements of the rowwise codes.
-        shape: the shape of the columnwise codes.
+        numel: the number of elements of the rowwise codes of the first weight.
+        made: (shape of the columnwise codes, that of their scales, the dtype of these) of each
+            weight.
     """
 
     run: Transposer
     dtypes: tuple[torch.dtype, ...]
     numel: int
-    shape: layout.Shape
+    made: list[tuple[layout.Shape, layout.Shape, torch.dtype]]
 
 
 def transposed_copy(
@@ -242,22 +243,43 @@ def transposed_copy(
     if get_format(format).block is None:
         data = transposed_codes(backend, format, row_data, rows, columns)
         return data, row_data.new_empty(0, dtype=torch.float32)
-    transposition = _transposition(backend, format, rows, columns, row_data.device)
     checks.check_direction(backend, format, row_data, row_scale, rows, columns)
-    data, scale = transposed_fake(backend, format, row_data, row_scale, rows, columns)
-    transposition.run(row_data, row_scale, data, scale)
-    return data, scale
+    assert row_scale is not None
+    (copy,) = transposed_together(backend, format, [row_data], [row_scale], ((rows, columns),))
+    return copy
 
 
 def transposed_codes(backend: str, format: str, row_data: Tensor, rows: int, columns: int) -> Tensor:
     """Make the columnwise codes of one weight with one scale per tensor, in the dtype of its
     rowwise codes.
     """
-    transposition = _transposition(backend, format, rows, columns, row_data.device)
+    transposition = _transposition(backend, format, ((rows, columns),), row_data.device)
     checks.check_plain("data", row_data, transposition.dtypes, transposition.numel, row_data.device)
-    data = row_data.new_empty(transposition.shape)
-    transposition.run(row_data, None, data, None)
+    ((shape, _, _),) = transposition.made
+    data = row_data.new_empty(shape)
+    transposition.run([row_data], [], [data], [])
     return data
+
+
+def transposed_together(
+    backend: str, format: str, row_data: Sequence[Tensor], row_scales: Sequence[Tensor], shapes: tuple[Block, ...]
+) -> list[tuple[Tensor, Tensor]]:
+    """Make the results of `transposed_copy` for weights of these `shapes`, by one call of the
+    stage. `row_scales` is not read if the format has one scale per tensor.
+
+    The caller has checked the tensors.
+    """
+    transposition = _transposition(backend, format, shapes, row_data[0].device)
+    data = [codes.new_empty(shape) for codes, (shape, _, _) in zip(row_data, transposition.made, strict=True)]
+    if get_format(format).block is None:
+        transposition.run(row_data, [], data, [])
+        nothing = row_data[0].new_empty(0, dtype=torch.float32)
+        return [(codes, nothing) for codes in data]
+    scales = [
+        codes.new_empty(shape, dtype=dtype) for codes, (_, shape, dtype) in zip(data, transposition.made, strict=True)
+    ]
+    transposition.run(row_data, row_scales, data, scales)
+    return list(zip(data, scales, strict=True))
 
 
 def transposed_fake(
@@ -278,30 +300,34 @@ def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Sha
 
 
 @functools.lru_cache(maxsize=1024)
-def _transposition(backend: str, format: str, rows: int, columns: int, device: torch.device) -> _Transposition:
-    """Bind the stage `transpose` for one weight whose offsets are all 0. A step calls it for every
-    weight and every input, so all that does not depend on addresses is made once.
+def _transposition(backend: str, format: str, shapes: tuple[Block, ...], device: torch.device) -> _Transposition:
+    """Bind the stage `transpose` for weights of these shapes, whose offsets are all 0. A step calls
+    it for every gather and every input, so all that does not depend on addresses is made once.
     """
     fmt = get_format(format)
     checks.check_serves("transpose", fmt)
     checks.check_backend(backend, device)
-    dtypes, numel, *_ = checks.sizes_of_direction(format, rows, columns, columnwise=False)
-    shape, _, _ = _columnwise_shapes(format, rows, columns)
-    row = [0] * WIDTH
-    row[Column.ROWS], row[Column.COLUMNS] = rows, columns
-    table = torch.tensor([row], dtype=torch.int64, device=device)
+    dtypes, numel, *_ = checks.sizes_of_direction(format, *shapes[0], columnwise=False)
+    made = [_columnwise_shapes(format, rows, columns) for rows, columns in shapes]
+    bases = [Column.ROW_DATA_BASE, Column.ROW_SCALE_BASE, Column.COLUMN_DATA_BASE, Column.COLUMN_SCALE_BASE]
+    table = torch.zeros(len(shapes), WIDTH, dtype=torch.int64)
+    table[:, [Column.ROWS, Column.COLUMNS]] = torch.tensor(shapes)
+    table[:, bases] = torch.arange(len(shapes)).unsqueeze(1)
+    table = table.to(device)
     bind = getattr(backends.load(backend), "bind_transpose", None)
     if bind is not None:
-        return _Transposition(bind(fmt, table), dtypes, numel, shape)
+        return _Transposition(bind(fmt, table), dtypes, numel, made)
     stage = _implementation("transpose", backend, format)
 
-    def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
-        row_scales = [] if row_scale is None else [row_scale.view(-1)]
-        column_scales = [table.new_empty(0, dtype=torch.float32) if scale is None else scale.view(-1)]
-        row_codes, codes = row_data.view(-1).view(torch.uint8), data.view(-1).view(torch.uint8)
-        stage(table, [row_codes], row_scales, [codes], column_scales)
+    def run(
+        row_data: Sequence[Tensor], row_scales: Sequence[Tensor], data: Sequence[Tensor], scales: Sequence[Tensor]
+    ) -> None:
+        row_codes, codes = ([one.view(-1).view(torch.uint8) for one in tensors] for tensors in (row_data, data))
+        # A stage takes the dtype from its bases.
+        column_scales = [scale.view(-1) for scale in scales] or [table.new_empty(0, dtype=torch.float32)]
+        stage(table, row_codes, [scale.view(-1) for scale in row_scales], codes, column_scales)
 
-    return _Transposition(run, dtypes, numel, shape)
+    return _Transposition(run, dtypes, numel, made)
 
 
 def dequantized(
@@ -358,12 +384,47 @@ def upcast_codes(
         raise ValueError(f"{format} is not exact in FP8, so it has no upcast")
     checks.check_direction(backend, format, data, scale_inv, rows, columns)
     checks.check_amax(format, amax, data.device)
-    codes, group_scale_inv = _upcast_fake(backend, format, data, scale_inv, amax, rows, columns, transposed)
+    codes, group_scale_inv = upcast_fake(format, data, rows, columns, transposed)
     _implementation("upcast", backend, format)(data, scale_inv, amax, rows, columns, transposed, codes, group_scale_inv)
     return codes, group_scale_inv
 
 
-def _upcast_fake(
+def upcast_together(
+    backend: str,
+    format: str,
+    data: Sequence[Tensor],
+    scale_inv: Sequence[Tensor],
+    amaxes: Sequence[Tensor],
+    shapes: tuple[Block, ...],
+    transposed: bool,
+) -> list[tuple[Tensor, Tensor]]:
+    """Make the results of `upcast_codes` for weights of these `shapes`, by one call of the backend
+    if it has one for several weights. `amaxes` is empty if the format decodes without.
+
+    The caller has checked the tensors.
+    """
+    made = [
+        upcast_fake(format, codes, rows, columns, transposed)
+        for codes, (rows, columns) in zip(data, shapes, strict=True)
+    ]
+    codes, group_scale_inv = zip(*made, strict=True)
+    together = getattr(backends.load(backend), "upcast_together", None)
+    if together is not None:
+        together(get_format(format), data, scale_inv, amaxes, shapes, transposed, codes, group_scale_inv)
+        return made
+    upcast_one = _implementation("upcast", backend, format)
+    for i, shape in enumerate(shapes):
+        upcast_one(data[i], scale_inv[i], amaxes[i] if amaxes else None, *shape, transposed, *made[i])
+    return made
+
+
+def upcast_fake(format: str, data: Tensor, rows: int, columns: int, transposed: bool) -> tuple[Tensor, Tensor]:
+    """Allocate the results of `upcast_codes`."""
+    codes_shape, scales_shape = _upcast_shapes(format, rows, columns, transposed)
+    return data.new_empty(codes_shape), data.new_empty(scales_shape, dtype=torch.float32)
+
+
+def _upcast_op_fake(
     backend: str,
     format: str,
     data: Tensor,
@@ -373,9 +434,14 @@ def _upcast_fake(
     columns: int,
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:
+    return upcast_fake(format, data, rows, columns, transposed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _upcast_shapes(format: str, rows: int, columns: int, transposed: bool) -> tuple[layout.Shape, layout.Shape]:
     shape = (columns, rows) if transposed else (rows, columns)
     codes, scales = layout.upcast_operand(get_format(format), *shape)
-    return data.new_empty(codes.shape), data.new_empty(scales.shape, dtype=scales.dtype)
+    return codes.shape, scales.shape
 
 
 def _writes_only(*args: object, **arguments: object) -> None:
@@ -423,5 +489,5 @@ upcast = define(
     "(str backend, str format, Tensor data, Tensor scale_inv, Tensor? amax, int rows, int columns, bool transposed) "
     "-> (Tensor, Tensor)",
     upcast_codes,
-    _upcast_fake,
+    _upcast_op_fake,
 )

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
@@ -184,25 +185,72 @@ class GatheredByGroup(FSDPParam):
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """The flat tensors that this rank sends."""
-        # FSDP2 gathers a parameter that something has replaced by a plain one.
-        weight = getattr(_local_tensor(self), "weight", None) if "_unsharded_param" in self.__dict__ else None
-        inputs: list[Tensor] = super().all_gather_inputs if weight is None else weight.send(self.device)
-        return inputs
+        try:
+            _, weight = _gathered_before(self)
+        except AttributeError:
+            inputs: list[Tensor] = super().all_gather_inputs
+            return inputs
+        if weight.place == 0:
+            weight.begin_gather(self.device)
+        return weight.group.take(weight.place)  # type: ignore[no-any-return]
 
     def init_unsharded_param(self) -> None:
         """Called for each weight in turn, once those of all were gathered."""
-        weight = getattr(_local_tensor(self), "weight", None) if "_unsharded_param" in self.__dict__ else None
-        if weight is None:
+        try:
+            _, weight = _gathered_before(self)
+        except AttributeError:
             super().init_unsharded_param()  # type: ignore[no-untyped-call]
-        elif weight.place == 0:
+            return
+        if weight.place == 0:
             for tensor in self._unsharded_inner_tensors:
                 alloc_storage(tensor)
             weight.receive_group()
 
 
+# (the gathered parameter, the weight) of an FSDPParam. AttributeError before the first gather, and
+# for a parameter that something has replaced by a plain one, which FSDP2 gathers as such.
+_gathered_before = operator.attrgetter("_unsharded_param", "sharded_param._local_tensor.weight")
+
+
 def gather_by_group(param: Any) -> None:
     """Let the weight of an FSDPParam make and take the bytes of its gathers after the first."""
     param.__class__ = GatheredByGroup
+
+
+class GroupOfWeights(FSDPParamGroup):
+    """An FSDPParamGroup of prepared weights. It tells `weights`, a reference to their ParamGroup,
+    when products of theirs have ended.
+
+    FSDP2 asks gathered parameters for their gradients, which goes through the override of functions
+    of torch for each of them. They have none that matters here.
+    """
+
+    weights: Callable[[], Any]
+
+    def _to_sharded(self) -> None:
+        super()._to_sharded()  # type: ignore[no-untyped-call]
+        self._end_round()
+
+    def _to_unsharded(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            super()._to_unsharded()  # type: ignore[no-untyped-call]
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce gradients, and shard the parameters unless they stay gathered."""
+        with torch._C.DisableTorchFunctionSubclass():
+            super().post_backward(*unused)
+        self._end_round()
+
+    def _end_round(self) -> None:
+        weights = self.weights()
+        if weights is not None:
+            weights.end_round()
+
+
+def tell_group(group: Any, weights: Any) -> None:
+    """Let an FSDPParamGroup tell `weights` (GroupOfWeights)."""
+    group.__class__ = GroupOfWeights
+    group.weights = weakref.ref(weights)
 
 
 def forget_gathered(param: Any) -> None:

@@ -31,6 +31,7 @@ from zerocast.fsdp2.wire import (
     ShardGeometry,
     header_of,
 )
+from zerocast.weight.gathered_operands import GatheredOperands
 from zerocast.weight.validity import Validity, gathered
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
@@ -378,9 +379,13 @@ class FSDPWeight:
     def send(self, device: torch.device) -> list[Tensor]:
         """FSDP2 begins a gather: return the bytes of this rank, flat, on `device`."""
         if self.place == 0:
-            self.host.before_gather()
-            self.group.begin_gather(self.host.plan.generation, device)
+            self.begin_gather(device)
         return self.group.take(self.place)
+
+    def begin_gather(self, device: torch.device) -> None:
+        """Called with the first weight of a gather, before any is taken."""
+        self.host.before_gather()
+        self.group.begin_gather(self.host.plan.generation, device)
 
     def receive(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """FSDP2 has gathered `outputs` for the first time: return (the weight as its module sees
@@ -388,6 +393,7 @@ class FSDPWeight:
         """
         buffers, inner = self.group.lay_in(self.place, outputs)
         self._lay_in(buffers)
+        self.group.was_laid_in(self.place)
         if self.place == 0:
             self.receive_group()
         assert self.unsharded is not None
@@ -456,13 +462,14 @@ def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
     if plan.problem is not None:
         return [ShardStatus.REFUSED] * len(weights)
     written = plan.addresses.written([weight.name for weight in weights])
-    statuses = []
     for weight in weights:
         if weight.name in written:
             weight.mark_written()
-        clean = weight.status_after_cast
-        statuses.append(ShardStatus.WRITTEN if weight.is_written and clean == ShardStatus.CLEAN else clean)
-    return statuses
+    return [
+        ShardStatus.WRITTEN if weight.is_written and clean == ShardStatus.CLEAN else clean
+        for weight in weights
+        for clean in [weight.status_after_cast]
+    ]
 
 
 class ParamGroup:
@@ -488,6 +495,7 @@ class ParamGroup:
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
         """Gather these weights, each with its FSDPParam, from now on."""
         self._group: Callable[[], Any] = weakref.ref(group)
+        torch_fsdp.tell_group(group, self)
         self._status = status
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
@@ -505,6 +513,9 @@ class ParamGroup:
         self._statuses_after = -1
         # What the gather that begins sends of each weight, until FSDP2 has taken it.
         self._outgoing: list[list[Tensor]] = []
+        # What products read in place of gathered codes. None before the first gather, and after a
+        # switch of formats until the next one.
+        self._operands: list[GatheredOperands] = []
         self.side: GatheredSide | None = None
 
     @property
@@ -603,6 +614,7 @@ class ParamGroup:
             if dtype != nominal:
                 raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
         self.side.fill()
+        self.end_round()
         self.received += 1
         gathered([weight.validity for weight in weights])
         for weight in weights:
@@ -623,9 +635,21 @@ class ParamGroup:
         scales = self.side.scalars[place] | self.side.buffers[place]
         return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
 
+    def was_laid_in(self, place: int) -> None:
+        """The weight at `place` is over the memory of its gathers from now on."""
+        if place == self._last_place:
+            unsharded = [weight.unsharded for weight in self.weights]
+            self._operands = GatheredOperands.of([weight.state for weight in unsharded if weight is not None])
+
+    def end_round(self) -> None:
+        """Free operands that no product has asked for (`GatheredOperands.end_round`)."""
+        for operands in self._operands:
+            operands.end_round()
+
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
         """Cast some of its weights, by name, into other formats from now on."""
         self.side = None
+        self._operands = []
         for weight in self.weights:
             weight.convert(formats.get(weight.name, weight.format))
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from zerocast import backends, gemm
 from zerocast.backends import ops
+from zerocast.formats import get_format
 from zerocast.weight import grouped
+from zerocast.weight.gathered_operands import gathered_operand
 from zerocast.weight.stored import StoredWeight
 
 # The schema of `QuantizedWeight.as_arguments()`, from which an op makes a `StoredWeight`.
@@ -49,18 +51,41 @@ def _multiply_fake(
     return operands[0].new_empty((*operands[0].shape[:-1], shape[columnwise != transposed]), dtype=dtype)
 
 
-def _columnwise_copy(
-    fmt: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int, after: Tensor
+def _operand(
+    fmt: str,
+    row_data: Tensor,
+    row_scale: Tensor | None,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    columnwise: bool,
+    after: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    # `after` is not read. It makes the copy depend on the output gradient, so that a partitioner
-    # cannot put the copy into the forward graph and save it (`QuantizedWeight.direction_in_graph`).
+    # `after` is not read. It makes the operand depend on the other one, so that a partitioner
+    # cannot put a columnwise copy into the forward graph and save it
+    # (`QuantizedWeight.direction_in_graph`).
+    made = gathered_operand(row_data, columnwise)
+    if made is not None:
+        return made
     backend = backends.choose(row_data.device)
+    if get_format(fmt).is_exact_in_fp8:
+        assert row_scale is not None
+        return ops.upcast_codes(backend, fmt, row_data, row_scale, amax, rows, columns, columnwise)
     return ops.transposed_copy(backend, fmt, row_data, row_scale, rows, columns)
 
 
-def _columnwise_copy_fake(
-    fmt: str, row_data: Tensor, row_scale: Tensor | None, rows: int, columns: int, after: Tensor
+def _operand_fake(
+    fmt: str,
+    row_data: Tensor,
+    row_scale: Tensor | None,
+    amax: Tensor | None,
+    rows: int,
+    columns: int,
+    columnwise: bool,
+    after: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    if get_format(fmt).is_exact_in_fp8:
+        return ops.upcast_fake(fmt, row_data, rows, columns, columnwise)
     return ops.transposed_fake("", fmt, row_data, row_scale, rows, columns)
 
 
@@ -87,10 +112,11 @@ ops.define(
     _multiply_fake,
 )
 ops.define(
-    "columnwise_copy",
-    "(str format, Tensor row_data, Tensor? row_scale, int rows, int columns, Tensor after) -> (Tensor, Tensor)",
-    _columnwise_copy,
-    _columnwise_copy_fake,
+    "operand",
+    "(str format, Tensor row_data, Tensor? row_scale, Tensor? amax, int rows, int columns, bool columnwise, Tensor after) "
+    "-> (Tensor, Tensor)",
+    _operand,
+    _operand_fake,
 )
 ops.define(
     "weight_gradient",

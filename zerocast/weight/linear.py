@@ -112,11 +112,9 @@ def _multiplied(
     if not operands:
         return x.new_empty(shape)
     options = columnwise, transposed, bias, x.dtype
-    # An operand that is made for one product is made inside our op, where no graph can keep it.
-    is_operator = path in gemm.OPERATORS and not weight.format.is_exact_in_fp8
     if not weight.is_traced:
         y = gemm.PATHS[path].multiply(operands, weight, *options)
-    elif is_operator and (direction := weight.direction_in_graph(columnwise, after=operands[0])):
+    elif path in gemm.OPERATORS and (direction := weight.direction_in_graph(columnwise, after=operands[0])):
         # torch's own operator stays visible in the graph, which costs less host time than our op.
         y = gemm.OPERATORS[path].multiply_codes(operands, direction, weight.format, columnwise, bias, x.dtype)
     else:

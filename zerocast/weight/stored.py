@@ -15,6 +15,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.backends import ops
 from zerocast.formats import Block, Columnwise, FormatSpec, get_format, layout
+from zerocast.weight.gathered_operands import gathered_operand
 
 
 class WeightReader:
@@ -51,8 +52,11 @@ class WeightReader:
         if not (columnwise and self.makes_columnwise):
             return self.stored(columnwise)
         data, scale_inv = self.stored(columnwise=False)
-        key, backend = str(self.format), backends.choose(data.device)
-        made_data, made_scale_inv = self._transposed(backend, key, data, scale_inv, *self.matrix_shape)
+        made = None if self.format.is_exact_in_fp8 else gathered_operand(data, columnwise)
+        if made is None:
+            key, backend = str(self.format), backends.choose(data.device)
+            made = self._transposed(backend, key, data, scale_inv, *self.matrix_shape)
+        made_data, made_scale_inv = made
         # Only block scales are transposed. A scale per tensor stays as it is.
         return made_data, made_scale_inv if self.format.block else scale_inv
 
@@ -82,6 +86,8 @@ class WeightReader:
         # none is kept, the upcast itself transposes the rowwise codes.
         from_copy = columnwise and not self.makes_columnwise
         data, scale_inv = self.direction(columnwise=from_copy)
+        if not from_copy and (made := gathered_operand(data, columnwise)) is not None:
+            return made
         shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
         key, backend = str(self.format), backends.choose(data.device)
         return self._upcast(backend, key, data, scale_inv, self.amax, *shape, columnwise and not from_copy)

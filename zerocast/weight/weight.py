@@ -161,21 +161,23 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return self.state.cached_per_cast(name, make)
 
     def direction_in_graph(self, columnwise: bool, after: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """(data, scale_inv) of one direction as values of a graph; None for a columnwise copy that
-        is kept, since the graph would save a view of it for the backward pass.
+        """(data, scale_inv) of one direction as values of a graph, in FP8 for formats that are
+        exact there; None for a columnwise copy that is kept, since the graph would save a view of
+        it for the backward pass.
 
-        `after` is an operand of the product. A copy that is made on demand takes it as an input, so
-        that it cannot be made before the operand exists. Otherwise the forward graph would make the
-        copy of the backward pass and save it.
+        `after` is the other operand of the product. What is made on demand takes it as an input, so
+        that it cannot be made before. Otherwise the forward graph would make the copy of the
+        backward pass and save it.
         """
         # No check here: the graph gets its buffers through `readable_rowwise_data`, which checks.
         data, row_scale = self.state.rowwise_data, self.state.buffers["rowwise_scale_inv"]
-        if not columnwise:
+        if not columnwise and not self.format.is_exact_in_fp8:
             return data, row_scale
-        if not self.makes_columnwise:
+        if columnwise and not self.makes_columnwise:
             return None
-        key = str(self.format)
-        made_data, made_scale = torch.ops.zerocast.columnwise_copy(key, data, row_scale, *self.matrix_shape, after)
+        made_data, made_scale = torch.ops.zerocast.operand(
+            str(self.format), data, row_scale, self.amax, *self.matrix_shape, columnwise, after
+        )
         # Only block scales are transposed. A scale per tensor stays as it is.
         return made_data, made_scale if self.format.block else row_scale
 

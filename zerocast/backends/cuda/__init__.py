@@ -16,7 +16,7 @@ from zerocast.backends import extension, ops
 from zerocast.backends.cuda.launch import StandIns as StandIns
 from zerocast.backends.cuda.launch import (
     addresses,
-    one_or_more,
+    few_or_many,
     partial_amaxes,
     piece_work,
     segment_work,
@@ -99,28 +99,35 @@ compute_scales = _stage("compute_scales", {"work": _work("scales"), "partial": _
 partial_cast = _stage("partial_cast", {"work": _work("cast")})
 roll_history = _stage("roll_history", {"work": _work("weights")})
 transpose = _stage(
-    "transpose", {"data_work": _work("transpose"), "scale_work": _work("transpose_scales")}, bases=one_or_more
+    "transpose", {"data_work": _work("transpose"), "scale_work": _work("transpose_scales")}, bases=few_or_many
 )
 
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """Bind the stage `transpose` for the one weight of a table, with few calls on the host."""
+    """Bind the stage `transpose` for the weights of a table, with few calls on the host."""
     entry, plain = _C.cuda.transpose, format_of(fmt)
-    only = int(_C.cuda.ONLY_BASE)
     works = work("transpose", fmt, table), work("transpose_scales", fmt, table)
 
-    def run(row_data: Tensor, row_scale: Tensor | None, data: Tensor, scale: Tensor | None) -> None:
-        row_scales = only if row_scale is None else row_scale.data_ptr() | only
-        column_scales = only if scale is None else scale.data_ptr() | only
-        bases = row_data.data_ptr() | only, row_scales, data.data_ptr() | only, column_scales
+    def run(*bases: Sequence[Tensor]) -> None:
         # The table is read by the kernel, so this function keeps it.
-        entry(plain, *bases, *works, stream_of(table))
+        entry(plain, *map(few_or_many, bases), *works, stream_of(table))
 
     return run
 
 
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
+_upcast_together = extension.stage(_C.cuda, "upcast_together", (*extension.UPCAST_TOGETHER, "stream"))
+
+
+def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
+    """Run the stage `upcast` for several weights in one launch (`ops.upcast_together`)."""
+    scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
+    sources = memories(data), memories(scale_inv), memories(amaxes)
+    targets = memories(codes), memories(group_scale_inv)
+    _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, stream_of(data[0]))
+
+
 adam_step = _stage("adam_step")
 adam_8bit = _stage("adam_8bit", segments=piece_work)
 adam_amax = _stage("adam_amax", {"work": _work("amax")})

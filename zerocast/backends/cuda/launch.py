@@ -72,15 +72,14 @@ class StandIns:
         self._addresses.copy_(on_host, non_blocking=True)
 
 
-def one_or_more(tensors: Sequence[Tensor]) -> int:
-    """Like `addresses`, but for a single tensor its own address, marked with ONLY_BASE.
+def few_or_many(tensors: Sequence[Tensor]) -> list[int] | int:
+    """The addresses of few tensors, which a kernel takes as arguments; of many, `addresses`.
 
-    A single tensor may be temporary, so an array that is stored on it would be copied to the device
-    again for each call.
+    Few tensors may be temporary. An array that is stored on one of them would be copied to the
+    device again for each call.
     """
-    if len(tensors) != 1:
-        return addresses(tensors)
-    return tensors[0].data_ptr() | int(_C.cuda.ONLY_BASE)
+    few = len(tensors) <= _C.cuda.FEW_BASES
+    return list(map(Tensor.data_ptr, tensors)) if few else addresses(tensors)
 
 
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:

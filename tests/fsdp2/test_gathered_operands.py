@@ -1,0 +1,148 @@
+"""What products read in place of gathered codes is made by one launch for all weights of a gather, and gone with the codes."""
+
+import gc
+import sys
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import checkpoint
+
+from tests.fsdp2 import models
+from tests.workers import Ranks
+from zerocast import gemm
+from zerocast.weight.gathered_operands import GatheredOperands
+
+BLOCKS = 2
+WIDTH = 64
+EXACT = "nvfp4:exact_in_fp8"
+# The calls of the extension that make operands of weights, not those of inputs, in a forward and a backward pass over a gather.
+LAUNCHES = {"fp8_current": {"transpose": 1}, EXACT: {"upcast_together": 2}}
+
+
+def built(fmt: str, *, compiled: bool, reshard: bool = True) -> Any:
+    """A sharded model of blocks of two weights each."""
+    torch._dynamo.reset()
+    model: Any = models.Net((fmt,) * BLOCKS, WIDTH, 96)
+    if compiled:
+        for block in model.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+    return models.sharded(model, reshard_after_forward=reshard)
+
+
+def run(model: Any) -> None:
+    """A forward and a backward pass."""
+    model(models.batch(0, WIDTH, rows=32).requires_grad_()).float().square().mean().backward()
+
+
+def gradients(model: Any) -> list[Tensor]:
+    """Those of one batch."""
+    run(model)
+    found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def left(model: Any) -> int:
+    """Operands that nobody has asked for, of all groups."""
+    gc.collect()
+    of_groups = [operands for group in models.manager(model).plan.param_groups.prepared for operands in group._operands]
+    assert len(of_groups) == BLOCKS and all(isinstance(operands, GatheredOperands) for operands in of_groups)
+    return sum(len(of_direction.made) for operands in of_groups for of_direction in operands._rounds.values())
+
+
+def launches_of(model: Any) -> tuple[Counter[str], list[Tensor]]:
+    """The calls of the extension that make operands in a forward and a backward pass, and the gradients."""
+    counts: Counter[str] = Counter()
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        name = getattr(argument, "__name__", "")
+        if event == "c_call" and name in ("transpose", "upcast", "upcast_together"):
+            counts[name] += frame.f_code.co_filename.endswith("backends/cpu.py")
+
+    sys.setprofile(note)
+    try:
+        found = gradients(model)
+    finally:
+        sys.setprofile(None)
+    return +counts, found
+
+
+def passes(fmt: str, compiled: bool, reshard: bool) -> tuple[list[dict[str, int]], bool, int]:
+    """The launches of each of three passes, whether all have the same gradients, and the operands that are left."""
+    model = built(fmt, compiled=compiled, reshard=reshard)
+    with gemm.use("scaled_mm"):
+        results = [launches_of(model) for _ in range(3)]
+    first, *others = [found for _, found in results]
+    are_equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    return [dict(counts) for counts, _ in results], are_equal, left(model)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "compiled", "reshard"),
+    [
+        ("fp8_current", True, True),
+        models.slow("fp8_current", True, False),
+        models.slow("fp8_current", False, True),
+        models.slow(EXACT, True, True),
+        (EXACT, True, False),
+        (EXACT, False, True),
+    ],
+)
+def test_one_launch_serves_the_weights_of_a_gather(ranks: Ranks, fmt: str, compiled: bool, reshard: bool) -> None:
+    """From the second pass on; the first, whose gradients are the same, finds out which weights are asked for."""
+    for (_, *later), are_equal, operands in ranks(2)(passes, fmt, compiled, reshard):
+        assert later == 2 * [{name: count * BLOCKS for name, count in LAUNCHES[fmt].items()}]
+        assert are_equal
+        assert operands == 0
+
+
+def micro_batches() -> tuple[dict[str, int], int]:
+    """The launches of the last of three micro-batches over one gather, and the operands that are left."""
+    model = built(EXACT, compiled=True, reshard=False)
+    with gemm.use("scaled_mm"):
+        for is_last in (False, False, True):
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(is_last)
+                    module.set_reshard_after_backward(is_last)
+            if not is_last:
+                run(model)
+        return dict(launches_of(model)[0]), left(model)
+
+
+def test_micro_batches_over_one_gather_take_a_launch_each(ranks: Ranks) -> None:
+    assert ranks(2)(micro_batches) == [({"upcast_together": 2 * BLOCKS}, 0)] * 2
+
+
+def changing(recomputed: bool) -> tuple[bool, int]:
+    """Whether later gradients are those of a new model after masters were written to, and what is left where a pass asks for
+    fewer weights than the one before.
+    """
+    model, other = (built(EXACT, compiled=False) for _ in range(2))
+    if recomputed:
+        for block in model.blocks:
+            plain = block.forward
+            block.forward = lambda *args, plain=plain: checkpoint(plain, *args, use_reentrant=False)
+    with gemm.use("scaled_mm"), torch.no_grad():
+        for _ in range(2):
+            with torch.enable_grad():
+                gradients(model)
+        for changed in (model, other):
+            for parameter in changed.parameters():
+                parameter.mul_(1.5)
+        with torch.enable_grad():
+            found, expected = gradients(model), gradients(other)
+            are_equal = all(map(torch.equal, found, expected))
+            # The input of a frozen layer asks for no gradient where nothing before it is trained.
+            model.blocks[0].requires_grad_(False)
+            model(models.batch(0, WIDTH, rows=32)).float().square().mean().backward()
+    return are_equal, left(model)
+
+
+@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_operands_are_those_of_the_last_gather(ranks: Ranks, recomputed: bool) -> None:
+    assert ranks(2)(changing, recomputed) == [(True, 0), (True, 0)]

@@ -1,0 +1,179 @@
+"""GatheredOperands: what products read in place of the codes of weights that are gathered together,
+made for all of them by one launch.
+
+These are columnwise copies, and the operands in FP8 of formats that are exact there. A product
+needs its own for as long as it runs. Made one by one they cost a step's host a call and a GPU a
+launch for each weight. So the first product that asks has all of them made, for the weights that
+were asked for last time. Each is given away once, to a product that then owns it alone: a compiled
+graph may write into it. They take at most the memory of one gather's weights, and never outlive the
+gathered codes (`end_round`).
+
+A product finds them by the storage of the codes that it reads. A compiled graph has nothing else:
+it passes plain tensors, and weights of equal layers share a graph.
+"""
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerocast import backends
+from zerocast.backends import ops
+from zerocast.formats import Block, Columnwise, FormatSpec
+from zerocast.formats.memory import check_storage
+from zerocast.weight.state import WeightState
+
+# (codes, scales): of a weight with one scale per tensor that serves both directions, no scales.
+Operand = tuple[Tensor, Tensor]
+
+# The attribute of the storage of gathered codes: (reference to GatheredOperands, place).
+_ATTRIBUTE = "zerocast_operands"
+# `type(None)` is called like a reference to nothing.
+_NOT_GATHERED: "tuple[Callable[[], GatheredOperands | None], int]" = type(None), 0
+# The number of the current stream of a device, without a Stream object.
+_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+
+
+def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
+    """The operand of one direction of the weight whose rowwise codes are `data`; None if it is not
+    gathered together with others.
+    """
+    reference, place = getattr(data.untyped_storage(), _ATTRIBUTE, _NOT_GATHERED)
+    operands = reference()
+    return None if operands is None else operands.take(place, columnwise)
+
+
+class _Launch(NamedTuple):
+    """What a launch for some of the weights reads, parallel lists.
+
+    Attributes:
+        ends: the byte in its storage at which each of `data` and of `scale_inv` ends.
+    """
+
+    data: list[Tensor]
+    scale_inv: list[Tensor]
+    amaxes: list[Tensor]
+    shapes: tuple[Block, ...]
+    ends: list[Any]
+
+    def check_memory(self) -> None:
+        """ValueError if some memory was freed. A launch for one weight reads those of others."""
+        tensors = self.data + self.scale_inv
+        sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
+        if any(map(operator.lt, sizes, self.ends)):
+            for tensor in tensors:
+                check_storage("a gathered buffer", tensor)
+
+
+class _Round:
+    """The operands of one direction in one pass over the weights.
+
+    Attributes:
+        asked: the places that were asked for in this round, and those in `made`.
+        made: the operands that no product has asked for yet, by place.
+        last_asked: the places that were asked for in the last round that asked for any.
+        stream: the CUDA stream that wrote `made`. Another one must not read them.
+    """
+
+    def __init__(self) -> None:
+        self.asked: set[int] = set()
+        self.made: dict[int, Operand] = {}
+        self.last_asked: set[int] = set()
+        self.stream: object = None
+
+    def wanted(self, place: int) -> tuple[int, ...]:
+        """The places to make operands for, where none is there for `place`: in a round that has
+        begun that alone, such as one that is read twice.
+        """
+        wanted = {place} if self.asked else {place, *self.last_asked}
+        self.asked |= wanted
+        return tuple(sorted(wanted))
+
+    def end(self) -> None:
+        """Free the operands that no product has asked for."""
+        self.last_asked = self.asked - self.made.keys()
+        self.asked = set()
+        self.made.clear()
+
+
+class GatheredOperands:
+    """The operands of weights of one format that are gathered together, into the same storage each
+    time.
+
+    Args:
+        states: the weights. Their rowwise codes have storages of their own, as long as this lives.
+    """
+
+    def __init__(self, fmt: FormatSpec, states: Sequence[WeightState]) -> None:
+        self._format = fmt
+        self._states = states
+        self._device = states[0].rowwise_data.device
+        self._rounds = {False: _Round(), True: _Round()}
+        self._launches: dict[tuple[int, ...], _Launch] = {}
+        # Kept, since an attribute lives on the Python object of a storage.
+        self._storages: list[Any] = [state.rowwise_data.untyped_storage() for state in states]
+        for place, storage in enumerate(self._storages):
+            setattr(storage, _ATTRIBUTE, (weakref.ref(self), place))
+
+    @staticmethod
+    def of(states: Sequence[WeightState]) -> "list[GatheredOperands]":
+        """Those of the weights of each format, without formats whose products read gathered codes
+        alone.
+        """
+        by_format: dict[FormatSpec, list[WeightState]] = {}
+        for state in states:
+            if state.format.is_exact_in_fp8 or state.format.columnwise is Columnwise.TRANSPOSE:
+                by_format.setdefault(state.format, []).append(state)
+        return [GatheredOperands(fmt, of_format) for fmt, of_format in by_format.items()]
+
+    def take(self, place: int, columnwise: bool) -> Operand:
+        """The operand of a weight, which belongs to the caller."""
+        of_direction = self._rounds[columnwise]
+        if self._device.type == "cuda":
+            stream = _current_stream(self._device.index), torch.cuda.is_current_stream_capturing()
+            if stream != of_direction.stream:
+                if of_direction.asked:
+                    of_direction.end()
+                of_direction.stream = stream
+        operand = of_direction.made.pop(place, None)
+        if operand is None:
+            places = of_direction.wanted(place)
+            of_direction.made.update(zip(places, self._make(places, columnwise), strict=True))
+            operand = of_direction.made.pop(place)
+        return operand
+
+    def end_round(self) -> None:
+        """Free what no product has asked for: the weights were gathered again, their codes are
+        freed, or a backward pass over them has ended.
+        """
+        for of_direction in self._rounds.values():
+            if of_direction.asked:
+                of_direction.end()
+
+    def _make(self, places: tuple[int, ...], columnwise: bool) -> list[Operand]:
+        launch = self._launches.get(places)
+        if launch is None:
+            launch = self._launches[places] = self._launch(places)
+        launch.check_memory()
+        data, scale_inv, amaxes, shapes, _ = launch
+        backend, key = backends.choose(self._device), str(self._format)
+        if self._format.is_exact_in_fp8:
+            return ops.upcast_together(backend, key, data, scale_inv, amaxes, shapes, columnwise)
+        assert columnwise
+        return ops.transposed_together(backend, key, data, scale_inv, shapes)
+
+    def _launch(self, places: Sequence[int]) -> _Launch:
+        states = [self._states[place] for place in places]
+        data = [state.rowwise_data for state in states]
+        scale_inv, amaxes = (
+            [buffer for state in states if (buffer := state.buffers[name]) is not None]
+            for name in ("rowwise_scale_inv", "amax")
+        )
+        tensors = data + scale_inv
+        ends = [(tensor.storage_offset() + tensor.numel()) * tensor.itemsize for tensor in tensors]
+        if not self._format.exact_scales:
+            amaxes = []
+        return _Launch(data, scale_inv, amaxes, tuple(state.matrix_shape for state in states), ends)
