@@ -35,14 +35,14 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
     name, an option that this format does not have, or a value outside its range, TypeError for an
     option of another type.
     """
+    if type(name) is str and not options:  # as every product asks
+        return _build(name, ())
     if isinstance(name, FormatSpec):
         if options:
             raise TypeError(f"options {sorted(options)} go with a format name, got the format {name}")
         return name
     if not isinstance(name, str):
         raise TypeError(f"a format is a name or a FormatSpec, got {name!r}")
-    if not options:
-        return _build(name, ())
     # The types are a part of the key of the cache. Without them True would hit the entry of 1, and
     # a wrong type would not raise.
     return _build(name, tuple(sorted((option, type(value), value) for option, value in options.items())))

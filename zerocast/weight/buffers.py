@@ -38,7 +38,9 @@ class WeightBuffers(Tensor):
         """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for
         identity. Waits for a gather in flight, which may bring them.
         """
-        self.wait()
+        # Compiled functions read it twice at every call.
+        if self.state.validity.finish is not None:
+            self.wait()
         return self.state.buffers["rowwise_scale_inv"]
 
     @property

@@ -190,6 +190,15 @@ class Validity:
             if look is not None:
                 look(use)
 
+    @property
+    def is_quiet(self) -> bool:
+        """True if `check` has nothing to refuse, and nothing to look at, before a READ of a weight
+        that these casts write. A step reads every weight several times, so this calls nothing.
+        """
+        writing = self._writing
+        is_idle = writing.thread is None and writing.broke_off is None and self.finish is None
+        return is_idle and self.casts > 0 and self.has_masters and not self._looks[Use.READ] and not _debug_hooks
+
     def ask_before(self, look: Callable[[Use], None], *uses: Use) -> None:
         """Let `look`, a method that raises where something is wrong, precede these uses, as long as
         its object lives.

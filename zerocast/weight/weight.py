@@ -191,10 +191,16 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @property
     def readable_rowwise_data(self) -> Tensor:
-        """The rowwise data, checked. A compiled function reads this attribute at every call."""
-        self.check(Use.READ)
-        self.wait()
-        return self.state.rowwise_data
+        """The rowwise data, checked. A compiled function reads this attribute twice at every call,
+        in its guards and for the graph.
+        """
+        state = self.state
+        if not (state.is_cast and state.validity.is_quiet):
+            self.check(Use.READ)
+            self.wait()
+        data = state.buffers["rowwise_data"]
+        assert data is not None
+        return data
 
     @property
     def readable_columnwise_data(self) -> Tensor | None:
