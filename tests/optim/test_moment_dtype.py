@@ -75,18 +75,20 @@ def test_a_state_in_memory_loads_into_either():
 CUT = (Spec("wide", (24, 200), dtype=BF16), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,), dtype=FP32))
 EIGHT_BITS = Run(specs=CUT, options=(ADAM,), config=EIGHT_BIT_MOMENTS, assign=True)
 
+COMPACT = dataclasses.replace(EIGHT_BITS, config=dataclasses.replace(EIGHT_BIT_MOMENTS, state="compact"))
 
-def saved_after(path: str, steps: int) -> dict[str, Any]:
+
+def saved_after(path: str, steps: int, run: Run) -> dict[str, Any]:
     """Train and save; what a rank holds."""
-    trainer = Trainer(EIGHT_BITS)
+    trainer = Trainer(run)
     trainer.train(range(steps))
     optim.save(trainer.optimizer, path)
     return snapshot(trainer)
 
 
-def saved_again(path: str, again: str) -> None:
+def saved_again(path: str, again: str, run: Run) -> None:
     """Load over a step of another run, load what that is once more from memory, and save."""
-    trainer = Trainer(EIGHT_BITS)
+    trainer = Trainer(run)
     trainer.step(0)
     optim.load(trainer.optimizer, path)
     before = snapshot(trainer)
@@ -117,13 +119,59 @@ def cut_groups() -> int:
     return len(Trainer(EIGHT_BITS).optimizer._masters.eight_bit.cut_groups)
 
 
+@pytest.mark.parametrize("run", [EIGHT_BITS, COMPACT], ids=["FP32", "compact"])
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
-def test_moments_in_8_bits_load_on_other_ranks(ranks, tmp_path, before, after):
+def test_moments_in_8_bits_load_on_other_ranks(ranks, tmp_path, before, after, run):
     """Loading and saving changes no bit, however many ranks do it."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    ranks(before)(saved_after, first, 3)
-    ranks(after)(saved_again, first, second)
+    ranks(before)(saved_after, first, 3, run)
+    ranks(after)(saved_again, first, second, run)
     _assert_same_snapshots(whole_state(second), whole_state(first))
+
+
+def saved_both_ways(path: str) -> None:
+    """Two runs alike that save their moments in FP32 and as codes."""
+    for name, run in (("exact", EIGHT_BITS), ("compact", COMPACT)):
+        saved_after(f"{path}/{name}", 3, run)
+
+
+def test_a_compact_state_is_the_same_state(ranks, tmp_path):
+    """In 2.06 bytes an element of moments, and either kind of checkpoint loads into either optimizer."""
+    ranks(3)(saved_both_ways, str(tmp_path))
+    expected = whole_state(str(tmp_path / "exact"))
+    _assert_same_snapshots(whole_state(str(tmp_path / "compact")), expected)
+    trainer = Trainer(COMPACT)
+    optim.load(trainer.optimizer, tmp_path / "exact")
+    other = Trainer(EIGHT_BITS)
+    other.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    _assert_same_snapshots(snapshot(other), expected)
+    numel = sum(parameter.numel() for parameter in trainer.probe.parameters())
+    held = trainer.optimizer.state_dict()["optim"]["state"].values()
+    nbytes = sum(tensor.nbytes for moments in held for key, tensor in moments.items() if key != "step")
+    assert 2.06 * numel < nbytes < 2.2 * numel, "rows of 200 and 48 elements have shorter groups"
+
+
+def test_a_compact_state_that_does_not_fit(tmp_path):
+    trainer = Trainer(COMPACT)
+    trainer.step(0)
+    optim.save(trainer.optimizer, tmp_path / "it")
+    with pytest.raises(ValueError, match=r"exp_avg is torch\.int8 there and torch\.float32 here"):
+        optim.load(Trainer(dataclasses.replace(EIGHT_BITS, config=DETERMINISTIC)).optimizer, tmp_path / "it")
+    state = trainer.optimizer.state_dict()
+    held = state["optim"]["state"]["wide"]
+    changed = {
+        r"scales \(24, 4\) of groups of moments in the state and \(24, 2\) here": torch.ones(24, 4),
+        "holds -1.0 in the state, and a scale is a largest value": torch.full((24, 2), -1.0),
+        "holds NaN or Inf": torch.full((24, 2), torch.nan),
+    }
+    before = snapshot(trainer)
+    for said, scales in changed.items():
+        broken = {**state["optim"]["state"], "wide": {**held, "exp_avg_scale": scales}}
+        with pytest.raises(ValueError, match=said):
+            trainer.optimizer.load_state_dict({**state, "optim": {**state["optim"], "state": broken}})
+    _assert_same_snapshots(snapshot(trainer), before)
+    with pytest.raises(ValueError, match="or 'compact' with moments in 8 bits"):
+        dataclasses.replace(DETERMINISTIC, state="compact")
 
 
 def uninterrupted(steps: int, resumes: int, path: str) -> None:

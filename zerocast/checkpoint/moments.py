@@ -18,6 +18,7 @@ from zerocast.distributed.group import Group
 # The prefix of the keys of moments, before the name of the parameter.
 PREFIX = "optim.state."
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
 MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
 
 
@@ -26,6 +27,8 @@ def check_values(name: str, key: str, moment: Tensor) -> None:
     lowest, highest = torch.stack(torch.aminmax(moment)).tolist()
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         raise ValueError(f"{key} of {name} holds NaN or Inf in the state")
+    if lowest < 0 and key in SCALES:
+        raise ValueError(f"{key} of {name} holds {lowest} in the state, and a scale is a largest value")
     if lowest < 0 and key in SECOND_MOMENTS:
         raise ValueError(f"{key} of {name} holds {lowest} in the state, and second moments are squares")
 
@@ -57,7 +60,7 @@ def _stored(
     chunks = []
     for index, location in metadata.storage_data.items():
         name, _, key = index.fqn.removeprefix(PREFIX).rpartition(".")
-        if name in known and key in MOMENTS:
+        if name in known and key in (*MOMENTS, *SCALES):
             chunks.append((name, key, location))
     for name, key, location in chunks[group.rank :: group.size]:
         if location.transform_descriptors:

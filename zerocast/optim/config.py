@@ -39,6 +39,9 @@ class ZeroConfig:
             stores them. "8bit" stores one byte and 1/32 byte of scale each, which saves 5.9 bytes
             an element (docs/formats/moments_8bit.md); the bits do not depend on the number of
             ranks. States hold its moments in FP32.
+        state: "compact" lets states and checkpoints hold moments in 8 bits as they are, codes and
+            scales, 2.06 bytes an element in place of 8. Only optimizers with such moments load
+            them, on any number of ranks; they load FP32 moments as well.
         keep_columnwise: keep the columnwise copies of quantized weights, 0.5 to 1 byte an element,
             and make them once a step. Otherwise each product that reads a copy makes it and drops
             it, in every micro-batch. Changes no bit.
@@ -55,6 +58,7 @@ class ZeroConfig:
     grad_dtype: torch.dtype | None = None
     backend: str | None = None
     moment_dtype: torch.dtype | Literal["8bit"] = torch.float32
+    state: Literal["fp32", "compact"] = "fp32"
     keep_columnwise: bool = False
     verify_every: int | None = None
 
@@ -69,3 +73,5 @@ class ZeroConfig:
             raise ValueError(f"grad_dtype is None, torch.float32 or torch.bfloat16, got {self.grad_dtype}")
         if self.moment_dtype not in (torch.float32, torch.bfloat16, "8bit"):
             raise ValueError(f"moment_dtype is torch.float32, torch.bfloat16 or '8bit', got {self.moment_dtype}")
+        if self.state != "fp32" and (self.state, self.moment_dtype) != ("compact", "8bit"):
+            raise ValueError(f"state is 'fp32', or 'compact' with moments in 8 bits, got {self.state!r}")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span, moment_group
+from zerocast.formats.layout import Span, moment_group, moment_groups
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 from zerocast.weight import QuantizedWeight
@@ -97,6 +97,15 @@ class FlatMasters:
         if self.eight_bit is not None and not bucket.storage.whole:
             tensors |= self.eight_bit.values(slot.name)
         return span, tensors
+
+    def compact(self, bucket: Bucket, slot: Slot) -> tuple[Span, tuple[int, int], dict[str, Tensor]]:
+        """(the groups of a parameter that begin on this rank, the shape of all its groups, views of
+        their scales by name). The codes beside them are those of `owned`.
+        """
+        assert self.eight_bit is not None
+        rows, columns = slot.matrix_shape
+        groups, scales = self.eight_bit.compact(slot.name)
+        return groups, (rows, moment_groups(0, columns, columns)), scales
 
     def store(self, states: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
         """Take over the tensors that `state` has returned, by parameter name, after so many steps

@@ -6,6 +6,7 @@ that a boundary between ranks cuts are reduced over the ranks, and only then are
 rounded. So codes and scales are those of one unsharded step.
 """
 
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from zerocast.backends import checks, ops
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span, moment_group, moment_groups
+from zerocast.formats.layout import MOMENT_GROUP, Span, moment_group, moment_groups
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,35 @@ class Moments8bit:
         first, second = zip((none, none), *pairs, strict=True)
         return {"exp_avg": torch.cat(first), "exp_avg_sq": torch.cat(second)}
 
+    def compact(self, name: str) -> tuple[Span, dict[str, Tensor]]:
+        """(the groups of a parameter that begin among this rank's elements, views of their scales
+        by name). A caller may fill the scales of all parameters, and the codes, and then calls
+        `share_scales`.
+        """
+        first = stop = place = 0
+        if name in self._pieces:
+            (piece,) = self._pieces[name]
+            first, stop, place = _groups_that_begin(piece)
+        places = slice(place, place + stop - first)
+        return Span(first, stop), {"exp_avg_scale": self.scales[0, places], "exp_avg_sq_scale": self.scales[1, places]}
+
+    def share_scales(self) -> None:
+        """Take the scales of cut groups from the ranks on which they begin. Collective."""
+        ends: list[tuple[int, int, bool]] = []
+        for piece in itertools.chain(*self._pieces.values()):
+            first, stop, place = _groups_that_begin(piece)
+            last = piece[Piece.SCALE] + moment_groups(piece[Piece.START], piece[Piece.NUMEL], piece[Piece.COLUMNS]) - 1
+            ends += [(piece[Piece.CUT_FIRST], piece[Piece.SCALE], place == piece[Piece.SCALE])]
+            ends += [(piece[Piece.CUT_LAST], last, stop > first)]
+        self.cut_groups.begin()
+        for cut, place, begins in ends:
+            if cut >= 0 and begins:
+                self.cut_groups.largest[:, cut] = self.scales[:, place]
+        self.cut_groups.reduce()
+        for cut, place, _ in ends:
+            if cut >= 0:
+                self.scales[:, place] = self.cut_groups.largest[:, cut]
+
     def load(self, values: Mapping[str, Mapping[str, Tensor]], count: int, finishes: bool) -> None:
         """Take over results of `values`, of all parameters, after so many steps. As `step`, it is
         called twice.
@@ -163,6 +193,16 @@ class Moments8bit:
             sizes = [piece[Piece.NUMEL] for piece in pieces]
             for piece, own_m, own_v in zip(pieces, m.split(sizes), v.split(sizes), strict=True):
                 quantize_moments(own_m, own_v, *state, piece, count, self.cut_groups.largest, finishes)
+
+
+def _groups_that_begin(piece: list[int]) -> tuple[int, int, int]:
+    """(the first group that begins within a piece, the end of such groups, the place of the scales
+    of the first one).
+    """
+    start, columns = piece[Piece.START], piece[Piece.COLUMNS]
+    first, stop = moment_group(start, columns), moment_group(start + piece[Piece.NUMEL] - 1, columns) + 1
+    is_inside = start % columns % MOMENT_GROUP > 0
+    return first + is_inside, stop, piece[Piece.SCALE] + is_inside
 
 
 def _pieces(part: OwnedPart, scale: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.checkpoint.moments import MOMENTS, check_values
+from zerocast.checkpoint.moments import MOMENTS, SCALES, check_values
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.optim.update_rule import UpdateRule
 
@@ -105,8 +105,8 @@ def check_moments(name: str, moments: Mapping[str, Any], expected: Collection[st
     for key, value in moments.items():
         if key == STEP:
             check_step(name, value)
-        elif key in MOMENTS:
-            _check_values(name, key, value)
+        elif key in MOMENTS or key in SCALES:
+            _check_values(name, key, value, is_code=f"{key}_scale" in moments)
 
 
 def check_shapes(name: str, moments: Mapping[str, Any], parameter: Tensor) -> None:
@@ -125,8 +125,8 @@ def check_step(name: str, value: Any) -> None:
         raise ValueError(f"{name} has step {count} in the state: a step count is a whole number from 0 on")
 
 
-def _check_values(name: str, key: str, value: Any) -> None:
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+def _check_values(name: str, key: str, value: Any, is_code: bool) -> None:
+    if not isinstance(value, Tensor) or value.is_floating_point() == is_code:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{key} of {name} is {kind} in the state: moments are floating-point tensors")
     own = value.flat if isinstance(value, TensorShard) else getattr(value, "_local_tensor", value).detach()

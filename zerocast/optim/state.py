@@ -3,6 +3,7 @@ keys.
 
     model.<name>                                   f32 master, logical shape
     optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments in the dtype in use; step is f32[]
+    optim.state.<name>.{exp_avg_scale,...}         f32, beside codes (ZeroConfig.state="compact")
     optim.state.<name>.momentum_buffer             f32, for a parameter that Muon updates
     optim.state.<name>.never_stepped               bool[], in place of moments; FSDP2 saves it
     optim.param_groups.<name>.{lr,...}             f64[]
@@ -24,10 +25,11 @@ from torch import Tensor
 
 from zerocast.cast.plan import CastPlan
 from zerocast.checkpoint.checkpoint import SavedMoments
+from zerocast.checkpoint.moments import SCALES
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span
+from zerocast.formats.layout import MOMENT_GROUP, Span
 from zerocast.optim.bucket import Bucket
 from zerocast.optim.flat_masters import FlatMasters, fields_of
 from zerocast.optim.saved_state import (
@@ -83,7 +85,10 @@ class ZeroState:
         step: Tensor,
         param_groups: list[dict[str, Any]],
         group: Group,
+        is_compact: bool,
     ) -> None:
+        # True if states hold codes and scales of moments in 8 bits, unless a reader asks for FP32.
+        self._is_compact = is_compact
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
         self._masters, self._plan, self._step = masters, plan, step
         self._param_groups, self._group = param_groups, group
@@ -93,10 +98,9 @@ class ZeroState:
         never stepped in what is `kept` has its mark.
         """
         model, state, groups = {}, {}, {}
+        is_compact = self._is_compact if kept is None else _has_scales(kept)
         for name, (bucket, slot) in self._slots.items():
-            span, owned = self._masters.state(bucket, slot)
-            shape = tuple(slot.parameter.shape)
-            views = {field: self._leaf(flat, span, shape) for field, flat in owned.items()}
+            views = {field: self._leaf(*part) for field, part in self._parts(name, is_compact).items()}
             model[name] = views.pop("master")
             count = {} if bucket.storage.whole else {STEP: self._step.float().view(())}
             state[name] = never_stepped() if NEVER_STEPPED in (kept or {}).get(name, {}) else {**views, **count}
@@ -157,11 +161,12 @@ class ZeroState:
     def load(self, state: Mapping[str, Any]) -> None:
         """Load a state of the same parameters that was checked."""
         filled = {}
-        for name, (bucket, slot) in self._slots.items():
-            span, owned = self._masters.state(bucket, slot)
-            filled[name] = owned
+        is_compact = _has_scales(state["optim"]["state"])
+        for name in self._slots:
+            parts = self._parts(name, is_compact)
+            filled[name] = {field: flat for field, (flat, _, _) in parts.items()}
             moments = state["optim"]["state"][name]
-            for field, flat in owned.items():
+            for field, (flat, span, _) in parts.items():
                 if field == "master":
                     _copy(flat, state["model"][name], span)
                 elif NEVER_STEPPED in moments:
@@ -170,7 +175,10 @@ class ZeroState:
                     _copy(flat, moments[field], span)
         for step in set(self._steps(state).values()):
             self._step.fill_(int(step))
-        self._masters.store(filled, int(self._step))
+        if is_compact and self._masters.eight_bit is not None:
+            self._masters.eight_bit.share_scales()
+        else:
+            self._masters.store(filled, int(self._step))
         for index, values in self._loaded_groups(state).items():
             group = self._param_groups[index]
             if isinstance(group["lr"], Tensor):
@@ -181,6 +189,22 @@ class ZeroState:
             names = f"{lost[0]} and {len(lost) - 1} more" if len(lost) > 1 else lost[0]
             logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", names)
 
+    def _parts(self, name: str, is_compact: bool) -> dict[str, tuple[Tensor, Span, tuple[int, ...]]]:
+        """The tensors of the state of a parameter, by name, as (the elements of this rank, their
+        range in the whole tensor, the shape of the whole tensor).
+        """
+        bucket, slot = self._slots[name]
+        shape = tuple(slot.parameter.shape)
+        is_compact = is_compact and self._masters.eight_bit is not None and not bucket.storage.whole
+        span, owned = (self._masters.owned if is_compact else self._masters.state)(bucket, slot)
+        parts: dict[str, tuple[Tensor, Span, tuple[int, ...]]] = {
+            field: (flat, span, shape) for field, flat in owned.items()
+        }
+        if is_compact:
+            groups, all_groups, scales = self._masters.compact(bucket, slot)
+            parts |= {field: (flat, groups, all_groups) for field, flat in scales.items()}
+        return parts
+
     def _leaf(self, flat: Tensor, span: Span, shape: tuple[int, ...]) -> Tensor:
         return flat.view(shape) if self._group.size == 1 else TensorShard.of(flat, span, shape)
 
@@ -188,12 +212,18 @@ class ZeroState:
         saved, moments = state["model"], state["optim"]["state"]
         self._check_names(saved)
         self._check_names(moments)
+        is_compact = _has_scales(moments) and self._masters.eight_bit is not None
         for name, (bucket, _) in self._slots.items():
             fields = fields_of(bucket)
-            check_moments(name, moments[name], {*fields, *(() if bucket.storage.whole else (STEP,))})
+            scales = SCALES if is_compact and not bucket.storage.whole else ()
+            check_moments(name, moments[name], {*fields, *scales, *(() if bucket.storage.whole else (STEP,))})
             self._check_tensor(name, saved[name])
-            for field in () if NEVER_STEPPED in moments[name] else fields:
-                self._check_tensor(name, moments[name][field])
+            if NEVER_STEPPED in moments[name]:
+                continue
+            for field in fields:
+                self._check_tensor(name, moments[name][field], is_code=bool(scales))
+            for field in scales:
+                self._check_scales(name, moments[name][field])
         self.check_numbers(state)
 
     def _steps(self, state: Mapping[str, Any]) -> dict[str, float]:
@@ -212,10 +242,20 @@ class ZeroState:
                 f"the state does not fit this optimizer: it lacks {missing[:4]} and has beyond it {extra[:4]}"
             )
 
-    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+    def _check_scales(self, name: str, scales: Tensor) -> None:
+        span, shape, _ = self._masters.compact(*self._slots[name])
+        if tuple(scales.shape) != shape:
+            raise ValueError(
+                f"{name} has scales {tuple(scales.shape)} of groups of moments in the state and {shape} here, where "
+                f"{MOMENT_GROUP} elements are a group"
+            )
+        if isinstance(scales, TensorShard) and scales.span != span:
+            raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
+
+    def _check_tensor(self, name: str, tensor: Tensor, is_code: bool = False) -> None:
         bucket, slot = self._slots[name]
         span, _ = bucket.owned(slot, self._group.rank)
-        if not tensor.is_floating_point():
+        if tensor.is_floating_point() == is_code:
             raise ValueError(f"{name} is {tensor.dtype} in the state and {slot.parameter.dtype} here")
         if isinstance(tensor, TensorShard) and tensor.span != span:
             raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
@@ -239,6 +279,11 @@ class ZeroState:
             if values:
                 loaded[index] = values
         return loaded
+
+
+def _has_scales(moments: Mapping[str, Mapping[str, Any]]) -> bool:
+    """True if moments of a state, by parameter, are codes with scales."""
+    return any(scale in of_parameter for of_parameter in moments.values() for scale in SCALES)
 
 
 def _copy(flat: Tensor, value: Tensor, span: Span) -> None:

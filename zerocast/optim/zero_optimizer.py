@@ -155,7 +155,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._clipped = ""
         # The last sum of squares, with the version of the gradients that it is of.
         self._square_sum: tuple[int, Tensor] | None = None
-        self._state = ZeroState(buckets, self._masters, self._plan, self._device.count, self.param_groups, group)
+        is_compact = config.state == "compact"
+        self._state = ZeroState(
+            buckets, self._masters, self._plan, self._device.count, self.param_groups, group, is_compact
+        )
         self.state = StateByName(self._state.moments_of)
         self._validity = self._plan.validity
         self._validity.owner = weakref.ref(self)
