@@ -17,7 +17,9 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
+from tests.fsdp2.slices import complaints
 from tests.fsdp2.test_fused_adamw import digests, gradient, put_gradients
+from tests.fsdp2.test_tensor_parallel import MLP, parallel
 from tests.optim.runs import ADAM
 from tests.workers import Ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState
@@ -67,10 +69,8 @@ def by_fsdp2(width: int) -> tuple[dict[str, str], list[str]]:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_bits_of_zero_adamw(ranks: Ranks, world: int) -> None:
-    ((expected,),) = [ranks(1)(by_zero, 64)]
-    for found, complaints in ranks(world)(by_fsdp2, 64):
-        assert found == expected
-        assert complaints == []
+    (expected,) = ranks(1)(by_zero, 64)
+    assert ranks(world)(by_fsdp2, 64) == [(expected, [])] * world
 
 
 def plain_model() -> Any:
@@ -123,6 +123,30 @@ def test_states_of_torchs_calls(ranks: Ranks, flat: bool) -> None:
     for expected, found, dtypes in ranks(2)(through_torch, flat):
         assert found == expected
         assert dtypes == {torch.float32}
+
+
+def unsharded() -> dict[str, str]:
+    model = MLP()
+    optimizer = fused(model)
+    for step in range(3):
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradient(name, parameter.shape, step)
+        optimizer.step()
+    return state_of(model, optimizer)
+
+
+def sliced(replicas: int) -> tuple[dict[str, str], list[str]]:
+    """The same under tensor parallelism: columns of `down` and both vectors are cut within groups."""
+    model = parallel("nvfp4", replicas=replicas)
+    found = train(model, fused(model), range(3))
+    return found, complaints(model, "after three steps")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_tensor_parallelism(ranks: Ranks, replicas: int) -> None:
+    """Sharded over two ranks, or in two replicas."""
+    expected = unsharded()
+    assert ranks(4)(sliced, replicas) == [(expected, [])] * 4
 
 
 PLACEMENTS: dict[str, tuple[tuple[int, ...], Any]] = {
