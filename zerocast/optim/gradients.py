@@ -1,16 +1,17 @@
-"""Gradients: from backward hooks through bucketed reduce-scatters into this rank's flat shard.
+"""GradientReducer: gradients go from backward hooks through bucketed reduce-scatters into this
+rank's flat shard.
 
-Every backward pass outside `no_sync` is a round: each bucket is reduced exactly once, in bucket
-order, on every rank, whatever parameters got a gradient there; what did not counts as zero. Hooks
-start a bucket as soon as it and all before it are complete, the end of the backward pass starts the
-rest. On GPUs buckets land in the shard on a stream of their own, and the stream that computes
-gradients waits for none of them before the end of the pass, unless `IN_FLIGHT` are on their way: a
-compiled block gives all its gradients at once, and the next block is computed while they travel.
-Afterwards the gradient of every parameter is a `ReducedGradient`, whether it took part or not, so
-that all ranks find the same.
+Every backward pass outside `no_sync` is a round. A round reduces each bucket exactly once, in
+bucket order, on every rank. A parameter without a gradient counts as zero. Hooks start a bucket
+once it and all before it are complete, and the end of the backward pass starts the rest. On GPUs
+reductions are written into the shard on a separate stream. The stream that computes gradients waits
+for them at the end of the pass, or earlier if `IN_FLIGHT` buckets are in flight: a compiled block
+gives all its gradients at once, and the next block is computed while they are sent. After a round
+the gradient of every parameter is a `ReducedGradient`, also of those that had none, so that all
+ranks see the same gradients.
 
-A backward pass that dies takes its end with it. That is noticed, and refused until `zero_grad` of
-the optimizer has cleared it away.
+The callback at the end of a backward pass does not run if the pass raises. The next pass notices
+this, and raises until `zero_grad` of the optimizer is called.
 """
 
 import threading
@@ -52,16 +53,16 @@ USED_UP = (
     "zero_grad() after each step"
 )
 
-# How many buckets of the usual size (`ZeroConfig.bucket_size`) may be on their way at once, or one
-# that is larger. They hold their gradients and, on a rank, its part of the mean, in the dtype that
-# gradients are reduced in.
+# The number of buckets of `ZeroConfig.bucket_size` elements that may be in flight at once; a larger
+# bucket may be in flight alone. Each holds its gradients and this rank's part of their mean, in the
+# dtype in which gradients are reduced.
 IN_FLIGHT = 8
 
 ROUND = "reduces the gradients of a backward pass"
 
 
 class _End:
-    """The callback for the end of a backward pass; autograd keeps it as long as the pass."""
+    """The callback for the end of a backward pass. Autograd keeps it alive during the pass."""
 
     def __init__(self, reducer: "GradientReducer") -> None:
         self._reducer = reducer
@@ -71,12 +72,13 @@ class _End:
 
 
 class GradientReducer:
-    """Reduces gradients of `buckets`; `gradients` holds this rank's sums of means since `reset`.
+    """Reduces the gradients of `buckets` into `gradients`, which holds this rank's part of the sum
+    of means since `reset`.
 
-    With `stage` 2 a gradient is freed as soon as its bucket is reduced and every round adds to what
-    was reduced. With stage 1 the gradients of this rank are kept, each backward pass adds to them
-    in their own dtype, and a round reduces the sum anew; once what was reduced has been changed
-    (clipped, for one), it stays as it was changed, and later rounds add to it as with stage 2.
+    With `stage` 2 a gradient is freed as soon as its bucket is reduced, and every round adds to the
+    sum. With stage 1 the gradients of this rank are kept: each backward pass adds to them in their
+    own dtype, and a round reduces their total again. If reduced gradients were changed, by clipping
+    for example, a stage 1 round would lose the change. So later rounds then add, as with stage 2.
     """
 
     def __init__(
@@ -90,10 +92,13 @@ class GradientReducer:
         dtype: torch.dtype,
     ) -> None:
         self.synchronise = True
-        self.refusal = ""  # why gradients are not wanted now
+        # The error for gradients that arrive now; empty if they may arrive.
+        self.refusal = ""
         self.gradients = GradientShard(buckets, group, norms, device, dtype, self)
         self._buckets, self._group, self._config = list(buckets), group, config
-        self._stage = self._adds_from = stage  # 2 once rounds add to what was reduced
+        self._stage = stage
+        # 2 if rounds add to the sum. With stage 1 it becomes 2 if gradients change, until `reset`.
+        self._adds_from = stage
         parts = iter(self.gradients.parts)
         self._parts = [[next(parts) for _ in bucket.slots] for bucket in buckets]
         self._place = {
@@ -102,15 +107,18 @@ class GradientReducer:
             for slot, part in zip(bucket.slots, self._parts[index], strict=True)
         }
         self._flying: list[Reduction] = []
-        # where reductions land; None on a CPU and for a single rank
+        # The stream that writes reductions into the shard. None on a CPU and for a single rank.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" and group.size > 1 else None
         self._filling: dict[int, Filling] = {}
-        self._launched: int | None = None  # buckets started in this round; None between rounds
-        # the end of the backward pass that this round belongs to
+        # The number of buckets started in this round; None between rounds.
+        self._launched: int | None = None
+        # The end of the backward pass of this round, and the thread that runs the pass.
         self._end: weakref.ref[_End] | None = None
-        self._thread = 0  # that runs the backward pass of this round
-        self._reduced = False  # a round has run since `reset`
-        # no_sync has been entered since the last round; set so, it is the same on every rank
+        self._thread = 0
+        # True if a round has run since `reset`.
+        self._reduced = False
+        # True if no_sync was entered since the last round. Unlike the presence of gradients, it is
+        # the same on every rank.
         self._unreduced = False
         self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")
         self._hooks: list[RemovableHandle] = []
@@ -119,7 +127,8 @@ class GradientReducer:
         for other in list(reducers):
             other.meet(self)
         reducers.add(self)
-        me = weakref.ref(self)  # hooks live as long as the parameters do
+        # Hooks live as long as the parameters, which may be longer than this object.
+        me = weakref.ref(self)
         for bucket in buckets:
             for slot in bucket.slots:
                 hook = slot.parameter.register_post_accumulate_grad_hook(lambda parameter: _arrived(me, parameter))
@@ -127,12 +136,12 @@ class GradientReducer:
         weakref.finalize(self, _leave, self._hooks, self._flying).atexit = False
 
     def meet(self, other: "GradientReducer") -> None:
-        """Give way to a new reducer of any of the same parameters: a gradient can be freed once
-        only.
+        """Give way to a new reducer that has any of the same parameters, since a gradient can be
+        freed only once.
 
-        Beside one of other parameters, neither waits during a backward pass: with unused parameters
-        the two take turns in another order on another rank, and each rank would wait for what the
-        other has not started.
+        If it has other parameters, neither of the two waits during a backward pass from now on.
+        With unused parameters their buckets may start in another order on another rank, and each
+        rank would wait for a bucket that the other has not started.
         """
         if self._place.keys() & other._place.keys():
             self._taken_over = True
@@ -148,18 +157,18 @@ class GradientReducer:
         return others and not self._taken_over and self._group.handle is group.handle
 
     def hold(self, synchronise: bool) -> bool:
-        """Let backward passes be rounds from now on, or not; returns what held before."""
+        """Let backward passes be rounds from now on, or not. Return the setting before."""
         before, self.synchronise = self.synchronise, synchronise
         self._unreduced |= not (synchronise and before)
         self._look()
         if synchronise and not before:
-            # from here on gradients are read as reduced ones, of the same parameters on every rank
+            # From here on gradients are read as reduced ones, of the same parameters on every rank.
             self.gradients.collect_all(self._reduced)
         return before
 
     def reset(self) -> None:
-        """Forget what was reduced; the next round starts from zero. A backward pass that died
-        half-way is forgotten too.
+        """Drop the sum, so that the next round starts from zero, and the state of a backward pass
+        that raised half-way.
         """
         if self._stage == 1 or self._unreduced or self._launched is not None:
             self.gradients.drop_local()
@@ -171,8 +180,8 @@ class GradientReducer:
 
     @property
     def _adds(self) -> bool:
-        """True if rounds add to what was reduced; else they reduce the sum of all backward
-        passes anew.
+        """True if rounds add to the sum, False if they reduce the total of all backward passes
+        again.
         """
         return self._adds_from == 2
 
@@ -180,8 +189,8 @@ class GradientReducer:
         self.gradients.keeps_local = not (self.synchronise and self._adds)
 
     def changed_by_hand(self) -> None:
-        """Note that reduced gradients were changed since, so that another reduction would not give
-        them: later rounds add to them.
+        """Note that reduced gradients were changed. Another reduction would not give them, so later
+        rounds add to them.
         """
         if not self._adds:
             self._adds_from = 2
@@ -189,7 +198,7 @@ class GradientReducer:
             self._look()
 
     def complete(self) -> None:
-        """Reduce what no round has covered; RuntimeError where there is no reduced gradient."""
+        """Reduce gradients that no round has reduced. RuntimeError if there is no gradient."""
         self._check_open()
         if not self.synchronise:
             raise RuntimeError(INSIDE)
@@ -198,7 +207,7 @@ class GradientReducer:
         self._reduce()
 
     def finish(self) -> None:
-        """The same before a step or a norm, which take a gradient that is not there for zero."""
+        """Do the same before a step or a norm, for which a missing gradient counts as zero."""
         self._check_open()
         self._reduce()
         self.gradients.zero_removed()
@@ -211,7 +220,7 @@ class GradientReducer:
             raise RuntimeError(ACCUMULATING)
 
     def land(self) -> None:
-        """Wait for the reductions that were started."""
+        """Wait for the reductions in flight."""
         self._check_open()
         self._land(wait=True)
 
@@ -236,19 +245,19 @@ class GradientReducer:
         self._land(wait=True)
 
     def _begin(self) -> None:
-        """A round: gradients are added to what a clip so far has left."""
+        """Begin a round. Its gradients are added to those that were clipped before."""
         self.check_same_call(ROUND)
         self.gradients.apply_clip()
         self._launched = 0
 
     def check_same_call(self, what: str) -> None:
-        """In debug mode: RuntimeError on every rank unless all of them are here."""
+        """In debug mode, RuntimeError on every rank unless all ranks make this call."""
         check_same_call(self._group, what)
 
     def arrived(self, parameter: Tensor) -> None:
-        """A parameter's gradient is complete for this backward pass."""
+        """Take the gradient of a parameter, which is complete for this backward pass."""
         if self.refusal:
-            # the next backward pass is refused until `zero_grad`
+            # The next backward pass raises too, until `zero_grad`.
             self._launched, self._end = 0, None
             raise RuntimeError(self.refusal)
         index, part = self._place[id(parameter)]
@@ -263,7 +272,7 @@ class GradientReducer:
         elif self._end is None or self._end() is None:
             raise RuntimeError(DIED)
         elif self._thread != threading.get_ident():
-            # what the other thread has reduced is half of two passes: it is refused too
+            # The other thread's buckets have gradients of two passes, so its pass raises too.
             self._launched, self._end = 0, None
             raise RuntimeError(THREADS)
         assert self._launched is not None
@@ -305,7 +314,8 @@ class GradientReducer:
             self._land(wait=True)
             self.gradients.widen()
         target = self.gradients.flat[bucket.start : bucket.start + bucket.shard_numel]
-        direct = not self._company  # beside another optimizer reductions outlive the pass
+        # Beside another optimizer reductions are finished after the pass.
+        direct = not self._company
         if direct:
             self._make_room(bucket.numel)
         stream = self._stream if direct else None
@@ -313,20 +323,20 @@ class GradientReducer:
         self._flying.append(Reduction(filling, self._group, target, self._config, stream, direct, adds, what))
 
     def _make_room(self, numel: int) -> None:
-        """Finish the oldest reductions, until `numel` more elements may be on their way."""
+        """Finish the oldest reductions until `numel` more elements may be in flight."""
         most = IN_FLIGHT * self._config.bucket_size
         while self._flying and numel + sum(reduction.numel for reduction in self._flying) > most:
             self._flying.pop(0).finish()
 
     def end_pass(self, end: _End) -> None:
-        """The end of the backward pass that began this round; no other's, nor that of a pass which
-        another thread's has spoiled.
+        """End the round, if this is the end of the backward pass that began it, and no other thread
+        has started a pass since.
         """
         if self._end is not None and self._end() is end:
             self.end_round()
 
     def end_round(self) -> None:
-        """Start every bucket that is not on its way yet, even if gradients are missing in it."""
+        """Start all buckets that were not started, also those in which gradients are missing."""
         assert self._launched is not None
         for index in range(self._launched, len(self._buckets)):
             present = self._filling[index].gradients if index in self._filling else ()
@@ -345,7 +355,8 @@ class GradientReducer:
             self._flying.pop(0).finish()
 
 
-reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()  # all that are alive
+# All reducers that are alive.
+reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -354,7 +365,7 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 def _leave(hooks: list[RemovableHandle], flying: list[Reduction]) -> None:
-    """Called when a reducer is gone. What a backward pass that died has started still travels."""
+    """Release what a reducer leaves: its hooks, and reductions that a pass that raised started."""
     _remove(hooks)
     for reduction in flying:
         reduction.release()

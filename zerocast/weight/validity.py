@@ -1,10 +1,10 @@
 """Validity: whether the bytes of weights that are written together may be used.
 
-One `Validity` is shared by all weights of a plan, or of a model that is prepared for FSDP2. What
-steps, casts, gathers and loads tells it; what is about to use bytes asks `check`. An event is one
-write for all weights together, and a check compares numbers.
+One `Validity` is shared by all weights of a plan, or of a model that is prepared for FSDP2. Code
+that steps, casts, gathers or loads reports the event to it, and code that is about to use bytes
+calls `check`. An event is recorded once for all weights, and a check compares numbers.
 
-    event            told by                          `check` refuses afterwards
+    event            reported by                      `check` refuses afterwards
 
     stepped          hooks of all torch optimizers    SEND, and READ in debug mode, until `cast`
     written          version counters of masters      the same
@@ -19,11 +19,11 @@ write for all weights together, and a check compares numbers.
                                                       completes
     a write goes on  a `transaction` elsewhere        everything in other threads, until it returns
 
-COPY, READ and SEND also refuse bytes that were never cast, loaded or filled. `ask_before` adds what
-only an owner can look at, such as writes of others to the weights that it gathers.
+COPY, READ and SEND also refuse bytes that were never cast, loaded or filled. `ask_before` adds
+checks that only an owner can make, such as for writes of other code to the weights that it gathers.
 
-Two writes escape a comparison of version counters: through `.data`, and by kernels that move no
-counter. `zerocast.verify` sees everything.
+Two kinds of writes change no version counter: those through `.data`, and those of custom kernels.
+`zerocast.verify` notices both.
 """
 
 import contextlib
@@ -48,20 +48,25 @@ _versions = itertools.count()
 
 
 class Use(enum.Enum):
-    """What is about to be done, as errors name it: the first three with one weight, the others with
-    masters, moments and weights.
+    """A use of weights, by its name in errors. The first three are uses of one weight, the others
+    of masters, moments and weights together.
     """
 
-    COPY = "a copy"  # of the bytes as they are, also if the masters have changed since
-    READ = "a product"  # or `dequantize`
-    SEND = "a refit"  # of another process, such as an inference engine
-    REDUCE = "a reduction of gradients"  # by an optimizer, before it clips or steps
+    # A copy takes the bytes as they are, also if the masters have changed since.
+    COPY = "a copy"
+    # `dequantize` is one as well.
+    READ = "a product"
+    # Another process gets the bytes, such as an inference engine.
+    SEND = "a refit"
+    # An optimizer reduces before it clips or steps.
+    REDUCE = "a reduction of gradients"
     STEP = "an optimizer step"
     SAVE = "a save"
     VERIFY = "a verification"
     SWITCH = "a switch of formats"
     SWAP = "a swap of an average"
-    LOAD = "a load"  # over what may be partial
+    # A load may overwrite partial weights.
+    LOAD = "a load"
 
     # Members are equal only to themselves. The hash of Enum would be a call of Python at each
     # product.
@@ -92,38 +97,47 @@ class InvalidWeights(RuntimeError):
 
 @dataclass(eq=False)
 class _Writing:
-    """A write of many parts (masters, moments, weights): the one that goes on, and the last one
-    that broke off. All that is written together shares one.
+    """The write in progress over many parts (masters, moments, weights), and the last write that
+    raised half-way. All weights that are written together share one record.
+
+    Attributes:
+        broke_off: the error of a write that raised half-way, until another write completes.
+        broke_off_masters: True if that one wrote masters.
+        thread: the thread that is writing; None between writes.
+        what: the name of the last write, for errors.
     """
 
     broke_off: InvalidWeights | None = None
     broke_off_masters: bool = False
-    thread: int | None = None  # that writes at present
-    what: str = ""  # it writes
+    thread: int | None = None
+    what: str = ""
 
     def is_here(self) -> bool:
+        """True if this thread is writing."""
         return self.thread == threading.get_ident()
 
     def is_elsewhere(self) -> bool:
+        """True if another thread is writing."""
         return self.thread not in (None, threading.get_ident())
 
 
 class Validity:
-    """What is known of weights that are written together. It keeps neither masters nor owner alive.
+    """The record of events of weights that are written together. It keeps neither masters nor the
+    owner alive.
 
     Args:
-        load: the call that loads a state, for errors after a write of masters that broke off; None
-            where nothing but weights is written.
-        recast_remedy: what the user does after a write of weights alone, whose masters are
-            complete; None where only a load helps.
-        advice: the call that casts and gathers, for weights that are behind their masters.
+        load: the call that loads a state, for the error of a write of masters that raised
+            half-way; None if only weights are written.
+        recast_remedy: the remedy in the error of a write of weights alone, whose masters are
+            complete; None if only a load helps.
+        advice: the call that casts and gathers, for the error of stale weights.
 
     Attributes:
-        casts: how many casts were completed.
+        casts: the number of completed casts.
         copies: the cast that the columnwise copies of all weights were made from.
         version: changes with the values of the weights.
-        places: changes when any of the weights is given other storage; what keeps addresses
-            compares it.
+        places: changes when any of the weights is given other storage, for code that keeps
+            addresses.
         has_masters: True if the weights are cast from masters, so that the parameters that stand
             for them are trained.
         sharded: True if other ranks hold masters too.
@@ -149,28 +163,30 @@ class Validity:
         self._writing = _Writing()
         self._looks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
         self._masters: list[weakref.ref[Tensor]] = []
-        # of the masters at the last cast; None unless debug mode or a SEND asks for them
+        # The version counters of the masters at the last cast. None unless debug mode or a SEND
+        # compares them.
         self._counters: list[int] | None = None
         self._casts_before_step = 0
         self._has_stepped = False
         self._is_observed = False
 
     def part(self) -> "Validity":
-        """The validity of some of these weights, whose casts are counted apart. A write that breaks
-        off has broken off for all of them, and what is asked before one is used is before all.
+        """Return a validity for some of these weights, whose casts are counted separately. All
+        parts share writes in progress, writes that raised half-way, and the checks of `ask_before`.
         """
         part = Validity(self._load, self._recast_remedy, self.advice)
         part._writing, part._looks = self._writing, self._looks
         return part
 
-    # -- asked
+    # -- checks
 
     def check(self, use: Use, weight: Any = None) -> None:
         """RuntimeError unless the bytes, of one `weight` for COPY, READ and SEND, may be used."""
         writing = self._writing
         if writing.thread is not None or writing.broke_off is not None:
             if weight is not None and writing.is_elsewhere():
-                weight.wait()  # the other thread may be at the end of a gather
+                # The other thread may be at the end of a gather.
+                weight.wait()
             self._check_idle()
             if self.partial and use is not Use.LOAD:
                 raise self.partial.again()
@@ -192,7 +208,7 @@ class Validity:
 
     @property
     def is_quiet(self) -> bool:
-        """True if `check` has nothing to refuse, and nothing to look at, before a READ of a weight
+        """True if `check` would pass, and has no further check to make, before a READ of a weight
         that these casts write. A step reads every weight several times, so this calls nothing.
         """
         writing = self._writing
@@ -200,15 +216,15 @@ class Validity:
         return is_idle and self.casts > 0 and self.has_masters and not self._looks[Use.READ] and not _debug_hooks
 
     def ask_before(self, look: Callable[[Use], None], *uses: Use) -> None:
-        """Let `look`, a method that raises where something is wrong, precede these uses, as long as
-        its object lives.
+        """Let `check` call `look` before these uses for as long as its object lives. It is a method
+        that raises if something is wrong.
         """
         for use in uses:
             self._looks[use].append(weakref.WeakMethod(look))
 
     def check_recorded(self, recorded: "tuple[Validity, int] | None") -> None:
         """RuntimeError in a backward pass whose forward pass `recorded` another (validity, version)
-        of these weights. None for one that a compiler records.
+        of these weights. A compiler records None.
         """
         if recorded is not None and recorded[0] is self and recorded[1] != self.version:
             raise InvalidWeights(
@@ -219,7 +235,7 @@ class Validity:
             )
 
     def _observe(self) -> None:
-        """Notice from the next cast on, as in debug mode, when masters change without a cast."""
+        """Compare masters with the last cast from the next cast on, as debug mode does."""
         if self.has_masters and not self._is_observed:
             self._is_observed = True
             if not _observers:
@@ -242,29 +258,29 @@ class Validity:
                 return "its masters have been written since its last cast"
         return ""
 
-    # -- told
+    # -- events
 
     def watch(self, masters: Sequence[Tensor], sharded: bool) -> None:
-        """The weights are cast from these masters from now on, and are a cast of them now."""
+        """Record that the weights are cast from these masters, and hold a cast of them now."""
         self._masters, self.sharded = [weakref.ref(master) for master in masters], sharded
         _watching.add(self)
         self._note_masters()
 
     def cast(self) -> None:
-        """The weights hold a cast of the masters as they are now."""
+        """Record that the weights hold a cast of the masters as they are now."""
         self.casts += 1
         self._note_masters()
 
     def copied(self) -> None:
-        """All bytes of the last cast are gathered, and the columnwise copies made from them."""
+        """Record that all bytes of the last cast are gathered, and columnwise copies made."""
         self.copies = self.casts
 
     def changed(self) -> None:
-        """The weights have other values than before: an optimizer has stepped, or loaded."""
+        """Record that the weights have other values: an optimizer has stepped, or loaded."""
         self.version = next(_versions)
 
     def moved(self) -> None:
-        """One of the weights was given other storage, or joined another plan."""
+        """Record that one of the weights was given other storage, or joined another plan."""
         self.places = next(_versions)
 
     def is_cast_from(self, storages: set[int]) -> bool:
@@ -273,12 +289,12 @@ class Validity:
         return any(master is not None and _address(master) in storages for master in masters)
 
     def step_begins(self) -> None:
-        """An optimizer over these masters begins a step."""
+        """Record that an optimizer over these masters begins a step."""
         self._casts_before_step = self.casts
 
     def stepped(self) -> None:
-        """An optimizer over these masters has stepped. If a hook of its own already cast, the
-        weights are current.
+        """Record that an optimizer over these masters has stepped. If a hook of the optimizer cast
+        already, the weights are current.
         """
         self._has_stepped |= self.casts == self._casts_before_step
 
@@ -292,7 +308,8 @@ class Validity:
 
     @contextlib.contextmanager
     def transaction(self, what: str, *, masters: bool = True) -> Iterator[None]:
-        """Write `what`; an exception leaves everything partial until another transaction completes.
+        """Mark everything as being written by `what` while the context is open. An exception leaves
+        everything partial until another transaction completes.
 
         A transaction inside another one is a part of it. One that writes no `masters` does not
         complete partial ones.
@@ -314,7 +331,9 @@ class Validity:
 
     @contextlib.contextmanager
     def reading_partial(self) -> Iterator[None]:
-        """Inside, partial weights may be read: for a reader that will overwrite everything."""
+        """Allow partial weights to be read while the context is open. For a reader that is going to
+        overwrite everything.
+        """
         self._check_idle()
         writing = self._writing
         before, writing.thread = writing.thread, threading.get_ident()
@@ -325,7 +344,7 @@ class Validity:
             writing.thread = before
 
     def broke_off(self, what: str, *, masters: bool = True) -> None:
-        """`what` raised while it wrote weights, and masters unless told otherwise."""
+        """Record that `what` raised while it wrote weights, and masters if `masters`."""
         remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
         if not masters and self._recast_remedy is not None:
             remedy = self._recast_remedy
@@ -334,12 +353,12 @@ class Validity:
 
     @property
     def held(self) -> list[object]:
-        """The objects whose attributes are all that is known here."""
+        """The objects whose attributes hold the whole record, for code that restores it."""
         return [self, self._writing]
 
     @property
     def is_writing(self) -> bool:
-        """True if this thread is within a transaction, of which another would be a part."""
+        """True if this thread is within a transaction."""
         return self._writing.is_here()
 
     @property
@@ -364,8 +383,8 @@ class Validity:
 
 
 def gathered(validities: Iterable[Validity]) -> None:
-    """Weights hold the bytes of another gather, of which nothing is in flight any longer: copies
-    that were made before are old.
+    """Record that weights hold the bytes of another gather, which has completed. Columnwise copies
+    that were made before are stale.
     """
     for validity in validities:
         validity.casts += 1
@@ -374,7 +393,9 @@ def gathered(validities: Iterable[Validity]) -> None:
 
 @contextlib.contextmanager
 def transaction(all_written: Iterable[Validity], what: str, *, masters: bool = True) -> Iterator[None]:
-    """Write `what`, which several owners share: if it breaks off, it has for each of them."""
+    """Mark the weights of several owners as being written by `what` while the context is open. If
+    it raises, the weights of all of them are partial.
+    """
     with contextlib.ExitStack() as stack:
         for validity in all_written:
             stack.enter_context(validity.transaction(what, masters=masters))
@@ -382,13 +403,15 @@ def transaction(all_written: Iterable[Validity], what: str, *, masters: bool = T
 
 
 def described(weight: Any) -> str:
-    """How errors name a weight."""
+    """Return the name of a weight in errors."""
     return f"this {weight.format} weight of shape {tuple(weight.shape)}"
 
 
 _watching: "weakref.WeakSet[Validity]" = weakref.WeakSet()
-_debug_hooks: list[RemovableHandle] = []  # while debug mode is on
-_observers: list[RemovableHandle] = []  # the same, once anything is observed
+# The hooks of debug mode on all optimizers. Empty while it is off.
+_debug_hooks: list[RemovableHandle] = []
+# The same hooks for weights that a SEND observes. Empty until the first one.
+_observers: list[RemovableHandle] = []
 
 
 def debugging() -> bool:
@@ -397,11 +420,12 @@ def debugging() -> bool:
 
 
 def set_debug(enabled: bool) -> None:
-    """Debug mode: a product with, or `dequantize` of, a weight whose bytes are older than its
-    master raises. It does not matter what changed the master.
+    """Turn debug mode on or off. In debug mode a product with a weight whose bytes are older than
+    its master raises, and so does `dequantize`, whatever changed the master.
 
-    The RuntimeError says which call is missing. It costs a look at every master's version counter a
-    read, and covers what is cast from now on. Meant for a new training loop; off by default.
+    The RuntimeError says which call is missing. Each read compares the version counters of all
+    masters. Weights are covered from their next cast on. Meant for a new training loop; off by
+    default.
     """
     for handle in _debug_hooks:
         handle.remove()
