@@ -403,11 +403,12 @@ def upcast_together(
 
     The caller has checked the tensors.
     """
-    made = [
-        upcast_fake(format, codes, rows, columns, transposed)
-        for codes, (rows, columns) in zip(data, shapes, strict=True)
+    made_shapes = [_upcast_shapes(format, rows, columns, transposed) for rows, columns in shapes]
+    codes = [one.new_empty(shape) for one, (shape, _) in zip(data, made_shapes, strict=True)]
+    group_scale_inv = [
+        one.new_empty(shape, dtype=torch.float32) for one, (_, shape) in zip(data, made_shapes, strict=True)
     ]
-    codes, group_scale_inv = zip(*made, strict=True)
+    made = list(zip(codes, group_scale_inv, strict=True))
     together = getattr(backends.load(backend), "upcast_together", None)
     if together is not None:
         together(get_format(format), data, scale_inv, amaxes, shapes, transposed, codes, group_scale_inv)

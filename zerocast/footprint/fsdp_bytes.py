@@ -5,11 +5,13 @@ unit that is resharded after its forward pass and gathered again for its backwar
 outside of blocks form the root, which is gathered once. A rank has the FP32 shard, which is the
 parameter, the scales of its blocks, and the codes of the unit that is being gathered. It has all
 codes if they are few, or if the shard group has one rank. At the peak the root and two blocks are
-unsharded, the one that computes and the next one, with one columnwise copy and the gradients of two
-units. Traffic is that of a step with one micro-batch and with torch's norm of gradients.
+unsharded, the one that computes and the next one, with the columnwise copies or FP8 operands of one
+unit and the gradients of two. Traffic is that of a step with one micro-batch and with torch's norm
+of gradients.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +30,7 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import moment_groups
+from zerocast.formats.layout import moment_groups, upcast_operand
 from zerocast.fsdp2.wire import MOST_KEPT, RowShards, ShardGeometry, weight_layout
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
@@ -58,7 +60,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     not_kept = 0 if keeps_codes else sum(codes) - max(codes)
     memory = {
         "weights": sum(_sent(weight, shards) for weight in weights) - not_kept + unsharded,
-        "columnwise copies": max(map(copy_bytes, weights), default=0),
+        "columnwise copies": max(sum(map(_operand_bytes, quantized(members))) for members in units.values()),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
         "moments": moment_bytes(owned, groups, config),
@@ -81,6 +83,17 @@ def _at_the_peak(by_unit: dict[int, int]) -> int:
     """The bytes of the root and of the two largest blocks, which are unsharded together."""
     blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
     return by_unit.get(ROOT, 0) + sum(blocks[-2:])
+
+
+@functools.lru_cache(maxsize=1024)
+def _operand_bytes(weight: QuantizedWeight) -> int:
+    """The bytes of what a product reads in place of gathered codes."""
+    if not weight.format.is_exact_in_fp8:
+        return copy_bytes(weight)
+    return sum(
+        math.prod(buffer.shape) * buffer.dtype.itemsize
+        for buffer in upcast_operand(weight.format, *weight.matrix_shape)
+    )
 
 
 def _rows(tensor: Tensor, shards: int) -> int:

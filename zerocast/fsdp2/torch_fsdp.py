@@ -237,7 +237,9 @@ class GroupOfWeights(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients, and shard the parameters unless they stay gathered."""
-        with torch._C.DisableTorchFunctionSubclass():
+        runs_hooks = self._all_reduce_hook is not None or any(map(_gradient_hooks, self.fsdp_params))
+        # Hooks of users are not FSDP2's own questions.
+        with contextlib.nullcontext() if runs_hooks else torch._C.DisableTorchFunctionSubclass():
             super().post_backward(*unused)
         self._end_round()
 
@@ -245,6 +247,9 @@ class GroupOfWeights(FSDPParamGroup):
         weights = self.weights()
         if weights is not None:
             weights.end_round()
+
+
+_gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks")
 
 
 def tell_group(group: Any, weights: Any) -> None:
