@@ -111,6 +111,7 @@ class GatheredOperands:
         self._format = fmt
         self._states = states
         self._device = states[0].rowwise_data.device
+        self._backend = backends.choose(self._device)
         self._rounds = {False: _Round(), True: _Round()}
         self._launches: dict[tuple[int, ...], _Launch] = {}
         # Kept, since an attribute lives on the Python object of a storage.
@@ -159,11 +160,11 @@ class GatheredOperands:
             launch = self._launches[places] = self._launch(places)
         launch.check_memory()
         data, scale_inv, amaxes, shapes, _ = launch
-        backend, key = backends.choose(self._device), str(self._format)
+        key = str(self._format)
         if self._format.is_exact_in_fp8:
-            return ops.upcast_together(backend, key, data, scale_inv, amaxes, shapes, columnwise)
+            return ops.upcast_together(self._backend, key, data, scale_inv, amaxes, shapes, columnwise)
         assert columnwise
-        return ops.transposed_together(backend, key, data, scale_inv, shapes)
+        return ops.transposed_together(self._backend, key, data, scale_inv, shapes)
 
     def _launch(self, places: Sequence[int]) -> _Launch:
         states = [self._states[place] for place in places]
