@@ -100,11 +100,19 @@ void upcast_together(const Format& format, const Memories& data, const Memories&
   cpu::upcast(format, weights, threads);
 }
 
+// A gradient or a moment.
+Array adam_array(const char* name, const Memory& memory) {
+  const Array array = array_of(name, memory);
+  if (array.dtype == Dtype::kFloat16)
+    throw std::invalid_argument(std::string(name) + " is float32 or bfloat16, got float16");
+  return array;
+}
+
 AdamState state_of(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq) {
   if (exp_avg.dtype != exp_avg_sq.dtype) {
     throw std::invalid_argument("both moments are of one dtype, got " + exp_avg.dtype + " and " + exp_avg_sq.dtype);
   }
-  return {master.address, array_of("grad", grad), array_of("exp_avg", exp_avg), array_of("exp_avg_sq", exp_avg_sq)};
+  return {master.address, adam_array("grad", grad), adam_array("exp_avg", exp_avg), adam_array("exp_avg_sq", exp_avg_sq)};
 }
 
 void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
@@ -118,6 +126,7 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
 void adam_8bit(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
                const Memory& scales, const Memory& pieces, const Memory& scalars, float clip, int64_t step,
                const Memory& cut_largest, bool finishes, int threads) {
+  adam_array("grad", grad);
   const Adam8bitState state = moment_state(master, grad, exp_avg, exp_avg_sq, scales, cut_largest);
   const int64_t count = check_moment_pieces(pieces, scalars, state);
   cpu::adam_8bit(state, reinterpret_cast<const MomentPiece*>(pieces.address), count,

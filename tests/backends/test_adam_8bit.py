@@ -152,6 +152,18 @@ def test_skip(any_backend: str) -> None:
 
 
 @pytest.mark.parametrize("checked", ["the op", "the extension"])
+def test_a_gradient_of_fp16_is_refused(checked: str) -> None:
+    shard = Shard(weights(0), WHOLE, 0)
+    grad = shard.grad(weights(1)).half()
+    state = shard.master, grad, shard.exp_avg, shard.exp_avg_sq, shard.scales, shard.pieces
+    rest = torch.from_numpy(scalars()), torch.ones(1), torch.ones(1, dtype=torch.int64), shard.cut_largest, False, None
+    stage = load("cpu").adam_8bit if checked == "the extension" else torch.ops.zerocast.adam_8bit
+    head = () if checked == "the extension" else ("cpu",)
+    with pytest.raises((TypeError, ValueError), match=r"grad is .*float16"):
+        stage(*head, *state, *rest)
+
+
+@pytest.mark.parametrize("checked", ["the op", "the extension"])
 @pytest.mark.parametrize(
     ("column", "value"),
     [

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests import devices
 from tests.matrices import F32, bit_patterns
+from zerocast.backends import load
 
 SEGMENTS = torch.tensor([[7, 1, 0], [8, 40_000, 1], [40_009, 0, 0], [40_010, 333, 2], [40_400, 70_001, 0]])
 SIZE = 110_500
@@ -92,6 +93,20 @@ def test_every_operation_in_order(
             whole[s] = part
     for name, a, b in zip(("master", "exp_avg", "exp_avg_sq"), found, expected, strict=True):
         assert np.array_equal(words(a), words(b)), name
+
+
+@pytest.mark.parametrize("checked", ["the op", "the extension"])
+@pytest.mark.parametrize("name", ["grad", "exp_avg"])
+def test_gradients_and_moments_of_fp16_are_refused(name: str, checked: str) -> None:
+    """They would be read as FP32, beyond their end."""
+    state = {field: torch.ones(8) for field in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    state[name] = state[name].half()
+    state["exp_avg_sq"] = state["exp_avg_sq"].to(state["exp_avg"].dtype)
+    rest = torch.tensor([[0, 8, 0]]), torch.from_numpy(scalars()), torch.ones(1), None
+    stage = load("cpu").adam_step if checked == "the extension" else torch.ops.zerocast.adam_step
+    head = () if checked == "the extension" else ("cpu",)
+    with pytest.raises((TypeError, ValueError), match=rf"{name} is .*float16"):
+        stage(*head, *state.values(), *rest)
 
 
 def test_skip(any_backend: str, seed: int) -> None:

@@ -21,6 +21,8 @@ from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRul
 from zerocast.formats.memory import check_storage
 
 FLOATS = torch.float32, torch.bfloat16, torch.float16
+# The dtypes of gradients and moments of Adam.
+ADAM_FLOATS = torch.float32, torch.bfloat16
 
 # The names of the buffers of a weight, by the names of the arguments that stages take them as.
 BUFFER_ARGUMENTS = {
@@ -170,7 +172,7 @@ def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, sca
     device = flats["master"].device
     check_backend(backend, device)
     for name, tensor in flats.items():
-        check_plain(name, tensor, (torch.float32,) if name == "master" else FLOATS, 0, device)
+        check_plain(name, tensor, (torch.float32,) if name == "master" else ADAM_FLOATS, 0, device)
     check_moments(flats["exp_avg"], flats["exp_avg_sq"])
     check_scalars(scalars, clip, 0, device)
     _check_table("segments", segments, 3, device)
@@ -199,7 +201,7 @@ def check_pieces(
     """
     device = flats["master"].device
     check_backend(backend, device)
-    dtypes = {"master": (torch.float32,), "grad": FLOATS, "exp_avg": (torch.int8,), "exp_avg_sq": (torch.uint8,)}
+    dtypes = {"master": (torch.float32,), "grad": ADAM_FLOATS, "exp_avg": (torch.int8,), "exp_avg_sq": (torch.uint8,)}
     for name, tensor in flats.items():
         check_plain(name, tensor, dtypes[name], 0, device)
     for name, tensor in (("scales", scales), ("cut_largest", cut_largest)):
@@ -246,11 +248,8 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) > 1 or len(tensors) != len(lists["masters"]):
             raise ValueError(f"{name} are of one dtype, one for each master, got {len(tensors)} of {dtypes}")
-        # A cast reads masters of any float dtype. A stage of Adam, which gets moments, too, writes
-        # FP32 masters.
-        allowed = (torch.float32,) if len(lists) > 1 and name == "masters" else FLOATS
         for tensor in tensors:
-            check_plain(name, tensor, allowed, 0, table.device)
+            check_plain(name, tensor, _dtypes_like_masters(name, len(lists) > 1), 0, table.device)
     buffers = {BUFFER_ARGUMENTS[name]: arguments[name] for name in BUFFER_ARGUMENTS if name in arguments}
     has_byte_scales = fmt.scale_rule is not ScaleRule.FP32
     for name, tensors in buffers.items():
@@ -268,6 +267,15 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
         check_plain("groups", groups, (torch.int64,), len(rows), table.device)
         if rows and not 0 <= int(groups.min()) <= int(groups.max()) < scalars.shape[0]:
             raise ValueError(f"groups are {groups.tolist()}, the scalars have {scalars.shape[0]} rows")
+
+
+def _dtypes_like_masters(name: str, of_adam: bool) -> tuple[torch.dtype, ...]:
+    """The dtypes that masters, or tensors parallel to them, may have. A cast reads masters of any
+    float dtype, a stage of Adam writes FP32 ones.
+    """
+    if not of_adam:
+        return FLOATS
+    return (torch.float32,) if name == "masters" else ADAM_FLOATS
 
 
 def check_serves(stage: str, fmt: FormatSpec) -> None:

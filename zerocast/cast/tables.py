@@ -412,7 +412,7 @@ class WeightTable:
             raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
         (master,) = self.masters.tensors
         for name, tensor in (("grad", update.grad), ("exp_avg", update.exp_avg), ("exp_avg_sq", update.exp_avg_sq)):
-            checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.FLOATS, self._end, master.device)
+            checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.ADAM_FLOATS, self._end, master.device)
         checks.check_moments(update.exp_avg, update.exp_avg_sq)
         checks.check_scalars(update.scalars, update.clip, self._group_count, master.device)
 
