@@ -125,6 +125,27 @@ def test_the_bytes_of_the_reference(variant: str, dtype: torch.dtype, wild: bool
     assert expected.exp_avg.any()
 
 
+@pytest.mark.parametrize("backend", devices.gpu_params())
+def test_millions_of_elements(backend: str) -> None:
+    """A GPU finds most codes by approximate instructions, which may err only where codes are looked up."""
+    shape, numel = (2048, 4096), 2048 * 4096
+    groups = numel // 128
+    # The scalars of this key are ordinary ones: others are stepped as they are defined.
+    piece = torch.tensor([piece_of(shape, 4, 0, numel, 0, 0, torch.full((groups,), -1))])
+    generator, states = torch.Generator().manual_seed(2), {}
+    for name in ("cpu", backend):
+        codes = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
+        states[name] = torch.zeros(numel), *codes, torch.zeros(2, groups)
+    for step in range(1, 5):
+        sizes = torch.randn(numel, generator=generator).mul_(step / 2).exp_()
+        grad = torch.randn(numel, generator=generator).mul_(sizes)
+        rest = torch.from_numpy(scalars(step)), torch.ones(1), torch.tensor([step]), torch.zeros(2, 0), False, None
+        for name, (master, *kept) in states.items():
+            devices.stage(name, "adam_8bit")(master, grad, *kept, piece, *rest)
+        for expected, found in zip(states["cpu"], states[backend], strict=True):
+            assert torch.equal(found, expected)
+
+
 @pytest.mark.long_at_every_level
 @pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
 def test_any_cuts_have_the_bits_of_the_whole(any_backend: str, cuts: Sequence[Sequence[int]]) -> None:
