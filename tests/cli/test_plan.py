@@ -183,6 +183,30 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
         assert world == 1 or counted == calls
 
 
+def test_moments_in_8_bits_are_what_was_planned(ranks):
+    """What is held of them, and the all-reduce of groups that ranks cut, of which rows of 200 elements have some."""
+    config = ZeroConfig(bucket_size=2**17, moment_dtype="8bit")
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=config))
+    kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
+    assert [held for held, _, _ in ranks(3)(held_and_sent, "nvfp4", config)] == [pytest.approx(kept, rel=0.03)] * 3
+    specs = (Spec("wide", (240, 200)), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,)))
+    parameters = [Parameter(spec.name, spec.shape, spec.fmt == "nvfp4") for spec in specs]
+    collectives = footprint(parameters, "nvfp4", Setup("zero2", 3, config=config)).collectives
+    planned_bytes = [one.sent for one in collectives if one.kind == "all-reduce"]
+    for sizes in ranks(3)(all_reduced, Run(specs, config=config, options=(ADAM,))):
+        assert planned_bytes == pytest.approx([2 * nbytes * 2 / 3 for nbytes in sizes], abs=2)
+        assert len(sizes) == 3
+
+
+def all_reduced(run: Run) -> list[int]:
+    """The bytes of each all-reduce of a step: the norm, amaxes, cut groups."""
+    trainer = Trainer(run)
+    trainer.train(range(2))  # the second step compares what is left out
+    with recorded() as log:
+        trainer.step(2)
+    return [nbytes for kind, nbytes in log if kind == "all-reduce"]
+
+
 def test_muon_is_spread_over_ranks():
     """Eight matrices of one size: two ranks have four each, on three one has three, on sixteen half have none."""
     for world, busiest in ((1, 1.0), (2, 1.0), (3, 9 / 8), (8, 1.0), (16, 2.0)):

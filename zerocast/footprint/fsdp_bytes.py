@@ -25,12 +25,13 @@ from zerocast.footprint.weight_bytes import (
     Placed,
     all_reduce,
     copy_bytes,
+    cut_groups,
     gradient_collective,
     moment_bytes,
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import moment_groups, upcast_operand
+from zerocast.formats.layout import cut_moment_groups, moment_groups, upcast_operand
 from zerocast.fsdp2.wire import MOST_KEPT, RowShards, ShardGeometry, weight_layout
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
@@ -75,6 +76,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
         all_reduce("gradients", len(units), owned * grad_bytes if replicas > 1 else 0, replicas),
         all_reduce("the norm", 1, FP32, shards),
         all_reduce("amaxes", 1, packed, shards),
+        *cut_groups(sum(_cut_groups(tensor, shards) for tensor in all_tensors), shards, config),
         Collective("all-gather", "weights", sum(gathers.values()), sent_in_step * others, shards),
     ]
 
@@ -99,6 +101,14 @@ def _operand_bytes(weight: QuantizedWeight) -> int:
 def _rows(tensor: Tensor, shards: int) -> int:
     """The rows of the first dimension on a rank with a full share."""
     return -(-tensor.shape[0] // shards)
+
+
+def _cut_groups(tensor: Tensor, shards: int) -> int:
+    """The groups of moments of a vector that shards cut. Those of other tensors lie in a row."""
+    if tensor.dim() > 1:
+        return 0
+    numel = tensor.numel()
+    return len(cut_moment_groups(range(_rows(tensor, shards), numel, _rows(tensor, shards)), numel))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -96,6 +96,12 @@ def moment_bytes(numel: int, groups: int, config: ZeroConfig) -> int:
     return 2 * (numel + groups * FP32)
 
 
+def cut_groups(count: int, ranks: int, config: ZeroConfig) -> list[Collective]:
+    """The all-reduce of the largest moments of groups that ranks cut, if there is any."""
+    is_reduced = count and ranks > 1 and config.moment_dtype == "8bit"
+    return [all_reduce("cut groups of moments", 1, 2 * count * FP32, ranks)] if is_reduced else []
+
+
 def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
     weights = quantized(tensors)

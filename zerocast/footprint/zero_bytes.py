@@ -29,12 +29,13 @@ from zerocast.footprint.weight_bytes import (
     Placed,
     all_reduce,
     copy_bytes,
+    cut_groups,
     gradient_collective,
     moment_bytes,
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import GradientMessage, amax_counts, moment_groups
+from zerocast.formats.layout import GradientMessage, amax_counts, cut_moment_groups, moment_groups
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
 from zerocast.optim.gradient_exchange import most_sent, rounds
@@ -93,6 +94,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
         all_reduce("the norm", 1, FP64, ranks),
         *([_exchange(layout, ranks, config)] if costs else []),
         all_reduce("amaxes", 1, reduced, ranks),
+        *cut_groups(_cut_groups(buckets), ranks, config),
         Collective("all-gather", "weights", gathers, own_bytes * others, ranks),
     ]
     return ZeroBytes(memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0)
@@ -103,6 +105,12 @@ def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: ZeroConfig
     slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
     return moment_bytes(cut, -(-groups // ranks), config)
+
+
+def _cut_groups(buckets: Sequence[Bucket]) -> int:
+    """The number of groups of moments that several ranks have parts of."""
+    slots = [(bucket, slot) for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
+    return sum(len(cut_moment_groups(bucket.boundaries(slot), slot.matrix_shape[1])) for bucket, slot in slots)
 
 
 def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:

@@ -7,7 +7,7 @@ are specified in docs/formats/common.md. Every storage offset in the project com
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
@@ -298,6 +298,11 @@ def moment_group(element: int, columns: int) -> int:
 def moment_groups(start: int, numel: int, columns: int) -> int:
     """The number of groups that have any of the `numel` elements, at least one, from `start` on."""
     return moment_group(start + numel - 1, columns) - moment_group(start, columns) + 1
+
+
+def cut_moment_groups(boundaries: Iterable[int], columns: int) -> list[int]:
+    """The numbers of the groups of a weight that boundaries, in its elements, divide."""
+    return sorted({moment_group(cut, columns) for cut in boundaries if cut % columns % MOMENT_GROUP})
 
 
 @dataclass(frozen=True)

@@ -24,33 +24,33 @@ class ShardedMoments:
     """The moments of some parameters, made when they are first asked for.
 
     Boundaries between ranks cut groups of vectors, and of matrices that are sharded by columns. The
-    largest values of these are reduced over all ranks of the mesh of such a parameter.
+    largest values of these are reduced over the ranks that such a parameter is sharded over.
     """
 
     def __init__(self) -> None:
         self._parts: dict[Tensor, OwnedPart] = {}
-        self._cut_groups: dict[DeviceMesh | None, CutGroups] = {}
+        # By mesh, and its dimensions that parameters are sharded over.
+        self._cut_groups: dict[tuple[DeviceMesh | None, tuple[int, ...]], CutGroups] = {}
         self._moments: dict[Tensor, Moments8bit] = {}
 
     def add(self, name: str, parameter: Tensor) -> None:
         """Lay out the moments of a parameter. All ranks add the same ones in the same order."""
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        if mesh not in self._cut_groups:
-            groups = [] if mesh is None else [Group.of(group) for group in mesh.get_all_groups()]
-            self._cut_groups[mesh] = CutGroups(0, groups, parameter.device)
+        sharing = mesh, dims = _sharing(parameter)
+        if sharing not in self._cut_groups:
+            groups = [] if mesh is None else [Group.of(mesh.get_group(dim)) for dim in dims]
+            self._cut_groups[sharing] = CutGroups(0, groups, parameter.device)
         shape = tuple(parameter.shape) or (1,)
         numbers = _cut_groups(parameter, shape)
-        first = self._cut_groups[mesh].grow(len(numbers))
+        first = self._cut_groups[sharing].grow(len(numbers))
         cut = {number: first + place for place, number in enumerate(numbers)}
         self._parts[parameter] = OwnedPart(name, shape[-1], _spans(parameter, shape), 0, 0, cut)
 
     def of(self, parameter: Tensor) -> Moments8bit:
         """The moments of a parameter, zeros at first."""
         if parameter not in self._moments:
-            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             part = self._parts[parameter]
             numel = sum(span.numel for span in part.spans)
-            self._moments[parameter] = Moments8bit([part], numel, self._cut_groups[mesh])
+            self._moments[parameter] = Moments8bit([part], numel, self._cut_groups[_sharing(parameter)])
         return self._moments[parameter]
 
     def codes(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -129,6 +129,14 @@ class Adam8bitPass:
                 moments.step(self._backend, master, grad, scalars[row], clip, counts[row], None, finishes)
             if not finishes:
                 self._moments.reduce()
+
+
+def _sharing(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """(the mesh of a parameter, the dimensions of it that cut the parameter)."""
+    if not isinstance(parameter, DTensor):
+        return None, ()
+    cuts = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
+    return parameter.device_mesh, tuple(cuts)
 
 
 def _cut_like(local: Tensor, parameter: Tensor) -> Tensor:

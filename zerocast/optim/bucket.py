@@ -154,8 +154,10 @@ class Bucket:
         """The boundaries between shards within a parameter, in its elements, if its scales are
         gathered; otherwise None.
         """
-        if not self.storage.scales:
-            return None
+        return self.boundaries(slot) if self.storage.scales else None
+
+    def boundaries(self, slot: Slot) -> range:
+        """The boundaries between shards within a parameter, in its elements."""
         return range(self.shard_numel - slot.offset % self.shard_numel, slot.numel, self.shard_numel)
 
     def views(self, slot: Slot, flats: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import Span, moment_group, moment_groups
+from zerocast.formats.layout import Span, cut_moment_groups, moment_groups
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 from zerocast.weight import QuantizedWeight
@@ -130,25 +130,13 @@ def _owned_parts(buckets: Sequence[Bucket], rank: int) -> tuple[list[OwnedPart],
     parts, count = [], 0
     for bucket in buckets:
         for slot in bucket.slots:
-            cut = {group: count + place for place, group in enumerate(_cut_groups(bucket, slot))}
+            numbers = cut_moment_groups(bucket.boundaries(slot), slot.matrix_shape[1])
+            cut = {number: count + place for place, number in enumerate(numbers)}
             count += len(cut)
             span, offset = bucket.owned(slot, rank)
             if span.numel:
                 parts.append(OwnedPart(slot.name, slot.matrix_shape[1], [span], offset, slot.param_group, cut))
     return parts, count
-
-
-def _cut_groups(bucket: Bucket, slot: Slot) -> list[int]:
-    """The groups of a parameter that several ranks have parts of, alike on all ranks."""
-    columns = slot.matrix_shape[1]
-    spans = (bucket.owned(slot, rank)[0] for rank in range(bucket.ranks))
-    starts = [span.start for span in spans if span.numel and span.start]
-    cut = {
-        moment_group(start, columns)
-        for start in starts
-        if moment_group(start - 1, columns) == moment_group(start, columns)
-    }
-    return sorted(cut)
 
 
 def _initial_value(parameter: Tensor) -> Tensor:
