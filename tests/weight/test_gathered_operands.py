@@ -127,6 +127,19 @@ def test_another_gather_makes_the_operands_again() -> None:
     assert (codes == 3).all()
 
 
+def test_a_copy_into_a_gathered_weight_is_read() -> None:
+    """Also where the operand of its last bytes was made with those of others."""
+    weights, other = weights_of(FP8_BLOCK), weights_of(FP8_BLOCK)[1]
+    operands = operands_of(weights)
+    for _ in range(2):
+        for weight in weights:
+            read(weight, True)
+        operands.end_round()
+    read(weights[0], True)  # makes those of all
+    weights[1].copy_(other)
+    assert [*map(casts.sha, read(weights[1], True))] == [*map(casts.sha, read(other, True))]
+
+
 def test_operands_are_freed_with_their_round() -> None:
     weights = weights_of(FP8_BLOCK)
     operands = operands_of(weights)

@@ -46,6 +46,14 @@ def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
     return None if operands is None else operands.take(place, columnwise)
 
 
+def forget_operands(data: Tensor) -> None:
+    """Free what was made of the rowwise codes `data` of a weight before they were written to."""
+    reference, _ = getattr(data.untyped_storage(), _ATTRIBUTE, _NOT_GATHERED)
+    operands = reference()
+    if operands is not None:
+        operands.end_round()
+
+
 class _Launch(NamedTuple):
     """What a launch for some of the weights reads, parallel lists.
 
@@ -147,8 +155,8 @@ class GatheredOperands:
         return operand
 
     def end_round(self) -> None:
-        """Free what no product has asked for: the weights were gathered again, their codes are
-        freed, or a backward pass over them has ended.
+        """Free what no product has asked for: the weights were gathered again or written to, their
+        codes are freed, or a backward pass over them has ended.
         """
         for of_direction in self._rounds.values():
             if of_direction.asked:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocast.weight import linear, owners, unsupported
+from zerocast.weight.gathered_operands import forget_operands
 from zerocast.weight.validity import Use
 from zerocast.weight.weight import QuantizedWeight, define, define_function
 
@@ -44,6 +45,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
     source.wait()
     owners.forget_read(target)
     target.state.take(source.state)
+    forget_operands(target.state.rowwise_data)
     return target
 
 
