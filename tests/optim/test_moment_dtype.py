@@ -160,13 +160,18 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
     state = trainer.optimizer.state_dict()
     held = state["optim"]["state"]["wide"]
     changed = {
-        r"scales \(24, 4\) of groups of moments in the state and \(24, 2\) here": torch.ones(24, 4),
-        "holds -1.0 in the state, and a scale is a largest value": torch.full((24, 2), -1.0),
-        "holds NaN or Inf": torch.full((24, 2), torch.nan),
+        r"scales \(24, 4\) of groups of moments in the state and \(24, 2\) here": {"exp_avg_scale": torch.ones(24, 4)},
+        "holds -1.0 in the state, and a scale is a largest value": {"exp_avg_scale": torch.full((24, 2), -1.0)},
+        "holds NaN or Inf": {"exp_avg_scale": torch.full((24, 2), torch.nan)},
+        "exp_avg of wide holds -128 in the state, and codes are": {
+            "exp_avg": torch.full((24, 200), -128, dtype=torch.int8)
+        },
+        r"torch\.int32 in the state and torch\.int8 here": {"exp_avg": torch.full((24, 200), 300, dtype=torch.int32)},
+        r"torch\.int8 in the state and torch\.uint8 here": {"exp_avg_sq": torch.ones(24, 200, dtype=torch.int8)},
     }
     before = snapshot(trainer)
-    for said, scales in changed.items():
-        broken = {**state["optim"]["state"], "wide": {**held, "exp_avg_scale": scales}}
+    for said, replaced in changed.items():
+        broken = {**state["optim"]["state"], "wide": {**held, **replaced}}
         with pytest.raises(ValueError, match=said):
             trainer.optimizer.load_state_dict({**state, "optim": {**state["optim"], "state": broken}})
     _assert_same_snapshots(snapshot(trainer), before)

@@ -1,5 +1,6 @@
 """Checks of the moments in a checkpoint's files, made before any of them is loaded: no moment may
-have NaN or Inf, and no second moment may be negative.
+have NaN or Inf, no second moment may be negative, and codes are those of
+docs/formats/moments_8bit.md.
 """
 
 import math
@@ -23,12 +24,16 @@ MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
 
 
 def check_values(name: str, key: str, moment: Tensor) -> None:
-    """ValueError if a moment of a parameter has NaN or Inf, or if a second moment is negative."""
+    """ValueError if a moment of a parameter has NaN or Inf, or if a second moment is negative, or
+    for a code that no moment has.
+    """
     lowest, highest = torch.stack(torch.aminmax(moment)).tolist()
     if not (math.isfinite(lowest) and math.isfinite(highest)):
         raise ValueError(f"{key} of {name} holds NaN or Inf in the state")
     if lowest < 0 and key in SCALES:
         raise ValueError(f"{key} of {name} holds {lowest} in the state, and a scale is a largest value")
+    if moment.dtype is torch.int8 and lowest < -127:
+        raise ValueError(f"{key} of {name} holds {lowest} in the state, and codes are from -127 to 127")
     if lowest < 0 and key in SECOND_MOMENTS:
         raise ValueError(f"{key} of {name} holds {lowest} in the state, and second moments are squares")
 

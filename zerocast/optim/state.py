@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zerocast.cast.plan import CastPlan
@@ -221,7 +222,7 @@ class ZeroState:
             if NEVER_STEPPED in moments[name]:
                 continue
             for field in fields:
-                self._check_tensor(name, moments[name][field], is_code=bool(scales))
+                self._check_tensor(name, moments[name][field], getattr(self._masters, field).dtype if scales else None)
             for field in scales:
                 self._check_scales(name, moments[name][field])
         self.check_numbers(state)
@@ -252,11 +253,14 @@ class ZeroState:
         if isinstance(scales, TensorShard) and scales.span != span:
             raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
 
-    def _check_tensor(self, name: str, tensor: Tensor, is_code: bool = False) -> None:
+    def _check_tensor(self, name: str, tensor: Tensor, code: torch.dtype | None = None) -> None:
+        """ValueError unless a tensor can take the place of a parameter's masters or moments, or of
+        moments that are codes of dtype `code`.
+        """
         bucket, slot = self._slots[name]
         span, _ = bucket.owned(slot, self._group.rank)
-        if tensor.is_floating_point() == is_code:
-            raise ValueError(f"{name} is {tensor.dtype} in the state and {slot.parameter.dtype} here")
+        if tensor.dtype is not code if code else not tensor.is_floating_point():
+            raise ValueError(f"{name} is {tensor.dtype} in the state and {code or slot.parameter.dtype} here")
         if isinstance(tensor, TensorShard) and tensor.span != span:
             raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
         if tuple(tensor.shape) != tuple(slot.parameter.shape):
