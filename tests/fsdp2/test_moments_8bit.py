@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,9 @@ from tests.fsdp2.slices import complaints
 from tests.fsdp2.test_fused_adamw import digests, gradient, put_gradients
 from tests.fsdp2.test_tensor_parallel import MLP, parallel
 from tests.optim.runs import ADAM
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2.moments_8bit import ShardedMoments
 
 # Rows of 200 elements, and vectors of 200 and 96, which ranks cut within a group of 128.
 WIDTH, HIDDEN = 200, 96
@@ -100,6 +102,26 @@ def test_resharded_and_resumed(ranks: Ranks, tmp_path: Any) -> None:
     """From three ranks to two, to the bit."""
     expected, *_ = ranks(3)(saved, str(tmp_path / "it"), 3)
     assert ranks(2)(resumed, str(tmp_path / "it"), 3) == [expected] * 2
+
+
+def broken_load() -> list[str]:
+    """What an optimizer says after a load that raised half-way, until a state is loaded."""
+    model = plain_model()
+    optimizer = fused(model)
+    before = train(model, optimizer, range(2))
+    whole, state = TrainingState(model, optimizer).state_dict(), optimizer.state_dict()
+    with mock.patch.object(ShardedMoments, "reduce", side_effect=MemoryError("out of it")):
+        told = [error_of(lambda: optimizer.load_state_dict(state))]
+    told += [error_of(call) for call in (optimizer.state_dict, optimizer.step)]
+    TrainingState(model, optimizer).load_state_dict(whole)
+    assert state_of(model, optimizer) == before
+    return told
+
+
+def test_a_load_that_raises_half_way_is_told(ranks: Ranks) -> None:
+    for first, *others in ranks(2)(broken_load):
+        assert "out of it" in first
+        assert all("a load raised half-way" in told for told in others)
 
 
 def through_torch(flat: bool) -> tuple[dict[str, str], dict[str, str], set[torch.dtype]]:

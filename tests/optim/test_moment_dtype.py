@@ -179,6 +179,21 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
         dataclasses.replace(DETERMINISTIC, state="compact")
 
 
+def loaded_in_two_kinds() -> str:
+    """The error where rank 0 loads moments in FP32 and the others their codes. Nothing has changed then."""
+    exact, compact = Trainer(EIGHT_BITS), Trainer(COMPACT)
+    exact.step(0)
+    before = snapshot(compact)
+    source = exact if dist.get_rank() == 0 else compact
+    error = error_of(lambda: compact.optimizer.load_state_dict(source.optimizer.state_dict()))
+    _assert_same_snapshots(snapshot(compact), before)
+    return error
+
+
+def test_ranks_load_one_kind_of_moments(ranks):
+    assert all("moments as codes" in error for error in ranks(2)(loaded_in_two_kinds))
+
+
 def uninterrupted(steps: int, resumes: int, path: str) -> None:
     """A run that is saved and loaded after `resumes` steps has the bits of one that is not."""
     whole, first, second = Trainer(EIGHT_BITS), Trainer(EIGHT_BITS), Trainer(EIGHT_BITS)

@@ -362,7 +362,12 @@ class FusedAdamW(torch.optim.Optimizer):
         self.state = MomentsOnDemand(dict, self.state)
         self.state.eight_bit = self._eight_bit
         if self._eight_bit is not None:
-            self._eight_bit.load(self.state, _steps_taken([*self.state.values()]))
+            try:
+                self._eight_bit.load(self.state, _steps_taken([*self.state.values()]))
+            except BaseException:
+                # Some moments are loaded, others are zeros.
+                validity_of(self).broke_off("a load")
+                raise
         for parameter, moments in self.state.items():
             moments["step"] = torch.as_tensor(moments["step"]).to(torch.float32, copy=True)
             if self._eight_bit is not None:

@@ -146,9 +146,12 @@ class ZeroState:
             _copy(flat[start : start + span.numel], saved[name], span)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError on every rank if a state does not fit on any rank. Collective."""
+        """ValueError on every rank if a state does not fit on any rank, or if only some of them
+        load codes. Collective.
+        """
         problem = problem_of(lambda: self._check(state), "optimizer")
-        validate_across_ranks(self._group, [], problem, what="loads a state")
+        settings = {} if problem else {"moments as codes": _has_scales(state["optim"]["state"])}
+        validate_across_ranks(self._group, [], problem, "loads a state", settings)
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
         """ValueError, on this rank alone, for impossible step counts or hyper-parameters."""
