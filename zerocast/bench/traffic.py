@@ -16,12 +16,22 @@ import torch
 
 from zerocast.bench.workload import Workload
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.formats.layout import Buffer, GradientMessage, amax_counts, amax_grid, buffers, upcast_operand
+from zerocast.formats.layout import (
+    Buffer,
+    GradientMessage,
+    amax_counts,
+    amax_grid,
+    buffers,
+    moment_groups,
+    upcast_operand,
+)
 
 NOMINAL = torch.bfloat16
 FP32 = torch.float32.itemsize
 # Adam reads master, gradient and both moments, and writes all but the gradient.
 ADAM = 7 * FP32
+# Codes of both moments take a byte.
+ADAM_8BIT = 3 * FP32 + 4
 
 
 def nbytes(buffer: Buffer | None) -> int:
@@ -122,6 +132,15 @@ class Traffic:
     def adam(self) -> int:
         """An Adam step alone: 28 bytes an element."""
         return ADAM * self.workload.owned
+
+    @property
+    def adam_8bit(self) -> int:
+        """An Adam step with moments in 8 bits: 16 bytes an element, and the two scales of each
+        group read and written.
+        """
+        owned = zip(self.workload.shapes, self.workload.spans(self.workload.rank), strict=True)
+        groups = sum(moment_groups(span.start, span.numel, columns) for (_, columns), span in owned if span.numel)
+        return ADAM_8BIT * self.workload.owned + 4 * FP32 * groups
 
     @property
     def step(self) -> int:

@@ -14,6 +14,7 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.tables import WeightTable
 from zerocast.formats.layout import GradientMessage
+from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 
 
 def cast(workload: Workload, fmt: str, place: Place) -> Job:
@@ -154,6 +155,34 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
         skip=None,
     )
     return Job(run, lambda: (master, moments.exp_avg, moments.exp_avg_sq))
+
+
+def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of `adam_8bit` on the flat shard, whose moments begin as zeros."""
+    random = place.generator()
+    numel = workload.owned
+    master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
+    inputs = Moments(numel, place.device, random)
+    parts: list[OwnedPart] = []
+    offset = 0
+    for number, ((_, columns), span) in enumerate(zip(workload.shapes, workload.spans(workload.rank), strict=True)):
+        if span.numel:
+            parts.append(OwnedPart(f"weight {number}", columns, [span], offset, param_group=0, cut={}))
+            offset += span.numel
+    moments = Moments8bit(parts, numel, CutGroups(0, [], place.device))
+    moments.know(master)
+    run = functools.partial(
+        moments.step,
+        place.backend,
+        master,
+        inputs.grad,
+        inputs.scalars,
+        inputs.clip,
+        count=torch.full((1,), STEP, device=place.device),
+        skip=None,
+        finishes=False,
+    )
+    return Job(run, lambda: (master, moments.exp_avg, moments.exp_avg_sq, moments.scales))
 
 
 def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:
