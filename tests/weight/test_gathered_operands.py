@@ -3,6 +3,7 @@ given away once, and is freed with the codes.
 """
 
 import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from tests import casts
 from zerocast import QuantizedWeight
 from zerocast.backends import ops
+from zerocast.weight import gathered_operands
 from zerocast.weight.gathered_operands import GatheredOperands, gathered_operand
 
 SHAPES = [(128, 256), (256, 128), (128, 128)]
@@ -181,3 +183,29 @@ def test_formats_whose_products_read_gathered_codes_alone_have_none() -> None:
     assert GatheredOperands.of([weight.state for weight in weights_of("mxfp8")]) == []
     mixed = [weights_of(fmt)[0].state for fmt in ("fp8_block", "mxfp8", "nvfp4", "fp8_block")]
     assert len(GatheredOperands.of(mixed)) == 2
+
+
+def test_a_graph_launches_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights are on a CPU, which stands for a GPU whose stream is captured: a graph may be replayed without earlier ones."""
+    weights = weights_of(FP8_BLOCK)
+    operands = operands_of(weights)
+    for weight in weights:
+        read(weight, True)
+    operands.end_round()
+    made: list[tuple[int, ...]] = []
+    make = operands._make
+
+    def recording(places: tuple[int, ...], columnwise: bool) -> Any:
+        made.append(places)
+        return make(places, columnwise)
+
+    monkeypatch.setattr(operands, "_make", recording)
+    monkeypatch.setattr(operands, "_device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for weight in weights:
+        read(weight, True)
+    assert made == [(place,) for place in range(len(weights))]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(gathered_operands, "_current_stream", lambda index: 0)
+    read(weights[0], True)
+    assert made[-1] == tuple(range(len(weights)))

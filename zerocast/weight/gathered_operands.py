@@ -5,8 +5,8 @@ These are columnwise copies, and the operands in FP8 of formats that are exact t
 needs its own for as long as it runs. Made one by one they cost a step's host a call and a GPU a
 launch for each weight. So the first product that asks has all of them made, for the weights that
 were asked for last time. Each is given away once, to a product that then owns it alone: a compiled
-graph may write into it. They take at most the memory of one gather's weights, and never outlive the
-gathered codes (`end_round`).
+graph may write into it. They take at most one byte an element of one gather's weights, and never
+outlive the gathered codes (`end_round`).
 
 A product finds them by the storage of the codes that it reads. A compiled graph has nothing else:
 it passes plain tensors, and weights of equal layers share a graph.
@@ -142,7 +142,11 @@ class GatheredOperands:
         """The operand of a weight, which belongs to the caller."""
         of_direction = self._rounds[columnwise]
         if self._device.type == "cuda":
-            stream = _current_stream(self._device.index), torch.cuda.is_current_stream_capturing()
+            if torch.cuda.is_current_stream_capturing():
+                # A graph may be replayed without those that were captured before it, so it launches
+                # what it reads.
+                return self._make((place,), columnwise)[0]
+            stream = _current_stream(self._device.index)
             if stream != of_direction.stream:
                 if of_direction.asked:
                     of_direction.end()
