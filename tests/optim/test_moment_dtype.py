@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests import casts
@@ -159,6 +160,12 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
         optim.load(Trainer(dataclasses.replace(EIGHT_BITS, config=DETERMINISTIC)).optimizer, tmp_path / "it")
     state = trainer.optimizer.state_dict()
     held = state["optim"]["state"]["wide"]
+    for dtype in (torch.int32, torch.uint8, torch.float32):
+        # as another writer of checkpoints might have stored codes
+        others = {**state["optim"]["state"], "wide": {**held, "exp_avg": held["exp_avg"].to(dtype)}}
+        dcp.save({**state, "optim": {**state["optim"], "state": others}}, checkpoint_id=tmp_path / str(dtype))
+        with pytest.raises(ValueError, match=rf"exp_avg is {dtype} there and torch\.int8 here"):
+            optim.load(trainer.optimizer, tmp_path / str(dtype))
     changed = {
         r"scales \(24, 4\) of groups of moments in the state and \(24, 2\) here": {"exp_avg_scale": torch.ones(24, 4)},
         "holds -1.0 in the state, and a scale is a largest value": {"exp_avg_scale": torch.full((24, 2), -1.0)},

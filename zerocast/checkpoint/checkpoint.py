@@ -348,7 +348,9 @@ def on_rank_0(group: Group, work: Callable[[], object]) -> None:
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:
-    """A problem for each tensor of `state` that the checkpoint lacks or has in another shape."""
+    """A problem for each tensor of `state` that the checkpoint lacks, or has in another shape or in
+    a dtype that would lose values. Integers, such as codes, are read in their own dtype alone.
+    """
     problems = []
     for name, tensor in _leaves(prefix, state):
         entry = saved.get(name)
@@ -356,9 +358,13 @@ def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> l
             problems.append(f"{name} is no tensor there" if entry else f"{name} is missing")
         elif entry.size != tensor.shape:
             problems.append(f"{name} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here")
-        elif tensor.is_floating_point() and not entry.properties.dtype.is_floating_point:
+        elif entry.properties.dtype != tensor.dtype and not _both_floating_point(entry.properties.dtype, tensor.dtype):
             problems.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
     return problems
+
+
+def _both_floating_point(first: torch.dtype, second: torch.dtype) -> bool:
+    return first.is_floating_point and second.is_floating_point
 
 
 def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
