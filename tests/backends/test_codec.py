@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import devices, stages
+from tests.backends import test_adam_8bit
 from tests.formats import model
 from tests.matrices import F32, bit_patterns
 from tests.strategies import is_interpreted
@@ -177,8 +178,23 @@ def compute_scales() -> Callable[[], Tensor]:
     return lambda: stages.scales("cpu", "nvfp4", amaxes)[1]
 
 
+def adam_8bit() -> Callable[[], Tensor]:
+    """With a group that a boundary cuts, whose moments are rounded in a second call."""
+    cuts = [[columns // 2] for _, columns in test_adam_8bit.SHAPES]
+    grads = [weight * 2.0**-140 for weight in test_adam_8bit.weights(1)]
+    shard = test_adam_8bit.Shard([weight * 2.0**-130 for weight in test_adam_8bit.weights(0)], cuts, 0)
+
+    def run() -> Tensor:
+        for finishes in (False, True):
+            shard.call("cpu", grads, 1, finishes)
+        state = shard.master, shard.exp_avg, shard.exp_avg_sq, shard.scales.flatten()
+        return torch.cat([one.view(torch.uint8) for one in state])
+
+    return run
+
+
 # each with inputs that are made before anything is flushed
-FLUSHED = {one.__name__: one for one in (adam_step, roll_history, dequantize, partial_cast, compute_scales)}
+FLUSHED = {one.__name__: one for one in (adam_step, adam_8bit, roll_history, dequantize, partial_cast, compute_scales)}
 
 
 @pytest.fixture

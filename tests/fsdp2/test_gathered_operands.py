@@ -39,7 +39,7 @@ def run(model: Any) -> None:
 
 
 def gradients(model: Any) -> list[Tensor]:
-    """Those of one batch."""
+    """Return the gradients of one batch, and clear them."""
     run(model)
     found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     model.zero_grad()
@@ -47,7 +47,7 @@ def gradients(model: Any) -> list[Tensor]:
 
 
 def left(model: Any) -> int:
-    """Operands that nobody has asked for, of all groups."""
+    """Return the operands of all groups that no product has asked for."""
     gc.collect()
     of_groups = [operands for group in models.manager(model).plan.param_groups.prepared for operands in group._operands]
     assert len(of_groups) == BLOCKS and all(isinstance(operands, GatheredOperands) for operands in of_groups)

@@ -20,7 +20,7 @@ def local(parameter: Any) -> Tensor:
 
 
 def addresses(sharded: bool) -> list[tuple[bool, ...]]:
-    """Whether each prepared master of a model names the memory that its values lie in, and only its own."""
+    """Return, for each prepared master of a model, whether each way to ask for its memory gives that of its values."""
     model = models.Net(("fp8_block", "nvfp4"), 32, 64)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
     if sharded:

@@ -19,7 +19,7 @@ from zerocast.integrations.huggingface import Accelerator, Trainer  # noqa: E402
 from zerocast.integrations.huggingface.trainer import REFUSED, REFUSED_OF_OPTIMIZER  # noqa: E402
 
 # Read by the stock Trainer, by its data loaders or by accelerate, whose code is not changed here, or of no effect in the stock
-# Trainer either. A field that a release of transformers adds is in none of the sets until somebody has looked what it does.
+# Trainer either. A field that a release of transformers adds fails the test until it is put into one of the sets.
 OBEYED = {
     *(
         "output_dir",
