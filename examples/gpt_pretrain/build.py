@@ -53,6 +53,7 @@ def build_optimizer(model: GPT, config: TrainConfig) -> Optimizer:
         overlap_all_gather=config.overlap,
         grad_wire=config.grad_wire,
         deterministic=config.deterministic,
+        moment_dtype=config.moment_dtype,
     )
     betas, eps = (config.beta1, config.beta2), config.eps
     if config.optimizer == "adamw":

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+import torch
 import tyro
 
 from examples.gpt_pretrain.model import GPTConfig
@@ -20,6 +21,7 @@ Format = Literal[
     "mxfp4",
     "mxfp4:scale_rounding=floor",
     "nvfp4",
+    "nvfp4:exact_in_fp8",
 ]
 Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 
@@ -84,6 +86,8 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    moments: Literal["fp32", "8bit"] = "fp32"
+    """What AdamW keeps its moments in: 8 bytes a parameter, or 2."""
     grad_clip: float = 1.0
     """Largest global gradient norm."""
 
@@ -150,6 +154,11 @@ class TrainConfig:
     def slices(self) -> int:
         """The number of ranks that work on the same batch."""
         return 2 if self.parallel == "fsdp2_tp" else 1
+
+    @property
+    def moment_dtype(self) -> torch.dtype | Literal["8bit"]:
+        """`moments` as zerocast takes it."""
+        return torch.float32 if self.moments == "fp32" else "8bit"
 
     @property
     def late_steps(self) -> int:

@@ -82,7 +82,9 @@ class Fsdp2AdamW(zerocast.fsdp2.TrainingState):
     def __init__(self, model: GPT, groups: list[dict[str, Any]], config: TrainConfig) -> None:
         groups = [{**group, "params": [parameter for _, parameter in group["params"]]} for group in groups]
         betas = config.beta1, config.beta2
-        adamw = zerocast.fsdp2.FusedAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+        adamw = zerocast.fsdp2.FusedAdamW(
+            groups, lr=config.lr, betas=betas, eps=config.eps, moment_dtype=config.moment_dtype
+        )
         super().__init__(model, adamw)
         self._sharded: Any = model
         self._adamw = adamw

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from examples.gpt_pretrain import interrupt
@@ -28,13 +28,22 @@ class Run:
     The console goes to `folder`/console.log. Each rank computes on one thread, so that two ranks
     share two cores in peace. The rendezvous port is chosen by the system, on the loopback
     interface. Without `torchrun` it is one process and no process group, which starts sooner.
+    `environment` is added to that of this process.
     """
 
     def __init__(
-        self, folder: Path, arguments: Sequence[str], *, ranks: int, timeout: float, torchrun: bool = True
+        self,
+        folder: Path,
+        arguments: Sequence[str],
+        *,
+        ranks: int,
+        timeout: float,
+        torchrun: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.folder = folder
         self._timeout = timeout
+        self._environment = _environment() | dict(environment or {})
         self._heard, self._said = time.monotonic(), [0, 0]
         folder.mkdir(parents=True, exist_ok=True)
         rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]
@@ -96,7 +105,7 @@ class Run:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
                 cwd=ROOT,
-                env=_environment(),
+                env=self._environment,
                 stdout=console,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

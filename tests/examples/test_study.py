@@ -20,8 +20,8 @@ from examples.gpt_pretrain.launch import RunFailedError
 from examples.gpt_pretrain.model import GPTConfig
 from examples.gpt_pretrain.run_log import Record
 from examples.gpt_pretrain.study import __main__ as command
-from examples.gpt_pretrain.study import plan, runs, show
-from examples.gpt_pretrain.study.outcome import collect
+from examples.gpt_pretrain.study import runs, show
+from examples.gpt_pretrain.study.outcome import _interval, collect
 from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, TRAINING, WEIGHTS, Job, Size, jobs
 from tests.selection import worlds
 from tests.workers import Ranks
@@ -66,13 +66,21 @@ def put(job: Job, out: Path, records: Sequence[Record]) -> None:
 
 
 def test_the_plan_compares_like_with_like() -> None:
-    for size, rows, ways in ((SIZES["cpu"], 6, "dequantize"), (SIZES["gpu"], 11, "auto")):
+    for name, rows, ways in (("cpu", 6, "dequantize"), ("gpu", 11, "auto"), ("pairs", 7, "auto")):
+        size = SIZES[name]
         planned = list(jobs(size))
-        assert len(planned) == len({job.name for job in planned}) == rows * len(SEEDS)
-        for seed in SEEDS:
+        assert len(planned) == len({job.name for job in planned}) == rows * len(size.seeds)
+        assert set(size.compared) | set(size.compared.values()) <= set(size.variants)
+        for seed in size.seeds:
             of_seed = [job.config for job in planned if job.seed == seed]
-            same = {"format": "nvfp4", "keep_masters": True, "weight_gradients": "nominal", "late_share": 0.0}
-            alike = {dataclasses.replace(config, **same, batch_size=1, grad_accum=1) for config in of_seed}  # type: ignore[arg-type]
+            same: dict[str, Any] = {
+                "format": "nvfp4",
+                "moments": "fp32",
+                "keep_masters": True,
+                "weight_gradients": "nominal",
+                "late_share": 0.0,
+            }
+            alike = {dataclasses.replace(config, **same, batch_size=1, grad_accum=1) for config in of_seed}
             assert len(alike) == 1
             assert next(iter(alike)).gemm == ways
             assert len({config.batch_size * config.grad_accum for config in of_seed}) == 1
@@ -188,6 +196,39 @@ def test_gaps_are_those_of_the_same_seed() -> None:
     )
 
 
+def test_many_seeds_have_an_interval() -> None:
+    """A row is compared with the row that the plan names, over the seeds that both have."""
+    variants = {name: SIZES["pairs"].variants[name] for name in (BASELINE, "nvfp4", "nvfp4, 8-bit moments")}
+    size = dataclasses.replace(TINY, variants=variants, seeds=range(16), compared=SIZES["pairs"].compared)
+    loss = {BASELINE: 2.0, "nvfp4": 2.1, "nvfp4, 8-bit moments": 2.102}
+    made = {job: records_of(job, loss[job.variant] + 0.001 * (job.seed % 2) * len(job.variant)) for job in jobs(size)}
+    made.pop(next(job for job in made if job.variant == "nvfp4" and job.seed == 15))
+    found = collect("pairs", size, made)["variants"]["nvfp4, 8-bit moments"]
+    assert found["compared"] == "nvfp4" and len(found["gaps"]) == 15
+    # 0.002 for 8 seeds and 0.017 for 7; a standard deviation of 0.00775, and Student's 2.145 for 14 degrees of freedom.
+    assert found["gap"] == pytest.approx(0.009) and found["gap_interval"] == pytest.approx(0.00429, abs=2e-5)
+    row = next(line for line in show.table(collect("pairs", size, made)).splitlines() if "8-bit" in line)
+    assert "| +0.0047 to +0.0133 | `nvfp4` | 15 |" in row
+    assert math.isinf(_interval([0.5]))
+
+
+def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[dict[str, str]] = []
+
+    def made(job: Job, *others: Any) -> list[Record]:
+        places.append(others[-1])
+        return records_of(job)
+
+    monkeypatch.setattr(command, "train", made)
+    monkeypatch.setattr(command, "SIZES", {"cpu": TINY})
+    arguments = ["--out", str(tmp_path), "--at-once", "4"]
+    assert command.main([*arguments, "--gpus", "2"]) == 0
+    assert {place["CUDA_VISIBLE_DEVICES"] for place in places} == {"0", "1"}
+    places.clear()
+    assert command.main(arguments) == 0
+    assert places == [{}] * len(list(jobs(TINY)))
+
+
 GPU = dataclasses.replace(SIZES["gpu"], config=TINY.config)
 
 
@@ -197,7 +238,7 @@ def test_slices_on_several_machines(
     """Runs at once, a time limit, a run that fails; the next machine takes over what is finished and shows what is not run."""
     trained: list[str] = []
 
-    def made(job: Job, out: Path, _: Any, ended: Any) -> list[Record] | None:
+    def made(job: Job, out: Path, _: Any, ended: Any, environment: Any) -> list[Record] | None:
         if job.name == "nvfp4-1":
             raise RunFailedError("nvfp4-1 failed")
         if ended() or len(trained) >= 8:
@@ -303,8 +344,8 @@ def test_bf16_has_no_masters_to_forget() -> None:
 @pytest.mark.timeout(400)
 def test_a_small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     variants = {name: WEIGHTS[name] for name in (BASELINE, "nvfp4", CONTROL)}
-    monkeypatch.setattr(command, "SIZES", {"cpu": dataclasses.replace(TINY, ranks=2, variants=variants)})
-    monkeypatch.setattr(plan, "SEEDS", (0,))
+    small = dataclasses.replace(TINY, ranks=2, variants=variants, seeds=(0,))
+    monkeypatch.setattr(command, "SIZES", {"cpu": small})
     assert command.main(["--out", str(tmp_path), "--limit", "2"]) == 0
     made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
     assert len(made) == 2

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal
 
 import tyro
@@ -37,10 +38,10 @@ Runs = Mapping[Job, Sequence[Record]]
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """Compare the quality of training on quantized weights with bf16, three seeds each."""
+    """Compare the quality of training on quantized weights with bf16, seed by seed."""
 
-    size: Literal["cpu", "gpu"] = "cpu"
-    """Plan (plan.py): cpu takes a minute or two a run on two cores, gpu less on one H200."""
+    size: Literal["cpu", "gpu", "pairs"] = "cpu"
+    """Plan (plan.py): cpu takes a minute or two a run on two cores, gpu and pairs less on a GPU."""
     data: tuple[Path, ...] = ()
     """The text of the plan; by default the source of Python's standard library."""
     out: Path = Path("runs/study")
@@ -54,7 +55,9 @@ class StudyConfig:
     minutes: float | None = None
     """End after so long, with the runs that are under way; the next call continues."""
     at_once: int = 1
-    """Runs at the same time, which share the device."""
+    """Runs at the same time, which share the GPUs."""
+    gpus: int = 1
+    """GPUs that runs are spread over, each run on one."""
     known: Path | None = None
     """A runs.jsonl from another machine, whose runs are not made again."""
     checkpoint_every: int = 0
@@ -85,12 +88,16 @@ def make_runs(
     *,
     known: Mapping[str, list[Record]] | None = None,
     at_once: int = 1,
+    gpus: int = 1,
     ended: Ended | None = None,
     failed: Callable[[RunFailedError], None] | None = None,
 ) -> Runs:
     """The records of all runs, or of fewer if `limit` new ones were made before the end, or time
     was up. `failed` is told of a run that fails, and the others go on; without it that is raised.
     """
+    environments: SimpleQueue[dict[str, str]] = SimpleQueue()
+    for place in range(at_once):
+        environments.put({"CUDA_VISIBLE_DEVICES": str(place % gpus)} if gpus > 1 else {})
     ended = ended or Ended()
     made: dict[Job, Sequence[Record] | None] = {job: finished(job, out, known) for job in todo}
     missing = [job for job in todo if made[job] is None][:limit]
@@ -99,9 +106,9 @@ def make_runs(
     def make(job: Job) -> Sequence[Record] | None:
         if ended(min(seconds, default=0.0)):
             return None
-        began = time.monotonic()
+        began, environment = time.monotonic(), environments.get()
         try:
-            records = train(job, out, progress, ended)
+            records = train(job, out, progress, ended, environment)
             seconds.append(time.monotonic() - began)
             return records
         except RunFailedError as error:
@@ -109,6 +116,8 @@ def make_runs(
                 raise
             failed(error)
             return None
+        finally:
+            environments.put(environment)
 
     for job, records in made.items():
         if records is not None:
@@ -175,6 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 config.limit,
                 known=read_store(config.known),
                 at_once=config.at_once,
+                gpus=config.gpus,
                 ended=ended,
                 failed=failures.append if size.by_row else None,
             )

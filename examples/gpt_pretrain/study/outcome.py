@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,10 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
     variants: dict[str, dict[str, Any]] = {}
     for job, records in runs.items():
         variants.setdefault(job.variant, {})[str(job.seed)] = _run(records)
+    compared = {
+        variant: _compared(by_seed, size.compared.get(variant, BASELINE), variants)
+        for variant, by_seed in variants.items()
+    }
     return {
         "size": name,
         "ranks": size.ranks,
@@ -42,9 +47,7 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
         **{key: starts[0][key] for key in SAME},
         "cores": cores,
         "dates": [min(start["date"] for start in starts), max(start["date"] for start in starts)],
-        "variants": {
-            variant: {**_across(by_seed, variants[BASELINE]), "seeds": by_seed} for variant, by_seed in variants.items()
-        },
+        "variants": {variant: found for variant, found in compared.items() if found["seeds"]},
     }
 
 
@@ -66,6 +69,16 @@ def _run(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
+def _compared(by_seed: Mapping[str, Any], name: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What is said of the runs of a variant beside those of the variant `name`, over all seeds that
+    both have.
+    """
+    baseline = variants.get(name, {})
+    by_seed = {seed: run for seed, run in by_seed.items() if seed in baseline}
+    numbers = _across(by_seed, baseline) if by_seed else {}
+    return {**numbers, "compared": name, "seeds": by_seed}
+
+
 def _across(by_seed: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str, Any]:
     losses = [run["validation_loss"] for run in by_seed.values()]
     gaps = [run["validation_loss"] - baseline[seed]["validation_loss"] for seed, run in by_seed.items()]
@@ -76,8 +89,22 @@ def _across(by_seed: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str
         "gap": statistics.fmean(gaps),
         "share": statistics.fmean(gaps) / statistics.fmean(bases),
         "gap_deviation": _deviation(gaps),
+        "gap_interval": _interval(gaps),
         "gaps": gaps,
     }
+
+
+def _interval(values: Sequence[float]) -> float:
+    """Half the width of the 95 % interval of the mean of normally distributed values. Student's
+    quantile is approximated from that of the normal distribution (Abramowitz and Stegun, 26.7.5),
+    to 0.001 from 8 values on.
+    """
+    freedom = len(values) - 1
+    if freedom < 1:
+        return math.inf
+    z = statistics.NormalDist().inv_cdf(0.975)
+    quantile = z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
+    return quantile * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ plan, which is trained again. What each row is for, and what will count as what:
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,16 @@ TRAINING: Variants = {
     "mxfp4 OCP": {"format": "mxfp4:scale_rounding=floor"},
     "nvfp4, no masters": {"format": "nvfp4", "keep_masters": False},
 }
+# FP8 weight gradients, as `Recipe(fast=True)` trains: the rows whose speed is on the first page.
+PAIRED: Variants = {
+    BASELINE: {"format": "bf16"},
+    "bf16 again": {"format": "bf16"},  # chance: a GPU does not add in the same order twice
+    "fp8_current, fast": {"format": "fp8_current", "weight_gradients": "fp8"},
+    "nvfp4": {"format": "nvfp4"},
+    "nvfp4 exact in FP8, fast": {"format": "nvfp4:exact_in_fp8", "weight_gradients": "fp8"},
+    "bf16, 8-bit moments": {"format": "bf16", "moments": "8bit"},
+    "nvfp4, 8-bit moments": {"format": "nvfp4", "moments": "8bit"},
+}
 SEEDS = (0, 1, 2)
 
 
@@ -47,7 +57,8 @@ class Size:
     """A size of the study: the configuration that its runs share, the number of ranks, its rows.
 
     `text` is the SHA-256 of the text, None for Python's standard library. `by_row` makes all seeds
-    of a row before the next row, so that what a limit of time cuts are rows.
+    of a row before the next row, so that what a limit of time cuts are rows. `compared` names the
+    row that another one is compared with where that is not the baseline.
     """
 
     ranks: int
@@ -55,9 +66,34 @@ class Size:
     variants: Variants = dataclasses.field(default_factory=lambda: WEIGHTS, hash=False)
     text: str | None = None
     by_row: bool = False
+    seeds: Sequence[int] = SEEDS
+    compared: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
 
 
 _COMMON = TrainConfig(min_lr_ratio=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
+
+# 29.7 M parameters, 8.2 M bytes a run, none twice: some seconds on one H200.
+_GPU = Size(
+    ranks=1,
+    config=dataclasses.replace(
+        _COMMON,
+        min_lr_ratio=0.0,
+        model=GPTConfig(n_layer=6, n_head=10, n_embd=640, context=1024),
+        batches="once",
+        steps=500,
+        batch_size=16,
+        lr=1e-3,
+        warmup_steps=50,
+        log_every=5,
+        eval_every=500,
+        eval_sequences=1024,
+        bucket_size=1 << 24,
+        device="cuda",
+    ),
+    variants=TRAINING,
+    text="8e6a12451cbf1425327b30a0ad14924d5f4959ee4df3c130510873e28662d773",
+    by_row=True,
+)
 
 SIZES: Mapping[str, Size] = {
     # 3.2 M parameters, 0.2 M tokens: a minute or two on two cores.
@@ -77,27 +113,15 @@ SIZES: Mapping[str, Size] = {
             device="cpu",
         ),
     ),
-    # 29.7 M parameters, 8.2 M bytes a run, none twice: some seconds on one H200.
-    "gpu": Size(
-        ranks=1,
-        config=dataclasses.replace(
-            _COMMON,
-            min_lr_ratio=0.0,
-            model=GPTConfig(n_layer=6, n_head=10, n_embd=640, context=1024),
-            batches="once",
-            steps=500,
-            batch_size=16,
-            lr=1e-3,
-            warmup_steps=50,
-            log_every=5,
-            eval_every=500,
-            eval_sequences=1024,
-            bucket_size=1 << 24,
-            device="cuda",
-        ),
-        variants=TRAINING,
-        text="8e6a12451cbf1425327b30a0ad14924d5f4959ee4df3c130510873e28662d773",
-        by_row=True,
+    "gpu": _GPU,
+    # 13.1 M parameters, the steps and the text of "gpu": many pairs, to see a gap of 0.0025.
+    "pairs": dataclasses.replace(
+        _GPU,
+        config=dataclasses.replace(_GPU.config, model=GPTConfig(n_layer=4, n_head=8, n_embd=512, context=1024)),
+        variants=PAIRED,
+        by_row=False,
+        seeds=range(48),
+        compared={"nvfp4, 8-bit moments": "nvfp4"},
     ),
 }
 
@@ -119,6 +143,6 @@ class Job:
 
 def jobs(size: Size) -> Iterator[Job]:
     """All runs: seed by seed, so that an interrupted study has whole comparisons, or by row."""
-    rows = [(variant, seed) for variant in size.variants for seed in SEEDS]
+    rows = [(variant, seed) for variant in size.variants for seed in size.seeds]
     for variant, seed in rows if size.by_row else sorted(rows, key=lambda row: row[1]):
         yield Job(variant, seed, size.ranks, dataclasses.replace(size.config, seed=seed, **size.variants[variant]))

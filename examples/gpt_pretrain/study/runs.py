@@ -48,7 +48,13 @@ def finished(job: Job, out: Path, known: Mapping[str, list[Record]] | None = Non
     return records if same else None
 
 
-def train(job: Job, out: Path, progress: Progress, stop: Callable[[], bool] = lambda: False) -> list[Record] | None:
+def train(
+    job: Job,
+    out: Path,
+    progress: Progress,
+    stop: Callable[[], bool] = lambda: False,
+    environment: Mapping[str, str] | None = None,
+) -> list[Record] | None:
     """Make one run from its beginning and return its records, or None if `stop` ends it first;
     RunFailedError if it fails.
     """
@@ -56,8 +62,15 @@ def train(job: Job, out: Path, progress: Progress, stop: Callable[[], bool] = la
     folder = out / job.name
     if not job.config.elastic:  # which goes on from a checkpoint of an earlier attempt
         (folder / "metrics.jsonl").unlink(missing_ok=True)
-    several = job.ranks > 1
-    with Run(folder, command_line(job.config), ranks=job.ranks, timeout=TIMEOUT, torchrun=several) as run:
+    run = Run(
+        folder,
+        command_line(job.config),
+        ranks=job.ranks,
+        timeout=TIMEOUT,
+        torchrun=job.ranks > 1,
+        environment=environment,
+    )
+    with run:
         while not run.is_over():
             if stop():
                 return None

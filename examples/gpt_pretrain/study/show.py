@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from examples.gpt_pretrain.report import COLORS as FEW_COLORS
 from examples.gpt_pretrain.report import STYLES, smooth
 from examples.gpt_pretrain.study.outcome import Outcome
-from examples.gpt_pretrain.study.plan import BASELINE
+from examples.gpt_pretrain.study.plan import BASELINE, SEEDS
 
 # nats a byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
 LINEAR = 0.02
@@ -20,23 +20,37 @@ COLORS = (*FEW_COLORS, "#56b4e9", "#8c564b", "#7f7f00", "#17becf", "#9467bd", "#
 
 def table(outcome: Outcome) -> str:
     """A table with a row for each variant: what products round, gaps as mean ± standard deviation
-    and as a part of the baseline's loss, then seed by seed.
+    and as a part of the baseline's loss, then seed by seed, or the interval of the mean gap where
+    there are more seeds than fit into a table.
     """
     seeds = list(outcome["variants"][BASELINE]["seeds"])
-    gaps_of = [f"gap to {BASELINE}", "of its loss", *(f"seed {seed}" for seed in seeds)]
-    heads = ["weights", "products round", "validation loss", *gaps_of, "skipped steps"]
+    are_few = len(seeds) <= len(SEEDS)
+    gaps_of = [f"seed {seed}" for seed in seeds] if are_few else ["95 % interval", "compared with", "pairs"]
+    gap = f"gap to {BASELINE}" if are_few else "gap"
+    heads = ["weights", "products round", "validation loss", gap, "of its loss", *gaps_of, "skipped steps"]
     rows = [heads, ["---", *["---:"] * (len(heads) - 1)]]
     for name, found in outcome["variants"].items():
         loss = f"{found['validation_loss']:.4f} ± {found['validation_loss_deviation']:.4f}"
         skipped = sum(run["skipped_steps"] for run in found["seeds"].values())
-        gaps = [""] * len(gaps_of)
+        gaps = [""] * (2 + len(gaps_of))
         if name != BASELINE:
-            by_seed = dict(zip(found["seeds"], found["gaps"], strict=True))
             gaps = [f"{found['gap']:+.4f} ± {found['gap_deviation']:.4f}", f"{100 * found['share']:+.2f} %"]
-            gaps += [f"{by_seed[seed]:+.4f}" if seed in by_seed else "not run" for seed in seeds]
+            gaps += _seed_by_seed(found, seeds) if are_few else _interval(found)
         paths = {path for run in found["seeds"].values() for path in run["products"]}
         rows.append([f"`{name}`".replace("|", "\\|"), _rounded(paths), loss, *gaps, str(skipped)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def _seed_by_seed(found: Outcome, seeds: Sequence[str]) -> list[str]:
+    """The gap of each seed."""
+    gaps = dict(zip(found["seeds"], found["gaps"], strict=True))
+    return [f"{gaps[seed]:+.4f}" if seed in gaps else "not run" for seed in seeds]
+
+
+def _interval(found: Outcome) -> list[str]:
+    """The interval of the mean gap, to which row it is the gap, and of how many pairs."""
+    low, high = found["gap"] - found["gap_interval"], found["gap"] + found["gap_interval"]
+    return [f"{low:+.4f} to {high:+.4f}", f"`{found['compared']}`", str(len(found["gaps"]))]
 
 
 def _rounded(paths: set[str]) -> str:
@@ -62,7 +76,8 @@ def markdown(outcome: Outcome, command: str) -> str:
     head = "\n".join(f"* {fact}" for fact in facts)
     note = (
         "Loss in nats a byte over validation text that is never trained on. A gap is a run's loss less that of the "
-        f"`{BASELINE}` run of the same seed; ± is the sample standard deviation over the seeds."
+        f"`{BASELINE}` run of the same seed, or of the one that is named; ± is the sample standard deviation over the seeds, "
+        "an interval that of the mean gap."
     )
     return (
         f"<!-- written by examples.gpt_pretrain.study -->\n\n{head}\n\n{table(outcome)}\n{note}\n\n![gaps](gap.png)\n"
