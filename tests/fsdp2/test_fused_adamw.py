@@ -1,6 +1,7 @@
 """FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -326,10 +327,96 @@ def refused_states() -> list[str]:
 
 def test_a_state_that_one_rank_refuses_is_loaded_on_none(ranks: Ranks) -> None:
     told, refused = ranks(2)(refused_states)
-    assert {*told} == {
-        "ValueError: another rank that loads the state of a FusedAdamW has been given one that does not fit, and its error says why"
-    }
-    assert all(error.startswith("ValueError: ") and "another rank" not in error for error in refused), refused
+    assert told == refused
+    assert all(error.startswith("ValueError: rank 1: ") for error in told), told
+
+
+Named = list[tuple[str, Any]]
+
+
+def eight_bit(params: Any, **options: Any) -> FusedAdamW:
+    """What most ranks build."""
+    return FusedAdamW(params, **{**ADAM, "moment_dtype": "8bit", **options})
+
+
+def add_group(named: Named, **group: Any) -> None:
+    eight_bit(named[:1]).add_param_group({"params": named[1:], **group})
+
+
+# what most ranks do, what one rank does, and what all are told
+DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object], str]] = {
+    "FP32 moments": (
+        eight_bit,
+        lambda named: FusedAdamW([parameter for _, parameter in named], **ADAM),
+        "settings differ between ranks: moment_dtype is '8bit' on rank 0 and torch.float32 on rank {}",
+    ),
+    "bf16 moments": (
+        eight_bit,
+        lambda named: eight_bit(named, moment_dtype=torch.bfloat16),
+        "rank {}: moment_dtype of a FusedAdamW is torch.float32 or '8bit', got torch.bfloat16",
+    ),
+    "no names": (
+        eight_bit,
+        lambda named: eight_bit([parameter for _, parameter in named]),
+        "rank {}: moments in 8 bits are rounded by random numbers",
+    ),
+    "other names": (
+        eight_bit,
+        lambda named: eight_bit([(f"module.{name}", parameter) for name, parameter in named]),
+        "weight 0 is blocks.0.0.weight: ",
+    ),
+    "order": (eight_bit, lambda named: eight_bit(named[::-1]), "weight 0 is blocks.0.0.weight: "),
+    "fewer": (eight_bit, lambda named: eight_bit(named[1:]), "rank 0 passes "),
+    "groups": (
+        eight_bit,
+        lambda named: eight_bit([{"params": named[:1]}, {"params": named[1:]}]),
+        "weight 1 is blocks.0.0.bias: ",
+    ),
+    "lr": (
+        eight_bit,
+        lambda named: eight_bit(named, lr=0.5),
+        "settings differ between ranks: lr is 0.01 on rank 0 and 0.5 on rank {}",
+    ),
+    "lr out of range": (eight_bit, lambda named: eight_bit(named, lr=-1.0), "rank {}: lr is out of range: -1.0"),
+    "an added group": (
+        add_group,
+        lambda named: add_group(named, eps=0.5),
+        "settings differ between ranks: eps of group 1 is 1e-08 on rank 0 and 0.5 on rank {}",
+    ),
+    "a group that cannot be added": (
+        add_group,
+        lambda named: add_group(named, maximize=True),
+        "rank {}: maximize=True in a parameter group has no effect here",
+    ),
+}
+
+
+def told_of_a_difference(shape: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """The errors where the last rank does something else than the others, and complaints about an optimizer that is built after."""
+    model = models.sharded(
+        Net(models.FEW, WIDTH, HIDDEN), mesh=models.mesh(shape, ("replicate", "shard")[-len(shape) :])
+    )
+    named = list(model.named_parameters())
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    calls = [theirs if is_last else ours for ours, theirs, _ in DIFFERENT.values()]
+    told = [error_of(lambda call=call: call(named)) for call in calls]
+    fused_step(model, eight_bit(named), 0)
+    return told, models.complaints(model, "after all")
+
+
+@pytest.mark.notices(
+    "ranks build a `FusedAdamW` with other parameters, hyper-parameters or `moment_dtype`",
+    where="FSDP2",
+    answer="raises on all ranks, names both, nothing changed",
+)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_ranks_that_differ(ranks: Ranks, shape: tuple[int, ...]) -> None:
+    """Over a mesh of replicas too, most of whose groups see no difference."""
+    world = math.prod(shape)
+    for told, complaints in ranks(world)(told_of_a_difference, shape):
+        assert complaints == []
+        for error, (_, _, expected) in zip(told, DIFFERENT.values(), strict=True):
+            assert error.startswith(f"ValueError: {expected.format(world - 1)}")
 
 
 def freed(divisor: int) -> dict[str, str]:

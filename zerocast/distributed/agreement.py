@@ -5,6 +5,8 @@ A rank that raised alone would leave the others waiting in their next collective
 """
 
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -36,7 +38,7 @@ class Reply:
 
 
 def validate_across_ranks(
-    group: Group,
+    ranks: Group | Sequence[Group],
     lines: Sequence[str],
     problem: Exception | None,
     what: str = "agrees",
@@ -47,7 +49,8 @@ def validate_across_ranks(
     If all is well this is one all-reduce of digests, independent of the number of lines.
 
     Args:
-        group: the ranks.
+        ranks: a group, or the groups of this rank along each dimension of a mesh. The ranks of a
+            mesh are numbered in its row-major order.
         lines: one text per item that all ranks must share, such as a weight.
         problem: an error on this rank, or None.
         what: the call in progress, as a verb.
@@ -57,59 +60,46 @@ def validate_across_ranks(
     with the rank in its message if there are several ranks; or ValueError naming the first line
     that differs, or every setting that differs.
     """
-    check_same_call(group, what)
+    mesh = [ranks] if isinstance(ranks, Group) else list(ranks)
+    check_same_call(mesh, what)
     shown = {name: repr(value) for name, value in (settings or {}).items()}
     digest = _words("\n".join(lines))
     words = [int(problem is not None), *_words(what), *digest, *_words(str(shown))]
-    smallest, largest = range_over_ranks(group, words, f"digests as this rank {what}")
+    smallest, largest = range_over_ranks(mesh, words, f"digests as this rank {what}")
     if smallest == largest and not largest[0]:
         return
     # The class is sent to the other ranks, which raise it with a text alone, so a subclass with
     # another constructor does not do.
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     described_problem = None if problem is None else (kind, str(problem))
-    _raise_difference(group, Reply(what, described_problem, digest, shown), lines)
+    _raise_difference(mesh, Reply(what, described_problem, digest, shown), lines)
 
 
-def largest_of_ranks(group: Group, values: Sequence[int], what: str) -> list[int]:
+def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> list[int]:
     """The element-wise maximum of the ranks' integers. `what` says in errors what they are."""
-    tensor = torch.tensor(values, dtype=torch.int64, device=group.device)
-    group.all_reduce_max(tensor, what)
+    mesh = [ranks] if isinstance(ranks, Group) else ranks
+    tensor = torch.tensor(values, dtype=torch.int64, device=mesh[0].device if mesh else None)
+    # A maximum along one dimension after the other is the maximum over the whole mesh.
+    for group in mesh:
+        group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()
     return largest
 
 
-def range_over_ranks(group: Group, values: Sequence[int], what: str) -> tuple[list[int], list[int]]:
+def range_over_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> tuple[list[int], list[int]]:
     """The element-wise minimum and maximum of the ranks' integers, by one all-reduce: the values
     are the same on all ranks where the two are equal. `what` says in errors what they are.
     """
     # A maximum alone shows no equality, so the negatives are reduced as well.
-    largest = largest_of_ranks(group, [*values, *(-value for value in values)], what)
+    largest = largest_of_ranks(ranks, [*values, *(-value for value in values)], what)
     return [-negated for negated in largest[len(values) :]], largest[: len(values)]
 
 
-def raise_together(groups: Sequence[Group], problem: Exception | None, what: str) -> None:
-    """Raise on all ranks of a mesh if there is a problem on any of them: a rank that has one raises
-    it, the others raise ValueError.
-
-    `groups` are the groups of this rank, one per dimension of the mesh, and `what` is the call, as
-    a verb.
-    """
-    has_problem = int(problem is not None)
-    # A maximum along one dimension after the other is the maximum over the whole mesh.
-    for group in groups:
-        if group.size > 1:
-            (has_problem,) = largest_of_ranks(group, [has_problem], f"whether a rank that {what} has a problem")
-    if problem is not None:
-        raise problem
-    if has_problem:
-        raise ValueError(f"another rank that {what} has been given one that does not fit, and its error says why")
-
-
-def check_same_call(group: Group, what: str) -> None:
+def check_same_call(ranks: Group | Sequence[Group], what: str) -> None:
     """In debug mode, raise RuntimeError on every rank unless all ranks make this call now."""
-    if debugging() and group.size > 1:
-        calls = group.all_gather_object(_Call(what), f"calls as this rank {what}")
+    mesh = [ranks] if isinstance(ranks, Group) else ranks
+    if debugging() and any(group.size > 1 for group in mesh):
+        calls = _of_all_ranks(mesh, _Call(what), f"calls as this rank {what}")
         # If another rank is in an all_gather_object of the user's program, its object arrives here.
         _check_calls([call.what if isinstance(call, _Call) else "gathers objects" for call in calls])
 
@@ -142,21 +132,36 @@ def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
     return group.broadcast_object(result, f"rank 0's result as this rank {what}")
 
 
-def _raise_difference(group: Group, own: Reply, lines: Sequence[str]) -> NoReturn:
-    """Raise the error that `validate_across_ranks` describes. All ranks of the group call it."""
-    replies: list[Reply] = group.all_gather_object(own, "what differs between ranks")
+def _of_all_ranks(mesh: Sequence[Group], value: Any, what: str) -> list[Any]:
+    """The values of all ranks of a mesh, in row-major order."""
+    values = [value]
+    for group in reversed(mesh):
+        values = list(itertools.chain.from_iterable(group.all_gather_object(values, what)))
+    return values
+
+
+def _of_rank(mesh: Sequence[Group], rank: int, lines: list[str]) -> list[str]:
+    """The lines of one rank of a mesh."""
+    sizes = [group.size for group in mesh]
+    for dim, group in enumerate(mesh):
+        root = rank // math.prod(sizes[dim + 1 :]) % group.size
+        lines = group.broadcast_object(lines, "a rank's weights", root)
+    return lines
+
+
+def _raise_difference(mesh: Sequence[Group], own: Reply, lines: Sequence[str]) -> NoReturn:
+    """Raise the error that `validate_across_ranks` describes. All ranks of the mesh call it."""
+    replies: list[Reply] = _of_all_ranks(mesh, own, "what differs between ranks")
     _check_calls([reply.what for reply in replies])
     for rank, reply in enumerate(replies):
         if reply.problem is not None:
             kind, text = reply.problem
-            raise kind(text if group.size == 1 else f"rank {rank}: {text}")
+            raise kind(text if len(replies) == 1 else f"rank {rank}: {text}")
     first = replies[0]
     for rank, reply in enumerate(replies):
         if reply.digest != first.digest:
             # Lines can be long, so they are sent only now, and from two ranks only.
-            lines_of_rank_0 = group.broadcast_object(list(lines), "a rank's weights", 0)
-            lines_of_rank = group.broadcast_object(list(lines), "a rank's weights", rank)
-            _raise_other_lines(lines_of_rank_0, lines_of_rank, rank)
+            _raise_other_lines(_of_rank(mesh, 0, list(lines)), _of_rank(mesh, rank, list(lines)), rank)
     rank = next(rank for rank, reply in enumerate(replies) if reply.settings != first.settings)
     ours, theirs = first.settings, replies[rank].settings
     different = [

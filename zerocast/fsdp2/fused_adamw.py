@@ -13,14 +13,16 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.tables import Places, TableKey, WeightTable
-from zerocast.distributed.agreement import raise_together
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
 from zerocast.formats.layout import Span
@@ -31,7 +33,9 @@ from zerocast.fsdp2.moments_8bit import Adam8bitPass, ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter, flat_local
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
+from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
+from zerocast.optim.validate import hyperparameters_by_name
 from zerocast.weight.validity import Use, Validity, transaction
 
 # A plain parameter takes the same pass as this format. Its amax is not read.
@@ -148,8 +152,10 @@ class FusedAdamW(torch.optim.Optimizer):
     Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
     update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
     finite is not looked for, and the masters that it makes NaN are told of after the next cast.
-    Raises TypeError for parameters that are not FP32 and ValueError for parameters on several
-    devices, or without names where these are needed.
+    All ranks that shard the parameters build it. Raises on all of them, with nothing changed:
+    TypeError for parameters that are not FP32 and ValueError for parameters on several devices, or
+    without names where these are needed, and for parameters, `moment_dtype` and hyper-parameters
+    that differ between ranks.
     """
 
     def __init__(
@@ -161,14 +167,28 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
     ) -> None:
-        if moment_dtype not in (torch.float32, "8bit"):
-            raise ValueError(f"moment_dtype of a FusedAdamW is torch.float32 or '8bit', got {moment_dtype}")
+        # True once the constructor has compared all parameter groups among the ranks.
+        self._is_built = False
         # The moments in 8 bits; None if they are FP32.
         self._eight_bit = ShardedMoments() if moment_dtype == "8bit" else None
         # The other options of torch.optim.AdamW are in the groups too, each with the one value that
         # this update has, so that states have the same keys.
         options = torch.optim.AdamW([torch.zeros(0)]).defaults
-        super().__init__(params, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        given = params if isinstance(params, Tensor) else listed(params)
+        problem: Exception | None = None
+        try:
+            if moment_dtype not in (torch.float32, "8bit"):
+                raise ValueError(f"moment_dtype of a FusedAdamW is torch.float32 or '8bit', got {moment_dtype}")
+            super().__init__(given, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        except (TypeError, ValueError) as error:
+            problem = error
+        mesh, what = _mesh_of(tree_leaves(given)), "builds a FusedAdamW"
+        # Before the parameters, which need names with moments in 8 bits alone.
+        validate_across_ranks(_groups_of(mesh), [], problem, what, {"moment_dtype": moment_dtype})
+        self._agree(mesh, None, what)
+        self._is_built = True
+        for group in self.param_groups:
+            self._lay_out_moments(group)
         self.state = MomentsOnDemand(dict)
         self.state.eight_bit = self._eight_bit
         self._bound: list[list[int]] = []  # what the tables were made for
@@ -179,10 +199,27 @@ class FusedAdamW(torch.optim.Optimizer):
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.AdamW's. TypeError for parameters that are not FP32 and ValueError for
-        those on another device, for options that change AdamW (`maximize`) and for hyper-parameters
-        that are out of range, with nothing added.
+        """As torch.optim.AdamW's. All ranks that shard the parameters call it. TypeError for
+        parameters that are not FP32 and ValueError for those on another device, for options that
+        change AdamW (`maximize`), for hyper-parameters that are out of range, and for groups that
+        differ between ranks, with nothing added.
         """
+        if not self._is_built:
+            self._add(param_group)
+            return
+        (given,), count, problem = listed([param_group]), len(self.param_groups), None
+        try:
+            self._add(given)
+        except (TypeError, ValueError) as error:
+            problem = error
+        try:
+            self._agree(_mesh_of(given["params"]), problem, "adds parameters to a FusedAdamW")
+        except Exception:
+            del self.param_groups[count:]
+            raise
+        self._lay_out_moments(given)
+
+    def _add(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         try:
             taken = [parameter for group in self.param_groups[:-1] for parameter in group["params"]]
@@ -194,10 +231,26 @@ class FusedAdamW(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+
+    def _lay_out_moments(self, group: Mapping[str, Any]) -> None:
         if self._eight_bit is not None:
-            added = self.param_groups[-1]
-            for name, parameter in zip(added["param_names"], added["params"], strict=True):
+            for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 self._eight_bit.add(name, parameter)
+
+    def _agree(self, mesh: DeviceMesh | None, problem: Exception | None, what: str) -> None:
+        """Raise on all ranks of a mesh if there is a problem on any of them, or if they have other
+        parameters on it or other hyper-parameters.
+        """
+        lines: list[str] = []
+        for index, group in enumerate(self.param_groups):
+            # Without moments in 8 bits no bit depends on a name.
+            names = range(len(group["params"])) if self._eight_bit is None else group["param_names"]
+            lines += [
+                f"{name}: {tuple(parameter.shape)} {parameter.placements} in group {index}"
+                for name, parameter in zip(names, group["params"], strict=True)
+                if isinstance(parameter, DTensor) and parameter.device_mesh == mesh
+            ]
+        validate_across_ranks(_groups_of(mesh), lines, problem, what, hyperparameters_by_name(self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -355,7 +408,8 @@ class FusedAdamW(torch.optim.Optimizer):
         and hyper-parameters that cannot be, and for other parameters.
         """
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
-        raise_together(self._meshes(), problem, "loads the state of a FusedAdamW")
+        mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
+        validate_across_ranks(_groups_of(mesh), [], problem, "loads the state of a FusedAdamW")
         held = {id(value) for moments in self.state.values() for value in moments.values()}
         self._bound = []
         super().load_state_dict(dict(state_dict))
@@ -393,12 +447,6 @@ class FusedAdamW(torch.optim.Optimizer):
             if moments is not None:
                 check_moments(f"parameter {index}", moments, ADAM_STATE)
                 check_shapes(f"parameter {index}", moments, parameter)
-
-    def _meshes(self) -> list[Group]:
-        """The groups of each dimension of the mesh that parameters are sharded over."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        meshes = [parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)]
-        return [Group.of(group) for group in meshes[0].get_all_groups()] if meshes else []
 
     def _bind(self) -> None:
         """Make the tables again if any tensor of theirs was replaced or other parameters have
@@ -596,6 +644,17 @@ def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
     """Return the FP32 moments of a parameter before its first step."""
     exp_avg, exp_avg_sq = (torch.zeros_like(parameter.detach()) for _ in range(2))
     return {"step": torch.zeros((), dtype=torch.float32), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+def _mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
+    """The largest mesh that any of these tensors is sharded over; None if none is."""
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    return max(meshes, key=DeviceMesh.size, default=None)
+
+
+def _groups_of(mesh: DeviceMesh | None) -> list[Group]:
+    """The groups of this rank along each dimension of a mesh."""
+    return [Group.of(group) for group in mesh.get_all_groups()] if mesh else []
 
 
 def _check(parameters: Sequence[Tensor]) -> None:

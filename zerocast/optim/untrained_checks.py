@@ -33,8 +33,15 @@ COMPARED_AFTER = (1, 100)
 
 
 def listed(params: Iterable[Any]) -> list[Any]:
-    """The given pairs, or groups of pairs, in lists that can be iterated over more than once."""
-    return [{**item, "params": list(item.get("params", ()))} if isinstance(item, dict) else item for item in params]
+    """The given parameters, (name, parameter) pairs, or groups of either, in lists that can be
+    iterated over more than once.
+    """
+    return [{**item, "params": _in_list(item.get("params", ()))} if isinstance(item, dict) else item for item in params]
+
+
+def _in_list(params: Iterable[Any]) -> list[Any]:
+    # torch takes a tensor for a group of one parameter.
+    return [params] if isinstance(params, Tensor) else list(params)
 
 
 def frozen(params: Sequence[Any]) -> dict[str, Tensor]:
