@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -75,9 +76,25 @@ def test_the_bits_of_zero_adamw(ranks: Ranks, world: int) -> None:
     assert ranks(world)(by_fsdp2, 64) == [(expected, [])] * world
 
 
-def plain_model() -> Any:
+def plain_model(**options: Any) -> Any:
     """Without formats, whose blocks the width would not fit."""
-    return models.sharded(Net(FEW, WIDTH, HIDDEN), PLAIN)
+    return models.sharded(Net(FEW, WIDTH, HIDDEN), PLAIN, **options)
+
+
+def trained_on_the_host() -> list[str]:
+    """What differs after some steps where masters lie in host memory."""
+    states = []
+    for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        model = plain_model(**options)
+        optimizer = fused(model)
+        models.train(model, optimizer, range(3), WIDTH)
+        states.append(state_of(model, optimizer))
+    return [name for name, digest in states[0].items() if states[1][name] != digest]
+
+
+def test_masters_on_the_host(ranks: Ranks) -> None:
+    """Those of FSDP2's CPUOffloadPolicy. With two devices: tests/nccl/test_fsdp2.py."""
+    assert ranks(2)(trained_on_the_host) == [[], []]
 
 
 def saved(path: str, steps: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ from tests.fsdp2 import (
     test_fused_adamw,
     test_gradient_wire,
     test_loops,
+    test_moments_8bit,
     test_optimizers,
     test_tensor_parallel,
     test_training,
@@ -51,6 +52,7 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "fused steps within a backward pass": (test_loops.stepped_within, "fused", True),
     "loops": (test_loops.changes, False, tuple(test_loops.DETOURS)),
     "gpt, two optimizers": (test_training.trained,),
+    "8-bit moments in host memory": (test_moments_8bit.trained_on_the_host,),
 }
 
 

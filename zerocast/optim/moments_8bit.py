@@ -51,10 +51,15 @@ class CutGroups:
     Args:
         count: how many there are.
         groups: the process groups over which values are reduced, one after the other.
+        device: of the moments.
+        wire: the type of the device that the groups reduce on, by default that of `device`.
+            Moments of masters on the host are there, and NCCL reduces on a GPU.
     """
 
-    def __init__(self, count: int, groups: Sequence[Group], device: torch.device) -> None:
+    def __init__(self, count: int, groups: Sequence[Group], device: torch.device, wire: str | None = None) -> None:
         self._groups = groups
+        # None if the values are on it.
+        self._wire = None if wire in (None, device.type) else wire
         self.largest = torch.zeros(2, count, dtype=torch.float32, device=device)
 
     def __len__(self) -> int:
@@ -73,8 +78,11 @@ class CutGroups:
     def reduce(self) -> None:
         """Reduce the largest values over the ranks. Collective if there are any."""
         if len(self):
+            on_wire = self.largest if self._wire is None else self.largest.to(self._wire)
             for group in self._groups:
-                group.all_reduce_max(self.largest, "the largest moments of cut groups")
+                group.all_reduce_max(on_wire, "the largest moments of cut groups")
+            if on_wire is not self.largest:
+                self.largest.copy_(on_wire)
 
     def take_part(self) -> None:
         """Take part in the reduction of a step that this rank cannot make."""
