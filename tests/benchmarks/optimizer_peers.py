@@ -10,12 +10,13 @@ starts 1, 2 and 3 ranks, which share the GPUs that there are; each owns rows of 
 
 import argparse
 import contextlib
+import gc
 import hashlib
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ from zerocast.fsdp2 import FusedAdamW
 Named = Sequence[tuple[str, nn.Parameter]]
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WORLDS = (1, 2, 3)
-# Rows that three ranks share evenly, and rows that they do not; vectors as well.
-EVEN = {"matrix": (96, 300), "small": (6, 20), "vector": (6000,)}
-UNEVEN = {"matrix": (100, 300), "small": (7, 20), "vector": (6001,)}
+# What three ranks share evenly, and what they do not. Rows of 256 elements are whole blocks of every peer.
+EVEN = {"rows of 256": (96, 256), "rows of 264": (96, 264), "vector": (6144,)}
+UNEVEN = {"rows of 256": (100, 256), "rows of 264": (100, 264), "vector": (6145,)}
 
 
 def torchao_adamw(named: Named, lr: float) -> torch.optim.Optimizer:
@@ -55,18 +56,21 @@ def bitsandbytes_adamw(named: Named, lr: float) -> torch.optim.Optimizer:
 
 
 def flashoptim_adamw(named: Named, lr: float) -> torch.optim.Optimizer:
-    """FlashOptim's AdamW: groups of 32 elements of a local shard, companded."""
+    """FlashOptim's AdamW: groups of 32 elements of a local shard, companded; bf16 parameters have 8 more bits."""
     from flashoptim import FlashAdamW
 
-    return FlashAdamW([parameter for _, parameter in named], lr=lr, **OPTIONS)
+    parameters = [parameter for _, parameter in named]
+    bits = 24 if parameters[0].dtype == torch.bfloat16 else None
+    return FlashAdamW(parameters, lr=lr, master_weight_bits=bits, **OPTIONS)
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An optimizer and the dtype of the parameters that it is given."""
+    """An optimizer, the dtype of the parameters that it is given, and whether it takes DTensors."""
 
     make: Callable[[Named, float], torch.optim.Optimizer]
     dtype: torch.dtype = torch.float32
+    takes_dtensors: bool = True
 
 
 PEERS = {
@@ -76,7 +80,7 @@ PEERS = {
     "zerocast FusedAdamW": Peer(lambda named, lr: FusedAdamW(named, lr=lr, **OPTIONS)),
     "zerocast FusedAdamW, 8 bits": Peer(lambda named, lr: FusedAdamW(named, lr=lr, moment_dtype="8bit", **OPTIONS)),
     "torchao AdamW8bit": Peer(torchao_adamw),
-    "bitsandbytes AdamW8bit": Peer(bitsandbytes_adamw),
+    "bitsandbytes AdamW8bit": Peer(bitsandbytes_adamw, takes_dtensors=False),
     "FlashOptim AdamW": Peer(flashoptim_adamw),
     "FlashOptim AdamW, 24-bit weights": Peer(flashoptim_adamw, torch.bfloat16),
 }
@@ -91,7 +95,7 @@ def said(name: str) -> Iterator[None]:
         print(f"{name:34} {type(error).__name__}: {str(error)[:160]}", flush=True)
 
 
-def time_steps(device: torch.device, runs: int = 20) -> None:
+def time_steps(peers: Mapping[str, Peer], device: torch.device, runs: int = 20) -> None:
     """Print bytes of state an element, the most memory that a step takes beside, and its time, for two blocks of
     Llama-3-8B.
     """
@@ -100,9 +104,10 @@ def time_steps(device: torch.device, runs: int = 20) -> None:
     shapes = {name: p.shape for name, p in model.named_parameters() if "block" in name or "layers" in name}
     numel = sum(shape.numel() for shape in shapes.values())
     print(f"{numel:,} elements, {torch.cuda.get_device_name()}, torch {torch.__version__}")
-    for name, peer in PEERS.items():
+    for name, peer in peers.items():
         with said(name):
             _time_steps(name, peer, shapes, numel, device, runs)
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -143,22 +148,17 @@ def _time_steps(
 
 
 def compare_losses(
-    text: Path, device: torch.device, steps: int = 500, batch: int = 16, only: str | None = None
+    peers: Mapping[str, Peer], text: Path, device: torch.device, steps: int = 500, batch: int = 16
 ) -> None:
     """Print validation losses of a GPT of 13 M parameters after `steps` steps of the same batches."""
     config = GPTConfig(n_layer=4, n_head=8, n_embd=512, context=1024)
     if device.type == "cpu":
         config = GPTConfig(n_layer=1, n_head=2, n_embd=128, context=64)
     corpus = Corpus(text.read_bytes(), config.context)
-    for name, peer in PEERS.items():
-        if only in (None, name):
-            with said(name):
-                began = time.perf_counter()
-                loss = _train(peer, corpus, config, device, steps, batch)
-                print(
-                    f"{name:34} validation loss {loss:.4f} after {steps} steps, {time.perf_counter() - began:.0f} s",
-                    flush=True,
-                )
+    for name, peer in peers.items():
+        with said(name):
+            loss = _train(peer, corpus, config, device, steps, batch)
+            print(f"{name:34} validation loss {loss:.4f} after {steps} steps", flush=True)
 
 
 def _train(peer: Peer, corpus: Corpus, config: GPTConfig, device: torch.device, steps: int, batch: int) -> float:
@@ -173,7 +173,9 @@ def _train(peer: Peer, corpus: Corpus, config: GPTConfig, device: torch.device, 
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=peer.dtype == torch.float32)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = peak * min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)
+            lr = peak * min(1.0, (step + 1) / 50, 2 * (steps - step) / steps)
+            # torchao's is a tensor, which is filled.
+            group["lr"] = group["lr"].fill_(lr) if isinstance(group["lr"], Tensor) else lr
         trained = corpus.batch_once(batch, seed=0, index=step).to(device)
         with autocast:
             loss = model.loss(trained.tokens, trained.targets)
@@ -188,12 +190,12 @@ def _train(peer: Peer, corpus: Corpus, config: GPTConfig, device: torch.device, 
     return float(torch.stack(losses).mean())
 
 
-def compare_shards(device: str) -> None:
+def compare_shards(peers: Sequence[str], device: str) -> None:
     """Print for each optimizer whether 1, 2 and 3 ranks end with the same weights after 20 steps."""
     with tempfile.TemporaryDirectory() as folder:
         for world in WORLDS:
-            torch.multiprocessing.spawn(_train_shards, (world, device, folder), nprocs=world)
-        for name in PEERS:
+            torch.multiprocessing.spawn(_train_shards, (peers, world, device, folder), nprocs=world)
+        for name in peers:
             verdicts = []
             for kind, shapes in (("even", EVEN), ("uneven", UNEVEN)):
                 digests = {key: [_digest(Path(folder), name, kind, key, world) for world in WORLDS] for key in shapes}
@@ -204,7 +206,7 @@ def compare_shards(device: str) -> None:
             print(f"{name:34} {'; '.join(verdicts)}", flush=True)
 
 
-def _train_shards(rank: int, world: int, device_type: str, folder: str) -> None:
+def _train_shards(rank: int, peers: Sequence[str], world: int, device_type: str, folder: str) -> None:
     """A rank of `compare_shards`. It writes its rows of each weight, or why there are none."""
     store = dist.FileStore(f"{folder}/store{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -213,11 +215,11 @@ def _train_shards(rank: int, world: int, device_type: str, folder: str) -> None:
         device = torch.device("cuda", rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     mesh = init_device_mesh(device_type, (world,))
-    for name, peer in PEERS.items():
+    for name in peers:
         for kind, shapes in (("even", EVEN), ("uneven", UNEVEN)):
             result: Any
             try:
-                result = _shards(peer, shapes, mesh, rank, world, device)
+                result = _shards(PEERS[name], shapes, mesh, rank, world, device)
             except Exception as error:
                 result = f"!{type(error).__name__}: {error}"
             torch.save(result, Path(folder) / f"{name}-{kind}-{world}-{rank}")
@@ -230,9 +232,11 @@ def _shards(
 ) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
 
-    def sharded(whole: Tensor) -> DTensor:
+    def sharded(whole: Tensor) -> Tensor:
         rows = -(-whole.shape[0] // world)
         own = whole[rank * rows : (rank + 1) * rows].to(device, peer.dtype).contiguous()
+        if not peer.takes_dtensors:
+            return own
         return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
     named = [
@@ -240,11 +244,15 @@ def _shards(
     ]
     optimizer = peer.make(named, 1e-3)
     for _ in range(20):
-        for _, parameter in named:
-            sizes = torch.randn(parameter.shape, generator=generator).exp()
-            parameter.grad = sharded(torch.randn(parameter.shape, generator=generator) * sizes / 100)
+        for (_, parameter), shape in zip(named, shapes.values(), strict=True):
+            sizes = torch.randn(shape, generator=generator).exp()
+            parameter.grad = sharded(torch.randn(shape, generator=generator) * sizes / 100)
         optimizer.step()
-    return {key: parameter.detach().to_local().float().cpu() for key, parameter in named}
+    return {key: _local(parameter).float().cpu() for key, parameter in named}
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.detach().to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def _digest(folder: Path, name: str, kind: str, key: str, world: int) -> str:
@@ -262,17 +270,18 @@ def main() -> None:
     parser.add_argument("text", type=Path, nargs="?")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--only", choices=PEERS)
+    parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if arguments.question == "shards":
-        return compare_shards(arguments.device)
+        return compare_shards(arguments.only, arguments.device)
     device = torch.device(arguments.device)
+    peers = {name: PEERS[name] for name in arguments.only}
     if arguments.question == "step":
-        return time_steps(device)
+        return time_steps(peers, device)
     if arguments.text is None:
         parser.error("loss takes a text")
-    return compare_losses(arguments.text, device, arguments.steps, only=arguments.only)
+    return compare_losses(peers, arguments.text, device, arguments.steps)
 
 
 if __name__ == "__main__":

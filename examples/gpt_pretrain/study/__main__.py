@@ -90,10 +90,10 @@ def make_runs(
     at_once: int = 1,
     gpus: int = 1,
     ended: Ended | None = None,
-    failed: Callable[[RunFailedError], None] | None = None,
+    failed: Callable[[RunFailedError], None],
 ) -> Runs:
     """The records of all runs, or of fewer if `limit` new ones were made before the end, or time
-    was up. `failed` is told of a run that fails, and the others go on; without it that is raised.
+    was up. `failed` is told of a run that fails, and the others go on.
     """
     environments: SimpleQueue[dict[str, str]] = SimpleQueue()
     for place in range(at_once):
@@ -112,8 +112,6 @@ def make_runs(
             seconds.append(time.monotonic() - began)
             return records
         except RunFailedError as error:
-            if failed is None:
-                raise
             failed(error)
             return None
         finally:
@@ -175,27 +173,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if config.limit != 0:
         check_text(size, config.data)
     failures: list[RunFailedError] = []
-    try:
-        with Progress(console, [job.name for job in todo]) as progress:
-            runs = make_runs(
-                todo,
-                out,
-                progress,
-                config.limit,
-                known=read_store(config.known),
-                at_once=config.at_once,
-                gpus=config.gpus,
-                ended=ended,
-                failed=failures.append if size.by_row else None,
-            )
-    except RunFailedError as error:
-        failures, runs = [error], {}
+    with Progress(console, [job.name for job in todo]) as progress:
+        runs = make_runs(
+            todo,
+            out,
+            progress,
+            config.limit,
+            known=read_store(config.known),
+            at_once=config.at_once,
+            gpus=config.gpus,
+            ended=ended,
+            failed=failures.append,
+        )
     for failure in failures:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
-    is_whole = len(runs) == len(todo)
-    if runs and not is_whole:
+    if 0 < len(runs) < len(todo):
         console.print(f"{len(runs)} of {len(todo)} runs are finished; the same command goes on", highlight=False)
-    if is_whole or (size.by_row and any(job.variant == BASELINE for job in runs)):
+    if any(job.variant == BASELINE for job in runs):
         folder = (config.results or config.out) / config.size
         out.mkdir(parents=True, exist_ok=True)
         write_store(out / STORE, runs)
