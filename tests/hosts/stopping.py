@@ -88,6 +88,10 @@ def around(owner: str, *names: str) -> tuple[Place, ...]:
     return tuple(Place(owner, name, when) for name in names for when in ("before", "during", "after"))
 
 
+# of the largest moments of groups that boundaries between ranks cut, once a step
+CUT_GROUPS = tuple(Place("zerocast.optim.moments_8bit:CutGroups", "reduce", when) for when in ("before", "after"))
+
+
 def _in_flight(original: Callable[..., Any], strike: Callable[[], None], *args: Any, **kwargs: Any) -> Any:
     """Strikes while the collective runs; a synchronous one is made asynchronous for that."""
     if original.__name__ == "all_reduce_max":

@@ -60,17 +60,22 @@ def loaded(host: str, variant: str, folder: str) -> tuple[dict[str, Tensor], lis
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 3), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((3, 1), (1, 2), (4, 2)))]
 )
-@pytest.mark.parametrize("host", [param(host) for host in ("ZeroAdamW", "FSDP2", "Apex")])
-def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, host: str, before: int, after: int) -> None:
+@pytest.mark.parametrize(
+    ("host", "variant"),
+    [
+        *(param(host, find(host).VARIANTS[0]) for host in ("ZeroAdamW", "FSDP2", "Apex")),
+        *(param(host, "8-bit moments", slow=True) for host in ("ZeroAdamW", "FSDP2")),
+    ],
+)
+def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, host: str, variant: str, before: int, after: int) -> None:
     """Megatron's own checkpoints do that: tests/megatron/test_checkpoints.py."""
-    check_other_ranks(ranks, str(tmp_path), host, before, after)
+    check_other_ranks(ranks, str(tmp_path), host, variant, before, after)
 
 
 def check_other_ranks(
-    ranks: Ranks, folder: str, host: str, before: int, after: int, seconds: float = CASE_SECONDS
+    ranks: Ranks, folder: str, host: str, variant: str, before: int, after: int, seconds: float = CASE_SECONDS
 ) -> None:
     """Masters, moments, steps and delayed scaling are those that were saved, and the bytes what they are cast to."""
-    variant = find(host).VARIANTS[0]
     expected = ranks(before)(saved, host, variant, folder, timeout=seconds)[0]
     for whole, wrong in ranks(after)(loaded, host, variant, folder, timeout=seconds):
         assert wrong == []

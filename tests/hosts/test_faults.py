@@ -161,14 +161,17 @@ def alone() -> list[Any]:
     """Where a rank fails alone, and how; of every run is one of each fault, in the middle of a collective of each host's cast."""
     found = []
     for host in HOSTS:
-        for place in find(host).PLACES:
+        first = find(host).VARIANTS[0]
+        places = [(first, place) for place in find(host).PLACES]
+        places += [(variant, place) for variant, more in find(host).MORE_PLACES.items() for place in more]
+        for variant, place in places:
             for fault in FAULTS:
                 # two that are left may hear of it in different calls: in the one that was in flight, or the next
                 for world in (2, 3) if fault == "SIGKILL" or place.when == "during" else (2,):
                     quick = world == 2 and fault != "SIGSTOP" and str(place) == "during all_reduce_max"
                     found += [
                         pytest.param(
-                            *param(host, place, fault, world, slow=not quick).values,
+                            *param(host, variant, place, fault, world).values,
                             marks=param(host, slow=not quick).marks,
                             id=f"{host}-{place}-{fault}-{world}",
                         )
@@ -183,9 +186,10 @@ def alone() -> list[Any]:
     answer="the others raise within the timeout, the stopped rank when it is continued; nobody steps on or saves, but "
     "all together after a file could not be written or read",
 )
-@pytest.mark.parametrize(("host", "place", "fault", "world"), alone())
-def test_a_rank_that_fails_alone(ranks: Ranks, tmp_path: Path, host: str, place: Place, fault: str, world: int) -> None:
-    variant = find(host).VARIANTS[0]
+@pytest.mark.parametrize(("host", "variant", "place", "fault", "world"), alone())
+def test_a_rank_that_fails_alone(
+    ranks: Ranks, tmp_path: Path, host: str, variant: str, place: Place, fault: str, world: int
+) -> None:
     for said in check(tmp_path, host, variant, place, fault, world):
         print(said)
     assert ranks(world)(continued, host, variant, str(tmp_path / "checkpoints")) == [[]] * world

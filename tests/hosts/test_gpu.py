@@ -51,7 +51,8 @@ class TestOnGpus:
         if host == "Megatron-Core":
             pytest.skip("as Megatron's own checkpoints do: tests/megatron/test_gpu.py")
         for before, after in ((2, 1), (1, 2)):
-            test_checkpoints.check_other_ranks(gpu_ranks, str(tmp_path / f"{before}"), host, before, after, SECONDS)
+            folder = str(tmp_path / f"{before}")
+            test_checkpoints.check_other_ranks(gpu_ranks, folder, host, variant, before, after, SECONDS)
 
 
 def train(rank: int, world: int, backend: str, folder: str, host: str, place: Place | None) -> None:

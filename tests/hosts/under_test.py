@@ -32,7 +32,8 @@ class HostUnderTest(abc.ABC):
     """A run of one variant of a host; its checkpoints lie in `folder`. Two of them take the same steps to the bit."""
 
     VARIANTS: ClassVar[tuple[str, ...]]
-    PLACES: ClassVar[tuple[Any, ...]]  # `stopping.Place`s of a step, a save and a load
+    PLACES: ClassVar[tuple[Any, ...]]  # `stopping.Place`s of a step, a save and a load of the first variant
+    MORE_PLACES: ClassVar[dict[str, tuple[Any, ...]]] = {}  # those that other variants have beside them
     NAMES: ClassVar[dict[str, str]] = {}  # a parameter of each kind, in ALL_KINDS
     BREAKS: ClassVar[
         dict[str, Any]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import casts
-from tests.hosts.stopping import Place, around
+from tests.hosts.stopping import CUT_GROUPS, Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest, gathered
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
@@ -25,6 +25,7 @@ SPECS = (
     Spec("norm", (37,), dtype=torch.float32, group=1),
 )
 CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
+EIGHT_BITS = "8-bit moments"
 RUNS = {
     "eager": Run(SPECS, config=CONFIG),
     "overlap": Run(SPECS, config=dataclasses.replace(CONFIG, overlap_all_gather=True), max_norm=1.0),
@@ -39,6 +40,7 @@ RUNS = {
     "Muon": Run(
         SPECS, config=CONFIG, options=({"lr": 1e-2, "use_muon": True}, {**ADAM, "use_muon": False}), optimizer=ZeroMuon
     ),
+    EIGHT_BITS: Run(SPECS, config=dataclasses.replace(CONFIG, moment_dtype="8bit"), max_norm=1.0),
 }
 GROUP = "zerocast.distributed.group:Group"
 
@@ -72,6 +74,7 @@ class Zero(HostUnderTest):
         "step": Place("zerocast.optim.gather:WeightGather", "start", "after"),
         "load": Place("zerocast.cast.host:CastDriver", "refresh"),
     }
+    MORE_PLACES: ClassVar[dict[str, tuple[Place, ...]]] = {EIGHT_BITS: CUT_GROUPS}
     PLACES = (
         *around(GROUP, "all_reduce_max", "all_gather_into", "all_to_all"),
         Place("zerocast.checkpoint.torch_checkpoint:ClearWriter", "write_data"),
