@@ -16,7 +16,7 @@ import zerocast
 from tests import casts
 from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
-from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2 import FusedAdamW, torch_fsdp
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
 from zerocast.fsdp2.prepare import managers_behind, managers_of
@@ -29,6 +29,11 @@ SMALL = tuple(fmt for fmt in FORMATS if zerocast.get_format(fmt).multiple == (1,
 # where the format is not what a test is about
 FEW = ("nvfp4", DELAYED, "fp8_block:power_of_2_scale=False")
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def with_8bit_moments(model: nn.Module, **options: Any) -> FusedAdamW:
+    """A FusedAdamW of all parameters that keeps its moments in 8 bits."""
+    return FusedAdamW(model.named_parameters(), **options, moment_dtype="8bit")
 
 
 def slow(*values: Any) -> Any:

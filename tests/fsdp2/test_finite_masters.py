@@ -1,6 +1,7 @@
 """Masters of FSDP2 that become NaN or Inf on one rank: all ranks are told at the next cast or look at the state, once."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,11 @@ from zerocast import fsdp2, verify
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 
 VALUES = (float("nan"), float("inf"), -float("inf"))
-OPTIMIZERS = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
+    "8-bit moments": lambda model: models.with_8bit_moments(model, lr=1e-2),
+}
 WHAT = ("gradient", "master")
 THEN = ("another step", "an evaluation", "the state", "the state at once")
 TOLD = f"InvalidWeights: the masters of {len(FORMATS)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
@@ -24,7 +29,7 @@ class Run:
 
     def __init__(self, optimizer: str, keep_codes: bool) -> None:
         self.model = models.sharded(Net(FORMATS, 64, 96), keep_codes=keep_codes)
-        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters(), lr=1e-2)
+        self.optimizer = OPTIMIZERS[optimizer](self.model)
         self.state = TrainingState(self.model, self.optimizer)
 
     def forward(self) -> None:
@@ -86,7 +91,14 @@ def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
     answer="raises on all ranks at the next cast, evaluation or look at the state, names the weights",
 )
 @pytest.mark.parametrize(
-    ("optimizer", "keep_codes"), [("AdamW", False), models.slow("FusedAdamW", False), ("FusedAdamW", True)]
+    ("optimizer", "keep_codes"),
+    [
+        ("AdamW", False),
+        models.slow("FusedAdamW", False),
+        ("FusedAdamW", True),
+        ("8-bit moments", False),
+        models.slow("8-bit moments", True),
+    ],
 )
 def test_all_ranks_are_told(ranks: Ranks, optimizer: str, keep_codes: bool) -> None:
     assert ranks(2)(told, optimizer, 1, keep_codes) == [[], []]

@@ -419,10 +419,10 @@ def test_ranks_that_differ(ranks: Ranks, shape: tuple[int, ...]) -> None:
             assert error.startswith(f"ValueError: {expected.format(world - 1)}")
 
 
-def freed(divisor: int) -> dict[str, str]:
+def freed(divisor: int, moment_dtype: Any) -> dict[str, str]:
     """What a step, or the cast after it, says of masters and moments whose storages were freed or made smaller."""
     model = models.sharded(Net(("fp8_block",), 64, 96))
-    optimizer, found = FusedAdamW(model.parameters(), lr=1e-3), {}
+    optimizer, found = FusedAdamW(model.named_parameters(), lr=1e-3, moment_dtype=moment_dtype), {}
     models.train(model, optimizer, range(1), 64)
 
     def forward() -> torch.Tensor:
@@ -453,8 +453,9 @@ def freed(divisor: int) -> dict[str, str]:
     where="FSDP2",
     answer="raises at the next `FusedAdamW.step` or cast",
 )
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("divisor", [0, 2])
-def test_memory_that_was_taken_away(ranks: Ranks, divisor: int) -> None:
-    for found in ranks(2)(freed, divisor):
+def test_memory_that_was_taken_away(ranks: Ranks, divisor: int, moment_dtype: Any) -> None:
+    for found in ranks(2)(freed, divisor, moment_dtype):
         assert len(found) == 7
         assert all("was freed or made smaller" in text for text in found.values()), found

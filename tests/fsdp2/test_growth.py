@@ -17,13 +17,17 @@ from zerocast.fsdp2.prepare import managers_of
 
 WARM = 800  # steps, in which the process takes a megabyte more, and none after them
 MOST_BYTES = 2**9  # a step
-OPTIMIZERS: dict[str, Any] = {"AdamW": torch.optim.AdamW, "FusedAdamW": FusedAdamW}
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
+    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-3),
+    "8-bit moments": lambda model: models.with_8bit_moments(model, lr=1e-3),
+}
 
 
 def steps(optimizer: str, count: int) -> tuple[dict[str, tuple[int, int]], float]:
     """What has grown after so many steps, and bytes a step."""
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96))
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
+    made = OPTIMIZERS[optimizer](model)
     models.train(model, made, range(WARM), 64)
     before, memory = growth.held(), growth.resident()
     models.train(model, made, range(WARM, WARM + count), 64)
@@ -45,7 +49,7 @@ def test_steps(ranks: Ranks, optimizer: str) -> None:
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:
     """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters. Its weights."""
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96), **options)
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=1e-3)
+    made = OPTIMIZERS[optimizer](model)
     models.train(model, made, range(2), 64)
     TrainingState(model, made).state_dict()
     verify(model)
@@ -73,7 +77,7 @@ def left_behind(optimizer: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["FusedAdamW", models.slow("AdamW")])
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", models.slow("AdamW"), models.slow("8-bit moments")])
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks, optimizer: str) -> None:
     """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage
     collector does not look into.

@@ -28,7 +28,8 @@ from zerocast.optim import Checkpoints
 WIDTH = 32
 RECIPE = {"0.weight": "nvfp4", "2.weight": "fp8_delayed:amax_history_len=4"}
 OURS, TORCHS = ("ZeroAdamW", "ZeroMuon"), ("AdamW", "SGD")
-OPTIMIZERS = (*OURS, "FusedAdamW", *TORCHS)
+FUSED = ("FusedAdamW", "8-bit moments")
+OPTIMIZERS = (*OURS, *FUSED, *TORCHS)
 FROZEN = "2.bias"
 QUICK = (("ZeroAdamW", False), ("ZeroMuon", False), ("FusedAdamW", True), ("AdamW", False))
 CASES = [
@@ -63,6 +64,7 @@ class Training:
         parameters = self.net.parameters()
         makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
             "FusedAdamW": lambda: FusedAdamW(parameters, lr=1e-2),
+            "8-bit moments": lambda: models.with_8bit_moments(self.net, lr=1e-2),
             "AdamW": lambda: torch.optim.AdamW(parameters, lr=1e-2),
             "SGD": lambda: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.5),
         }
@@ -185,7 +187,7 @@ def looked_at(kind: str, is_partly_frozen: bool) -> list[str]:
     run(plain, range(2))
     wanted, different = plain.contents(), []
     for moment, (name, look) in itertools.product(MOMENTS, LOOKS.items()):
-        if name == "torch's getter" and kind != "FusedAdamW":
+        if name == "torch's getter" and kind not in FUSED:
             continue  # it raises over ours, and steps torch's
         training = Training(kind, is_partly_frozen)
         run(training, range(2), moment, look)
@@ -346,7 +348,9 @@ def refused(kind: str, culprit: int) -> list[str]:
     where=("ZeroAdamW", "FSDP2"),
     answer="raises on all ranks, names it, nothing changed",
 )
-@pytest.mark.parametrize(("kind", "world"), [("ZeroAdamW", 1), ("FusedAdamW", 1), ("AdamW", 1), ("AdamW", 2)])
+@pytest.mark.parametrize(
+    ("kind", "world"), [("ZeroAdamW", 1), ("FusedAdamW", 1), ("8-bit moments", 1), ("AdamW", 1), ("AdamW", 2)]
+)
 def test_states_that_do_not_fit(ranks: Ranks, kind: str, world: int) -> None:
     assert ranks(world)(refused, kind, world - 1) == [[]] * world
 
@@ -377,7 +381,7 @@ def from_a_file(kind: str) -> list[str]:
     return complaints
 
 
-@pytest.mark.parametrize("kind", ["ZeroAdamW", "FusedAdamW", "AdamW"])
+@pytest.mark.parametrize("kind", ["ZeroAdamW", "FusedAdamW", models.slow("8-bit moments"), "AdamW"])
 def test_files_that_do_not_fit(ranks: Ranks, kind: str) -> None:
     assert ranks(1)(from_a_file, kind) == [[]]
 
@@ -466,7 +470,9 @@ def round_trip(first: str, second: str, route: Callable[[Training, Training], No
 
 def round_trips(dtype: torch.dtype) -> list[str]:
     """The complaints of all routes in both directions. A state of torch's shares its step counts with what loads it."""
-    kinds = ("FusedAdamW", "FusedAdamW"), ("FusedAdamW", "AdamW"), ("AdamW", "FusedAdamW")
+    kinds = [("FusedAdamW", "FusedAdamW"), ("FusedAdamW", "AdamW"), ("AdamW", "FusedAdamW")]
+    # Moments that were FP32 are rounded: tests/fsdp2/test_moments_8bit.py.
+    kinds += [("8-bit moments", "8-bit moments"), ("8-bit moments", "AdamW")]
     return [c for kind, route in itertools.product(kinds, ROUTES) for c in round_trip(*kind, route, dtype)]
 
 

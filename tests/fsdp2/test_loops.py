@@ -3,6 +3,7 @@ the bit, and fresh bytes.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -207,8 +208,8 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
     learnt, and the number of casts.
     """
     model = models.sharded(Rooted(), reshard_after_forward=reshard)
-    optimizers = {p: make([p], lr=1e-2) for p in model.parameters()} if within else {}
-    together = None if within else make(model.parameters(), lr=1e-2)
+    optimizers = {p: make([(name, p)], lr=1e-2) for name, p in model.named_parameters()} if within else {}
+    together = None if within else make(model.named_parameters(), lr=1e-2)
 
     def step_one(parameter: Any) -> None:
         optimizers[parameter].step()
@@ -232,7 +233,11 @@ def in_backward(make: Any, reshard: bool, within: bool, breaks: bool = False) ->
     return found, digests(model), models.manager(model).plan.generation
 
 
-MAKERS = {"sgd": torch.optim.SGD, "fused": zerocast.fsdp2.FusedAdamW}
+MAKERS = {
+    "sgd": torch.optim.SGD,
+    "fused": zerocast.fsdp2.FusedAdamW,
+    "8 bits": functools.partial(zerocast.fsdp2.FusedAdamW, moment_dtype="8bit"),
+}
 
 
 def stepped_within(maker: str, reshard: bool) -> list[str]:
@@ -244,7 +249,11 @@ def stepped_within(maker: str, reshard: bool) -> list[str]:
 
 @pytest.mark.parametrize(
     ("maker", "reshard"),
-    [("sgd", False), *(models.slow(*case) for case in (("sgd", True), ("fused", False), ("fused", True)))],
+    [
+        ("sgd", False),
+        models.slow("sgd", True),
+        *(models.slow(name, reshard) for name in ("fused", "8 bits") for reshard in (False, True)),
+    ],
 )
 def test_steps_within_a_backward_pass(ranks: Ranks, maker: str, reshard: bool) -> None:
     """As one step after it, to the bit; weights are cast once."""

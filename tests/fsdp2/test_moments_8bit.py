@@ -1,5 +1,6 @@
 """FusedAdamW with moments in 8 bits: the bits of ZeroAdamW on any mesh, and states that any number of ranks goes on from."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -64,16 +65,19 @@ def by_zero(width: int) -> dict[str, str]:
     return digests({"model": state["model"], "optim": state["optim"]})
 
 
-def by_fsdp2(width: int) -> tuple[dict[str, str], list[str]]:
-    model = models.sharded(Net(FORMATS, width, HIDDEN))
+def by_fsdp2(width: int, shape: tuple[int, ...]) -> tuple[dict[str, str], list[str]]:
+    """On a mesh of this shape, of replicas if it has two dimensions."""
+    mesh = models.mesh(shape, ("replicate", "shard")[-len(shape) :])
+    model = models.sharded(Net(FORMATS, width, HIDDEN), mesh=mesh)
     found = train(model, fused(model), range(4))
     return found, models.complaints(model, "after four steps")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_bits_of_zero_adamw(ranks: Ranks, world: int) -> None:
+@pytest.mark.parametrize("shape", [(1,), (2,), (3,), models.slow((2, 2))], ids=str)
+def test_the_bits_of_zero_adamw(ranks: Ranks, shape: tuple[int, ...]) -> None:
     (expected,) = ranks(1)(by_zero, 64)
-    assert ranks(world)(by_fsdp2, 64) == [(expected, [])] * world
+    world = math.prod(shape)
+    assert ranks(world)(by_fsdp2, 64, shape) == [(expected, [])] * world
 
 
 def plain_model(**options: Any) -> Any:
@@ -116,9 +120,9 @@ def resumed(path: str, steps: int) -> dict[str, str]:
 
 
 def test_resharded_and_resumed(ranks: Ranks, tmp_path: Any) -> None:
-    """From three ranks to two, to the bit."""
-    expected, *_ = ranks(3)(saved, str(tmp_path / "it"), 3)
-    assert ranks(2)(resumed, str(tmp_path / "it"), 3) == [expected] * 2
+    """From four ranks to three, to the bit."""
+    expected, *_ = ranks(4)(saved, str(tmp_path / "it"), 3)
+    assert ranks(3)(resumed, str(tmp_path / "it"), 3) == [expected] * 3
 
 
 def broken_load() -> list[str]:

@@ -119,10 +119,10 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def learnt(name: str) -> list[str]:
+def learnt(name: str, moment_dtype: Any) -> list[str]:
     """What verify says over steps with all that a loop may have around them, and weights that never moved."""
     model = MODELS[name]()
-    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
+    optimizer = zerocast.fsdp2.FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
     scaler = torch.amp.GradScaler(models.place(), init_scale=2.0**12, enabled=name == "scaled loss")
     before = {key: p.full_tensor().clone() for key, (p, _) in models.masters(model).items()}
     late = {key for key, (p, _) in models.masters(model).items() if not p.requires_grad}
@@ -148,9 +148,18 @@ def learnt(name: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", ["tied", *(models.slow(name) for name in MODELS if name != "tied")])
-def test_models(ranks: Ranks, name: str) -> None:
-    assert ranks(2)(learnt, name) == [[], []]
+@pytest.mark.parametrize(
+    ("name", "moment_dtype"),
+    [
+        ("tied", torch.float32),
+        ("frozen at first", "8bit"),
+        *(models.slow(name, torch.float32) for name in MODELS if name != "tied"),
+        *(models.slow(name, "8bit") for name in MODELS if name != "frozen at first"),
+    ],
+    ids=str,
+)
+def test_models(ranks: Ranks, name: str, moment_dtype: Any) -> None:
+    assert ranks(2)(learnt, name, moment_dtype) == [[], []]
 
 
 def parametrized() -> str:

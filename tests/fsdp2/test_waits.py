@@ -27,7 +27,11 @@ from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
 from zerocast.weight.validity import Validity
 
 FORMATS = ("nvfp4", DELAYED)
-OPTIMIZERS: dict[str, Any] = {"fused": FusedAdamW, "torch": torch.optim.AdamW}
+OPTIMIZERS: dict[str, Any] = {
+    "fused": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
+    "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "8 bits": lambda model: models.with_8bit_moments(model, lr=1e-2),
+}
 
 
 class Event:
@@ -70,7 +74,7 @@ def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int,
     """What waits in five steps of `parts` backward passes, what crosses to the host in the last one, and complaints."""
     with as_on_a_gpu() as waits:
         model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=reshard)
-        steps = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+        steps = OPTIMIZERS[optimizer](model)
         traffic = HostTraffic()
         for Event.now in range(5):
             with traffic if Event.now == 4 else contextlib.nullcontext():
@@ -84,7 +88,8 @@ def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int,
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "parts", "reshard"), [("fused", 1, True), ("fused", 3, True), ("torch", 1, False)]
+    ("optimizer", "parts", "reshard"),
+    [("fused", 1, True), ("fused", 3, True), ("torch", 1, False), models.slow("8 bits", 1, True)],
 )
 def test_nothing_waits_for_its_own_step(ranks: Ranks, optimizer: str, parts: int, reshard: bool) -> None:
     for waits, crossed, complaints in ranks(3)(waits_of, optimizer, parts, reshard):
@@ -121,7 +126,7 @@ def disagreed(reader: str, optimizer: str) -> tuple[list[str], list[str]]:
     """
     with as_on_a_gpu():
         model = models.sharded(Net(FORMATS, 64, 96))
-        steps = OPTIMIZERS[optimizer](model.parameters(), lr=1e-2)
+        steps = OPTIMIZERS[optimizer](model)
         step(model, steps, 0)
         state = TrainingState(model, steps).state_dict()
         calls = [lambda: step(model, steps, 1), lambda: READERS[reader](model, steps)]

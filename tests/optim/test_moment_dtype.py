@@ -217,6 +217,36 @@ def test_moments_in_8_bits_go_on_as_if_nothing_was_saved(ranks, tmp_path, world)
     ranks(world)(uninterrupted, 7, 4, str(tmp_path / "saved"))
 
 
+class Alike(Spec):
+    """A parameter whose gradients are the same on all ranks, and so short that their mean is exact."""
+
+    def gradient(self, step: int, rank: int) -> Tensor | None:
+        return super().gradient(step, 0).to(torch.float8_e5m2).to(self.dtype)
+
+
+ALIKE = tuple(Alike(**vars(spec)) for spec in CUT)
+
+
+def trained_alike(run: Run, steps: range, loaded: str, saved: str) -> None:
+    """Load over a step of another run, take these steps and save."""
+    trainer = Trainer(dataclasses.replace(run, specs=ALIKE))
+    if loaded:
+        trainer.step(7)
+        optim.load(trainer.optimizer, loaded)
+    trainer.train(steps)
+    optim.save(trainer.optimizer, saved)
+
+
+@pytest.mark.parametrize("run", [EIGHT_BITS, COMPACT], ids=["FP32", "compact"])
+def test_a_resharded_run_is_the_run(ranks, tmp_path, run):
+    """Saved by four ranks, and resumed by three, to the bit."""
+    expected, middle, end = (str(tmp_path / name) for name in ("expected", "middle", "end"))
+    trained_alike(run, range(5), "", expected)
+    ranks(4)(trained_alike, run, range(3), "", middle)
+    ranks(3)(trained_alike, run, range(3, 5), middle, end)
+    _assert_same_snapshots(whole_state(end), whole_state(expected))
+
+
 def refused_by_one(late: bool) -> list[str]:
     """The errors of a step that rank 1 refuses, and of a save after it. Once a state is loaded all is as without that step.
 

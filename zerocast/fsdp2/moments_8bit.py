@@ -106,10 +106,12 @@ class Adam8bitPass:
         its row of the scalars.
         """
         moments = self._moments.of(parameter)
-        for name in NAMES:
-            if flat_local(state[name]).data_ptr() != getattr(moments, name).data_ptr():
-                raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
         check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
+        for name in NAMES:
+            codes = getattr(moments, name)
+            if flat_local(state[name]).data_ptr() != codes.data_ptr():
+                raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
+            check_plain(name, codes, [codes.dtype], master.numel(), master.device)
         moments.know(master)
         self._shards.append((parameter, moments, master, slice(row, row + 1)))
 
