@@ -177,6 +177,10 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
         r"torch\.int8 in the state and torch\.uint8 here": {"exp_avg_sq": torch.ones(24, 200, dtype=torch.int8)},
     }
     before = snapshot(trainer)
+    of_another_size = {**state["optim"]["state"], "wide": {**held, "exp_avg_scale": torch.ones(24, 4)}}
+    dcp.save({**state, "optim": {**state["optim"], "state": of_another_size}}, checkpoint_id=tmp_path / "groups of 64")
+    with pytest.raises(ValueError, match=r"\(24, 4\) there and \(24, 2\) here"):
+        optim.load(trainer.optimizer, tmp_path / "groups of 64")
     for said, replaced in changed.items():
         broken = {**state["optim"]["state"], "wide": {**held, **replaced}}
         with pytest.raises(ValueError, match=said):

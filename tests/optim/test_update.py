@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
@@ -18,6 +19,19 @@ FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP3
 BF16_MOMENTS = ZeroConfig(bucket_size=3000, deterministic=True, moment_dtype=BF16)
 BF16_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=BF16)
 FP8_WIRE = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")  # adds in rank order without `deterministic`
+
+
+class Faint(Spec):
+    """A parameter with groups whose gradients are zeros, whose second moments are subnormal numbers, and are 0."""
+
+    def gradient(self, step: int, rank: int) -> Tensor | None:
+        gradient = super().gradient(step, rank)
+        assert gradient is not None
+        sizes = torch.ones(self.shape[-1])
+        for start, size in ((128, 0.0), (256, 1e-20), (384, 1e-32)):
+            sizes[start : start + 128] = size
+        return (gradient.float() * sizes).to(self.dtype)
+
 
 RUNS = {
     "plain": Run(),
@@ -35,6 +49,15 @@ RUNS = {
     # ranks 1 and 2 own no piece of a weight
     "8-bit moments, one element": Run(
         specs=(Spec("one", (1,), dtype=FP32),), options=(ADAM,), config=EIGHT_BIT_MOMENTS
+    ),
+    "8-bit moments, faint gradients": Run(
+        specs=(
+            Faint("plain", (6, 700), dtype=FP32),
+            Faint("codes", (32, 592), "nvfp4"),
+            Faint("vector", (700,), dtype=FP32),
+        ),
+        options=(ADAM,),
+        config=EIGHT_BIT_MOMENTS,
     ),
     "fp8 wire": Run(config=FP8_WIRE, max_norm=0.1),
     "fp8 wire, fp32 gradients": Run(config=ZeroConfig(grad_wire="fp8_1x128", grad_dtype=FP32), stage=1),
@@ -74,6 +97,7 @@ RUNS = {
             "bf16 moments",
             "8-bit moments",
             "8-bit moments, one element",
+            "8-bit moments, faint gradients",
             "stage 1",
             "assigned gradients",
             "overlap",
