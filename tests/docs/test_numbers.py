@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.docs.page import ROOT
+from zerocast import ZeroConfig
 from zerocast.footprint import Setup, footprint, read_model
 
 REPORTS = ROOT / "tests/benchmarks/reports"
@@ -111,12 +112,20 @@ def test_casts(name: str) -> None:
     assert f"{ours['ms']:.2f} | {ours['over_floor']:.2f} | {theirs}" in found
 
 
-@pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "nvfp4"])
-def test_bytes_a_parameter(fmt: str) -> None:
-    planned = footprint(read_model("llama3-8b"), fmt, Setup("zero2", 8))
+@pytest.mark.parametrize(
+    ("name", "fmt", "config"),
+    [
+        ("bf16", "bf16", ZeroConfig()),
+        ("`fp8_block`", "fp8_block", ZeroConfig()),
+        ("`fp8_block`, 8-bit moments", "fp8_block", ZeroConfig(moment_dtype="8bit")),
+        ("`nvfp4`", "nvfp4", ZeroConfig()),
+    ],
+)
+def test_bytes_a_parameter(name: str, fmt: str, config: ZeroConfig) -> None:
+    planned = footprint(read_model("llama3-8b"), fmt, Setup("zero2", 8, config=config))
     resident = (planned.memory["weights"] + planned.memory["scales"]) / planned.numel
     gathered = planned.wire["all-gather"] * 8 / 7 / planned.numel
-    row = f"| {resident:.2f} | {gathered:.2f} | {planned.total_memory / GIB:.1f} GiB |"
+    row = f"| {name} | {resident:.2f} | {gathered:.2f} | {planned.total_memory / GIB:.1f} GiB |"
     assert row in (ROOT / "README.md").read_text()
 
 
