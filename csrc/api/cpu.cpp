@@ -123,14 +123,17 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
                  reinterpret_cast<const float*>(scalars.address), clip, threads);
 }
 
-void adam_8bit(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-               const Memory& scales, const Memory& pieces, const Memory& scalars, float clip, int64_t step,
+void adam_8bit(const Format& format, const std::string& nominal, const Memory& master, const Memory& grad,
+               const Memory& exp_avg, const Memory& exp_avg_sq, const Memory& moment_scales, const Memory& table,
+               const Memory& pieces, const Memory& scalars, float clip, int64_t step, const Memory& packed,
                const Memory& cut_largest, bool finishes, int threads) {
   adam_array("grad", grad);
-  const Adam8bitState state = moment_state(master, grad, exp_avg, exp_avg_sq, scales, cut_largest);
-  const int64_t count = check_moment_pieces(pieces, scalars, state);
-  cpu::adam_8bit(state, reinterpret_cast<const MomentPiece*>(pieces.address), count,
-                 reinterpret_cast<const float*>(scalars.address), clip, step, finishes, threads);
+  const Adam8bitState state = moment_state(master, grad, exp_avg, exp_avg_sq, moment_scales, cut_largest);
+  const Rows rows(format, table, Spans::kRead);
+  check_moment_pieces(pieces, scalars, state, rows.table());
+  rows.check_packed(packed, false);
+  cpu::adam_8bit(format, dtype_of(nominal), state, rows.table(), reinterpret_cast<const MomentPiece*>(pieces.address),
+                 reinterpret_cast<const float*>(scalars.address), clip, step, array_of("packed", packed), finishes, threads);
 }
 
 // The loops are chosen once, for the first of them.
@@ -204,8 +207,8 @@ void register_cpu(py::module_& m) {
              "group_scale_inv", "threads");
   bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
              "threads");
-  bind_stage(cpu, "adam_8bit", &adam_8bit, "master", "grad", "exp_avg", "exp_avg_sq", "scales", "pieces", "scalars", "clip",
-             "step", "cut_largest", "finishes", "threads");
+  bind_stage(cpu, "adam_8bit", &adam_8bit, "fmt", "nominal", "master", "grad", "exp_avg", "exp_avg_sq", "moment_scales",
+             "table", "pieces", "scalars", "clip", "step", "packed", "cut_largest", "finishes", "threads");
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
              "groups", "scalars", "clip", "packed", "threads");
   bind_stage(cpu, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",

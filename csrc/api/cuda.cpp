@@ -148,11 +148,13 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
                   work.blocks, {scalars, clip, skip}, stream_of(stream));
 }
 
-void adam_8bit(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-               const Memory& scales, const WorkArgument& pieces, uintptr_t scalars, uintptr_t clip, uintptr_t step,
-               const Memory& cut_largest, bool finishes, cuda::Flag skip, const StreamArgument& stream) {
-  cuda::adam_8bit(moment_state(master, grad, exp_avg, exp_avg_sq, scales, cut_largest), work_of(pieces),
-                  {scalars, clip, skip}, step, finishes, stream_of(stream));
+void adam_8bit(const Format& format, const std::string& nominal, const Memory& master, const Memory& grad,
+               const Memory& exp_avg, const Memory& exp_avg_sq, const Memory& moment_scales, const WorkArgument& pieces,
+               uintptr_t scalars, uintptr_t clip, uintptr_t step, const Memory& packed, const Memory& cut_largest,
+               bool finishes, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
+  cuda::adam_8bit(format, dtype_of(nominal), moment_state(master, grad, exp_avg, exp_avg_sq, moment_scales, cut_largest),
+                  work_of(work), work_of(pieces), {scalars, clip, skip}, step, array_of("packed", packed), finishes,
+                  stream_of(stream));
 }
 
 void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
@@ -256,8 +258,8 @@ void register_cuda(py::module_& m) {
              "codes", "group_scale_inv", "stream");
   bind_stage(cuda, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip", "skip",
              "stream");
-  bind_stage(cuda, "adam_8bit", &adam_8bit, "master", "grad", "exp_avg", "exp_avg_sq", "scales", "pieces", "scalars", "clip",
-             "step", "cut_largest", "finishes", "skip", "stream");
+  bind_stage(cuda, "adam_8bit", &adam_8bit, "fmt", "nominal", "master", "grad", "exp_avg", "exp_avg_sq", "moment_scales",
+             "pieces", "scalars", "clip", "step", "packed", "cut_largest", "finishes", "skip", "work", "stream");
   bind_stage(cuda, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
              "scalars", "clip", "packed", "skip", "work", "stream");
   bind_stage(cuda, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",

@@ -179,8 +179,11 @@ Adam8bitState moment_state(const Memory& master, const Memory& grad, const Memor
           numel};
 }
 
-int64_t check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state) {
+void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state, const Table& table) {
   const int64_t count = rows_of("pieces", pieces, "int64", MomentPiece::kWidth);
+  if (count != table.size) {
+    throw std::invalid_argument(std::to_string(count) + " pieces have " + std::to_string(table.size) + " rows of a table");
+  }
   const int64_t groups = rows_of("scalars", scalars, "float32", 8);
   const auto* row = reinterpret_cast<const MomentPiece*>(pieces.address);
   for (int64_t i = 0; i < count; ++i, ++row) {
@@ -204,8 +207,12 @@ int64_t check_moment_pieces(const Memory& pieces, const Memory& scalars, const A
                                   " rows of scalars, and cut groups " + std::to_string(row->cut_first) + " and " +
                                   std::to_string(row->cut_last) + " of " + std::to_string(state.cut_count));
     }
+    const Weight w = table[i];
+    if (w[column::MASTER_BASE] != 0 || row->offset != w[column::MASTER_OFFSET] || row->numel != w[column::NUMEL] ||
+        row->columns != w.columns() || (row->start - w.start()) % row->columns != 0) {
+      throw std::invalid_argument(piece + " has other elements than its row of the table");
+    }
   }
-  return count;
 }
 
 Rows::Rows(const Format& format, const Memory& table, Spans spans)

@@ -82,10 +82,11 @@ int64_t check_segments(const Memory& segments, const Memory& scalars, const std:
 // Whether a stage reads which elements of a weight are owned.
 enum class Spans { kUnread, kRead };
 
-// Flat tensors of adam_8bit, and the number of pieces in host memory, all inside of these tensors.
+// Flat tensors of adam_8bit, and a check that pieces in host memory are inside of these and have the
+// elements of the rows of a table.
 Adam8bitState moment_state(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
                            const Memory& scales, const Memory& cut_largest);
-int64_t check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state);
+void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state, const Table& table);
 
 // The rows of a table in host memory; spans that are read are inside of their weights.
 class Rows {

@@ -1,11 +1,11 @@
-// Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits.
+// Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits; amaxes of the new
+// masters are taken while still cached.
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "codec.h"
 #include "cpu/adam.h"
-#include "cpu/parallel.h"
+#include "cpu/amax_walk.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 #include "moments.h"
@@ -46,50 +46,73 @@ struct GroupWork {
 
 using GroupLoop = void (*)(const GroupWork& work);
 
-struct Run {
-  const MomentPiece* piece;
-  int64_t first_group, last_group;  // counted from the first group of the piece
-};
+// Updates groups of pieces, which are parallel to the rows of the table.
+struct MomentUpdate {
+  GroupLoop update;
+  const Adam8bitState& state;
+  const Table& table;
+  const MomentPiece* pieces;
+  const AdamScalars* scalars;
+  float clip;
+  int64_t step;
 
-constexpr int64_t kRunGroups = 256;
+  // The owned elements of a row of a panel, as amax_walk.h does before it folds them. Panels begin
+  // and end between groups.
+  void operator()(const Panel& panel, int64_t row, Panel::Segment owned) const {
+    if (owned.first >= owned.last) return;
+    const Weight& weight = panel.weight;
+    const MomentPiece& piece = pieces[(weight.row - table.rows) / column::WIDTH];
+    const int64_t groups = piece.groups(), size = owned.last - owned.first;
+    int64_t element = piece.start + row * panel.pitch + owned.first - weight.start();
+    int64_t group = piece.group_of(element) - piece.group_of(piece.start);
+    for (int64_t i = 0; i < size; ++group) {
+      const int64_t n = std::min(size - i, kGroup - (owned.first + i) % kGroup);
+      one_group(piece, group, groups, element + i, n, false);
+      i += n;
+    }
+  }
+
+  // The group of a piece, counted from its first one, that is cut.
+  void finish(const MomentPiece& piece, int64_t group) const {
+    const MomentGroups place(piece, group);
+    one_group(piece, group, piece.groups(), place.element() + place.first(), place.last() - place.first(), true);
+  }
+
+ private:
+  // `n` elements from `element` on, which are all that the piece has of the group.
+  void one_group(const MomentPiece& piece, int64_t group, int64_t groups, int64_t element, int64_t n, bool finishes) const {
+    const int64_t at = piece.offset + element - piece.start, scale = piece.scale + group, cut = piece.cut(group, groups);
+    float* const largest = cut < 0 ? nullptr : state.cut_largest + cut;
+    update({state.master + at, reinterpret_cast<const void*>(state.grad.address + at * size_of(state.grad.dtype)),
+            state.exp_avg + at, state.exp_avg_sq + at, state.scales + scale, state.scales + state.scale_count + scale,
+            largest, largest == nullptr ? nullptr : largest + state.cut_count, n, element, key_of_step(piece.key, step),
+            scalars[piece.scalars], clip, finishes});
+  }
+};
 
 }  // namespace
 }  // namespace zerocast
 
 #define ZC_LOOPS "adam_8bit.inc"
 #include "cpu/at_every_level.h"
+#define ZC_LOOPS "partial_amax.inc"
+#include "cpu/at_every_level.h"
 
 namespace zerocast::cpu {
 
-void adam_8bit(const Adam8bitState& state, const MomentPiece* pieces, int64_t count, const float* scalars, float clip,
-               int64_t step, bool finishes, int threads) {
-  std::vector<Run> runs;
-  for (const MomentPiece* piece = pieces; piece < pieces + count; ++piece) {
-    const int64_t groups = piece->groups();
-    if (!finishes) {
-      for (int64_t i = 0; i < groups; i += kRunGroups) runs.push_back({piece, i, std::min(groups, i + kRunGroups)});
-      continue;
-    }
-    if (piece->cut_first >= 0) runs.push_back({piece, 0, 1});
-    if (piece->cut_last >= 0 && groups > 1) runs.push_back({piece, groups - 1, groups});
+void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Table& table,
+               const MomentPiece* pieces, const float* scalars, float clip, int64_t step, Array packed, bool finishes,
+               int threads) {
+  const MomentUpdate update{ZC_AT_LEVEL(group_loop)(state.grad.dtype),     state, table, pieces,
+                            reinterpret_cast<const AdamScalars*>(scalars), clip,  step};
+  if (!finishes) {
+    const std::vector<Array> masters{{reinterpret_cast<uintptr_t>(state.master), Dtype::kFloat32}};
+    return walk_amaxes(format, nominal, masters, table, packed, threads, ZC_AT_LEVEL(amax_loops), update, Pitch::kRow);
   }
-  const GroupLoop update = ZC_AT_LEVEL(group_loop)(state.grad.dtype);
-  parallel_for(static_cast<int64_t>(runs.size()), threads, [&](int64_t i) {
-    const MomentPiece& piece = *runs[i].piece;
-    const int64_t groups = piece.groups();
-    const auto& row = reinterpret_cast<const AdamScalars*>(scalars)[piece.scalars];
-    const uint32_t key = key_of_step(piece.key, step);
-    MomentGroups place(piece, runs[i].first_group);
-    for (int64_t group = runs[i].first_group; group < runs[i].last_group; ++group, place.advance()) {
-      const int64_t first = place.element() + place.first(), last = place.element() + place.last();
-      const int64_t at = piece.offset + first - piece.start, scale = piece.scale + group;
-      const int64_t cut = piece.cut(group, groups);
-      float* const largest = cut < 0 ? nullptr : state.cut_largest + cut;
-      update({state.master + at, reinterpret_cast<const void*>(state.grad.address + at * size_of(state.grad.dtype)),
-              state.exp_avg + at, state.exp_avg_sq + at, state.scales + scale, state.scales + state.scale_count + scale,
-              largest, largest == nullptr ? nullptr : largest + state.cut_count, last - first, first, key, row, clip,
-              finishes});
-    }
+  parallel_for(table.size, threads, [&](int64_t i) {
+    const int64_t last = pieces[i].groups() - 1;
+    if (pieces[i].cut(0, last + 1) >= 0) update.finish(pieces[i], 0);
+    if (last > 0 && pieces[i].cut_last >= 0) update.finish(pieces[i], last);
   });
 }
 

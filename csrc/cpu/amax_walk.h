@@ -173,9 +173,9 @@ int32_t panel_maximum(const AmaxLoops& loops, const Panel& panel, const Master& 
 // element once.
 template <class Before>
 void walk_amaxes(const Format& format, Dtype nominal, const std::vector<Array>& masters, const Table& table, Array packed,
-                 int threads, AmaxLoopsOf amax_loops, const Before& before) {
+                 int threads, AmaxLoopsOf amax_loops, const Before& before, Pitch pitch = Pitch::kFlat) {
   const int64_t row_step = std::max<int64_t>({1, format.block.rows, format.columnwise_block.rows});
-  const std::vector<Panel> panels = owned_panels(format, table, {row_step, kPanelColumns, threads});
+  const std::vector<Panel> panels = owned_panels(format, table, {row_step, kPanelColumns, threads, pitch});
   std::vector<int32_t> maxima(format.block ? 0 : panels.size());
   const auto loops_of = [&](const Master& master) { return amax_loops(master.dtype, nominal, packed.dtype); };
   parallel_for(static_cast<int64_t>(panels.size()), threads, [&](int64_t i) {

@@ -22,7 +22,7 @@ std::vector<Panel> owned_panels(const Format& format, const Table& table, const 
   for (int64_t i = 0; i < table.size; ++i) {
     const Weight weight = table[i];
     if (weight[column::NUMEL] == 0) continue;
-    const int64_t pitch = format.block ? weight.columns() : kFlatColumns;
+    const int64_t pitch = format.block || limits.pitch == Pitch::kRow ? weight.columns() : kFlatColumns;
     const int64_t width = std::min(pitch, widest);
     const int64_t height = round_up(std::max<int64_t>(1, kLeastElements / width), row_step);
     const int64_t end_row = (weight.stop() - 1) / pitch + 1;

@@ -3,7 +3,7 @@
 // A panel is some whole rows of one weight, of which the span owns all or a part. A weight's panels
 // lie between its first and last owned row, so the work follows the spans. Rows are read whole,
 // since memory is fast only for consecutive pages; only very long rows are cut. Columns do not
-// matter to a format without blocks, whose weights are read as matrices of kFlatColumns columns.
+// matter to a format without blocks, so its weights may be read as matrices of kFlatColumns columns.
 #pragma once
 
 #include <algorithm>
@@ -35,10 +35,14 @@ struct Panel {
   int64_t columns() const { return last_column - first_column; }
 };
 
+// The rows of the panels of a format without blocks: of kFlatColumns elements, or those of the weight.
+enum class Pitch { kFlat, kRow };
+
 struct PanelLimits {
   int64_t row_step;  // first rows are multiples of it
   int64_t most_columns;
   int threads;  // each should find work
+  Pitch pitch = Pitch::kFlat;
 };
 
 std::vector<Panel> owned_panels(const Format& format, const Table& table, const PanelLimits& limits);

@@ -54,9 +54,11 @@ void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>
 void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data, int threads);
 
-// Moments in 8 bits. The second of two calls, after `cut_largest` was reduced, `finishes` cut groups.
-void adam_8bit(const Adam8bitState& state, const MomentPiece* pieces, int64_t count, const float* scalars, float clip,
-               int64_t step, bool finishes, int threads);
+// The same with moments in 8 bits; `pieces` are parallel to the rows of the table. The second of two
+// calls, after `cut_largest` was reduced, `finishes` cut groups.
+void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Table& table,
+               const MomentPiece* pieces, const float* scalars, float clip, int64_t step, Array packed, bool finishes,
+               int threads);
 
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h).

@@ -1,7 +1,10 @@
-// Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits.
+// Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits, and the partial amaxes
+// of the updated masters.
 //
-// A warp takes some neighbouring groups of 128 elements one after the other, a lane four neighbours of
-// each. The loads of a group are under way while the group before it is computed.
+// A warp takes some groups of 128 elements one after the other, a lane four neighbours of each. The
+// loads of a group are under way while the group before it is computed. Groups follow each other, or
+// where amaxes are of blocks lie below each other, as the rows of a panel of adam_amax.
+#include "cuda/amax.cuh"
 #include "cuda/dispatch.cuh"
 #include "cuda/moments.cuh"
 #include "cuda/stages.h"
@@ -9,7 +12,7 @@
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / kWarpLanes, kLaneElements = 4;
+constexpr int kThreads = kAmaxShape.threads(), kWarps = kAmaxShape.warps, kLaneElements = kAmaxShape.lane_columns;
 constexpr int kGroupsOfWarp = kMomentGroups / kWarps;
 constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, which do not spill
 static_assert(kLaneElements * kWarpLanes == MomentPiece::kGroup && kGroupsOfWarp * kWarps == kMomentGroups);
@@ -50,11 +53,12 @@ struct LanePlace {
   int64_t element;
   int first, last;
 
-  __device__ explicit LanePlace(const MomentGroups& group) {
+  // Of a group that begins at `group`, of which the piece has [first, last).
+  __device__ LanePlace(int64_t group, int first, int last) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes * kLaneElements;
-    element = group.element() + lane;
-    first = group.first() - lane;
-    last = group.last() - lane;
+    element = group + lane;
+    this->first = first - lane;
+    this->last = last - lane;
   }
   __device__ bool has(int i) const { return i >= first && i < last; }
   __device__ bool whole() const { return first <= 0 && last >= kLaneElements; }
@@ -240,71 +244,82 @@ __device__ LaneResults update(const LaneMoments<Grad>& moments, const GroupPair&
   return to;
 }
 
-// All groups of a warp, where they follow each other in memory and four elements are read at once. A
-// lane holds one of their scales.
+// What all groups of a piece share in a step.
 template <class Grad>
-__device__ void update_whole_groups(const PieceArrays<Grad>& arrays, int64_t group, int64_t element, const StepScalars& s,
-                                    const CodeValues& values, uint32_t key) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-  LanePointers<Grad> at = arrays.elements.at(element + lane * kLaneElements);
-  Randoms randoms(key, element + lane * kLaneElements);
-  randoms.next_upper_key = randoms.upper_key;
-  float* const scale = (lane < kGroupsOfWarp ? arrays.first_scales : arrays.second_scales - kGroupsOfWarp) + group + lane;
-  float old_scale = lane < 2 * kGroupsOfWarp ? *scale : 0.0f, new_scale = 0.0f;
-  LaneElements<Grad> next = at.load();
-#pragma unroll 2
-  for (int i = 0; i < kGroupsOfWarp; ++i) {
-    const LaneElements<Grad> x = next;
-    const LanePointers<Grad> here = at;
-    at = at.at(MomentPiece::kGroup);
-    if (i + 1 < kGroupsOfWarp) next = at.load();
-    const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i), __shfl_sync(0xFFFFFFFFu, old_scale, kGroupsOfWarp + i)};
-    const LaneMoments<Grad> moments(x, old, s, values);
-    const GroupPair largest = moments.largest(), scales = scales_of(largest);
-    const LaneResults results = update(moments, largest, scales, s, values, randoms);
-    here.store_masters(results);
-    here.store_codes(results);
-    new_scale = lane == i ? scales.first : lane == kGroupsOfWarp + i ? scales.second : new_scale;
-    randoms.lower += MomentPiece::kGroup;
-  }
-  if (lane < 2 * kGroupsOfWarp) *scale = new_scale;
-}
-static_assert(2 * kGroupsOfWarp <= kWarpLanes);
+struct PieceStep {
+  const Adam8bitState& state;
+  const MomentPiece& piece;
+  const PieceArrays<Grad> arrays;
+  const StepScalars s;
+  const CodeValues& values;
+  const uint32_t key;
 
-template <class Grad>
-__global__ void __launch_bounds__(kThreads, kMinBlocks)
-    adam_8bit_kernel(Adam8bitState state, const MomentPiece* pieces, const Item* items, AdamInputs adam,
-                     const int64_t* step) {
-  if (holds(adam.skip)) return;
-  __shared__ CodeValues values;
-  const Item item = items[blockIdx.x];
-  const MomentPiece piece = pieces[item.weight];
-  const StepScalars s(adam.rows[piece.scalars], *adam.clip);
-  const uint32_t key = key_of_step(piece.key, *step);
-  read_code_values(values);
-  const int64_t count = piece.groups(), begin = static_cast<int64_t>(item.ordinal) * kMomentGroups;
-  // The warps share fewer groups than a thread block may have.
-  const int of_block = static_cast<int>(min(count - begin, int64_t{kMomentGroups})),
-            of_warp = (of_block + kWarps - 1) / kWarps, before = static_cast<int>(threadIdx.x) / kWarpLanes * of_warp;
-  const int64_t first = begin + before, last = begin + min(before + of_warp, of_block);
-  if (first >= last) return;
-  const PieceArrays<Grad> arrays(state, piece);
-  MomentGroups groups(piece, first);
-  constexpr int64_t kElements = kGroupsOfWarp * MomentPiece::kGroup;
-  const int64_t element = groups.element();
-  const bool follow = piece.whole_groups() && of_warp == kGroupsOfWarp && element >= piece.start &&
-                      element + kElements <= piece.start + piece.numel && element >> 32 == (element + kElements) >> 32;
-  if (follow && arrays.elements.at(element).aligned()) {
-    return update_whole_groups(arrays, first, element, s, values, key);
+  __device__ PieceStep(const Adam8bitState& state, const MomentPiece& piece, const AdamInputs& adam, const int64_t* step,
+                       const CodeValues& values)
+      : state(state),
+        piece(piece),
+        arrays(state, piece),
+        s(adam.rows[piece.scalars], *adam.clip),
+        values(values),
+        key(key_of_step(piece.key, *step)) {}
+
+  // True if kGroups groups, `stride` elements apart from `element` on, are whole and may be read and
+  // written four elements at once.
+  template <int kGroups>
+  __device__ bool takes_whole(int64_t element, int64_t stride) const {
+    const int64_t end = element + (kGroups - 1) * stride + MomentPiece::kGroup;
+    return piece.whole_groups() && element >= piece.start && end <= piece.start + piece.numel &&
+           element >> 32 == end >> 32 && arrays.elements.at(element).aligned();
   }
-#pragma unroll 1
-  for (int64_t group = first; group < last; ++group, groups.advance()) {
-    const LanePlace place(groups);
+
+  // Updates such groups, the first of which is `group`, counted from the first one of the piece. They
+  // are rows of the amaxes from `row` on. A lane holds one of their scales.
+  template <int kGroups, class Amaxes>
+  __device__ void whole_groups(int64_t group, int64_t element, int64_t stride, const AmaxPlace& panel, int row,
+                               Amaxes& amaxes) const {
+    static_assert(2 * kGroups <= kWarpLanes);
+    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
+    const LanePointers<Grad> origin = arrays.elements.at(element + lane * kLaneElements);
+    Randoms randoms(key, element + lane * kLaneElements);
+    randoms.next_upper_key = randoms.upper_key;
+    float* const scale = (lane < kGroups ? arrays.first_scales : arrays.second_scales) + group +
+                         lane % kGroups * (stride / MomentPiece::kGroup);
+    float old_scale = lane < 2 * kGroups ? *scale : 0.0f, new_scale = 0.0f;
+    LaneElements<Grad> next = origin.load();
+    const int step = static_cast<int>(stride);
+#pragma unroll 2
+    for (int i = 0; i < kGroups; ++i) {
+      const LaneElements<Grad> x = next;
+      const LanePointers<Grad> here = origin.at(i * step);
+      if (i + 1 < kGroups) next = origin.at((i + 1) * step).load();
+      const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i), __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i)};
+      const LaneMoments<Grad> moments(x, old, s, values);
+      const GroupPair largest = moments.largest(), scales = scales_of(largest);
+      const LaneResults results = update(moments, largest, scales, s, values, randoms);
+      here.store_masters(results);
+      here.store_codes(results);
+      const Four<Float32>& p = results.masters;
+      amaxes.row(panel, row + i, {p[0], p[1], p[2], p[3]});
+      new_scale = lane == i ? scales.first : lane == kGroups + i ? scales.second : new_scale;
+      randoms.lower += static_cast<uint32_t>(stride);
+    }
+    if (lane < 2 * kGroups) *scale = new_scale;
+  }
+
+  // Updates one group of any size, of `count`. A cut one keeps its codes, and its largest values are
+  // entered.
+  template <class Amaxes>
+  __device__ void any_group(int64_t group, int64_t count, const LanePlace& place, const AmaxPlace& panel, int row,
+                            Amaxes& amaxes) const {
     const LanePointers<Grad> at = arrays.elements.at(place.element);
     const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
     const GroupPair largest = moments.largest(), scales = scales_of(largest);
     const LaneResults results = update(moments, largest, scales, s, values, Randoms(key, place.element));
     at.store_masters(results, place);
+    AmaxRow p;
+#pragma unroll
+    for (int i = 0; i < kLaneElements; ++i) p[i] = place.has(i) ? results.masters[i] : 0.0f;
+    amaxes.row(panel, row, p);
     const int64_t cut = piece.cut(group, count);
     if (cut < 0) {
       at.store_codes(results, place);
@@ -314,6 +329,88 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
       state.cut_largest[state.cut_count + cut] = largest.second;
     }
   }
+};
+
+// The groups of a warp, of a format without blocks: they follow each other.
+template <class Grad, class Amaxes>
+__device__ void update_run(const PieceStep<Grad>& step, uint32_t ordinal, const AmaxPlace& panel, Amaxes& amaxes) {
+  const int64_t count = step.piece.groups(), begin = static_cast<int64_t>(ordinal) * kMomentGroups;
+  // The warps share fewer groups than a thread block may have.
+  const int of_block = static_cast<int>(min(count - begin, int64_t{kMomentGroups})),
+            of_warp = (of_block + kWarps - 1) / kWarps, before = static_cast<int>(threadIdx.x) / kWarpLanes * of_warp;
+  const int64_t first = begin + before, last = begin + min(before + of_warp, of_block);
+  if (first >= last) return;
+  MomentGroups groups(step.piece, first);
+  if (of_warp == kGroupsOfWarp && step.template takes_whole<kGroupsOfWarp>(groups.element(), MomentPiece::kGroup)) {
+    return step.template whole_groups<kGroupsOfWarp>(first, groups.element(), MomentPiece::kGroup, panel, 0, amaxes);
+  }
+#pragma unroll 1
+  for (int64_t group = first; group < last; ++group, groups.advance()) {
+    step.any_group(group, count, LanePlace(groups.element(), groups.first(), groups.last()), panel, 0, amaxes);
+  }
+}
+
+// Those of a format with blocks: rows of a panel. The weight of the table may be the lower rows of the
+// piece's.
+template <int kRows, class Grad, class Amaxes>
+__device__ void update_panel(const PieceStep<Grad>& step, const AmaxPlace& panel, Amaxes& amaxes) {
+  constexpr int kGroups = kPanelRows;
+  const AmaxLane& lane = panel.lane;
+  const MomentPiece& piece = step.piece;
+  const int64_t in_group = threadIdx.x % kWarpLanes * kLaneElements, column = lane.column - in_group;
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kGroups) {
+    const int64_t element = piece.start - lane.start + lane.element - in_group + row * lane.pitch;
+    const int64_t group = piece.group_of(element) - piece.group_of(piece.start);
+    if (step.template takes_whole<kGroups>(element, lane.pitch)) {
+      step.template whole_groups<kGroups>(group, element, lane.pitch, panel, row, amaxes);
+      continue;
+    }
+    const int64_t count = piece.groups();
+#pragma unroll 1
+    for (int i = 0; i < kGroups; ++i) {
+      const int64_t e = element + i * lane.pitch, stop = piece.start + piece.numel;
+      const int64_t first = max(piece.start - e, int64_t{0}),
+                    last = min(min(stop - e, lane.columns - column), int64_t{MomentPiece::kGroup});
+      if (first >= last) continue;
+      const LanePlace place(e, static_cast<int>(first), static_cast<int>(last));
+      step.any_group(group + i * piece.groups_across(), count, place, panel, row + i, amaxes);
+    }
+  }
+}
+
+template <Grid kGrid>
+__device__ AmaxLane lane_of(const Format& format, const Weight& w, const Item& item) {
+  if constexpr (kGrid == Grid::kTensor) return {};
+  return find_lane<kLaneElements>(panel_grid(known<kGrid>(format), w, kAmaxShape), w, item.ordinal, panel_rows(kGrid),
+                                  kWarps);
+}
+
+template <class Grad, Grid kGrid>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    adam_8bit_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items, Adam8bitState state,
+                     AdamInputs adam, const int64_t* number, AmaxSink out) {
+  if (holds(adam.skip)) return;
+  __shared__ CodeValues values;
+  read_code_values(values);
+  PanelAmaxes<kGrid> amaxes;
+  {
+    const Item item = items[blockIdx.x];
+    const MomentPiece piece = pieces[item.weight];
+    const PieceStep<Grad> step(state, piece, adam, number, values);
+    const Weight w = weight_of(table, item);
+    const AmaxLane lane = lane_of<kGrid>(format, w, item);
+    if constexpr (kGrid == Grid::kTensor) {
+      update_run(step, item.ordinal, {lane, w, out}, amaxes);
+    } else {
+      update_panel<panel_rows(kGrid)>(step, {lane, w, out}, amaxes);
+    }
+  }
+  // Found once more, so that the loops above have these registers.
+  const Item item = items[blockIdx.x];
+  const Weight w = weight_of(table, item);
+  const AmaxLane lane = lane_of<kGrid>(format, w, item);
+  amaxes.finish({lane, w, out});
 }
 
 // The codes and scales of the groups at both ends of a piece, where they are cut: a warp each.
@@ -330,7 +427,8 @@ __global__ void __launch_bounds__(kThreads)
   if (warp > 1 || (warp == 1 && count == 1) || cut < 0) return;
   const StepScalars s(adam.rows[piece.scalars], *adam.clip);
   const PieceArrays<Grad> arrays(state, piece);
-  const LanePlace place(MomentGroups(piece, group));
+  const MomentGroups groups(piece, group);
+  const LanePlace place(groups.element(), groups.first(), groups.last());
   const LanePointers<Grad> at = arrays.elements.at(place.element);
   const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
   const GroupPair scales = scales_of({state.cut_largest[cut], state.cut_largest[state.cut_count + cut]});
@@ -342,17 +440,20 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void adam_8bit(const Adam8bitState& state, const Work& pieces, const AdamStep& step, uintptr_t number, bool finishes,
-               Stream stream) {
+void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, const Work& pieces,
+               const AdamStep& step, uintptr_t number, Array packed, bool finishes, Stream stream) {
   const auto* rows = reinterpret_cast<const MomentPiece*>(pieces.table);
   const auto* steps = reinterpret_cast<const int64_t*>(number);
+  const Work& groups = format.block || format.columnwise_block ? work : pieces;
   const auto go = [&](auto grad) {
     using Grad = decltype(grad);
     if (finishes) {
-      launch(adam_8bit_cut_kernel<Grad>, pieces.weights, kThreads, stream, state, rows, inputs_of(step), steps);
-    } else {
-      launch(adam_8bit_kernel<Grad>, pieces.blocks, kThreads, stream, state, rows, items_of(pieces), inputs_of(step), steps);
+      return launch(adam_8bit_cut_kernel<Grad>, pieces.weights, kThreads, stream, state, rows, inputs_of(step), steps);
     }
+    for_grid(format, [&](auto grid) {
+      launch(adam_8bit_kernel<Grad, decltype(grid)::value>, groups.blocks, kThreads, stream, format, table_of(work), rows,
+             items_of(groups), state, inputs_of(step), steps, AmaxSink{amaxes_of(packed), nominal});
+    });
   };
   if (state.grad.dtype == Dtype::kFloat32) return go(Float32{});
   if (state.grad.dtype == Dtype::kBfloat16) return go(Bfloat16{});

@@ -77,14 +77,15 @@ __global__ void __launch_bounds__(kAmaxShape.threads())
   const AdamArrays<Grad, Moment> arrays{origin_of<Float32>(state.master, w), origin_of<Grad>(state.grad, w),
                                         origin_of<Moment>(state.exp_avg, w), origin_of<Moment>(state.exp_avg_sq, w)};
   const Updater<Grad, Moment> updater(arrays, lane, panel_rows(kGrid), adam.rows[groups[item.weight]], *adam.clip);
-  PanelAmaxes<kGrid> amaxes(lane, w, out);
+  const AmaxPlace place{lane, w, out};
+  PanelAmaxes<kGrid> amaxes;
 #pragma unroll 1
   for (int first = 0; first < panel_rows(kGrid); first += kAmaxRows) {
     AmaxElements x;
     updater.update(first, x);
-    amaxes.rows(first, x);
+    amaxes.rows(place, first, x);
   }
-  amaxes.finish();
+  amaxes.finish(place);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Reduces a lane's elements to the packed amaxes of their blocks; for partial_amax and adam_amax.
+// Reduces a lane's elements to the packed amaxes of their blocks; for partial_amax and the stages of
+// Adam.
 //
 // A maximum is rounded to the nominal dtype once a block, as rounding is monotone.
 #pragma once
@@ -57,43 +58,49 @@ using AmaxLane = Lane<kAmaxShape.lane_columns>;
 using AmaxRow = Row<kAmaxShape.lane_columns>;
 
 constexpr int kAmaxRows = 8;  // rows that a lane reduces at once
-using AmaxLane = Lane<kAmaxShape.lane_columns>;
-using AmaxElements = Row<kAmaxShape.lane_columns>[kAmaxRows];
+using AmaxElements = AmaxRow[kAmaxRows];
 
-// The amaxes of the blocks under a panel, eight rows at a time. All threads of a block pass all
-// rows, with zeros for elements that are not owned.
+// A lane of a panel of a weight, and where amaxes go.
+struct AmaxPlace {
+  const AmaxLane& lane;
+  const Weight& w;
+  const AmaxSink& out;
+};
+
+// The amaxes of the blocks under a panel, from rows one by one or eight at a time. All threads of a
+// warp pass the same rows, with zeros for elements that are not owned; those of a block finish.
 template <Grid kGrid>
 class PanelAmaxes {
  public:
-  __device__ PanelAmaxes(const AmaxLane& lane, const Weight& w, const AmaxSink& out) : lane_(lane), w_(w), out_(out) {}
-
-  __device__ void rows(int, const AmaxElements& x) {
+  __device__ void row(const AmaxPlace&, int, const AmaxRow& x) {
+    most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x));
+    add_poison<kAmaxShape.lane_columns>(x, poison_);
+  }
+  __device__ void rows(const AmaxPlace& at, int first, const AmaxElements& x) {
 #pragma unroll
-    for (int r = 0; r < kAmaxRows; ++r) {
-      most_ = fmaxf(most_, row_amax<kAmaxShape.lane_columns>(x[r]));
-      add_poison<kAmaxShape.lane_columns>(x[r], poison_);
-    }
+    for (int r = 0; r < kAmaxRows; ++r) row(at, first + r, x[r]);
   }
 
-  __device__ void finish() const {
-    note_poison(w_, out_, poison_);
+  __device__ void finish(const AmaxPlace& at) const {
+    const auto& [lane, w, out] = at;
+    note_poison(w, out, poison_);
     if constexpr (kGrid == Grid::kSquare16 || kGrid == Grid::kSquare32) {
       // Some lanes hold a block in whole, so nobody else writes it.
       constexpr int kSide = side_of(kGrid), kLanes = kSide / kAmaxShape.lane_columns;
       static_assert(panel_rows(kGrid) == kSide);
       const float most = greatest<kLanes>(most_);
       if (threadIdx.x % kLanes == 0) {
-        out_.store(w_[column::ROW_AMAX] + lane_.row / kSide * (lane_.columns / kSide) + lane_.column / kSide, most);
+        out.store(w[column::ROW_AMAX] + lane.row / kSide * (lane.columns / kSide) + lane.column / kSide, most);
       }
       return;
     }
     const float most = greatest_of_block();
     if (threadIdx.x != 0) return;
     if constexpr (kGrid == Grid::kSquare128) {  // a thread block holds a block in whole
-      const int64_t across = (lane_.columns + 127) / 128;
-      out_.store(w_[column::ROW_AMAX] + lane_.row / 128 * across + lane_.column / 128, most);
+      const int64_t across = (lane.columns + 127) / 128;
+      out.store(w[column::ROW_AMAX] + lane.row / 128 * across + lane.column / 128, most);
     } else {  // one amax of the whole tensor
-      out_.raise(w_[column::ROW_AMAX], most);
+      out.raise(w[column::ROW_AMAX], most);
     }
   }
 
@@ -108,9 +115,6 @@ class PanelAmaxes {
     return greatest<kAmaxShape.warps>(of_warp[threadIdx.x % kAmaxShape.warps]);
   }
 
-  const AmaxLane& lane_;
-  const Weight& w_;
-  const AmaxSink& out_;
   float most_ = 0.0f, poison_ = 0.0f;
 };
 
@@ -130,39 +134,47 @@ __device__ void fold(float (&of)[n], int bit) {
 template <>
 class PanelAmaxes<Grid::kRowsAndColumns> {
  public:
-  __device__ PanelAmaxes(const AmaxLane& lane, const Weight& w, const AmaxSink& out)
-      : lane_(lane), w_(w), out_(out), across_(lane.columns / 32) {}
+  __device__ void row(const AmaxPlace& at, int r, const AmaxRow& x) {
+    const float most = greatest<kAmaxRows>(lane_amax(x));
+    if (threadIdx.x % kAmaxRows == 0) store(at, r, most);
+  }
 
-  // Eight lanes fold eight rows until each has one: 7 shuffles, where row by row would take 24.
-  __device__ void rows(int first, const AmaxElements& x) {
+  // Eight lanes fold eight rows until each has one: 7 shuffles, where row by row takes 24.
+  __device__ void rows(const AmaxPlace& at, int first, const AmaxElements& x) {
     float eight[kAmaxRows];
 #pragma unroll
-    for (int r = 0; r < kAmaxRows; ++r) {
-      eight[r] = row_amax<kAmaxShape.lane_columns>(x[r]);
-      add_poison<kAmaxShape.lane_columns>(x[r], poison_);
-#pragma unroll
-      for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[r][c]));
-    }
+    for (int r = 0; r < kAmaxRows; ++r) eight[r] = lane_amax(x[r]);
     fold(eight, 4);
     float four[4] = {eight[0], eight[1], eight[2], eight[3]};
     fold(four, 2);
     float two[2] = {four[0], four[1]};
     fold(two, 1);
-    out_.store(w_[column::ROW_AMAX] + (lane_.row + first + threadIdx.x % 8) * across_ + lane_.column / 32, two[0]);
+    store(at, first + threadIdx.x % kAmaxRows, two[0]);
   }
 
-  __device__ void finish() const {
-    note_poison(w_, out_, poison_);
-    const int64_t first = w_[column::COLUMN_AMAX] + lane_.row / 32 * lane_.columns + lane_.column;
+  __device__ void finish(const AmaxPlace& at) const {
+    const auto& [lane, w, out] = at;
+    note_poison(w, out, poison_);
+    const int64_t first = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
 #pragma unroll
-    for (int c = 0; c < kAmaxShape.lane_columns; ++c) out_.store(first + c, columns_[c]);
+    for (int c = 0; c < kAmaxShape.lane_columns; ++c) out.store(first + c, columns_[c]);
   }
 
  private:
-  const AmaxLane& lane_;
-  const Weight& w_;
-  const AmaxSink& out_;
-  const int64_t across_;
+  // The amax of a block of a row.
+  __device__ static void store(const AmaxPlace& at, int r, float amax) {
+    const auto& [lane, w, out] = at;
+    out.store(w[column::ROW_AMAX] + (lane.row + r) * (lane.columns / 32) + lane.column / 32, amax);
+  }
+
+  // Folds a row into the columns; returns its largest absolute value.
+  __device__ float lane_amax(const AmaxRow& x) {
+    add_poison<kAmaxShape.lane_columns>(x, poison_);
+#pragma unroll
+    for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[c]));
+    return row_amax<kAmaxShape.lane_columns>(x);
+  }
+
   float columns_[kAmaxShape.lane_columns] = {};
   float poison_ = 0.0f;
 };

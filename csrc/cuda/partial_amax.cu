@@ -18,14 +18,15 @@ __global__ void __launch_bounds__(kAmaxShape.threads(), min_blocks(kGrid))
   const AmaxLane lane = find_lane<kAmaxShape.lane_columns>(panel_grid(known<kGrid>(format), w, kAmaxShape), w, item.ordinal,
                                                            panel_rows(kGrid), kAmaxShape.warps);
   const MasterReader<Storage, kAmaxShape.lane_columns> masters_of(lane, origin_of<Storage>(masters, w), panel_rows(kGrid));
-  PanelAmaxes<kGrid> amaxes(lane, w, out);
+  const AmaxPlace place{lane, w, out};
+  PanelAmaxes<kGrid> amaxes;
 #pragma unroll 1
   for (int first = 0; first < panel_rows(kGrid); first += kAmaxRows) {
     AmaxElements x;
     masters_of.read(first, x);
-    amaxes.rows(first, x);
+    amaxes.rows(place, first, x);
   }
-  amaxes.finish();
+  amaxes.finish(place);
 }
 
 }  // namespace

@@ -1,22 +1,29 @@
 """Stage adam_8bit: on every backend the bytes of the reference, and of one step on the whole weight for any cuts."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import devices
+from tests import devices, stages
 from tests.backends.test_adam_step import scalars
 from tests.matrices import bit_patterns
+from zerocast import get_format
 from zerocast.backends import load
-from zerocast.backends.descriptor import Piece
+from zerocast.backends.descriptor import Column, Piece
 from zerocast.backends.reference import moments
-from zerocast.formats.layout import moment_group, moment_groups
+from zerocast.formats import FormatSpec
+from zerocast.formats.layout import amax_counts, amax_grid, moment_group, moment_groups
 
 # rows and columns: more whole groups than a thread block takes, short last groups, rows shorter than a group, a vector
 SHAPES = ((9, 1024), (5, 256), (7, 200), (40, 3), (1, 1000), (3, 129))
 KEYS = [7 + index + 2**31 * (index % 2) for index in range(len(SHAPES))]
+# matrices that blocks of any format divide, with short last groups, and more rows than a thread block takes
+MATRICES = ((288, 128), (64, 256), (32, 416), (32, 32), (160, 64), (96, 160))
+FORMATS = ("fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "nvfp4:exact_in_fp8")
 
 
 def piece_of(shape: Sequence[int], key: int, start: int, stop: int, offset: int, scale: int, cut: Tensor) -> list[int]:
@@ -29,6 +36,24 @@ def piece_of(shape: Sequence[int], key: int, start: int, stop: int, offset: int,
     return row
 
 
+def row_of(
+    fmt: FormatSpec, shape: Sequence[int], start: int, stop: int, offset: int, places: dict[str, int]
+) -> list[int]:
+    """The row of a table for the same elements. It stands for the rows of the weight from a band of blocks on, as where
+    other ranks compute the scales above.
+    """
+    rows, columns = shape
+    above = start // columns // 128 * 128
+    if fmt.block:
+        blocks = {"row_amax": fmt.block, "column_amax": fmt.columnwise_block}
+        skipped = {name: amax_grid(block, above, columns) for name, block in blocks.items() if block and above}
+        places = places | {name: places[name] + down * across for name, (down, across) in skipped.items()}
+    else:
+        above = 0
+    where = {"rows": rows - above, "columns": columns, "start": start - above * columns, "numel": stop - start}
+    return stages.row(**where, master_base=0, master_offset=offset, **places)
+
+
 def is_inside(element: int, shape: Sequence[int]) -> bool:
     """Whether a cut before this element divides a group."""
     numel, columns = torch.Size(shape).numel(), shape[1]
@@ -38,12 +63,15 @@ def is_inside(element: int, shape: Sequence[int]) -> bool:
 class Shard:
     """What one rank has of all weights: the elements between two of the `cuts` of each."""
 
-    def __init__(self, whole: list[Tensor], cuts: Sequence[Sequence[int]], rank: int) -> None:
+    def __init__(self, whole: list[Tensor], cuts: Sequence[Sequence[int]], rank: int, fmt: str = "fp8_current") -> None:
+        self.fmt = get_format(fmt)
         pieces: list[list[int]] = []
+        table: list[list[int]] = []
         spans: list[slice] = []
-        offset = scale = places = 0
-        for shape, key, own in zip(SHAPES, KEYS, cuts, strict=True):
-            numel, columns = torch.Size(shape).numel(), shape[1]
+        offset = scale = places = amaxes = 0
+        for weight, key, own in zip(whole, KEYS, cuts, strict=True):
+            shape = tuple(weight.shape)
+            numel, columns = weight.numel(), shape[1]
             bounds = [0, *own, numel]
             cut = torch.full((moment_groups(0, numel, columns),), -1)
             for group in sorted({moment_group(c, columns) for c in own if is_inside(c, shape)}):
@@ -51,48 +79,64 @@ class Shard:
                 places += 1
             start, stop = bounds[rank], bounds[rank + 1]
             spans.append(slice(start, stop))
+            rowwise, columnwise = amax_counts(self.fmt, *shape)
+            where = {"not_finite": amaxes, "row_amax": amaxes + 1}
+            where |= {"column_amax": amaxes + 1 + rowwise} if columnwise else {}
+            amaxes += 1 + rowwise + columnwise
             if stop > start:
                 pieces.append(piece_of(shape, key, start, stop, offset, scale, cut))
+                table.append(row_of(self.fmt, shape, start, stop, offset, where))
                 offset, scale = offset + stop - start, scale + moment_groups(start, stop - start, columns)
         self.spans, self.pieces = spans, torch.tensor(pieces, dtype=torch.int64).view(-1, len(Piece))
+        self.table = stages.table(*table)
         self.master = torch.cat([weight.flatten()[span] for weight, span in zip(whole, spans, strict=True)])
         self.exp_avg = torch.zeros(offset, dtype=torch.int8)
         self.exp_avg_sq = torch.zeros(offset, dtype=torch.uint8)
         self.scales, self.cut_largest = torch.zeros(2, scale), torch.zeros(2, places)
+        self.packed = torch.zeros(amaxes, dtype=torch.bfloat16)
 
     def grad(self, whole: list[Tensor]) -> Tensor:
         return torch.cat([weight.flatten()[span] for weight, span in zip(whole, self.spans, strict=True)])
 
-    def call(self, backend: str, grads: list[Tensor], step: int, finishes: bool, skip: Tensor | None = None) -> None:
-        state = self.master, self.grad(grads), self.exp_avg, self.exp_avg_sq, self.scales, self.pieces
+    def arguments(self, grad: Tensor, step: int, finishes: bool = False, skip: Tensor | None = None) -> tuple[Any, ...]:
+        """What the stage is given after the format."""
+        state = self.master, grad, self.exp_avg, self.exp_avg_sq, self.scales, self.table, self.pieces
         rows, clip, number = torch.from_numpy(scalars(step)), torch.tensor([0.7]), torch.tensor([step])
-        stage = devices.stage(backend, "adam_8bit")
-        stage(*state, rows, clip, number, self.cut_largest, finishes, skip)
+        return torch.bfloat16, *state, rows, clip, number, self.packed, self.cut_largest, finishes, skip
+
+    def call(self, backend: str, grads: list[Tensor], step: int, finishes: bool, skip: Tensor | None = None) -> None:
+        devices.stage(backend, "adam_8bit")(self.fmt, *self.arguments(self.grad(grads), step, finishes, skip))
 
     def dequantized(self) -> Iterator[tuple[Tensor, Tensor]]:
         for piece in self.pieces.tolist():
             yield moments.dequantize_moments(self.exp_avg, self.exp_avg_sq, self.scales, piece)
 
 
-def weights(seed: int, wild: bool = False) -> list[Tensor]:
+def weights(seed: int, wild: bool = False, shapes: Sequence[tuple[int, int]] = SHAPES) -> list[Tensor]:
     if wild:
-        return [
-            torch.from_numpy(bit_patterns(rows * columns, seed + rows)).view(rows, columns) for rows, columns in SHAPES
-        ]
+        patterns = [bit_patterns(rows * columns, seed + rows) for rows, columns in shapes]
+        return [torch.from_numpy(one).view(shape) for one, shape in zip(patterns, shapes, strict=True)]
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp() for shape in SHAPES]
+    return [torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).exp() for shape in shapes]
 
 
 def train(
-    backend: str, cuts: Sequence[Sequence[int]], steps: int, dtype: torch.dtype = torch.float32, wild: bool = False
+    backend: str,
+    cuts: Sequence[Sequence[int]],
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    wild: bool = False,
+    fmt: str = "fp8_current",
 ) -> list[Shard]:
+    shapes = MATRICES if get_format(fmt).block else SHAPES
     ranks = 1 + len(cuts[0])
-    shards = [Shard(weights(0), cuts, rank) for rank in range(ranks)]
+    shards = [Shard(weights(0, shapes=shapes), cuts, rank, fmt) for rank in range(ranks)]
     for step in range(1, steps + 1):
-        grads = [gradient.to(dtype) for gradient in weights(step, wild)]
+        grads = [gradient.to(dtype) for gradient in weights(step, wild, shapes)]
         grads[0][0] = 0  # groups of zeros
         for shard in shards:
             shard.cut_largest.zero_()
+            shard.packed.zero_()
             shard.call(backend, grads, step, finishes=False)
         largest = torch.stack([shard.cut_largest for shard in shards]).amax(0)
         for shard in shards:
@@ -114,36 +158,53 @@ CUTS = {
 }
 
 
+CUTS_OF_MATRICES = [(20_000, 128 * 256), (32 * 256, 10_000), (100, 5000), (1, 1000), (8192, 8192), (130, 15_000)]
+
+
+def assert_same(found: Shard, expected: Shard) -> None:
+    assert torch.equal(words(found.master), words(expected.master))
+    for name in ("exp_avg", "exp_avg_sq", "scales", "packed"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+
+
 @pytest.mark.parametrize("wild", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_bytes_of_the_reference(variant: str, dtype: torch.dtype, wild: bool) -> None:
     (expected,) = train("reference", WHOLE, 3, dtype, wild)
     (found,) = train(variant, WHOLE, 3, dtype, wild)
-    assert torch.equal(words(found.master), words(expected.master))
-    for name in ("exp_avg", "exp_avg_sq", "scales"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert_same(found, expected)
     assert expected.exp_avg.any()
+    assert expected.packed.any()
 
 
+@pytest.mark.long_at_every_level
+@pytest.mark.parametrize(
+    ("fmt", "wild"), [*((fmt, False) for fmt in FORMATS[1:]), ("fp8_block", True), ("mxfp8", True)]
+)
+def test_amaxes_of_blocks(variant: str, fmt: str, wild: bool) -> None:
+    """On every rank those of the reference, and over the ranks those of the whole weights."""
+    (whole,) = train("reference", WHOLE, 1, wild=wild, fmt=fmt)
+    expected = train("reference", CUTS_OF_MATRICES, 1, wild=wild, fmt=fmt)
+    for found, of_reference in zip(train(variant, CUTS_OF_MATRICES, 1, wild=wild, fmt=fmt), expected, strict=True):
+        assert_same(found, of_reference)
+    assert torch.equal(torch.stack([shard.packed for shard in expected]).amax(0), whole.packed)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("backend", devices.gpu_params())
-def test_millions_of_elements(backend: str) -> None:
+def test_millions_of_elements(backend: str, fmt: str) -> None:
     """A GPU finds most codes by approximate instructions, which may err only where codes are looked up."""
-    shape, numel = (2048, 4096), 2048 * 4096
-    groups = numel // 128
-    # The scalars of this key are ordinary ones: others are stepped as they are defined.
-    piece = torch.tensor([piece_of(shape, 4, 0, numel, 0, 0, torch.full((groups,), -1))])
-    generator, states = torch.Generator().manual_seed(2), {}
-    for name in ("cpu", backend):
-        codes = torch.zeros(numel, dtype=torch.int8), torch.zeros(numel, dtype=torch.uint8)
-        states[name] = torch.zeros(numel), *codes, torch.zeros(2, groups)
+    # Keys of ordinary scalars: others are stepped as they are defined.
+    with mock.patch(f"{__name__}.KEYS", [4]):
+        shards = [Shard([torch.zeros(2048, 4096)], [()], 0, fmt) for _ in range(2)]
+    generator = torch.Generator().manual_seed(2)
     for step in range(1, 5):
-        sizes = torch.randn(numel, generator=generator).mul_(step / 2).exp_()
-        grad = torch.randn(numel, generator=generator).mul_(sizes)
-        rest = torch.from_numpy(scalars(step)), torch.ones(1), torch.tensor([step]), torch.zeros(2, 0), False, None
-        for name, (master, *kept) in states.items():
-            devices.stage(name, "adam_8bit")(master, grad, *kept, piece, *rest)
-        for expected, found in zip(states["cpu"], states[backend], strict=True):
-            assert torch.equal(found, expected)
+        sizes = torch.randn(2048, 4096, generator=generator).mul_(step / 2).exp_()
+        grad = torch.randn(2048, 4096, generator=generator).mul_(sizes)
+        for name, shard in zip(("cpu", backend), shards, strict=True):
+            shard.packed.zero_()
+            shard.call(name, [grad], step, finishes=False)
+        assert_same(shards[1], shards[0])
 
 
 @pytest.mark.long_at_every_level
@@ -164,7 +225,8 @@ def test_any_cuts_have_the_bits_of_the_whole(any_backend: str, cuts: Sequence[Se
 
 def test_skip(any_backend: str) -> None:
     (shard,) = train(any_backend, WHOLE, 2)
-    names = ("master", "exp_avg", "exp_avg_sq", "scales")
+    shard.packed.zero_()
+    names = ("master", "exp_avg", "exp_avg_sq", "scales", "packed")
     before = [getattr(shard, name).clone() for name in names]
     shard.call(any_backend, weights(9), 3, False, torch.tensor([True]))
     assert all(torch.equal(getattr(shard, name), old) for name, old in zip(names, before, strict=True))
@@ -172,16 +234,19 @@ def test_skip(any_backend: str) -> None:
     assert not any(torch.equal(getattr(shard, name), old) for name, old in zip(names, before, strict=True))
 
 
+def checked_by(where: str, shard: Shard, grad: Tensor) -> None:
+    """The stage by the op, which checks its arguments, or by the extension, which does too."""
+    if where == "the op":
+        torch.ops.zerocast.adam_8bit("cpu", str(shard.fmt), *shard.arguments(grad, 1))
+    else:
+        load("cpu").adam_8bit(shard.fmt, *shard.arguments(grad, 1))
+
+
 @pytest.mark.parametrize("checked", ["the op", "the extension"])
 def test_a_gradient_of_fp16_is_refused(checked: str) -> None:
     shard = Shard(weights(0), WHOLE, 0)
-    grad = shard.grad(weights(1)).half()
-    state = shard.master, grad, shard.exp_avg, shard.exp_avg_sq, shard.scales, shard.pieces
-    rest = torch.from_numpy(scalars()), torch.ones(1), torch.ones(1, dtype=torch.int64), shard.cut_largest, False, None
-    stage = load("cpu").adam_8bit if checked == "the extension" else torch.ops.zerocast.adam_8bit
-    head = () if checked == "the extension" else ("cpu",)
     with pytest.raises((TypeError, ValueError), match=r"grad is .*float16"):
-        stage(*head, *state, *rest)
+        checked_by(checked, shard, shard.grad(weights(1)).half())
 
 
 @pytest.mark.parametrize("checked", ["the op", "the extension"])
@@ -190,23 +255,48 @@ def test_a_gradient_of_fp16_is_refused(checked: str) -> None:
     [
         (Piece.OFFSET, 2**40),
         (Piece.OFFSET, -1),
+        (Piece.OFFSET, 1),
         (Piece.NUMEL, 2**62),
         (Piece.NUMEL, 0),
+        (Piece.NUMEL, 1),
         (Piece.SCALARS, 3),
         (Piece.SCALE, 100),
         (Piece.SCALE, -1),
         (Piece.CUT_FIRST, 0),
         (Piece.CUT_LAST, 5),
         (Piece.COLUMNS, 0),
+        (Piece.COLUMNS, 2048),
         (Piece.START, -1),
+        (Piece.START, 1),
     ],
 )
 def test_a_piece_that_points_elsewhere_is_refused(column: Piece, value: int, checked: str) -> None:
     shard = Shard(weights(0), WHOLE, 0)
     shard.pieces[0, column] = value
-    rows, clip, step = torch.from_numpy(scalars()), torch.ones(1), torch.ones(1, dtype=torch.int64)
-    state = shard.master, shard.grad(weights(1)), shard.exp_avg, shard.exp_avg_sq, shard.scales, shard.pieces
-    stage = load("cpu").adam_8bit if checked == "the extension" else torch.ops.zerocast.adam_8bit
-    head = () if checked == "the extension" else ("cpu",)
     with pytest.raises(ValueError, match="piece 0"):
-        stage(*head, *state, rows, clip, step, shard.cut_largest, False, None)
+        checked_by(checked, shard, shard.grad(weights(1)))
+
+
+@pytest.mark.parametrize("checked", ["the op", "the extension"])
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        (Column.ROW_AMAX, 2**40, "packed needs"),
+        (Column.NOT_FINITE, 2**40, "packed needs"),
+        (Column.MASTER_BASE, 1, "storage 1|piece 0"),
+        (Column.START, 2**40, "elements"),
+    ],
+)
+def test_a_row_that_points_elsewhere_is_refused(column: Column, value: int, said: str, checked: str) -> None:
+    shard = Shard(weights(0), WHOLE, 0)
+    shard.table[0, column] = value
+    with pytest.raises(ValueError, match=said):
+        checked_by(checked, shard, shard.grad(weights(1)))
+
+
+@pytest.mark.parametrize("checked", ["the op", "the extension"])
+def test_a_piece_without_a_row_is_refused(checked: str) -> None:
+    shard = Shard(weights(0), WHOLE, 0)
+    shard.table = shard.table[1:]
+    with pytest.raises(ValueError, match="6 pieces"):
+        checked_by(checked, shard, shard.grad(weights(1)))

@@ -68,9 +68,12 @@ def calls_of_a_step(backend: str) -> Recorded:
         ops.adam_step(backend, **flats, segments=torch.tensor([[0, 40, 0], [50, 50, 0]]), **step, skip=None)
         codes = {"exp_avg": torch.zeros(100, dtype=torch.int8), "exp_avg_sq": torch.zeros(100, dtype=torch.uint8)}
         pieces = torch.tensor([[0, 100, 0, 64, 100, 0, 0, -1, 7]])
-        largest = {"scales": torch.zeros(2, 2), "cut_largest": torch.zeros(2, 1)}
+        largest = {"moment_scales": torch.zeros(2, 2), "cut_largest": torch.zeros(2, 1)}
+        where = {"rows": 2, "columns": 100, "start": 64, "numel": 100, "master_base": 0, "master_offset": 0}
         rest = {"step": torch.ones(1, dtype=torch.int64), "finishes": False, "skip": torch.tensor([False])}
-        ops.adam_8bit(backend, **{**flats, **codes}, **largest, pieces=pieces, **step, **rest)
+        rest |= {"table": stages.table(stages.row(**where, row_amax=0)), "packed": torch.zeros(1)}
+        rest |= {"nominal": torch.bfloat16, "pieces": pieces}
+        ops.adam_8bit(backend, "fp8_current", **{**flats, **codes}, **largest, **step, **rest)
         where = {
             "rows": 8,
             "columns": 16,

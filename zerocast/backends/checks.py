@@ -187,9 +187,9 @@ def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, sca
 
 
 def check_pieces(
-    backend: str,
     flats: dict[str, Tensor],
-    scales: Tensor,
+    moment_scales: Tensor,
+    table: Tensor,
     pieces: Tensor,
     scalars: Tensor,
     clip: Tensor,
@@ -197,33 +197,32 @@ def check_pieces(
     cut_largest: Tensor,
 ) -> None:
     """TypeError or ValueError unless all pieces are inside of the flat tensors, of the scales, and
-    of the cut groups. Reads the pieces, so the host waits for the device.
+    of the cut groups, and each has the elements of its row of the table, which was checked. Reads
+    both, so the host waits for the device.
     """
     device = flats["master"].device
-    check_backend(backend, device)
     dtypes = {"master": (torch.float32,), "grad": ADAM_FLOATS, "exp_avg": (torch.int8,), "exp_avg_sq": (torch.uint8,)}
     for name, tensor in flats.items():
         check_plain(name, tensor, dtypes[name], 0, device)
-    for name, tensor in (("scales", scales), ("cut_largest", cut_largest)):
+    for name, tensor in (("moment_scales", moment_scales), ("cut_largest", cut_largest)):
         check_plain(name, tensor, (torch.float32,), 0, device)
         if tensor.dim() != 2 or len(tensor) != 2:
             raise ValueError(f"{name} has a row for each moment, got {tuple(tensor.shape)}")
     check_plain("step", step, (torch.int64,), 1, device)
     check_scalars(scalars, clip, 0, device)
     _check_table("pieces", pieces, len(Piece), device)
+    _check_rows_of_pieces(table, pieces)
     end = min(tensor.numel() for tensor in flats.values())
     for row, piece in enumerate(pieces.tolist()):
-        offset, numel, start, columns = (piece[c] for c in (Piece.OFFSET, Piece.NUMEL, Piece.START, Piece.COLUMNS))
+        offset, numel = piece[Piece.OFFSET], piece[Piece.NUMEL]
         if not 0 <= offset < offset + numel <= end:
             raise ValueError(
                 f"piece {row} has elements {offset:,} to {offset + numel:,}, the shortest tensor has {end:,}"
             )
-        if start < 0 or columns < 1:
-            raise ValueError(f"piece {row} begins at element {start:,} of a weight of {columns:,} columns")
-        count = layout.moment_groups(start, numel, columns)
-        if not 0 <= piece[Piece.SCALE] <= scales.shape[1] - count:
+        count = layout.moment_groups(piece[Piece.START], numel, piece[Piece.COLUMNS])
+        if not 0 <= piece[Piece.SCALE] <= moment_scales.shape[1] - count:
             raise ValueError(
-                f"piece {row} needs {count:,} scales from {piece[Piece.SCALE]:,} on, of {scales.shape[1]:,}"
+                f"piece {row} needs {count:,} scales from {piece[Piece.SCALE]:,} on, of {moment_scales.shape[1]:,}"
             )
         if max(piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST]) >= cut_largest.shape[1]:
             raise ValueError(f"piece {row} has a cut group beyond the {cut_largest.shape[1]} that there are")
@@ -231,6 +230,21 @@ def check_pieces(
             raise ValueError(
                 f"piece {row} takes row {piece[Piece.SCALARS]} of the scalars, which have {scalars.shape[0]}"
             )
+
+
+def _check_rows_of_pieces(table: Tensor, pieces: Tensor) -> None:
+    if len(pieces) != len(table):
+        raise ValueError(f"each piece has a row of the table, got {len(pieces)} pieces and {len(table)} rows")
+    for index, (piece, row) in enumerate(zip(pieces.tolist(), table.tolist(), strict=True)):
+        columns = piece[Piece.COLUMNS]
+        if columns < 1 or piece[Piece.START] < 0:
+            raise ValueError(
+                f"piece {index} begins at element {piece[Piece.START]:,} of a weight of {columns:,} columns"
+            )
+        elements = [row[Column.MASTER_OFFSET], row[Column.NUMEL], row[Column.COLUMNS]]
+        is_other = [piece[Piece.OFFSET], piece[Piece.NUMEL], columns] != elements
+        if is_other or row[Column.MASTER_BASE] or (piece[Piece.START] - row[Column.START]) % columns:
+            raise ValueError(f"piece {index} has other elements than its row of the table")
 
 
 def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, Any]) -> None:
@@ -249,7 +263,7 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
         if len(dtypes) > 1 or len(tensors) != len(lists["masters"]):
             raise ValueError(f"{name} are of one dtype, one for each master, got {len(tensors)} of {dtypes}")
         for tensor in tensors:
-            check_plain(name, tensor, _dtypes_like_masters(name, len(lists) > 1), 0, table.device)
+            check_plain(name, tensor, _dtypes_like_masters(name, stage.startswith("adam")), 0, table.device)
     buffers = {BUFFER_ARGUMENTS[name]: arguments[name] for name in BUFFER_ARGUMENTS if name in arguments}
     has_byte_scales = fmt.scale_rule is not ScaleRule.FP32
     for name, tensors in buffers.items():
@@ -284,6 +298,7 @@ def check_serves(stage: str, fmt: FormatSpec) -> None:
     serves = {
         "partial_amax": has_amaxes,
         "adam_amax": has_amaxes,
+        "adam_8bit": has_amaxes,
         "compute_scales": has_scales,
         "roll_history": fmt.amax_policy is AmaxPolicy.DELAYED,
         "transpose": fmt.columnwise is Columnwise.TRANSPOSE,

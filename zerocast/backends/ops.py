@@ -49,8 +49,9 @@ STAGES = {
         "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
     ),
     "adam_8bit": (
-        "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, typed scales!, segments pieces, scalars scalars, clip clip, "
-        "number step, typed cut_largest!, bool finishes, skip skip"
+        "format fmt, dtype nominal, typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, typed moment_scales!, "
+        "table table, segments pieces, scalars scalars, clip clip, number step, typed packed!, typed cut_largest!, "
+        "bool finishes, skip skip"
     ),
     "adam_amax": (
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
@@ -113,10 +114,12 @@ def _run(stage: str) -> Callable[..., None]:
     A descriptor table that was checked with the same bases (`checks.knows`) is not checked again.
     """
     if stage in _CHECKS:
+        # The format comes first, if the stage takes one.
+        head = [argument.kind for argument in arguments_of(stage)].count("format")
 
         def run_plain(backend: str, *arguments: Any) -> None:
             _CHECKS[stage](backend, *arguments)
-            _implementation(stage, backend)(*arguments)
+            _implementation(stage, backend, *arguments[:head])(*arguments[head:])
 
         return run_plain
 
@@ -143,12 +146,23 @@ def _check_adam_step(
 
 
 def _check_adam_8bit(
-    backend: str, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, *rest: Any
+    backend: str,
+    fmt: str,
+    nominal: torch.dtype,
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    moment_scales: Tensor,
+    table: Tensor,
+    *rest: Any,
 ) -> None:
-    pieces, scalars, clip, step, cut_largest, _, _ = rest
-    if not checks.knows(pieces, ["masters"], [[master]]):
+    pieces, scalars, clip, step, packed, cut_largest, _, _ = rest
+    if not checks.knows(pieces, ["masters", "tables"], [[master], [table]]):
+        of_table = {"nominal": nominal, "masters": [master], "table": table, "packed": packed}
+        checks.check_stage("adam_8bit", backend, get_format(fmt), of_table)
         flats = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        checks.check_pieces(backend, flats, scales, pieces, scalars, clip, step, cut_largest)
+        checks.check_pieces(flats, moment_scales, table, pieces, scalars, clip, step, cut_largest)
 
 
 def _check_quantize(backend: str, grad: Tensor, parts: int, messages: Tensor) -> None:
@@ -163,7 +177,8 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
     checks.check_messages(backend, messages, out, parts, out.numel())
 
 
-# The checks of the stages without a descriptor table, made at every call.
+# The checks of the stages whose elements are not, or not only, those of a descriptor table, made at
+# every call.
 _CHECKS: dict[str, Callable[..., None]] = {
     "adam_step": _check_adam_step,
     "adam_8bit": _check_adam_8bit,

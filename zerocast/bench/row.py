@@ -96,7 +96,9 @@ UPCAST_TRANSPOSED = Work(
     "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same of the transposed weights"
 )
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam, "AdamW on the shard, without a cast")
-ADAM_8BIT = Work("8-bit Adam", work.adam_8bit, lambda traffic: traffic.adam_8bit, "the same with moments in 8 bits")
+ADAM_8BIT = Work(
+    "8-bit Adam", work.adam_8bit, lambda traffic: traffic.adam_8bit, "the same with moments in 8 bits, and amaxes"
+)
 QUANTIZE_GRADIENT = Work(
     "quantize gradient",
     work.quantize_gradient,
@@ -148,10 +150,11 @@ def all_rows() -> Iterator[Row]:
         yield Row(A, CAST, fmt, Target(CAST_LIMIT[fmt]))
     yield Row(A, CAST_OF_OWN_SCALES, "mxfp8", Target(OWN_SCALES_LIMIT))
     yield Row(A, ADAM, "", Target(ADAM_LIMIT))
-    yield Row(A, ADAM_8BIT, "", Target(ADAM_8BIT_LIMIT))
+    yield Row(A, ADAM_8BIT, "fp8_current", Target(ADAM_8BIT_LIMIT))
     yield Row(A, QUANTIZE_GRADIENT, "", Target(GRADIENT_LIMIT))
     yield Row(A, ADD_GRADIENTS, "", Target(GRADIENT_LIMIT))
     for fmt, limit in STEP_LIMIT.items():
+        yield Row(A, ADAM_8BIT, fmt, Target(ADAM_8BIT_LIMIT))
         yield Row(A, STEP, fmt, Target(limit))
         if get_format(fmt).casts_in_one_pass:
             yield Row(A, STEP_IN_TWO_PASSES, fmt)

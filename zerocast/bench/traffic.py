@@ -135,12 +135,12 @@ class Traffic:
 
     @property
     def adam_8bit(self) -> int:
-        """An Adam step with moments in 8 bits: 16 bytes an element, and the two scales of each
-        group read and written.
+        """An Adam step with moments in 8 bits: 16 bytes an element, the two scales of each group
+        read and written, and amaxes.
         """
         owned = zip(self.workload.shapes, self.workload.spans(self.workload.rank), strict=True)
         groups = sum(moment_groups(span.start, span.numel, columns) for (_, columns), span in owned if span.numel)
-        return ADAM_8BIT * self.workload.owned + 4 * FP32 * groups
+        return ADAM_8BIT * self.workload.owned + 4 * FP32 * groups + self.owned_amaxes
 
     @property
     def step(self) -> int:

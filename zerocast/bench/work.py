@@ -158,31 +158,25 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `adam_8bit` on the flat shard, whose moments begin as zeros."""
-    random = place.generator()
-    numel = workload.owned
-    master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
-    inputs = Moments(numel, place.device, random)
+    """Job of `adam_8bit` with amaxes on the flat shard, whose moments begin as zeros."""
+    shard = Shard(workload, fmt, place)
+    table, packed, numel = shard.table(), shard.plan.packed, workload.owned
+    inputs = Moments(numel, place.device, place.generator())
     parts: list[OwnedPart] = []
     offset = 0
-    for number, ((_, columns), span) in enumerate(zip(workload.shapes, workload.spans(workload.rank), strict=True)):
+    for number, ((_, columns), span) in enumerate(zip(workload.shapes, shard.spans, strict=True)):
         if span.numel:
             parts.append(OwnedPart(f"weight {number}", columns, [span], offset, param_group=0, cut={}))
             offset += span.numel
     moments = Moments8bit(parts, numel, CutGroups(0, [], place.device))
-    moments.know(master)
-    run = functools.partial(
-        moments.step,
-        place.backend,
-        master,
-        inputs.grad,
-        inputs.scalars,
-        inputs.clip,
-        count=torch.full((1,), STEP, device=place.device),
-        skip=None,
-        finishes=False,
-    )
-    return Job(run, lambda: (master, moments.exp_avg, moments.exp_avg_sq, moments.scales))
+    groups = moments.groups(torch.full((1,), STEP, device=place.device))
+    update = AdamUpdate(inputs.grad, moments.exp_avg, moments.exp_avg_sq, inputs.scalars, inputs.clip, groups)
+
+    def run() -> None:
+        packed.begin()
+        table.measure(packed.buffer, update, None)
+
+    return Job(run, lambda: (shard.flat, moments.exp_avg, moments.exp_avg_sq, moments.scales, packed.buffer))
 
 
 def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:

@@ -51,6 +51,8 @@ def cast(
         for table in tables if unmeasured is None else unmeasured:
             table.measure(amaxes.buffer, update, skip)
         amaxes.reduce()
+        if update is not None:
+            update.reduce()
 
         if delayed.unseeded and skip is None:
             for table in tables:

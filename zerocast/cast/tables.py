@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from zerocast.backends import checks, ops
-from zerocast.backends.descriptor import BUFFER_COLUMNS, WIDTH, Column, check_rows
-from zerocast.cast.adam_update import AdamUpdate
+from zerocast.backends.descriptor import BUFFER_COLUMNS, WIDTH, Column, Piece, check_rows
+from zerocast.cast.adam_update import AdamUpdate, MomentGroups
 from zerocast.cast.partition import MasterShard
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, get_format
 from zerocast.formats.layout import Span, byte_range, whole_block_rows
@@ -140,6 +140,9 @@ class WeightTable:
         self._of_whole_weights = of_whole_weights
         self._rows: list[list[int]] = []
         self._groups: list[int] = []  # the parameter group of each row
+        # The pieces of an update with moments in 8 bits, and those of the rows, for the life of the
+        # table. None before the first such update.
+        self._pieces_of: tuple[Sequence[list[int]], Tensor] | None = None
         self._has_amaxes = key.fmt.amax_policy is not AmaxPolicy.NONE
         scale = torch.float32 if key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         dtypes = {name: torch.float32 for name in ("amax", "scale", "amax_history")}
@@ -208,14 +211,23 @@ class WeightTable:
         """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own,
         for `adam_each`. A pass that casts needs its own `codes`, u8.
         """
-        row = self.add_row(shape, place, group)
-        row[Column.NOT_FINITE] = flag
-        row[Column.START], row[Column.NUMEL] = span.start, span.numel
-        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = self.masters.add_whole(master)
+        row = self.add_span(shape, span, place, flag, *self.masters.add_whole(master), group)
         if codes is not None:
             base, offset = self.buffers["rowwise_data"].add(codes)
             first, _ = byte_range(self.key.fmt, shape, span, self.key.nominal)
             row[Column.ROW_DATA_BASE], row[Column.ROW_DATA_OFFSET] = base, offset - first
+
+    def add_span(
+        self, shape: Block, span: Span, place: Sequence[int], flag: int, base: int, offset: int, group: int = 0
+    ) -> list[int]:
+        """Append the elements `span` of a matrix `shape`, whose masters are at `offset` of a base.
+        Returns the row.
+        """
+        row = self.add_row(shape, place, group)
+        row[Column.NOT_FINITE] = flag
+        row[Column.START], row[Column.NUMEL] = span.start, span.numel
+        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset
+        return row
 
     def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
         """Fill in the columns of an owned span, and of separate shard storage, whose first byte
@@ -298,22 +310,31 @@ class WeightTable:
         """The owned elements in rows of exchange blocks that a boundary cuts, whose codes wait for
         reduced amaxes; None without any.
         """
-        return self._part(lambda span, whole: (Span(span.start, whole.start), Span(whole.stop, span.stop)))
+
+        def around_whole_rows(matrix: Block, span: Span) -> Sequence[Span]:
+            whole = whole_block_rows(self.key.fmt, matrix, span)
+            return Span(span.start, whole.start), Span(whole.stop, span.stop)
+
+        return self._part(around_whole_rows)
 
     @cached_property
     def _whole_rows(self) -> "WeightTable | None":
-        return self._part(lambda span, whole: (whole,))
+        return self._part(lambda matrix, span: [whole_block_rows(self.key.fmt, matrix, span)])
 
-    def _part(self, pieces: Callable[[Span, Span], Sequence[Span]]) -> "WeightTable | None":
-        """The table of `pieces(owned span, the rows of exchange blocks in it that are owned in
-        whole)` of each weight, in the same storages; None without any.
+    @cached_property
+    def _owned(self) -> "WeightTable | None":
+        """The weights that this rank owns elements of, which moments in 8 bits are parallel to."""
+        return self._part(lambda matrix, span: [span])
+
+    def _part(self, pieces: Callable[[Block, Span], Sequence[Span]]) -> "WeightTable | None":
+        """The table of `pieces(shape of a matrix, owned span)` of each weight, in the same
+        storages; None without any.
         """
         part = WeightTable(self.key, self.device)
         part.masters, part.buffers = self.masters, self.buffers
         for row, group in zip(self._rows, self._groups, strict=True):
             span = Span(row[Column.START], row[Column.START] + row[Column.NUMEL])
-            whole = whole_block_rows(self.key.fmt, (row[Column.ROWS], row[Column.COLUMNS]), span)
-            for piece in pieces(span, whole) if span.numel else ():
+            for piece in pieces((row[Column.ROWS], row[Column.COLUMNS]), span) if span.numel else ():
                 if piece.numel:
                     of_piece = row.copy()
                     of_piece[Column.START], of_piece[Column.NUMEL] = piece.start, piece.numel
@@ -326,7 +347,7 @@ class WeightTable:
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
         """Measure the blocks that this rank owns elements of, after an `update` of the masters if
-        there is one. `cast_rest` with the same update writes what codes it leaves.
+        there is one. `cast_rest` with the same update writes what codes and moments it leaves.
 
         Where scales are local (`FormatSpec.casts_in_one_pass`) an update writes the codes in the
         same pass, except of the rows of blocks that a boundary cuts.
@@ -338,6 +359,9 @@ class WeightTable:
                 self._partial_amax(packed=packed)
             return
         self._check_update(update)
+        if update.groups is not None:
+            self._step_8bit(update, packed, skip, finishes=False)
+            return
         self.adam_each(
             [update.grad],
             [update.exp_avg],
@@ -355,8 +379,14 @@ class WeightTable:
             self._compute_scales(packed=packed, skip=skip)
 
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
-        """Write the codes that `measure` has left, by reduced amaxes."""
-        if update is None or not self.key.takes_updates or not self.key.fmt.casts_in_one_pass:
+        """Write the codes that `measure` has left, by reduced amaxes, and round moments of groups
+        that several ranks have parts of.
+        """
+        takes_update = update is not None and self.key.takes_updates
+        if update is not None and takes_update and update.groups is not None:
+            self._step_8bit(update, packed, skip, finishes=True)
+            self.partial_cast(packed, skip)
+        elif not takes_update or not self.key.fmt.casts_in_one_pass:
             self.partial_cast(packed, skip)
         elif self.cut_rows:
             self.cut_rows.partial_cast(packed, skip)
@@ -404,6 +434,46 @@ class WeightTable:
         if self.cut_rows:
             self.cut_rows._adam_amax(**state)
 
+    def _step_8bit(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None, finishes: bool) -> None:
+        if self._owned:
+            self._owned.adam_8bit(update, packed, skip, finishes)
+
+    def adam_8bit(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None, finishes: bool) -> None:
+        """Step masters by Adam with moments in 8 bits, where each row owns elements and has a piece
+        of the update's `groups`. Their amaxes go into `packed`. A second call `finishes`: it rounds
+        the moments of cut groups by their reduced largest values.
+        """
+        groups = update.groups
+        assert groups is not None
+        if finishes and not groups.cut_largest.numel():
+            return
+        (master,) = self.masters.tensors
+        self._adam_8bit(
+            master=master,
+            grad=update.grad,
+            exp_avg=update.exp_avg,
+            exp_avg_sq=update.exp_avg_sq,
+            moment_scales=groups.scales,
+            pieces=self._moment_pieces(groups),
+            scalars=update.scalars,
+            clip=update.clip,
+            step=groups.step,
+            packed=packed,
+            cut_largest=groups.cut_largest,
+            finishes=finishes,
+            skip=skip,
+        )
+
+    def _moment_pieces(self, groups: MomentGroups) -> Tensor:
+        """The pieces of the rows, made by the first step."""
+        if self._pieces_of is None or self._pieces_of[0] is not groups.pieces:
+            by_offset = {piece[Piece.OFFSET]: piece for piece in groups.pieces}
+            rows = [by_offset[row[Column.MASTER_OFFSET]] for row in self._rows]
+            pieces = torch.tensor(rows, dtype=torch.int64).to(self.device)
+            checks.know(pieces, {"masters": self.masters.tensors, "tables": [self.table]})
+            self._pieces_of = groups.pieces, pieces
+        return self._pieces_of[1]
+
     def _check_update(self, update: AdamUpdate) -> None:
         """ValueError or TypeError unless all masters are views of one tensor, and the tensors of
         the update reach as far as the masters in it do.
@@ -411,15 +481,19 @@ class WeightTable:
         if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
             raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
         (master,) = self.masters.tensors
-        for name, tensor in (("grad", update.grad), ("exp_avg", update.exp_avg), ("exp_avg_sq", update.exp_avg_sq)):
-            checks.check_plain(f"the {name} of an AdamUpdate", tensor, checks.ADAM_FLOATS, self._end, master.device)
-        checks.check_moments(update.exp_avg, update.exp_avg_sq)
+        first, second = (checks.ADAM_FLOATS,) * 2 if update.groups is None else ((torch.int8,), (torch.uint8,))
+        for name, dtypes in (("grad", checks.ADAM_FLOATS), ("exp_avg", first), ("exp_avg_sq", second)):
+            tensor: Tensor = getattr(update, name)
+            checks.check_plain(f"the {name} of an AdamUpdate", tensor, dtypes, self._end, master.device)
+        if update.groups is None:
+            checks.check_moments(update.exp_avg, update.exp_avg_sq)
         checks.check_scalars(update.scalars, update.clip, self._group_count, master.device)
 
     def _bind_stages(self) -> None:
         measured_as = self.key.fmt if self._has_amaxes else MEASURED_AS
         self._partial_amax = self._bind(ops.partial_amax, measured_as)
         self._adam_amax = self._bind(ops.adam_amax, measured_as)
+        self._adam_8bit = self._bind(ops.adam_8bit, measured_as)
         self._adam_cast = self._bind(ops.adam_cast, self.key.fmt)
         self._compute_scales = self._bind(ops.compute_scales, self.key.fmt)
         self._partial_cast = self._bind(ops.partial_cast, self.key.fmt)

@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
+from zerocast.backends.descriptor import Piece
+from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.tables import Places, TableKey, WeightTable
@@ -29,9 +31,10 @@ from zerocast.formats.layout import Span
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.cast_group import CastGroup
 from zerocast.fsdp2.manager import CastManager, validity_of
-from zerocast.fsdp2.moments_8bit import Adam8bitPass, ShardedMoments
+from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter, flat_local
 from zerocast.fsdp2.prepare import managers_behind
+from zerocast.optim.moments_8bit import Moments8bit
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
@@ -109,6 +112,72 @@ class AdamPass:
         """
         moments = self._exp_avgs, self._exp_avg_sqs
         self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed, casts=casts)
+
+    def finish(self) -> None:
+        """Do what waits for other ranks: nothing with FP32 moments."""
+
+
+class Adam8bitPass(AdamPass):
+    """The same for one parameter, whose moments are kept in 8 bits. It casts nothing.
+
+    Args:
+        moments: those of the parameter.
+        clock: the number of its step, f32[].
+    """
+
+    def __init__(self, key: TableKey, device: torch.device, moments: Moments8bit, clock: Tensor) -> None:
+        super().__init__(key, device)
+        self._moments, self._clock = moments, clock
+        # The arguments of a step, until it is finished.
+        self._update: tuple[AdamUpdate, Tensor] | None = None
+
+    def add(
+        self,
+        parameter: Any,
+        master: Tensor,
+        state: Mapping[str, Any],
+        row: int,
+        shape: tuple[int, int],
+        span: Span,
+        place: tuple[int, int],
+        flag: int,
+        codes: Tensor | None = None,
+    ) -> None:
+        """As of an AdamPass. RuntimeError if `state` has other codes."""
+        self._parameters.append(parameter)
+        self._row = slice(row, row + 1)
+        check_plain("master", master, [torch.float32], self._moments.exp_avg.numel(), master.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            own_codes = getattr(self._moments, name)
+            if flat_local(state[name]).data_ptr() != own_codes.data_ptr():
+                raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
+            check_plain(name, own_codes, [own_codes.dtype], master.numel(), master.device)
+        base, _ = self._table.masters.add_whole(master)
+        for piece in self._moments.rows:
+            matrix, own, columns = shape, span, piece[Piece.COLUMNS]
+            if shape[1] != columns:
+                # The amax is not read, so any rows of the whole parameter will do.
+                own = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
+                matrix = -(-own.stop // columns), columns
+            self._table.add_span(matrix, own, place, flag, base, piece[Piece.OFFSET])
+
+    def written(self) -> list[Tensor]:
+        """Return the tensors that a step writes: the masters and their moments."""
+        return [*self._table.masters.tensors, self._moments.exp_avg, self._moments.exp_avg_sq]
+
+    def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
+        """Step the shard; its amaxes go into `packed`, which holds zeros there."""
+        (grad,), moments = grads, self._moments
+        groups = moments.groups(self._clock.long().view(1))
+        update = AdamUpdate(grad, moments.exp_avg, moments.exp_avg_sq, scalars[self._row], clip, groups)
+        self._update = update, packed
+        self._table.adam_8bit(*self._update, skip=None, finishes=False)
+
+    def finish(self) -> None:
+        """Round the moments of cut groups, whose largest values were reduced."""
+        assert self._update is not None
+        self._table.adam_8bit(*self._update, skip=None, finishes=True)
+        self._update = None
 
 
 class MomentsOnDemand(defaultdict[Any, Any]):
@@ -359,8 +428,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
         """The device's part of a step, with other `gradients` for some of its passes."""
         torch._foreach_add_(self._steps, 1)
-        steps = torch.stack(self._clocks)
-        scalars = self._hyperparameters.scalars(steps)
+        scalars = self._hyperparameters.scalars(torch.stack(self._clocks))
+        if self._eight_bit is not None:
+            self._eight_bit.begin()
 
         def run(one: AdamPass, packed: Tensor, casts: bool = False) -> None:
             grads = gradients.get(one)
@@ -374,8 +444,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 run(one, packed, casts and one.casts_in_one_pass)
         for one in self._plain:
             run(one, self._unread)
-        if self._adam_8bit is not None:
-            self._adam_8bit.run(scalars, self._clip, steps)
+        if self._eight_bit is not None:
+            self._eight_bit.reduce()
+            for one in self.passes():
+                one.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
@@ -463,8 +535,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 # The other ranks step and cast. If this one goes on it casts too, and all raise.
                 manager.make_due(self)
                 raise
-            if self._eight_bit is None:
-                manager.measuring.add(self)
+            manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.plan.cast_groups]
         if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             # If anything below raises, the next call makes all tables again.
@@ -474,7 +545,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
             written = [tensor for one in self.passes() for tensor in one.written()]
-            self._memory = Places([*written, *(self._adam_8bit.written() if self._adam_8bit else ())])
+            self._memory = Places(written)
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
         """List all that the tables depend on: parameters, their addresses, the tensors of their
@@ -506,46 +577,55 @@ class FusedAdamW(torch.optim.Optimizer):
     def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
         device = self._clip.device
         backend = backends.choose(device)
-        # The pass over all shards if moments are in 8 bits. It leaves no amaxes, so that the cast
-        # measures what it has made.
-        self._adam_8bit = Adam8bitPass(backend, self._eight_bit) if self._eight_bit else None
         group_of = {weight: group for group in groups for weight in group.weights}
-        measured: dict[CastGroup, dict[tuple[TableKey, bool, torch.dtype], AdamPass]] = {group: {} for group in groups}
+        measured: dict[CastGroup, dict[object, AdamPass]] = {group: {} for group in groups}
         names: dict[CastGroup, list[str]] = {group: [] for group in groups}
         local: dict[CastGroup, list[str]] = {group: [] for group in groups}  # of these, cast in one pass
-        plain = {dtype: AdamPass(TableKey(backend, *PLAIN), device) for dtype in GRADIENT_DTYPES}
+        plain: dict[object, AdamPass] = {}
         for parameter, shard in locals_:
-            if self._adam_8bit is not None:
-                if shard.numel():
-                    master = _plain(shard).detach().view(-1)
-                    self._adam_8bit.add(parameter, master, self.state[parameter], self._row[parameter])
-                continue
-            adam, shape, span = plain[parameter.grad.dtype], (1, shard.numel()), Span(0, shard.numel())
-            place, flag, codes = (len(adam), -1), -1, None
-            if isinstance(shard, MasterParameter) and shard.weight.format.amax_policy is not AmaxPolicy.NONE:
+            passes, key, shape, span = plain, TableKey(backend, *PLAIN), (1, shard.numel()), Span(0, shard.numel())
+            place, flag, codes, casts = None, -1, None, False
+            if isinstance(shard, MasterParameter) and self._measures(parameter, shard):
                 weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
                 shape, span = (geometry.cast_rows, geometry.columns), geometry.span
-                key = TableKey(backend, weight.format, geometry.nominal)
                 place, flag = group.amaxes.offsets[weight.name], group.amaxes.flag_of[weight.name]
                 if span.numel:
                     names[group].append(weight.name)
-                    casts = weight.format.casts_in_one_pass
-                    kind = key, casts, parameter.grad.dtype
-                    adam = measured[group].setdefault(kind, AdamPass(key, device, casts))
+                    passes, key = measured[group], TableKey(backend, weight.format, geometry.nominal)
+                    casts = weight.format.casts_in_one_pass and self._eight_bit is None
                     if casts and group.keep_codes:
                         local[group].append(weight.name)
                         codes = group.kept_codes(weight.name)
             if span.numel:
+                adam = self._pass_of(passes, parameter, key, casts)
                 master = _plain(shard).detach().view(-1)
                 state, row = self.state[parameter], self._row[parameter]
-                adam.add(parameter, master, state, row, shape, span, place, flag, codes)
+                adam.add(parameter, master, state, row, shape, span, place or (len(adam), -1), flag, codes)
         self._measured = [
             (group, frozenset(names[group]), frozenset(local[group]), [one.freeze() for one in passes.values()])
             for group, passes in measured.items()
         ]
         self._plain = [one.freeze() for one in plain.values() if len(one)]
-        self._unread = torch.zeros(max(map(len, plain.values())), dtype=torch.float32, device=device)
+        self._unread = torch.zeros(max(map(len, plain.values()), default=0), dtype=torch.float32, device=device)
+
+    def _pass_of(self, passes: dict[object, AdamPass], parameter: Any, key: TableKey, casts: bool) -> AdamPass:
+        """The one of the passes that takes a parameter, made for the first one that it takes."""
+        device = parameter.device
+        if self._eight_bit is not None:
+            clock, moments = self._clocks[self._row[parameter]], self._eight_bit.of(parameter)
+            return passes.setdefault(parameter, Adam8bitPass(key, device, moments, clock))
+        return passes.setdefault((key, casts, parameter.grad.dtype), AdamPass(key, device, casts))
+
+    def _measures(self, parameter: Tensor, shard: MasterParameter) -> bool:
+        """True if the pass over a weight can leave its amaxes. Groups of moments in 8 bits must
+        begin with the rows of the part, which they do unless columns are sharded.
+        """
+        weight = shard.weight
+        if weight.format.amax_policy is AmaxPolicy.NONE or self._eight_bit is None:
+            return weight.format.amax_policy is not AmaxPolicy.NONE
+        pieces = self._eight_bit.of(parameter).rows
+        return all(piece[Piece.COLUMNS] == weight.geometry.columns for piece in pieces)
 
 
 class StandIns(Protocol):

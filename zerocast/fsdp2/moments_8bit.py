@@ -6,12 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from zerocast.backends.checks import check_plain
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span
 from zerocast.fsdp2.parameter import flat_local
@@ -86,52 +84,6 @@ class ShardedMoments:
         """Reduce the largest values of cut groups over the ranks. Collective if there are any."""
         for groups in self._cut_groups.values():
             groups.reduce()
-
-
-class Adam8bitPass:
-    """Adam over the shards of parameters with moments in 8 bits, by a launch for each.
-
-    Args:
-        backend: a name from `zerocast.backends`.
-        moments: the moments of all parameters.
-    """
-
-    def __init__(self, backend: str, moments: ShardedMoments) -> None:
-        self._backend, self._moments = backend, moments
-        # (parameter, its moments, its flat local part, its row of the scalars).
-        self._shards: list[tuple[Tensor, Moments8bit, Tensor, slice]] = []
-
-    def add(self, parameter: Tensor, master: Tensor, state: Mapping[str, Tensor], row: int) -> None:
-        """Append a parameter with its flat local part `master`. `state` has its codes, and `row` is
-        its row of the scalars.
-        """
-        moments = self._moments.of(parameter)
-        check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
-        for name in NAMES:
-            codes = getattr(moments, name)
-            if flat_local(state[name]).data_ptr() != codes.data_ptr():
-                raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
-            check_plain(name, codes, [codes.dtype], master.numel(), master.device)
-        moments.know(master)
-        self._shards.append((parameter, moments, master, slice(row, row + 1)))
-
-    def written(self) -> Iterator[Tensor]:
-        """The tensors that a step writes."""
-        for _, moments, master, _ in self._shards:
-            yield from (master, moments.exp_avg, moments.exp_avg_sq)
-
-    def run(self, scalars: Tensor, clip: Tensor, steps: Tensor) -> None:
-        """Step all shards, by rows of the scalars and of `steps`, the numbers of the step that is
-        taken. Collective where boundaries cut groups.
-        """
-        counts = steps.long()
-        self._moments.begin()
-        for finishes in (False, True):
-            for parameter, moments, master, row in self._shards:
-                grad = flat_local(parameter.grad)
-                moments.step(self._backend, master, grad, scalars[row], clip, counts[row], None, finishes)
-            if not finishes:
-                self._moments.reduce()
 
 
 def _sharing(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -7,14 +7,12 @@ step. The host's part before and after is in `zero_optimizer.py`.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.captured_step import CapturableStep
 from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.plan import CastPlan
@@ -96,19 +94,8 @@ class DeviceStep:
         self.skipped += found_inf
         grad = self.gradients.flat
         self._muon(grad, self.clip, found_inf)
-        masters, scalars = self._masters, self._hyperparameters.scalars(self.count)
-        update = AdamUpdate(grad, masters.exp_avg, masters.exp_avg_sq, scalars, self.clip)
-        if masters.eight_bit is None:
-            plan.launch(update=update, skip=found_inf)
-        else:
-            moments, flat = masters.eight_bit, (masters.master, grad)
-            step = functools.partial(moments.step, plan.backend, *flat, scalars, self.clip, self.count, found_inf)
-            moments.cut_groups.begin()
-            step(finishes=False)
-            # These tables take no update, so that the cast only measures what was stepped.
-            plan.launch(update=update, skip=found_inf)
-            moments.cut_groups.reduce()
-            step(finishes=True)
+        update = self._masters.update(grad, self._hyperparameters.scalars(self.count), self.clip, self.count)
+        plan.launch(update=update, skip=found_inf)
         self.clip.fill_(1.0)
 
 

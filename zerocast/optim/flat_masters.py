@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, cut_moment_groups, moment_groups
 from zerocast.optim.bucket import Bucket, Slot, flat_numel
@@ -52,7 +53,6 @@ class FlatMasters:
         else:
             parts, count = _owned_parts(cut, group.rank)
             self.eight_bit = Moments8bit(parts, cut_numel, CutGroups(count, [group], device))
-            self.eight_bit.know(self.master)
             self.exp_avg, self.exp_avg_sq = self.eight_bit.exp_avg, self.eight_bit.exp_avg_sq
         self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=torch.float32, device=device)
         for bucket in buckets:
@@ -78,6 +78,14 @@ class FlatMasters:
         for slot in bucket.slots:
             if isinstance(slot.parameter, QuantizedWeight):
                 slot.parameter.high_precision_init_val = None
+
+    def update(self, grad: Tensor, scalars: Tensor, clip: Tensor, step: Tensor) -> AdamUpdate:
+        """The AdamUpdate of these masters by a flat gradient, as the step `step`, i64[1]."""
+        groups = None
+        if self.eight_bit is not None:
+            self.eight_bit.cut_groups.begin()
+            groups = self.eight_bit.groups(step)
+        return AdamUpdate(grad, self.exp_avg, self.exp_avg_sq, scalars, clip, groups)
 
     def owned(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
         """(the elements of a parameter that this rank owns, views of their masters and of the state

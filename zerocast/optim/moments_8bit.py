@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.backends import checks, ops
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
+from zerocast.cast.adam_update import MomentGroups
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span, moment_group, moment_groups
 
@@ -96,8 +96,9 @@ class Moments8bit:
     Attributes:
         exp_avg, exp_avg_sq: codes, i8 and u8.
         scales: f32 `[2, groups]`, those of either moment, of all groups that this rank has any of.
+        rows: those of `Piece` that describe the parts to the stage adam_8bit.
         cut_groups: where the largest values of cut groups are. A caller begins them before a step
-            or load, and reduces them before the second call of it.
+            or load, and reduces them before the second call of a load.
 
     Args:
         numel: the number of elements of the flat tensors.
@@ -115,44 +116,11 @@ class Moments8bit:
             self._pieces[part.name] = _pieces(part, scales)
             scales += sum(moment_groups(span.start, span.numel, part.columns) for span in part.spans)
         self.scales = torch.zeros(2, scales, dtype=torch.float32, device=device)
-        rows = [row for pieces in self._pieces.values() for row in pieces]
-        self._rows = torch.tensor(rows, dtype=torch.int64).view(-1, len(Piece)).to(device)
+        self.rows = [row for pieces in self._pieces.values() for row in pieces]
 
-    def know(self, master: Tensor) -> None:
-        """Let steps of these flat masters begin without a check of the pieces."""
-        checks.know(self._rows, {"masters": [master]})
-
-    def step(
-        self,
-        backend: str,
-        master: Tensor,
-        grad: Tensor,
-        scalars: Tensor,
-        clip: Tensor,
-        count: Tensor,
-        skip: Tensor | None,
-        finishes: bool,
-    ) -> None:
-        """Take the step `count`, i64[1], of flat masters, with the arguments of an AdamUpdate. The
-        moments of cut groups are left for a second call, which `finishes`.
-        """
-        if finishes and not len(self.cut_groups):
-            return
-        ops.adam_8bit(
-            backend,
-            master=master,
-            grad=grad,
-            exp_avg=self.exp_avg,
-            exp_avg_sq=self.exp_avg_sq,
-            scales=self.scales,
-            pieces=self._rows,
-            scalars=scalars,
-            clip=clip,
-            step=count,
-            cut_largest=self.cut_groups.largest,
-            finishes=finishes,
-            skip=skip,
-        )
+    def groups(self, step: Tensor) -> MomentGroups:
+        """The groups for an AdamUpdate that takes the step `step`, i64[1], of flat masters."""
+        return MomentGroups(self.scales, self.rows, step, self.cut_groups.largest, self.cut_groups.reduce)
 
     def values(self, name: str) -> dict[str, Tensor]:
         """Both moments of this rank's elements of a parameter, flat f32 copies, by name."""
@@ -192,8 +160,8 @@ class Moments8bit:
                 self.scales[:, place] = self.cut_groups.largest[:, cut]
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]], count: int, finishes: bool) -> None:
-        """Take over results of `values`, of all parameters, after so many steps. As `step`, it is
-        called twice.
+        """Take over results of `values`, of all parameters, after so many steps. A second call
+        `finishes` cut groups, once their largest values were reduced.
         """
         state = self.exp_avg, self.exp_avg_sq, self.scales
         for name, pieces in self._pieces.items():

@@ -74,12 +74,8 @@ class ShardedWeights:
             starts=[span.start for span, _ in owned],
             gather=self.gather,
             scale_cuts=[bucket.cuts(slot) for bucket, slot in in_order],
-            # None for a parameter that a cast takes no Adam step on, since Muon updates it, or the
-            # stage that keeps moments in 8 bits.
-            param_groups=[
-                None if bucket.storage.whole or self._masters.eight_bit is not None else slot.param_group
-                for bucket, slot in in_order
-            ],
+            # None for a parameter that a cast takes no Adam step on, since Muon updates it.
+            param_groups=[None if bucket.storage.whole else slot.param_group for bucket, slot in in_order],
             backend=self._backend,
             validity=self._validity,
             claim=self._claim,

@@ -129,7 +129,7 @@ def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None
 
 
 adam_step = _stage("adam_step")
-adam_8bit = _stage("adam_8bit", segments=piece_work)
+adam_8bit = _stage("adam_8bit", {"work": _work("amax")}, segments=piece_work)
 adam_amax = _stage("adam_amax", {"work": _work("amax")})
 adam_cast = _stage("adam_cast", {"work": _work("adam_cast")})
 quantize_gradient = _stage("quantize_gradient")

@@ -8,6 +8,8 @@ from torch import Tensor
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.adam import adamw, square_root
 from zerocast.backends.reference.scales import FLT_MAX
+from zerocast.backends.reference.stages import partial_amax
+from zerocast.formats import FormatSpec
 from zerocast.formats.layout import MOMENT_GROUP
 
 SMALLEST_SCALE = 2.0**-100
@@ -183,26 +185,34 @@ def dequantize_moments(exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, piec
 
 
 def adam_8bit(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
     master: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    scales: Tensor,
+    moment_scales: Tensor,
+    table: Tensor,
     pieces: Tensor,
     scalars: Tensor,
     clip: Tensor,
     step: Tensor,
+    packed: Tensor,
     cut_largest: Tensor,
     finishes: bool,
     skip: Tensor | None,
 ) -> None:
-    """Stage adam_8bit: run Adam in place over pieces of weights in one flat shard."""
+    """Stage adam_8bit: run Adam in place over pieces of weights in one flat shard, then take the
+    amaxes of the new masters.
+    """
     if skip is not None and bool(skip):
         return
     for piece in pieces.tolist():
         s = slice(piece[Piece.OFFSET], piece[Piece.OFFSET] + piece[Piece.NUMEL])
-        old_m, old_v = dequantize_moments(exp_avg, exp_avg_sq, scales, piece)
+        old_m, old_v = dequantize_moments(exp_avg, exp_avg_sq, moment_scales, piece)
         p, m, v = adamw(master[s], grad[s].float(), old_m, old_v, scalars[piece[Piece.SCALARS]], clip)
         if not finishes:
             master[s] = p
-        quantize_moments(m, v, exp_avg, exp_avg_sq, scales, piece, int(step), cut_largest, finishes)
+        quantize_moments(m, v, exp_avg, exp_avg_sq, moment_scales, piece, int(step), cut_largest, finishes)
+    if not finishes:
+        partial_amax(fmt, nominal, [master], table, packed)

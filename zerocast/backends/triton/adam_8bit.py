@@ -1,9 +1,10 @@
 """Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits
-(docs/formats/moments_8bit.md).
+(docs/formats/moments_8bit.md), and the partial amaxes of the updated masters.
 
-A program takes some groups of one piece, a row of a tile each. Values of codes are read from tables
-of the reference, so that they are its values to the bit. A code is guessed by a formula that errs
-by one at most, and then decided by comparisons with the values of codes, as docs/formats says.
+A program takes some groups of one piece, a row of a tile each: neighbours, or for formats with
+blocks those of whole blocks below each other. Values of codes are read from tables of the
+reference, so that they are its values to the bit. A code is guessed by a formula that errs by one
+at most, and then decided by comparisons with the values of codes, as docs/formats says.
 """
 
 import functools
@@ -17,9 +18,22 @@ from torch import Tensor
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.moments import first_values, second_values
 from zerocast.backends.triton.adam_step import adamw
-from zerocast.backends.triton.codec import DTYPES, INF, as_f32, magnitude
-from zerocast.backends.triton.launch import addresses, find, launch, skip_flag, tiling
-from zerocast.backends.triton.tiles import load_f32, load_raw, store_f32, store_raw
+from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into, note_not_finite
+from zerocast.backends.triton.codec import DTYPES, INF, as_f32, magnitude, round_nominal
+from zerocast.backends.triton.launch import COLUMNS, ROW_AMAX, START, WIDTH, addresses, find, launch, skip_flag, tiling
+from zerocast.backends.triton.partial_amax import store_amaxes
+from zerocast.backends.triton.tiles import (
+    Bands,
+    TileShape,
+    band_tile,
+    is_owned,
+    load_f32,
+    load_raw,
+    owned,
+    store_f32,
+    store_raw,
+)
+from zerocast.formats import FormatSpec
 from zerocast.formats.layout import MOMENT_GROUP, moment_groups
 
 GROUPS = 16
@@ -61,29 +75,54 @@ class CutPieces:
         return int(max(row[Piece.CUT_FIRST], row[Piece.CUT_LAST]) >= 0)
 
 
+def _tile(fmt: FormatSpec) -> TileShape:
+    """Tiles of one group across, so many that a program has whole blocks."""
+    assert fmt.block
+    height = fmt.columnwise_block[0] if fmt.columnwise_block else GROUPS
+    return TileShape(fmt, height, MOMENT_GROUP, max(1, fmt.block[0] // height))
+
+
 def adam_8bit(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
     master: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    scales: Tensor,
+    moment_scales: Tensor,
+    table: Tensor,
     pieces: Tensor,
     scalars: Tensor,
     clip: Tensor,
     step: Tensor,
+    packed: Tensor,
     cut_largest: Tensor,
     finishes: bool,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the pieces of one flat shard and keep its moments in 8 bits."""
+    """Run Adam over the pieces of one flat shard, keep its moments in 8 bits, and take the partial
+    amaxes.
+    """
     device = master.device
-    tiles = tiling(pieces, CutPieces() if finishes else PieceGroups(GROUPS))
     bases = addresses((master, grad, exp_avg, exp_avg_sq), device)
-    of_groups = scales, scales.shape[1], cut_largest, cut_largest.shape[1]
+    of_groups = moment_scales, moment_scales.shape[1], cut_largest, cut_largest.shape[1]
     of_step = scalars, clip, step, skip_flag(skip, device)
-    head = bases, pieces, tiles.firsts, tiles.rows, *of_groups, *_values(device), *of_step
-    kernel, groups = (_cut_groups, 2) if finishes else (_groups, GROUPS)
-    launch(kernel, tiles.total, device, *head, COUNT=groups, GRAD=DTYPES[grad.dtype], registers=REGISTERS)
+    tail = *of_groups, *_values(device), *of_step
+    constants = {"GRAD": DTYPES[grad.dtype], "registers": REGISTERS}
+    if finishes:
+        tiles = tiling(pieces, CutPieces())
+        launch(_cut_groups, tiles.total, device, bases, pieces, tiles.firsts, tiles.rows, *tail, **constants)
+        return
+    amaxes, nominals = as_integers(packed), {"NOMINAL": DTYPES[nominal]}
+    if fmt.block:
+        shape = _tile(fmt)
+        tiles = tiling(table, Bands(shape.band, shape.width))
+        head = bases, pieces, table, tiles.firsts, tiles.rows, amaxes
+        launch(_blocks, tiles.total, device, *head, *tail, **shape.constants(), **nominals, **constants)
+        return
+    tiles = tiling(pieces, PieceGroups(GROUPS))
+    head = bases, pieces, table, tiles.firsts, tiles.rows, amaxes
+    launch(_groups, tiles.total, device, *head, *tail, COUNT=GROUPS, **nominals, **constants)
 
 
 @functools.cache
@@ -232,6 +271,9 @@ def _update(
     row,
     group,
     has_group,
+    first,
+    i,
+    mask,
     scales,
     scale_count,
     cut_largest,
@@ -241,13 +283,13 @@ def _update(
     scalars,
     clip,
     step,
-    COUNT: tl.constexpr,
     GRAD: tl.constexpr,
     FULL: tl.constexpr,
     FINISHES: tl.constexpr,
 ):
-    """Update groups `[COUNT]` of a piece, or finish them."""
-    first, i, mask = _elements(row, group, has_group, COUNT, FULL)
+    """Update groups `[COUNT]` of a piece, whose elements `[COUNT, GROUP]` begin `i` behind the
+    weight's element `first`, or finish them. Returns the masters, undefined where masked.
+    """
     at = tl.load(row + OFFSET) - tl.load(row + PIECE_START) + first
     p_at = tl.load(bases) + at * 4
     g_at = tl.load(bases + 1) + at * (4 if GRAD == tl.float32 else 2)
@@ -281,14 +323,26 @@ def _update(
     m_code, v_code = _codes(m, v, m_scale[:, None], v_scale[:, None], random, first_table, second_table)
     store_raw(m_at, i, m_code, mask & written[:, None], tl.int8, FULL)
     store_raw(v_at, i, v_code, mask & written[:, None], tl.uint8, FULL)
+    return p
+
+
+@triton.jit
+def _addresses(bases, at, GRAD: tl.constexpr):
+    """The addresses of an element in the four flat tensors as one number, which is a multiple of
+    16 if each of them is.
+    """
+    g_at = tl.load(bases + 1) + at * (4 if GRAD == tl.float32 else 2)
+    return (tl.load(bases) + at * 4) | g_at | (tl.load(bases + 2) + at) | (tl.load(bases + 3) + at)
 
 
 @triton.jit(do_not_specialize=["n", "scale_count", "cut_count"])
 def _groups(
     bases,
     pieces,
+    table,
     firsts,
     n,
+    packed,
     scales,
     scale_count,
     cut_largest,
@@ -300,35 +354,150 @@ def _groups(
     step,
     skip,
     COUNT: tl.constexpr,
+    NOMINAL: tl.constexpr,
     GRAD: tl.constexpr,
 ):
-    """Update a run of groups; keep the codes of cut ones and enter their largest values."""
+    """Update a run of groups of a format without blocks. Cut ones keep their codes, and their
+    largest values are entered.
+    """
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)
     piece = find(firsts, n, tile)
     row = pieces + piece * PIECE_WIDTH
     _, count = _extent(row)
-    first = (tile - tl.load(firsts + piece)) * COUNT
-    group = first + tl.arange(0, COUNT)
+    begin = (tile - tl.load(firsts + piece)) * COUNT
+    group = begin + tl.arange(0, COUNT)
     has_group = group < count
-
-    at = tl.load(row + OFFSET) + first * GROUP
-    p_at = tl.load(bases) + at * 4
-    g_at = tl.load(bases + 1) + at * (4 if GRAD == tl.float32 else 2)
-    aligned = (p_at | g_at | (tl.load(bases + 2) + at) | (tl.load(bases + 3) + at)) % 16 == 0
+    is_aligned = _addresses(bases, tl.load(row + OFFSET) + begin * GROUP, GRAD) % 16 == 0
     # Groups of the same size from end to end, none of which can be cut.
     whole = (tl.load(row + PIECE_COLUMNS) % GROUP == 0) & (tl.load(row + PIECE_START) % GROUP == 0)
-    if aligned & whole & ((first + COUNT) * GROUP <= tl.load(row + PIECE_NUMEL)):
-        _update(
-            bases, row, group, has_group, scales, scale_count, cut_largest, cut_count, first_table, second_table,
-            scalars, clip, step, COUNT, GRAD, True, False,
+    if is_aligned & whole & ((begin + COUNT) * GROUP <= tl.load(row + PIECE_NUMEL)):
+        first, i, mask = _elements(row, group, has_group, COUNT, True)
+        p = _update(
+            bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, step, GRAD, True, False,
+        )  # fmt: skip
+        bits, worst = _magnitudes(p, mask, NOMINAL)
+    else:
+        first, i, mask = _elements(row, group, has_group, COUNT, False)
+        p = _update(
+            bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, step, GRAD, False, False,
+        )  # fmt: skip
+        bits, worst = _magnitudes(p, mask, NOMINAL)
+    of_table = table + piece * WIDTH
+    max_into(packed, tl.load(of_table + ROW_AMAX), tl.max(tl.max(bits, 1), 0))
+    note_not_finite(packed, of_table, tl.max(tl.max(worst, 1), 0))
+
+
+@triton.jit
+def _magnitudes(p, mask, NOMINAL: tl.constexpr):
+    """(the bits of |p| in the nominal dtype, 0 for NaN; those of |p|, NaN above Inf), 0 where
+    masked.
+    """
+    return tl.where(mask, amax_bits(round_nominal(p, NOMINAL)), 0), tl.where(mask, magnitude(p), 0)
+
+
+@triton.jit
+def _update_band(
+    bases,
+    row,
+    of_table,
+    top,
+    left,
+    scales,
+    scale_count,
+    cut_largest,
+    cut_count,
+    first_table,
+    second_table,
+    scalars,
+    clip,
+    step,
+    HEIGHT: tl.constexpr,
+    STEPS: tl.constexpr,
+    NOMINAL: tl.constexpr,
+    GRAD: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Update the groups at column `left` of STEPS tiles of HEIGHT rows; returns (their elementwise
+    largest |x| as bits `[HEIGHT, GROUP]`, the largest of all with NaN above Inf).
+    """
+    columns = tl.load(of_table + COLUMNS)
+    if FULL:
+        columns = columns // GROUP * GROUP
+    before, _ = _extent(row)
+    # The rows of the weight above those of the table.
+    above = (tl.load(row + PIECE_START) - tl.load(of_table + START)) // columns
+    across = (columns + GROUP - 1) // GROUP
+    i = tl.arange(0, HEIGHT)[:, None] * columns + tl.arange(0, GROUP)[None, :]
+    largest, worst = tl.zeros((HEIGHT, GROUP), tl.int32), tl.zeros((HEIGHT, GROUP), tl.int32)
+    for tile in range(STEPS):
+        line = top + tile * HEIGHT
+        mask = owned(of_table, line, left, HEIGHT, GROUP)
+        has_group = tl.max(mask.to(tl.int32), 1) > 0
+        group = (above + line + tl.arange(0, HEIGHT)) * across + left // GROUP - before
+        p = _update(
+            bases, row, group, has_group, (above + line) * columns + left, i, mask, scales, scale_count,
+            cut_largest, cut_count, first_table, second_table, scalars, clip, step, GRAD, FULL, False,
+        )  # fmt: skip
+        bits, of_tile = _magnitudes(p, mask, NOMINAL)
+        largest, worst = tl.maximum(largest, bits), tl.maximum(worst, of_tile)
+    return largest, tl.max(tl.max(worst, 1), 0)
+
+
+@triton.jit(do_not_specialize=["n", "scale_count", "cut_count"])
+def _blocks(
+    bases,
+    pieces,
+    table,
+    firsts,
+    n,
+    packed,
+    scales,
+    scale_count,
+    cut_largest,
+    cut_count,
+    first_table,
+    second_table,
+    scalars,
+    clip,
+    step,
+    skip,
+    HEIGHT: tl.constexpr,
+    STEPS: tl.constexpr,
+    WIDTH_A: tl.constexpr,
+    ROWS_A: tl.constexpr,
+    COLUMNS_A: tl.constexpr,
+    OWN_ROWS: tl.constexpr,
+    OWN_COLUMNS: tl.constexpr,
+    NOMINAL: tl.constexpr,
+    GRAD: tl.constexpr,
+):
+    """A band of whole block rows, one group across: one amax for each block."""
+    if tl.load(skip) != 0:
+        return
+    tile = tl.program_id(0).to(tl.int64)
+    piece = find(firsts, n, tile)
+    row = pieces + piece * PIECE_WIDTH
+    of_table = table + piece * WIDTH
+    top, left = band_tile(of_table, tile - tl.load(firsts + piece), HEIGHT * STEPS, WIDTH_A)
+    columns = tl.load(of_table + COLUMNS)
+    at = tl.load(row + OFFSET) + top * columns + left - tl.load(of_table + START)
+    is_aligned = (_addresses(bases, at, GRAD) % 16 == 0) & (columns % GROUP == 0)
+    if is_owned(of_table, top, left, HEIGHT * STEPS, WIDTH_A) & is_aligned:
+        m, worst = _update_band(
+            bases, row, of_table, top, left, scales, scale_count, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, step, HEIGHT, STEPS, NOMINAL, GRAD, True,
         )  # fmt: skip
     else:
-        _update(
-            bases, row, group, has_group, scales, scale_count, cut_largest, cut_count, first_table, second_table,
-            scalars, clip, step, COUNT, GRAD, False, False,
+        m, worst = _update_band(
+            bases, row, of_table, top, left, scales, scale_count, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, step, HEIGHT, STEPS, NOMINAL, GRAD, False,
         )  # fmt: skip
+    note_not_finite(packed, of_table, worst)
+    store_amaxes(packed, of_table, m, top, left, HEIGHT, STEPS, WIDTH_A, ROWS_A, COLUMNS_A, OWN_ROWS, OWN_COLUMNS)
 
 
 @triton.jit(do_not_specialize=["n", "scale_count", "cut_count"])
@@ -347,7 +516,6 @@ def _cut_groups(
     clip,
     step,
     skip,
-    COUNT: tl.constexpr,
     GRAD: tl.constexpr,
 ):
     """Round the moments of the first and the last group of a piece, where they are cut."""
@@ -357,11 +525,12 @@ def _cut_groups(
     piece = find(firsts, n, tile)
     row = pieces + piece * PIECE_WIDTH
     _, count = _extent(row)
-    which = tl.arange(0, COUNT)
+    which = tl.arange(0, 2)
     group = which * (count - 1)
     # A piece of one group has it once.
     has_group = (which == 0) | (group > 0)
+    first, i, mask = _elements(row, group, has_group, 2, False)
     _update(
-        bases, row, group, has_group, scales, scale_count, cut_largest, cut_count, first_table, second_table,
-        scalars, clip, step, COUNT, GRAD, False, True,
+        bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
+        first_table, second_table, scalars, clip, step, GRAD, False, True,
     )  # fmt: skip
