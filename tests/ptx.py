@@ -19,7 +19,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from tests import devices
-from tests.backends.test_adam_8bit import CUTS, Shard, weights
+from tests.backends.test_adam_8bit import CUTS, CUTS_OF_MATRICES, MATRICES, SHAPES, Shard, weights
 from tests.backends.test_adam_amax import Case
 from tests.backends.test_adam_step import SEGMENTS, SIZE, scalars
 from tests.casts import NOMINAL
@@ -75,10 +75,11 @@ def run_adam_amax(fmt: str, nominal: torch.dtype, moment: torch.dtype) -> None:
     Case(bench, seed=1, grad=torch.bfloat16, moment=moment).run("triton")
 
 
-def run_adam_8bit(dtype: torch.dtype) -> None:
-    shard = Shard(weights(0), CUTS["anywhere"], 1)
+def run_adam_8bit(fmt: str, dtype: torch.dtype) -> None:
+    shapes, cuts = (MATRICES, CUTS_OF_MATRICES) if get_format(fmt).block else (SHAPES, CUTS["anywhere"])
+    shard = Shard(weights(0, shapes=shapes), cuts, 1, fmt)
     for finishes in (False, True):
-        shard.call("triton", [gradient.to(dtype) for gradient in weights(1)], 1, finishes)
+        shard.call("triton", [gradient.to(dtype) for gradient in weights(1, shapes=shapes)], 1, finishes)
 
 
 def run_dequantize(fmt: str, nominal: torch.dtype, out: torch.dtype) -> None:
@@ -113,7 +114,8 @@ def run_inputs_of_products() -> None:
 def run_every_kernel() -> None:
     run_gradient_messages(torch.bfloat16)
     run_inputs_of_products()
-    run_adam_8bit(torch.bfloat16)
+    for fmt in ("fp8_current", "fp8_block"):
+        run_adam_8bit(fmt, torch.bfloat16)
     for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):
@@ -128,7 +130,8 @@ def run_every_kernel() -> None:
 
 
 def run_every_dtype() -> None:
-    run_adam_8bit(torch.float32)
+    for fmt in ("fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "nvfp4"):
+        run_adam_8bit(fmt, torch.float32)
     for dtype in (torch.float32, torch.float16):
         run_gradient_messages(dtype)
     for fmt, nominal in itertools.product(FORMATS, NOMINAL):

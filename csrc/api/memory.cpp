@@ -209,7 +209,7 @@ void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam
     }
     const Weight w = table[i];
     if (w[column::MASTER_BASE] != 0 || row->offset != w[column::MASTER_OFFSET] || row->numel != w[column::NUMEL] ||
-        row->columns != w.columns() || (row->start - w.start()) % row->columns != 0) {
+        row->columns != w.columns() || row->start < w.start() || (row->start - w.start()) % row->columns != 0) {
       throw std::invalid_argument(piece + " has other elements than its row of the table");
     }
   }

@@ -264,12 +264,12 @@ struct PieceStep {
         key(key_of_step(piece.key, *step)) {}
 
   // True if kGroups groups, `stride` elements apart from `element` on, are whole and may be read and
-  // written four elements at once.
+  // written four elements at once. Distances and random numbers of their elements take 31 bits.
   template <int kGroups>
   __device__ bool takes_whole(int64_t element, int64_t stride) const {
     const int64_t end = element + (kGroups - 1) * stride + MomentPiece::kGroup;
     return piece.whole_groups() && element >= piece.start && end <= piece.start + piece.numel &&
-           element >> 32 == end >> 32 && arrays.elements.at(element).aligned();
+           element >> 31 == end >> 31 && arrays.elements.at(element).aligned();
   }
 
   // Updates such groups, the first of which is `group`, counted from the first one of the piece. They

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed")
 
 KERNELS = {
+    "adam_8bit._blocks",
     "adam_8bit._cut_groups",
     "adam_8bit._groups",
     "adam_amax._blocks",

@@ -242,8 +242,9 @@ def _check_rows_of_pieces(table: Tensor, pieces: Tensor) -> None:
                 f"piece {index} begins at element {piece[Piece.START]:,} of a weight of {columns:,} columns"
             )
         elements = [row[Column.MASTER_OFFSET], row[Column.NUMEL], row[Column.COLUMNS]]
-        is_other = [piece[Piece.OFFSET], piece[Piece.NUMEL], columns] != elements
-        if is_other or row[Column.MASTER_BASE] or (piece[Piece.START] - row[Column.START]) % columns:
+        is_other = [piece[Piece.OFFSET], piece[Piece.NUMEL], columns] != elements or row[Column.MASTER_BASE]
+        above = piece[Piece.START] - row[Column.START]
+        if is_other or above < 0 or above % columns:
             raise ValueError(f"piece {index} has other elements than its row of the table")
 
 

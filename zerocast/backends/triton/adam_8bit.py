@@ -373,22 +373,50 @@ def _groups(
     # Groups of the same size from end to end, none of which can be cut.
     whole = (tl.load(row + PIECE_COLUMNS) % GROUP == 0) & (tl.load(row + PIECE_START) % GROUP == 0)
     if is_aligned & whole & ((begin + COUNT) * GROUP <= tl.load(row + PIECE_NUMEL)):
-        first, i, mask = _elements(row, group, has_group, COUNT, True)
-        p = _update(
-            bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
-            first_table, second_table, scalars, clip, step, GRAD, True, False,
+        bits, worst = _update_run(
+            bases, row, group, has_group, scales, scale_count, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, step, COUNT, NOMINAL, GRAD, True,
         )  # fmt: skip
-        bits, worst = _magnitudes(p, mask, NOMINAL)
     else:
-        first, i, mask = _elements(row, group, has_group, COUNT, False)
-        p = _update(
-            bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
-            first_table, second_table, scalars, clip, step, GRAD, False, False,
+        bits, worst = _update_run(
+            bases, row, group, has_group, scales, scale_count, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, step, COUNT, NOMINAL, GRAD, False,
         )  # fmt: skip
-        bits, worst = _magnitudes(p, mask, NOMINAL)
     of_table = table + piece * WIDTH
-    max_into(packed, tl.load(of_table + ROW_AMAX), tl.max(tl.max(bits, 1), 0))
-    note_not_finite(packed, of_table, tl.max(tl.max(worst, 1), 0))
+    max_into(packed, tl.load(of_table + ROW_AMAX), bits)
+    note_not_finite(packed, of_table, worst)
+
+
+@triton.jit
+def _update_run(
+    bases,
+    row,
+    group,
+    has_group,
+    scales,
+    scale_count,
+    cut_largest,
+    cut_count,
+    first_table,
+    second_table,
+    scalars,
+    clip,
+    step,
+    COUNT: tl.constexpr,
+    NOMINAL: tl.constexpr,
+    GRAD: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Update groups `[COUNT]` of a piece; returns (their largest |x| as bits, the same with NaN
+    above Inf).
+    """
+    first, i, mask = _elements(row, group, has_group, COUNT, FULL)
+    p = _update(
+        bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
+        first_table, second_table, scalars, clip, step, GRAD, FULL, False,
+    )  # fmt: skip
+    bits, worst = _magnitudes(p, mask, NOMINAL)
+    return tl.max(tl.max(bits, 1), 0), tl.max(tl.max(worst, 1), 0)
 
 
 @triton.jit
