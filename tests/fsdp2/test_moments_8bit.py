@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import zerocast
+from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.fsdp2.slices import complaints
@@ -78,6 +79,25 @@ def test_the_bits_of_zero_adamw(ranks: Ranks, shape: tuple[int, ...]) -> None:
     (expected,) = ranks(1)(by_zero, 64)
     world = math.prod(shape)
     assert ranks(world)(by_fsdp2, 64, shape) == [(expected, [])] * world
+
+
+def stages_of_a_step() -> list[str]:
+    """The stages of a step and of the cast that follows it."""
+    model = models.sharded(Net(FORMATS, 64, HIDDEN))
+    optimizer = fused(model)
+    train(model, optimizer, range(2))
+    put_gradients(model, 2)
+    with Dispatched() as operators:
+        optimizer.step()
+        models.complaints(model, "after a step")
+    return operators.stages
+
+
+def test_a_step_measures_its_masters(ranks: Ranks) -> None:
+    """The cast reads them once, for their codes."""
+    for stages in ranks(2)(stages_of_a_step):
+        assert {"adam_8bit", "partial_cast"} <= {*stages}
+        assert "partial_amax" not in stages
 
 
 def plain_model(**options: Any) -> Any:

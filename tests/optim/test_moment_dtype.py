@@ -1,6 +1,7 @@
 """Checkpoints between optimizers that keep their moments in FP32, bf16 and 8 bits: exact where alike, rounded once otherwise."""
 
 import dataclasses
+from collections import Counter
 from typing import Any, Literal
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests import casts
+from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot, weight_bytes
 from tests.selection import worlds
@@ -114,6 +116,17 @@ def whole_state(path: str) -> dict[str, Any]:
 def test_moments_in_8_bits_are_cut(ranks):
     """Every rank of the runs below has groups that another rank has a part of."""
     assert all(count > 0 for count in ranks(3)(cut_groups))
+
+
+def test_a_step_with_moments_in_8_bits_measures_its_masters():
+    """The cast reads them once, for their codes."""
+    trainer = Trainer(EIGHT_BITS)
+    with Dispatched() as operators:
+        trainer.step(0)
+    counts = Counter(operators.stages)
+    assert counts["adam_8bit"] > 0
+    assert counts["partial_cast"] > 0
+    assert counts["partial_amax"] == 0
 
 
 def cut_groups() -> int:
