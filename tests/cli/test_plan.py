@@ -189,6 +189,10 @@ def test_moments_in_8_bits_are_what_was_planned(ranks):
     planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=config))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     assert [held for held, _, _ in ranks(3)(held_and_sent, "nvfp4", config)] == [pytest.approx(kept, rel=0.03)] * 3
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 2, config=config, optimizer="muon"))
+    kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
+    for held, _, _ in ranks(2)(held_and_sent, "nvfp4", config, True):
+        assert held == pytest.approx(kept, rel=0.03), planned.memory
     specs = (Spec("wide", (240, 200)), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,)))
     parameters = [Parameter(spec.name, spec.shape, spec.fmt == "nvfp4") for spec in specs]
     collectives = footprint(parameters, "nvfp4", Setup("zero2", 3, config=config)).collectives

@@ -20,7 +20,18 @@ import zerocast
 from tests import casts
 from tests.hosts.under_test import gathered
 from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, assert_equals, boxes, check, snapshot, weight_bytes
+from tests.optim.runs import (
+    ADAM,
+    DETERMINISTIC,
+    EIGHT_BIT_MOMENTS,
+    Run,
+    Trainer,
+    assert_equals,
+    boxes,
+    check,
+    snapshot,
+    weight_bytes,
+)
 from tests.optim.test_skipped_steps import everything
 from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
@@ -65,6 +76,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "no_sync": False,
     },
     "moments in bf16": {"config": dataclasses.replace(DETERMINISTIC, moment_dtype=BF16, keep_columnwise=True)},
+    "moments in 8 bits": {"config": EIGHT_BIT_MOMENTS, "max_norm": 1.0},
     "tuned": {
         "options": ({**MUON, **TUNED, "eps": 1e-5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}, OPTIONS[1])
     },
@@ -75,7 +87,7 @@ def slow(*names: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in names else pytest.mark.slow) for name in RUNS]
 
 
-@pytest.mark.parametrize("name", slow("clipped"))
+@pytest.mark.parametrize("name", slow("clipped", "moments in 8 bits"))
 @pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4)))
 def test_equals_torch(ranks: Ranks, world: int, name: str) -> None:
     """Masters, momentum, moments and bytes after every step are those of one process."""
@@ -252,11 +264,13 @@ def test_resumes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2)(resumed, str(tmp_path / "dcp"))
 
 
-def whole_after(folder: str, steps: range, resumes: bool, by_torch: bool) -> dict[str, Any]:
+def whole_after(
+    folder: str, steps: range, resumes: bool, by_torch: bool, config: ZeroConfig = DETERMINISTIC
+) -> dict[str, Any]:
     """Unsharded state and the bytes of all weights after these steps; a checkpoint of them, or of what they begin with, is in
     `folder`. All ranks have the same gradients, of 8 bits, so that their mean is exact.
     """
-    trainer = Trainer(RUN)
+    trainer = Trainer(dataclasses.replace(RUN, config=config))
     optimizer, checkpoints = trainer.optimizer, Checkpoints(f"{folder}/ours")
     if resumes and by_torch:
         with optimizer.overwriting():
@@ -285,19 +299,33 @@ def whole_after(folder: str, steps: range, resumes: bool, by_torch: bool) -> dic
     return {**{name: casts.raw(value) for name, value in whole.items()}, **bytes_of}
 
 
+COMPACT = dataclasses.replace(EIGHT_BIT_MOMENTS, state="compact")
+OTHER_RANKS = (
+    (3, 1, True, DETERMINISTIC),
+    (1, 4, False, DETERMINISTIC),
+    (4, 2, True, DETERMINISTIC),
+    (2, 3, True, EIGHT_BIT_MOMENTS),
+    (4, 1, False, EIGHT_BIT_MOMENTS),
+    (3, 2, True, COMPACT),
+)
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "by_torch"),
+    ("before", "after", "by_torch", "config"),
     [
-        (2, 3, False),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 1, True), (1, 4, False), (4, 2, True))),
+        (2, 3, False, DETERMINISTIC),
+        (2, 3, False, COMPACT),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHER_RANKS),
     ],
 )
-def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after: int, by_torch: bool) -> None:
+def test_other_numbers_of_ranks(
+    ranks: Ranks, tmp_path: Path, before: int, after: int, by_torch: bool, config: ZeroConfig
+) -> None:
     """From the same reduced gradients any ranks make the same bits: two steps, saved, and a third on others."""
     folder = str(tmp_path)
-    ranks(before)(whole_after, folder, range(2), False, by_torch)
-    expected = ranks(before)(whole_after, str(tmp_path / "straight"), range(3), False, by_torch)[0]
-    for found in ranks(after)(whole_after, folder, range(2, 3), True, by_torch):
+    ranks(before)(whole_after, folder, range(2), False, by_torch, config)
+    expected = ranks(before)(whole_after, str(tmp_path / "straight"), range(3), False, by_torch, config)[0]
+    for found in ranks(after)(whole_after, folder, range(2, 3), True, by_torch, config):
         casts.assert_same_bytes(found, expected, f"{before} ranks, then {after}")
 
 

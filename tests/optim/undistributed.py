@@ -153,6 +153,12 @@ class UndistributedMuon(Undistributed):
         momentum = [muon.state[p]["momentum_buffer"] for muon, p in zip(muons, stepped, strict=True)]
         self.master[name] = torch.stack([p.detach() for p in stepped]).view(shape).cpu().numpy()
         self._momentum[name] = torch.stack(momentum).view(shape).cpu().numpy()
+        if self._moment_dtype == "8bit":
+            # The second moment is not looked at.
+            self._momentum[name], _ = self._in_8_bits(name, self._momentum[name], np.ones(shape, f32))
+            kept = torch.from_numpy(self._momentum[name]).view(-1, *shape[-2:])
+            for buffer, part in zip(momentum, kept, strict=True):
+                buffer.copy_(part)
 
 
 def mean(by_rank: Sequence[Tensor | None], like: Spec) -> F32:

@@ -19,7 +19,7 @@ from zerocast.distributed.group import Group
 # The prefix of the keys of moments, before the name of the parameter.
 PREFIX = "optim.state."
 SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
-SCALES = ("exp_avg_scale", "exp_avg_sq_scale")
+SCALES = ("exp_avg_scale", "exp_avg_sq_scale", "momentum_buffer_scale")
 MOMENTS = ("exp_avg", "momentum_buffer", *SECOND_MOMENTS)
 
 

@@ -53,7 +53,7 @@ class PlanConfig:
     bucket_size: int = ZeroConfig.bucket_size
     """For zero1 and zero2: elements a bucket."""
     moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Dtype of AdamW's moments; Muon's one is float32."""
+    """Dtype of AdamW's moments; Muon's one is float32, or in 8 bits with them."""
     grad_dtype: Dtype = "bfloat16"
     """Dtype in which gradients are reduced."""
     grad_wire: Literal["fp8_1x128"] | None = None

@@ -7,10 +7,11 @@ gradients of this rank. If columnwise copies are kept, all of them are counted, 
 largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
 the norm of gradients.
 
-Muon has one moment, in FP32. Its parameters are in separate buckets with padding, so that each has
-one rank as its owner. Their gradients are cut evenly over ranks and sent to the owners in the step;
-the bytes are those of the rank that sends the most. Memory that a step takes only for this exchange
-or for the update of a matrix is left out, since the memory of activations is free at that time.
+Muon has one moment, in FP32 or 8 bits. Its parameters are in separate buckets with padding, so that
+each has one rank as its owner. Their gradients are cut evenly over ranks and sent to the owners in
+the step; the bytes are those of the rank that sends the most. Memory that a step takes only for
+this exchange or for the update of a matrix is left out, since the memory of activations is free at
+that time.
 """
 
 from collections import Counter, deque
@@ -81,7 +82,7 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
         "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
-        "moments": _moments(buckets, cut, ranks, config) + (shard - cut) * FP32,
+        "moments": _moments(buckets, cut, ranks, config) + _momentum(buckets, shard - cut, ranks, config),
         "gradients": flat_numel(layout.gradients) * shard_dtype(layout, config).itemsize + kept_gradients,
         "buckets": _in_flight(tensors, layout, ranks, stage, config),
     }
@@ -105,6 +106,15 @@ def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: ZeroConfig
     slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
     return moment_bytes(cut, -(-groups // ranks), config)
+
+
+def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: ZeroConfig) -> int:
+    """The bytes of Muon's momentum of `numel` elements. Scales are those of a mean rank."""
+    if config.moment_dtype != "8bit":
+        return numel * FP32
+    slots = [slot for bucket in buckets if bucket.storage.whole for slot in bucket.slots]
+    groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
+    return numel + -(-groups // ranks) * FP32
 
 
 def _cut_groups(buckets: Sequence[Bucket]) -> int:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zerocast.backends.reference.moments import dequantize_rows, quantize_rows
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, cut_moment_groups, moment_groups
@@ -30,7 +31,7 @@ class FlatMasters:
         exp_avg, exp_avg_sq: AdamW's moments, for the buckets that are cut evenly; codes if they are
             in 8 bits.
         eight_bit: the moments in 8 bits; None if they are of another dtype.
-        momentum_buffer: Muon's momentum, f32, for the buckets that come last.
+        momentum_buffer: Muon's momentum, f32 or codes, for the buckets that come last.
     """
 
     def __init__(
@@ -54,7 +55,15 @@ class FlatMasters:
             parts, count = _owned_parts(cut, group.rank)
             self.eight_bit = Moments8bit(parts, cut_numel, CutGroups(count, [group], device))
             self.exp_avg, self.exp_avg_sq = self.eight_bit.exp_avg, self.eight_bit.exp_avg_sq
-        self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=torch.float32, device=device)
+        momentum_dtype = torch.float32 if self.eight_bit is None else torch.int8
+        self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=momentum_dtype, device=device)
+        # The scales of momentum that is codes, f32 `[rows here, groups of a row]`, by name.
+        self._momentum_scales: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            for slot in bucket.slots if bucket.storage.whole and self.eight_bit is not None else ():
+                rows, groups = _groups_shape(slot)
+                rows = rows if bucket.owned(slot, group.rank)[0].numel else 0
+                self._momentum_scales[slot.name] = torch.zeros(rows, groups, dtype=torch.float32, device=device)
         for bucket in buckets:
             self._initialise(bucket)
 
@@ -102,18 +111,30 @@ class FlatMasters:
     def state(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
         """The result of `owned`, with moments in 8 bits as FP32 copies (`store`)."""
         span, tensors = self.owned(bucket, slot)
-        if self.eight_bit is not None and not bucket.storage.whole:
+        scales = self.momentum_scales(slot)
+        if scales is not None:
+            codes = tensors["momentum_buffer"].view(-1, slot.matrix_shape[1])
+            tensors["momentum_buffer"] = dequantize_rows(codes, scales).view(-1)
+        elif self.eight_bit is not None:
             tensors |= self.eight_bit.values(slot.name)
         return span, tensors
+
+    def momentum_scales(self, slot: Slot) -> Tensor | None:
+        """The scales of a parameter's momentum, f32 `[rows, groups of a row]`, without rows on
+        ranks that do not own it; None if it has no momentum, or FP32.
+        """
+        return self._momentum_scales.get(slot.name)
 
     def compact(self, bucket: Bucket, slot: Slot) -> tuple[Span, tuple[int, int], dict[str, Tensor]]:
         """(the groups of a parameter that begin on this rank, the shape of all its groups, views of
         their scales by name). The codes beside them are those of `owned`.
         """
         assert self.eight_bit is not None
-        rows, columns = slot.matrix_shape
+        momentum = self.momentum_scales(slot)
+        if momentum is not None:
+            return Span(0, momentum.numel()), _groups_shape(slot), {"momentum_buffer_scale": momentum.view(-1)}
         groups, scales = self.eight_bit.compact(slot.name)
-        return groups, (rows, moment_groups(0, columns, columns)), scales
+        return groups, _groups_shape(slot), scales
 
     def store(self, states: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
         """Take over the tensors that `state` has returned, by parameter name, after so many steps
@@ -124,11 +145,23 @@ class FlatMasters:
             self.eight_bit.load(states, count, finishes=False)
             self.eight_bit.cut_groups.reduce()
             self.eight_bit.load(states, count, finishes=True)
+        for bucket in self._buckets:
+            for slot in bucket.slots:
+                scales = self.momentum_scales(slot)
+                if scales is not None:
+                    codes = self.owned(bucket, slot)[1]["momentum_buffer"].view(-1, slot.matrix_shape[1])
+                    quantize_rows(states[slot.name]["momentum_buffer"].view_as(codes), codes, scales)
 
 
 def fields_of(bucket: Bucket) -> tuple[str, ...]:
     """The names, as in torch.optim, of the state that the update of a bucket's parameters keeps."""
     return MOMENTUM if bucket.storage.whole else MOMENTS
+
+
+def _groups_shape(slot: Slot) -> tuple[int, int]:
+    """The shape of the scales of a parameter's moments in 8 bits: (rows, groups of a row)."""
+    rows, columns = slot.matrix_shape
+    return rows, moment_groups(0, columns, columns)
 
 
 def _owned_parts(buckets: Sequence[Bucket], rank: int) -> tuple[list[OwnedPart], int]:

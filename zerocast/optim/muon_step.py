@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerocast.backends.reference.moments import dequantize_rows, quantize_rows
 from zerocast.distributed.group import Group
 from zerocast.optim.bucket import Bucket, Layout
 from zerocast.optim.flat_masters import FlatMasters
@@ -32,29 +33,44 @@ class SteppedMatrix:
     Attributes:
         param_group: the number of its parameter group.
         master: its f32 `[m, n]` master, a view of the flat masters.
-        muon: steps the master. Its momentum is a view of the flat momentum.
+        muon: steps the master.
+        momentum: a view of its momentum, f32 `[m, n]` or i8 codes.
+        scales: a view of the scales of codes, f32 `[m, groups of a row]`; None with FP32 momentum.
     """
 
     param_group: int
     master: nn.Parameter
     muon: torch.optim.Muon
+    momentum: Tensor
+    scales: Tensor | None
 
     @staticmethod
-    def of(param_group: int, master: Tensor, momentum_buffer: Tensor) -> "SteppedMatrix":
-        """A matrix with these f32 `[m, n]` views of the flat masters and of the flat momentum."""
+    def of(param_group: int, master: Tensor, momentum: Tensor, scales: Tensor | None) -> "SteppedMatrix":
+        """A matrix with these views of flat tensors."""
         parameter = nn.Parameter(master)
-        muon = torch.optim.Muon([parameter])
-        muon.state[parameter][STATE] = momentum_buffer
-        return SteppedMatrix(param_group, parameter, muon)
+        return SteppedMatrix(param_group, parameter, torch.optim.Muon([parameter]), momentum, scales)
 
-    def step(self, gradient: Tensor, group: Mapping[str, Any]) -> None:
-        """One step with an f32 `[m, n]` gradient and the hyper-parameters of a parameter group."""
+    def read_momentum(self) -> Tensor:
+        """The momentum, f32 `[m, n]`: the view itself, or a copy if it is kept as codes."""
+        return self.momentum if self.scales is None else dequantize_rows(self.momentum, self.scales)
+
+    def keep_momentum(self, momentum: Tensor) -> None:
+        """Keep what `read_momentum` has returned and a step has changed."""
+        if self.scales is not None:
+            quantize_rows(momentum, self.momentum, self.scales)
+
+    def step(self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
+        """One step of master and momentum with an f32 `[m, n]` gradient and the hyper-parameters of
+        a parameter group.
+        """
         self.muon.param_groups[0].update({name: group[name] for name in ARGUMENTS}, lr=float(group["lr"]))
+        self.muon.state[self.master][STATE] = momentum
         self.master.grad = gradient
         # Without what torch.optim wraps around a step, so that hooks of all optimizers see the step
         # of the caller alone. It has disabled gradients.
         inspect.unwrap(torch.optim.Muon.step)(self.muon)
         self.master.grad = None
+        self.muon.state.clear()
 
 
 class MuonStep:
@@ -85,8 +101,9 @@ class MuonStep:
         changes if `skip`, bool[1], is True. Collective, also for ranks without a matrix.
 
         The host waits for a learning rate that is a tensor on a device, as in torch. While a matrix
-        is stepped, memory is needed for three FP32 tensors of its size and for Newton-Schulz in
-        bf16; with several ranks also for the gradients that were sent together.
+        is stepped, memory is needed for three FP32 tensors of its size, for a fourth if momentum is
+        kept in 8 bits, and for Newton-Schulz in bf16; with several ranks also for the gradients
+        that were sent together.
         """
         matrices = iter(self._matrices)
         self._exchange.deliver(gradients, lambda gradient: self._step(next(matrices), gradient, clip, skip))
@@ -94,12 +111,14 @@ class MuonStep:
 
     def _step(self, matrix: SteppedMatrix, gradient: Tensor, clip: Tensor, skip: Tensor) -> None:
         master = matrix.master.detach()
-        momentum = matrix.muon.state[matrix.master][STATE]
+        momentum = matrix.read_momentum()
         master_before = master.clone()
         momentum_before = momentum.clone()
-        matrix.step(gradient.view(master.shape) * clip, self._param_groups[matrix.param_group])
+        matrix.step(gradient.view(master.shape) * clip, momentum, self._param_groups[matrix.param_group])
         torch.where(skip, master_before, master, out=master)
         torch.where(skip, momentum_before, momentum, out=momentum)
+        # Codes of a skipped step stay what they are: a value that is a code is kept as that.
+        matrix.keep_momentum(momentum)
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
@@ -121,6 +140,11 @@ def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[St
             continue
         span, views = masters.owned(bucket, slot)
         assert span.numel == slot.numel, slot.name
-        master = views["master"][elements.start : elements.stop].view(slot.shape[-2:])
-        momentum = views[STATE][elements.start : elements.stop].view(slot.shape[-2:])
-        yield SteppedMatrix.of(slot.param_group, master, momentum)
+        rows, columns = slot.shape[-2:]
+        master = views["master"][elements.start : elements.stop].view(rows, columns)
+        momentum = views[STATE][elements.start : elements.stop].view(rows, columns)
+        scales = masters.momentum_scales(slot)
+        if scales is not None:
+            first = elements.start // columns
+            scales = scales[first : first + rows]
+        yield SteppedMatrix.of(slot.param_group, master, momentum, scales)

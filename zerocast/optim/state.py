@@ -4,7 +4,7 @@ keys.
     model.<name>                                   f32 master, logical shape
     optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments in the dtype in use; step is f32[]
     optim.state.<name>.{exp_avg_scale,...}         f32, beside codes (ZeroConfig.state="compact")
-    optim.state.<name>.momentum_buffer             f32, for a parameter that Muon updates
+    optim.state.<name>.momentum_buffer             f32 or codes, for a parameter that Muon updates
     optim.state.<name>.never_stepped               bool[], in place of moments; FSDP2 saves it
     optim.param_groups.<name>.{lr,...}             f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}   delayed scaling; optional on load
@@ -199,7 +199,7 @@ class ZeroState:
         """
         bucket, slot = self._slots[name]
         shape = tuple(slot.parameter.shape)
-        is_compact = is_compact and self._masters.eight_bit is not None and not bucket.storage.whole
+        is_compact = is_compact and self._masters.eight_bit is not None
         span, owned = (self._masters.owned if is_compact else self._masters.state)(bucket, slot)
         parts: dict[str, tuple[Tensor, Span, tuple[int, ...]]] = {
             field: (flat, span, shape) for field, flat in owned.items()
@@ -219,7 +219,7 @@ class ZeroState:
         is_compact = _has_scales(moments) and self._masters.eight_bit is not None
         for name, (bucket, _) in self._slots.items():
             fields = fields_of(bucket)
-            scales = SCALES if is_compact and not bucket.storage.whole else ()
+            scales = [f"{field}_scale" for field in fields] if is_compact else []
             check_moments(name, moments[name], {*fields, *scales, *(() if bucket.storage.whole else (STEP,))})
             self._check_tensor(name, saved[name])
             if NEVER_STEPPED in moments[name]:

@@ -40,7 +40,8 @@ class ZeroMuon(ZeroOptimizer):
             https://kellerjordan.github.io/posts/muon/) or `0.2 * lr * sqrt(max(m, n))`
             ("match_rms_adamw", Liu et al. 2025, https://arxiv.org/abs/2502.16982), with which
             AdamW's rate and decay serve all groups. AdamW's groups may have "betas" and "eps".
-        group, stage, config: as in ZeroAdamW. Momentum is FP32 whatever `moment_dtype` is.
+        group, stage, config: as in ZeroAdamW. Momentum is FP32, or in 8 bits if `moment_dtype` is
+            "8bit".
 
     torch.optim.Muon itself makes the update: momentum and decay in FP32, Newton-Schulz in bf16. It
     needs the whole matrix, so one rank owns each weight as a whole. That rank has its masters and

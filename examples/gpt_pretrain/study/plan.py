@@ -48,6 +48,8 @@ PAIRED: Variants = {
     "nvfp4 exact in FP8, fast": {"format": "nvfp4:exact_in_fp8", "weight_gradients": "fp8"},
     "bf16, 8-bit moments": {"format": "bf16", "moments": "8bit"},
     "nvfp4, 8-bit moments": {"format": "nvfp4", "moments": "8bit"},
+    "muon": {"format": "bf16", "optimizer": "muon"},
+    "muon, 8-bit moments": {"format": "bf16", "optimizer": "muon", "moments": "8bit"},
 }
 SEEDS = (0, 1, 2)
 
@@ -121,7 +123,7 @@ SIZES: Mapping[str, Size] = {
         variants=PAIRED,
         by_row=False,
         seeds=range(48),
-        compared={"nvfp4, 8-bit moments": "nvfp4"},
+        compared={"nvfp4, 8-bit moments": "nvfp4", "muon, 8-bit moments": "muon"},
     ),
 }
 

@@ -13,6 +13,8 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.layout import MOMENT_GROUP
 
 SMALLEST_SCALE = 2.0**-100
+# Of momentum that is quantized in one go, which takes some twenty bytes an element.
+ELEMENTS_AT_ONCE = 1 << 24
 UINT32 = 0xFFFFFFFF
 # 2**32 over the golden ratio, odd. Multiples of it are far from each other.
 STEP_FACTOR = 0x9E3779B9
@@ -182,6 +184,26 @@ def dequantize_moments(exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, piec
     groups = PieceGroups(piece, exp_avg.device)
     scale = scales[:, groups.scales][:, groups.group]
     return dequantize_first(exp_avg[groups.owned], scale[0]), dequantize_second(exp_avg_sq[groups.owned], scale[1])
+
+
+def quantize_rows(momentum: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Keep the momentum of whole rows, f32 `[m, n]`, as first moments: i8 `codes` of that shape and
+    f32 `scales` `[m, groups of a row]`. A part of the rows at a time bounds the memory that it
+    takes.
+    """
+    count, columns = scales.shape[1], codes.shape[1]
+    rows = max(1, ELEMENTS_AT_ONCE // columns)
+    for part, into, scale in zip(*(x.split(rows) for x in (momentum, codes, scales)), strict=True):
+        groups = torch.nn.functional.pad(part, (0, count * MOMENT_GROUP - columns)).view(-1, MOMENT_GROUP)
+        size = groups.abs()
+        largest = torch.where(size > 0, size, torch.zeros_like(size)).amax(1)
+        scale.copy_(group_scale(largest).view_as(scale))
+        into.copy_(quantize_first(groups, scale.reshape(-1)).view(len(part), count * MOMENT_GROUP)[:, :columns])
+
+
+def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
+    """The momentum of whole rows, f32 `[m, n]`, from the results of `quantize_rows`."""
+    return dequantize_first(codes, scales.repeat_interleave(MOMENT_GROUP, 1)[:, : codes.shape[1]])
 
 
 def adam_8bit(
