@@ -8,12 +8,13 @@ from torch import Tensor, nn
 
 import zerocast
 from tests.gemm import test_compiled
-from tests.gemm.test_gemm_gpu import CASES, OP, needs, parameter, traced
+from tests.gemm.test_gemm_gpu import CASES, OP, needs, parameter, preferred, traced
 from zerocast import backends, gemm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 BF16 = torch.bfloat16
+__all__ = ["preferred"]  # a fixture, which every test here uses
 ROWS, WIDTH, HIDDEN = 4096, 1024, 4096
 
 

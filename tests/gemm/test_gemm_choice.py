@@ -92,6 +92,15 @@ def test_the_path_that_a_device_runs(fmt: str, on: dict[str, Any], path: str) ->
     assert gemm.decide(case(fmt, on), "dequantize") == ("dequantize", "asked for")
 
 
+@pytest.mark.parametrize(("fmt", "on", "path"), CHOSEN)
+def test_a_path_that_is_preferred(fmt: str, on: dict[str, Any], path: str) -> None:
+    """Of weights that two paths can multiply where they run; the others take the path that they have."""
+    takes_both = fmt == "nvfp4:exact_in_fp8" and on is H200
+    assert gemm.decide(case(fmt, on), "block_128") == ("block_128" if takes_both else path, "")
+    narrow = case(fmt, on, matrix_shape=(272, 528))
+    assert gemm.decide(narrow, "block_128") == gemm.decide(narrow, "auto")
+
+
 @pytest.mark.parametrize(("fmt", "on", "changes", "reason"), NOT_CHOSEN)
 def test_the_reason_why_not(fmt: str, on: dict[str, Any], changes: dict[str, Any], reason: str) -> None:
     found = gemm.decide(case(fmt, on, **changes), "auto")
@@ -182,7 +191,7 @@ def test_a_preference_ends_with_its_block() -> None:
 
 
 def test_an_unknown_preference_changes_nothing() -> None:
-    with pytest.raises(ValueError, match="one of auto, dequantize, scaled_mm, got 'fast'"):
+    with pytest.raises(ValueError, match="one of auto, dequantize, scaled_mm, block_128, got 'fast'"):
         gemm.use("fast")
     assert cast("fp8_current").gemm_choice().path == "dequantize"  # type: ignore[attr-defined]
 

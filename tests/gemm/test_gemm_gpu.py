@@ -1,7 +1,7 @@
 """FP8 products on a GPU: the kernels that ran, the numbers that came out, and what happens where they cannot run."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import zerocast
 from zerocast import gemm
-from zerocast.formats import Element
+from zerocast.formats import Element, FormatSpec
 from zerocast.formats.element import E4M3, E5M2
 from zerocast.gemm import inputs
 from zerocast.quantize import cast_whole
@@ -31,7 +31,22 @@ CASES = [
     ("block_128", "fp8_block", (128, 128)),
     ("block_128", "fp8_block:power_of_2_scale=False", (384, 1024)),
     ("block_128", "mxfp4", (256, 640)),
+    ("block_128", "nvfp4:exact_in_fp8", (256, 640)),
 ]
+
+
+@pytest.fixture(autouse=True)
+def preferred(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A weight that two paths can multiply takes the one that a test names."""
+    parameters = getattr(request.node, "callspec", None)
+    path = parameters.params.get("path") if parameters else None
+    with gemm.use("block_128" if path == "block_128" else "auto"):
+        yield
+
+
+def has_power_of_2_scales(fmt: FormatSpec) -> bool:
+    """Whether the scales of inputs are powers of two, as those of the weight's blocks are."""
+    return fmt.power_of_2_scale or fmt.scale_group is not None
 
 
 def parameter(fmt: str, shape: tuple[int, int], dtype: torch.dtype = BF16) -> Any:
@@ -120,7 +135,7 @@ def test_forward_and_gradients(path: str, fmt: str, shape: tuple[int, int], rows
     grad = torch.randn_like(y)
     y.backward(grad)
     rowwise, columnwise = (weight.read(columnwise=c, dtype=torch.float32).double() for c in (False, True))
-    power_of_2 = weight.format.power_of_2_scale or weight.format.is_exact_in_fp8
+    power_of_2 = has_power_of_2_scales(weight.format)
     assert_product(y, seen(path, x.detach(), E4M3, power_of_2), rowwise.t(), bias.detach().double())
     element = E5M2 if path == "per_tensor" and weight.format.element != E5M2 else E4M3
     assert x.grad is not None and bias.grad is not None
@@ -148,7 +163,7 @@ def test_other_dtypes_strides_and_ways_to_write_it(path: str, fmt: str) -> None:
     half = parameter(fmt, (256, 384), torch.float16)
     assert_product(
         F.linear(x.half(), half),
-        seen(path, x.half(), E4M3, half.format.power_of_2_scale or half.format.is_exact_in_fp8),
+        seen(path, x.half(), E4M3, has_power_of_2_scales(half.format)),
         half.read(columnwise=False, dtype=torch.float32).double().t(),
     )
 

@@ -14,8 +14,10 @@ multiple of 16; both extents of the weight must be multiples of 128. Inputs and 
 as is usual with blocks this small (TransformerEngine, "FP8 Blockwise Scaling"; DeepSeek-V3). Their
 scales are powers of two if those of the weight are.
 
-The stage `upcast` turns the codes of mxfp4 into such a weight without rounding, for the duration of
-one product. In memory the weight stays at 4 bits an element.
+The stage `upcast` turns the codes of mxfp4 and of nvfp4:exact_in_fp8 into such a weight without
+rounding, for the duration of one product. In memory the weight stays at 4 bits an element. All
+blocks of the second have one scale, that of the tensor, so it can be multiplied by path per_tensor
+as well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,17 +28,23 @@ from torch import Tensor
 
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.element import E4M3
+from zerocast.formats.layout import round_up
 from zerocast.gemm import inputs, scaling, torch_api
 from zerocast.gemm.case import Case
 
 BLOCK = 128
 BLOCK_SHAPE = (BLOCK, BLOCK)
+# The scales of a row of blocks are padded to a multiple of this, L4 above.
+SCALE_COLUMNS = 4
 FIRST_CUDA = (12, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """FP32 scales in 128x128 blocks, or codes that `upcast` turns into E4M3 with such scales."""
-    return BLOCK_SHAPE in (fmt.block if fmt.scale_rule is ScaleRule.FP32 else None, fmt.scale_group)
+    """FP32 scales in 128x128 blocks, or codes that `upcast` turns into E4M3 with such scales, or
+    with one scale for all blocks.
+    """
+    has_blocks = BLOCK_SHAPE in (fmt.block if fmt.scale_rule is ScaleRule.FP32 else None, fmt.scale_group)
+    return has_blocks or fmt.exact_scales
 
 
 def hardware(case: Case) -> Iterator[str]:
@@ -55,7 +63,7 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 
 
 def _has_power_of_2_scales(fmt: FormatSpec) -> bool:
-    return fmt.power_of_2_scale or fmt.is_exact_in_fp8
+    return fmt.power_of_2_scale or fmt.scale_group is not None
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
@@ -105,5 +113,8 @@ def multiply(
     codes, scale_inv = operands
     read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
     data, weight_scale_inv = read(columnwise)
+    if weight.format.exact_scales:
+        blocks = data.shape[0] // BLOCK, round_up(data.shape[1] // BLOCK, SCALE_COLUMNS)
+        weight_scale_inv = weight_scale_inv.expand(blocks).contiguous()
     b, b_scale_inv = data.view(torch.float8_e4m3fn).t(), weight_scale_inv.t()
     return torch_api.scaled_mm(codes, scale_inv, b, b_scale_inv, ["BlockWise1x128"], ["BlockWise128x128"], bias, dtype)

@@ -98,7 +98,7 @@ PATHS: dict[str, Path] = {
     "mxfp4": mxfp4,
     "dequantize": dequantize,
 }
-PREFERENCES = ("auto", "dequantize", "scaled_mm")
+PREFERENCES = ("auto", "dequantize", "scaled_mm", "block_128")
 WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
 # Devices on which "auto" takes a scaled product. The CPU emulates it, which is slower than
 # dequantizing and gives other bits.
@@ -127,7 +127,10 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
     "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize.
     "dequantize": always that. "scaled_mm": torch's scaled matrix multiply, on the CPU too where
     torch has it; a product that cannot raises RuntimeError with the reason. The two give
-    different bits, since the scaled one quantizes the input as well.
+    different bits, since the scaled one quantizes the input as well. "block_128": as "auto", but a
+    weight that two paths can multiply (`nvfp4:exact_in_fp8` on Hopper) takes the path of that name.
+    Its inputs have a scale for every 128 elements of a row in place of one for all, which the
+    outliers of an input hurt less, and products take longer.
 
     `weight_gradients` is "nominal" (the default): the weight gradient is a product of the input and
     the output gradient in the nominal dtype or FP32. With "fp8" both are quantized if products with
@@ -191,17 +194,26 @@ def _warn_nominal(layer: str) -> None:
     logger.warning("the weight gradients of %s are nominal, not FP8, below a DTensor or torch.func", layer)
 
 
-def _path_of(case: Case) -> tuple[str, str]:
+def _path_of(case: Case, preference: str) -> tuple[str, str]:
     """(name, reason) of the path for a format and a device.
 
-    It is the first path that takes the format and that the device can run, with an empty reason. If
-    there is none, it is the first path that takes the format, with the reasons of all such paths
-    why the device cannot run them.
+    It is the one that `preference` names, if that can run. Otherwise it is the first path that
+    takes the format and that the device can run, with an empty reason. If there is none, it is the
+    first path that takes the format, with the reasons of all such paths why the device cannot run
+    them.
     """
     names = [name for name, path in PATHS.items() if path.supports(case.format)]
+    if preference in names and not any(_reasons(preference, case)):
+        return preference, ""
     reasons = {name: next(PATHS[name].hardware(case), "") for name in names if name != "dequantize"}
     runnable = next((name for name, reason in reasons.items() if not reason), None)
     return (runnable, "") if runnable else (names[0], "; ".join(reasons.values()))
+
+
+def _reasons(name: str, case: Case) -> Iterator[str]:
+    """All reasons why a path cannot run."""
+    yield from PATHS[name].hardware(case)
+    yield from PATHS[name].unsupported_reasons(case)
 
 
 @functools.cache
@@ -209,7 +221,7 @@ def decide(case: Case, preference: str) -> Choice:
     """The path for a case; the same answer on every machine with the same torch."""
     if preference == "dequantize":
         return Choice("dequantize", "asked for")
-    name, reason = _path_of(case)
+    name, reason = _path_of(case, preference)
     reason = reason or next(PATHS[name].unsupported_reasons(case), "")
     if name == "dequantize":
         reason = f"{case.format} has no scaled product"
@@ -256,9 +268,9 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
 
 def falls_back(case: Case, preference: str) -> bool:
     """True if a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
-    name, reason = _path_of(case)
+    name, reason = _path_of(case, preference)
     has_tensor_cores = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
-    return has_tensor_cores and preference == "auto" and decide(case, preference).path == "dequantize"
+    return has_tensor_cores and preference in ("auto", "block_128") and decide(case, preference).path == "dequantize"
 
 
 @functools.cache
