@@ -42,6 +42,13 @@ class Casting:
         """One call, in TransformerEngine's order of arguments."""
         integration().quantize_master_weights(self.tensors, *self.masters(step), self.group, *arguments, **options)
 
+    def forget_call(self) -> None:
+        """The masters of the next call are others, and some contents are not finite."""
+        from zerocast.integrations.transformer_engine.plan_cache import plans
+
+        for cached in plans._by_first.get(self.tensors[0], []):
+            cached._driver.plan.forget_call()
+
     def payloads(self, index: int) -> list[Tensor]:
         """The buffers of codes that a gather sends."""
         held, own = buffers(self.tensors[index]), get_format(self.cases[index].fmt).columnwise is Columnwise.OWN_GRID
@@ -86,6 +93,7 @@ def cast_and_gather(
         casting = Casting(cases, device, columnwise)
         outcome = Outcome([], casting.complaints)
         for step in range(steps):
+            casting.forget_call()
             casting.cast(step, manual_post_all_gather_processing=manual)
             if step == 0:
                 casting.check_others_untouched()
