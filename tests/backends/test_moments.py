@@ -158,3 +158,29 @@ def test_updates_after_a_spike() -> None:
         kept_m = moments.dequantize_first(codes[0], codes[2][0].unsqueeze(1))
         kept_v = moments.dequantize_second(codes[1], codes[2][1].unsqueeze(1))
     assert worst < 3
+
+
+@pytest.mark.parametrize("columns", [128, 200, 40])
+def test_momentum_of_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    """The codes of groups of rows, a part of the rows at a time; those of an AdamW's first moments of the same matrix."""
+    generator = torch.Generator().manual_seed(0)
+    momentum = torch.randn(7, columns, generator=generator) * torch.randn(7, columns, generator=generator).exp()
+    momentum[2] = 0
+    groups = -(-columns // 128)
+    codes, scales = torch.zeros(7, columns, dtype=torch.int8), torch.zeros(7, groups)
+    monkeypatch.setattr(moments, "ELEMENTS_AT_ONCE", 3 * columns)
+    moments.quantize_rows(momentum, codes, scales)
+    whole = [0, 7 * columns, 0, 0, columns, 0, -1, -1, 5]
+    adam = (
+        torch.zeros(7 * columns, dtype=torch.int8),
+        torch.zeros(7 * columns, dtype=torch.uint8),
+        torch.zeros(2, 7 * groups),
+    )
+    flat = momentum.view(-1)
+    moments.quantize_moments(flat, flat, *adam, whole, 1, torch.zeros(2, 0), finishes=False)
+    assert torch.equal(codes.view(-1), adam[0]) and torch.equal(scales.view(-1), adam[2][0])
+    kept = moments.dequantize_rows(codes, scales)
+    assert not kept[2].any() and torch.equal(kept.view(-1), moments.dequantize_moments(*adam, whole)[0])
+    again, of_again = torch.zeros_like(codes), torch.zeros_like(scales)
+    moments.quantize_rows(kept, again, of_again)
+    assert torch.equal(again, codes) and torch.equal(of_again, scales)
