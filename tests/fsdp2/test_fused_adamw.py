@@ -335,7 +335,7 @@ Named = list[tuple[str, Any]]
 
 
 def eight_bit(params: Any, **options: Any) -> FusedAdamW:
-    """What most ranks build."""
+    """The optimizer with moments in 8 bits that most ranks build."""
     return FusedAdamW(params, **{**ADAM, "moment_dtype": "8bit", **options})
 
 

@@ -289,6 +289,26 @@ def test_four_bits_multiply_as_eight(on_demand: bool, monkeypatch: pytest.Monkey
     assert all(map(torch.equal, found, expected))
 
 
+@pytest.mark.parametrize("on_demand", [False, True])
+def test_exact_nvfp4_multiplies_as_blocks_of_one_scale(on_demand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products by path block_128 are those of an fp8_block weight with the same FP8 values and the scale of the tensor."""
+    monkeypatch.setattr(torch_api, "scaled_mm", emulated)
+    weight: Any = nn.Parameter(casts.cast_whole("nvfp4:exact_in_fp8", torch.randn(256, 640), torch.float32))
+    weight.state.columnwise_on_demand = on_demand
+    tensor_scale = 8 * (weight.amax / 2688)
+    codes = (weight.read(columnwise=False, dtype=torch.float32) / tensor_scale).to(torch.float8_e4m3fn)
+    # Any cast makes the buffers, which are then overwritten.
+    eight: Any = nn.Parameter(casts.cast_whole("fp8_block:power_of_2_scale=False", torch.ones(256, 640), torch.float32))
+    eight.state.columnwise_on_demand = True
+    eight.state.buffers["rowwise_data"].copy_(codes.view(torch.uint8))
+    eight.state.buffers["rowwise_scale_inv"].fill_(float(tensor_scale))
+    x, grad = torch.randn(37, 640).to(BF16), torch.randn(37, 256).to(BF16)
+    found, expected = (
+        (multiply("block_128", x, w, bias=None), multiply_gradient("block_128", grad, w)) for w in (weight, eight)
+    )
+    assert all(map(torch.equal, found, expected)) and found[0].any()
+
+
 @pytest.mark.parametrize("power_of_2", [False, True])
 def test_inputs_have_scales_of_the_kind_that_the_weight_has(power_of_2: bool) -> None:
     weight: Any = cast(f"fp8_block:power_of_2_scale={power_of_2}", (128, 256))

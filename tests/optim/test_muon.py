@@ -154,9 +154,10 @@ def test_emerging_optimizers(shape: tuple[int, int], adjust: str) -> None:
         optimizer.zero_grad()
 
 
-def skipping(name: str, culprit: int, clip: bool) -> None:
+def skipping(name: str, culprit: int, clip: bool, config: ZeroConfig) -> None:
     """A good step, a bad one, a good one."""
-    trainer, reference = Trainer(SMALL), UndistributedMuon(SMALL.specs)
+    trainer = Trainer(dataclasses.replace(SMALL, config=config))
+    reference = UndistributedMuon(SMALL.specs, config.moment_dtype)
     for step in range(3):
         gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in SMALL.specs}
         if step == 1 and trainer.rank == culprit:
@@ -177,10 +178,15 @@ def skipping(name: str, culprit: int, clip: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "culprit", "clip"), [("nv", 1, True), pytest.param("norm", 0, False, marks=pytest.mark.slow)]
+    ("name", "culprit", "clip", "config"),
+    [
+        ("nv", 1, True, DETERMINISTIC),
+        ("nv", 1, True, EIGHT_BIT_MOMENTS),
+        pytest.param("norm", 0, False, DETERMINISTIC, marks=pytest.mark.slow),
+    ],
 )
-def test_skipped_steps(ranks: Ranks, name: str, culprit: int, clip: bool) -> None:
-    ranks(2)(skipping, name, culprit, clip)
+def test_skipped_steps(ranks: Ranks, name: str, culprit: int, clip: bool, config: ZeroConfig) -> None:
+    ranks(2)(skipping, name, culprit, clip, config)
 
 
 def clipped_by_torch() -> None:
