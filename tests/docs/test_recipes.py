@@ -16,7 +16,15 @@ from tests.docs.page import ROOT
 from zerocast import backends, formats
 
 USABLE = [name for name in ("cpu", "reference") if backends.why_not(name, torch.device("cpu")) is None]
-CACHES = (formats.format_names, formats._build, backends.backend_names, backends.load, backends._automatic)
+CACHES = (
+    formats.format_names,
+    formats._own_names,
+    formats._build,
+    backends.backend_names,
+    backends._own_names,
+    backends.load,
+    backends._automatic,
+)
 
 
 def block(beginning: str) -> str:

@@ -5,6 +5,9 @@ contract. It names the device types that it serves (`DEVICES`, None for any) and
 usable ones (`PREFERENCE`); an optional `why_not` gives a reason against a device. A backend that
 cannot run here raises ImportError with the reason. The environment variable `ZEROCAST_BACKEND`
 chooses one for the whole process; a choice that cannot be met raises.
+
+Another package adds a backend as an entry point of the group `zerocast.backends`. It is used when
+it is asked for by name, and never chosen by itself.
 """
 
 import functools
@@ -19,6 +22,8 @@ from typing import Any
 
 import torch
 
+from zerocast.plugins import BACKENDS, plugins
+
 __all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
 
 logger = logging.getLogger(__name__)
@@ -29,7 +34,15 @@ NO_BACKENDS = ("_C", "checks", "descriptor", "extension", "ops")
 
 @functools.cache
 def backend_names() -> tuple[str, ...]:
-    """The names of all backends of this version, whether or not they can run here."""
+    """The names of all backends, whether or not they can run here: those of this version, and those
+    of other packages.
+    """
+    own = _own_names()
+    return *own, *plugins(BACKENDS, own)
+
+
+@functools.cache
+def _own_names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__) if module.name not in NO_BACKENDS))
 
 
@@ -40,9 +53,12 @@ def load(name: str) -> ModuleType:
     Raises ValueError for an unknown name, ImportError with the reason for a backend that cannot
     run.
     """
-    if name not in backend_names():
+    own = _own_names()
+    if name in own:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in plugins(BACKENDS, own):
         raise ValueError(f"unknown backend {name!r}; known: {', '.join(backend_names())}")
-    return importlib.import_module(f"{__name__}.{name}")
+    return plugins(BACKENDS, own)[name].load(needed=["DEVICES"])
 
 
 def why_not(name: str, device: torch.device) -> str | None:
@@ -74,7 +90,7 @@ def choose(device: torch.device, preference: str | None = None) -> str:
 @functools.cache
 def _automatic(device_type: str) -> str:
     device = torch.device(device_type)
-    reasons = {name: why_not(name, device) for name in backend_names()}
+    reasons = {name: why_not(name, device) for name in _own_names()}
     usable = sorted((name for name, reason in reasons.items() if reason is None), key=lambda n: -load(n).PREFERENCE)
     if usable[0] == "reference":
         unusable = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)

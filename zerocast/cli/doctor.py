@@ -72,7 +72,10 @@ def _examine(config: DoctorConfig) -> Iterator[tuple[str, Any]]:
     problems = _problems_of_torch()
     if problems:
         yield "torch", problems
-    report = backends.report(_one_layer_a_format(devices[-1]))
+    names, unusable = _usable_formats()
+    if unusable:
+        yield "formats", unusable
+    report = backends.report(_one_layer_a_format(names, devices[-1]))
     yield "backends", [asdict(row) for row in report.backends]
     yield "products", [asdict(row) for row in report.layers]
     seed = secrets.randbits(31) if config.seed is None else config.seed
@@ -105,8 +108,23 @@ def _verdict(chosen: dict[str, str], outcomes: list[Outcome]) -> str:
     return f"right bytes; casts run with {used}"
 
 
-def _one_layer_a_format(device: torch.device) -> torch.nn.Module:
-    names = [name for name in format_names() if get_format(name).element]
+def _usable_formats() -> tuple[list[str], list[str]]:
+    """The names of the formats that have codes, and the reasons why formats of other packages
+    cannot be used.
+    """
+    usable = []
+    reasons = []
+    for name in format_names():
+        try:
+            if get_format(name).element:
+                usable.append(name)
+        except Exception as error:
+            # A format of another package can raise anything.
+            reasons.append(f"the format {name} cannot be used: {error}")
+    return usable, reasons
+
+
+def _one_layer_a_format(names: list[str], device: torch.device) -> torch.nn.Module:
     layers = {name: torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16, device=device) for name in names}
     return quantize_(torch.nn.ModuleDict(layers), Recipe({f"{name}.*": name for name in names}))
 
@@ -146,6 +164,7 @@ LINES: dict[str, Callable[[Any], Iterable[str]]] = {
     "no_gpu": lambda reason: [f"no GPU was found: {reason}"] if reason else ["GPUs were found"],
     "communication": lambda available: ["communication: " + ", ".join(name for name in available if available[name])],
     "torch": lambda problems: problems,
+    "formats": lambda reasons: reasons,
     "backends": _backends,
     "products": _products,
     "seed": lambda seed: [f"self-test against the reference, seed {seed}"],

@@ -1,6 +1,7 @@
 """Weight formats as values. Each format has a file of its name.
 
 The file defines `build(...) -> FormatSpec`; the keywords of `build` are the options of the format.
+Another package adds such a module as an entry point of the group `zerocast.formats`.
 """
 
 import dataclasses
@@ -9,10 +10,12 @@ import functools
 import importlib
 import inspect
 import pkgutil
+from types import ModuleType
 from typing import Any
 
 from zerocast.formats.element import Element
 from zerocast.formats.spec import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, option_key
+from zerocast.plugins import FORMATS, plugins
 
 __all__ = ["AmaxPolicy", "Block", "Columnwise", "Element", "FormatSpec", "ScaleRule", "format_names", "get_format"]
 
@@ -23,7 +26,13 @@ _LITERALS: dict[str, Any] = {"True": True, "False": False}
 
 @functools.cache
 def format_names() -> tuple[str, ...]:
-    """The names that `get_format` accepts."""
+    """The names that `get_format` accepts: those of zerocast, and those of other packages."""
+    own = _own_names()
+    return *own, *plugins(FORMATS, own)
+
+
+@functools.cache
+def _own_names() -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in _NOT_FORMATS))
 
 
@@ -33,7 +42,7 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
     Options are keywords, or inline as in ``"fp8_block:power_of_2_scale=False"``, the text that
     `str(fmt)` returns; an inline option without a value is True. Raises ValueError for an unknown
     name, an option that this format does not have, or a value outside its range, TypeError for an
-    option of another type.
+    option of another type, ImportError for a format of another package that cannot be loaded.
     """
     if type(name) is str and not options:  # as every product asks
         return _build(name, ())
@@ -51,11 +60,7 @@ def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
 @functools.lru_cache(maxsize=256)
 def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
     name, _, inline = text.partition(":")
-    if name not in format_names():
-        close = difflib.get_close_matches(name, format_names(), n=1)
-        guess = f"did you mean {close[0]!r}? " if close else ""
-        raise ValueError(f"unknown format {name!r}; {guess}known: {', '.join(format_names())}")
-    build = importlib.import_module(f"{__name__}.{name}").build
+    build = _module(name).build
     chosen = {**_parse(inline), **{option: value for option, _, value in options}}
     known = inspect.signature(build).parameters
     for option, value in chosen.items():
@@ -68,9 +73,23 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
         if type(value) is not expected:
             raise TypeError(f"option {option} of {name} is a {expected.__name__}, got {value!r}")
     spec: FormatSpec = build(**chosen)
+    if spec.name != name:
+        raise ValueError(f"the format {name} calls itself {spec.name!r}: both names are one")
     if not 0.0 <= spec.amax_epsilon < float("inf"):
         raise ValueError(f"amax_epsilon must be finite and not negative, got {spec.amax_epsilon}")
     return dataclasses.replace(spec, key=option_key(build, name, chosen))
+
+
+def _module(name: str) -> ModuleType:
+    """Import the module of a format."""
+    own = _own_names()
+    if name in own:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in plugins(FORMATS, own):
+        close = difflib.get_close_matches(name, format_names(), n=1)
+        guess = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"unknown format {name!r}; {guess}known: {', '.join(format_names())}")
+    return plugins(FORMATS, own)[name].load(needed=["build"])
 
 
 def _parse(inline: str) -> dict[str, Any]:
