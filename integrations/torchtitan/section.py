@@ -77,17 +77,7 @@ def recipe_of(section: Zerocast) -> zerocast.Recipe:
 
 
 def prepare_model(model: nn.Module, section: Zerocast, weight_mesh: DeviceMesh | None = None) -> None:
-    """Make FP32 masters of the weights that the recipe matches.
-
-    Raises as `zerocast.fsdp2.prepare`, and ValueError for experts whose products torchtitan takes
-    one by one.
+    """Make FP32 masters of the weights that the recipe matches. Raises as
+    `zerocast.fsdp2.prepare`.
     """
-    recipe = recipe_of(section)
-    for module_name, module in model.named_modules():
-        for name, _ in module.named_parameters(module_name, recurse=False):
-            if not getattr(module, "use_grouped_mm", True) and recipe.format_of(name).element is not None:
-                raise ValueError(
-                    f"{name} holds experts whose products are taken one by one, use_grouped_mm=False: quantized experts take part "
-                    "in grouped products alone; match them with 'identity'"
-                )
-    prepare(model, recipe, weight_mesh=weight_mesh, verify_every=section.verify_every or None)
+    prepare(model, recipe_of(section), weight_mesh=weight_mesh, verify_every=section.verify_every or None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import zerocast
 from tests.torchtitan.host_on_cpu import WHY_NOT, importable, needs_torchtitan
 from tests.torchtitan.training import TENSOR, Case, converter_after_sharding, refused
 from tests.workers import Ranks
@@ -132,14 +133,16 @@ def test_converting_twice_and_another_model() -> None:
 
 def test_experts_one_by_one() -> None:
     """The products of experts that torchtitan takes in a loop, where the GPU has no grouped ones."""
-    with torch.device("meta"):
-        experts = GroupedExperts(dim=32, hidden_dim=32, num_experts=2, use_grouped_mm=False)
-        model = nn.ModuleDict({"experts": experts, "output": nn.Linear(32, 32)})
-    with pytest.raises(ValueError, match=r"experts.w1 holds experts whose products are taken one by one"):
-        converter_of(Case("*=nvfp4")).convert(model)
-    converter_of(Case("output.*=nvfp4")).convert(model)
-    experts.use_grouped_mm = True
-    converter_of(Case("experts.*=nvfp4")).convert(model)
+    experts = GroupedExperts(dim=32, hidden_dim=32, num_experts=2, use_grouped_mm=False).bfloat16()
+    with torch.no_grad():
+        experts.init_weights(0.1)
+    zerocast.quantize_(experts, {"w?": "nvfp4"})
+    x, found = torch.randn(64, 32, dtype=torch.bfloat16), []
+    for experts.use_grouped_mm in (False, True):
+        y = experts(x, torch.tensor([24, 40]))
+        found.append([y, *torch.autograd.grad(y.float().square().sum(), list(experts.parameters()))])
+    for one_by_one, grouped in zip(*found, strict=True):
+        torch.testing.assert_close(one_by_one, grouped, rtol=0.05, atol=0.05 * float(grouped.detach().abs().max()))
 
 
 def test_converting_what_is_sharded(ranks: Ranks, tmp_path: Path) -> None:

@@ -163,8 +163,8 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
     "cuda array": (lambda: plain().__cuda_array_interface__, "STORAGE"),
     "apply_": (lambda: plain().apply_(abs), "VALUES"),
     "iteration": (lambda: list(plain()), "VIEW"),
-    "an expert": (lambda: experts()[1], "VIEW"),
-    "select": (lambda: experts().select(0, 1), "VIEW"),
+    "some experts": (lambda: experts()[torch.tensor([0, 1])], "VIEW"),
+    "select": (lambda: plain().select(0, 1), "VIEW"),
     "index_select": (lambda: experts().index_select(0, torch.tensor([1])), "VIEW"),
     "chunk": (lambda: plain().chunk(2), "SPLIT"),
     "parameters_to_vector": (lambda: utils.parameters_to_vector(model().parameters()), "FLAT"),
@@ -188,7 +188,10 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: plain().to_sparse(), "CONVERT"),
     "pin_memory": (lambda: plain().pin_memory(), "STORAGE"),
     "convolution": (lambda: F.conv1d(torch.ones(1, 32, 64, dtype=torch.bfloat16), experts()), "PRODUCT"),
-    "batched product": (lambda: torch.bmm(torch.ones(4, 2, 32, dtype=torch.bfloat16), experts()), "PRODUCT"),
+    "a sum of batched products": (
+        lambda: torch.baddbmm(torch.ones(4, 2, 64), torch.ones(4, 2, 32), experts()),
+        "PRODUCT",
+    ),
     "vmap over experts": (lambda: torch.func.vmap(lambda w: w.sum())(experts()), "VALUES"),
     "compiled": (lambda: torch.compile(lambda w: w.sum(), backend="eager")(plain()), "VALUES"),
     "stacked models": (lambda: torch.func.stack_module_state([model(), model()]), "VALUES"),  # type: ignore[list-item]

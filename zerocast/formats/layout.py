@@ -206,6 +206,17 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
     return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), torch.uint8)
 
 
+def buffer_rows(fmt: FormatSpec, name: str, rows: int) -> int:
+    """The rows of a buffer, by name, that hold `rows` rows of a weight which are whole blocks,
+    without padding. Not for transposed copies.
+    """
+    if name.endswith("data") or fmt.block is None:
+        return rows
+    columnwise = name.startswith("columnwise")
+    height = (fmt.columnwise_block if columnwise else None) or fmt.block
+    return rows * fmt.scale_repeat(columnwise)[0] // height[0]
+
+
 def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Buffer]:
     """The buffers of an upcast weight, or of its transpose: E4M3 codes `[rows, columns]` and one
     f32 scale per scale group, as in fp8_block, or one of the tensor, as in fp8_current.

@@ -254,7 +254,7 @@ def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
 def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice, bool]:
     """The choice, and whether it is a fallback (`falls_back`). Kept with the weight's storage."""
     if weight.dim() != 2:
-        return Choice(None, "products take a weight of two dimensions"), False
+        return Choice("dequantize", "products of all experts at once are those of plain tensors"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
     key = _preference, dtype, transposed
     if key not in choices:

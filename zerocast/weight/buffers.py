@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
+from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
 
 
@@ -14,6 +15,7 @@ class WeightBuffers(Tensor):
     """The buffers of `state` by name. Reading data or scales waits for an all-gather in flight."""
 
     state: WeightState
+    expert_of: ExpertOf | None
 
     @property
     def format(self) -> FormatSpec:
@@ -97,4 +99,4 @@ class WeightBuffers(Tensor):
         # which could happen between a test and a second read.
         finish = self.state.validity.finish
         if finish is not None:
-            finish(self)
+            finish(self if self.expert_of is None else self.expert_of.weight)

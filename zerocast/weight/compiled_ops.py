@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.formats import get_format
-from zerocast.weight import grouped
+from zerocast.weight import experts
 from zerocast.weight.gathered_operands import gathered_operand
 from zerocast.weight.stored import StoredWeight
 
@@ -97,12 +97,14 @@ def _weight_gradient_fake(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: to
     return grad[0].new_empty((grad[0].shape[0], x[0].shape[0]), dtype=dtype)
 
 
-def _grouped(x: Tensor, offs: Tensor, columnwise: bool, *weight: Any) -> Tensor:
-    return grouped.multiply(x, StoredWeight(*weight), offs, columnwise)
+def _multiply_experts(x: Tensor, offs: Tensor | None, columnwise: bool, *weight: Any) -> Tensor:
+    return experts.multiply(x, StoredWeight(*weight), offs, columnwise)
 
 
-def _grouped_fake(x: Tensor, offs: Tensor, columnwise: bool, shape: Sequence[int], *weight: Any) -> Tensor:
-    return x.new_empty((x.shape[0], shape[2 if columnwise else 1]))
+def _multiply_experts_fake(
+    x: Tensor, offs: Tensor | None, columnwise: bool, shape: Sequence[int], *weight: Any
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], shape[2 if columnwise else 1]))
 
 
 ops.define(
@@ -125,5 +127,8 @@ ops.define(
     _weight_gradient_fake,
 )
 ops.define(
-    "grouped_multiply", f"(Tensor x, Tensor offs, bool columnwise, {_WEIGHT}) -> Tensor", _grouped, _grouped_fake
+    "multiply_experts",
+    f"(Tensor x, Tensor? offs, bool columnwise, {_WEIGHT}) -> Tensor",
+    _multiply_experts,
+    _multiply_experts_fake,
 )

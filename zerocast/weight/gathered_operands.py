@@ -39,11 +39,11 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 
 def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
     """The operand of one direction of the weight whose rowwise codes are `data`; None if it is not
-    gathered together with others.
+    gathered together with others, or if these are the codes of one of its experts.
     """
     reference, place = getattr(data.untyped_storage(), _ATTRIBUTE, _NOT_GATHERED)
     operands = reference()
-    return None if operands is None else operands.take(place, columnwise)
+    return None if operands is None or operands.is_part(place, data) else operands.take(place, columnwise)
 
 
 def forget_operands(data: Tensor) -> None:
@@ -137,6 +137,10 @@ class GatheredOperands:
             if state.format.is_exact_in_fp8 or state.format.columnwise is Columnwise.TRANSPOSE:
                 by_format.setdefault(state.format, []).append(state)
         return [GatheredOperands(fmt, of_format) for fmt, of_format in by_format.items()]
+
+    def is_part(self, place: int, data: Tensor) -> bool:
+        """True if `data` has not all codes of the weight at a place."""
+        return data.shape != self._states[place].rowwise_data.shape
 
     def take(self, place: int, columnwise: bool) -> Operand:
         """The operand of a weight, which belongs to the caller."""

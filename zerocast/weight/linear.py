@@ -1,5 +1,6 @@
 """Products with a QuantizedWeight: the forward product reads the rowwise copy, the input gradient
-reads the columnwise copy.
+reads the columnwise copy. For `x @ W[i]` with an expert as stored it is the other way round
+(`experts.py`).
 
 A path of `zerocast.gemm` computes both; a backward pass uses the path of its forward pass. The
 weight gradient never needs the weight. It has the nominal dtype, or FP32 if the weight's
@@ -21,17 +22,29 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from zerocast import gemm
-from zerocast.weight import grouped
+from zerocast.weight import experts
 
 
 class _Product(torch.autograd.Function):
     """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is
     `[..., features]`.
+
+    `expert` is the number of the expert that is multiplied, None for a weight of two dimensions.
+    `x @ W + bias` of an expert is `columnwise`: the forward pass is what the input gradient of the
+    other orientation is, and the other way round.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Any, bias: Tensor | None, transposed: bool, path: str, weight_gradients: str
+        ctx: Any,
+        x: Tensor,
+        weight: Any,
+        bias: Tensor | None,
+        transposed: bool,
+        path: str,
+        weight_gradients: str,
+        expert: int | None = None,
+        columnwise: bool = False,
     ) -> Tensor:
         # An empty input has no amax and cannot be quantized. A frozen weight needs no second
         # operand for its gradient.
@@ -43,7 +56,9 @@ class _Product(torch.autograd.Function):
         ctx.has_bias = bias is not None
         ctx.quantized = way != "nominal"
         ctx.recorded = weight.state.recorded()
-        return _multiplied(path, operands, x, weight, False, transposed, bias)
+        ctx.expert, ctx.columnwise = expert, columnwise
+        matrix = weight if expert is None else weight.expert(expert)
+        return _multiplied(path, operands, x, matrix, columnwise, transposed, bias)
 
     @staticmethod
     @once_differentiable
@@ -71,16 +86,17 @@ class _Product(torch.autograd.Function):
                 # A cast writes the buffers below autograd. The version counter of the weight, which
                 # `saved_tensors` compares, does not move, so the weight's own version is compared.
                 weight.state.validity.check_recorded(ctx.recorded)
-                grad_x = _multiplied(ctx.path, operands, grad, weight, True, ctx.transposed, None)
+                matrix = weight if ctx.expert is None else weight.expert(ctx.expert)
+                grad_x = _multiplied(ctx.path, operands, grad, matrix, not ctx.columnwise, ctx.transposed, None)
             if ctx.quantized:
                 outer = functools.partial(_outer_quantized, ctx.path, quantized_grad, saved_input)
-                grad_weight = _weight_gradient(weight, outer)
+                grad_weight = _weight_gradient(weight, outer, ctx.expert)
             elif needs_weight:
                 x_rows = saved_input[0].reshape(-1, saved_input[0].shape[-1])
-                pair = (x_rows, grad_rows) if ctx.transposed else (grad_rows, x_rows)
-                grad_weight = _weight_gradient(weight, functools.partial(_outer, *pair))
+                pair = (x_rows, grad_rows) if ctx.transposed or ctx.columnwise else (grad_rows, x_rows)
+                grad_weight = _weight_gradient(weight, functools.partial(_outer, *pair), ctx.expert)
         grad_bias = grad_rows.sum(0) if ctx.has_bias and needs_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def multiply(path: str, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
@@ -123,8 +139,9 @@ def _multiplied(
     return y if y.shape == shape else y[: x.numel() // x.shape[-1]].view(shape)
 
 
-def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> Tensor:
-    """The weight gradient in the weight's logical shape and gradient dtype.
+def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor], expert: int | None) -> Tensor:
+    """The weight gradient in the weight's logical shape and gradient dtype. That of one expert is
+    zero for the others.
 
     `product` computes it in a given dtype. If a host such as Megatron fuses the accumulation of
     gradients, the result is added to `main_grad`, and autograd gets zeros.
@@ -132,8 +149,14 @@ def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor]) -> T
     dtype: torch.dtype = weight.product_grad_dtype
     main_grad: Tensor | None = weight.main_grad if hasattr(weight, "grad_added_to_main_grad") else None
     if main_grad is None:
-        return product(dtype).view(weight.shape)
-    main_grad.add_(product(main_grad.dtype).view(main_grad.shape))
+        gradient = product(dtype)
+        if expert is None:
+            return gradient.view(weight.shape)
+        of_all = gradient.new_zeros(weight.shape)
+        of_all[expert] = gradient
+        return of_all
+    target = main_grad if expert is None else main_grad[expert]
+    target.add_(product(main_grad.dtype).view(target.shape))
     # The host's gradient hook adds `grad` to `main_grad` unless this flag says that it is done.
     weight.grad_added_to_main_grad = True
     # The hook runs only if autograd gets a gradient. An expanded scalar takes no memory.
@@ -157,35 +180,42 @@ def _outer_quantized(path: str, grad: Sequence[Tensor], x: Sequence[Tensor], dty
 def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
     """`x @ W.T + bias`, or `x @ W + bias` when `transposed`, for W `[M, K]` as it is stored."""
     if not hasattr(weight, "format") or hasattr(x, "format") or hasattr(bias, "format"):
-        raise RuntimeError(
-            "a QuantizedWeight is the weight of a product: its second operand, with plain tensors beside it"
-        )
+        raise RuntimeError("a QuantizedWeight is the weight of a product, with plain tensors beside it")
     if weight.dim() != 2:
-        raise RuntimeError(f"products take a weight of two dimensions, got shape {tuple(weight.shape)}")
+        raise RuntimeError(
+            f"products take a weight of two dimensions, got shape {tuple(weight.shape)}: experts in one weight take part in bmm, "
+            "grouped_mm and, one by one as weight[i], in linear and matmul"
+        )
     if weight.transposed_of is not None:
         weight, transposed = weight.transposed_of, not transposed
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else weight.dtype
-    if x.dtype != dtype and not autocast:
-        raise RuntimeError(f"the input is {x.dtype} and the weight's nominal dtype {dtype}: they must be the same")
-    bias = None if bias is None else bias.to(dtype)
-    if autocast:
-        # The operands have the dtype of autocast already. Left on, autocast would also cast the
-        # operands of the products inside a path, which may be FP32 on purpose (`gemm.plain`).
-        with torch.autocast(x.device.type, enabled=False):
-            return _recorded(x.to(dtype), weight, bias, transposed)
-    return _recorded(x, weight, bias, transposed)
+    return experts.in_product_dtype(
+        lambda x: _recorded(x, weight, None if bias is None else bias.to(x.dtype), transposed), x, weight
+    )
 
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
     """The product, for autograd or for torch.func."""
     if torch._C._are_functorch_transforms_active():
+        if weight.expert_of is not None:
+            raise RuntimeError("torch.func has no products of single experts: use bmm, or call dequantize()")
         # torch.func does not take an autograd.Function without `setup_context`. Operators pass.
         product = torch.matmul(x, weight if transposed else torch.t(weight))
         return product if bias is None else product + bias
+    if weight.expert_of is not None:
+        return _of_expert(x, weight, bias, columnwise=transposed)
     path = gemm.path_of(weight, x.dtype, transposed)
     way = gemm.weight_gradients_of(weight, path)
     y: Tensor = _Product.apply(x, weight, bias, transposed, path, way)  # type: ignore[no-untyped-call]
+    return y
+
+
+def _of_expert(x: Tensor, expert: Any, bias: Tensor | None, columnwise: bool) -> Tensor:
+    """The product with one expert, recorded by autograd as one with the weight of all experts."""
+    weight, index = expert.expert_of
+    path = gemm.path_of(expert, x.dtype, transposed=False)
+    # The operands of a quantized weight gradient belong to the other orientation.
+    way = "nominal" if columnwise else gemm.weight_gradients_of(weight, path)
+    y: Tensor = _Product.apply(x, weight, bias, False, path, way, index, columnwise)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -214,15 +244,25 @@ def linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     return _product(input, weight, bias, transposed=False)
 
 
-def matmul(input: Tensor, other: Any) -> Tensor:
-    """torch.matmul with the weight as the second operand."""
+def matmul(input: Any, other: Any) -> Tensor:
+    """torch.matmul with the weight as either operand, or with the experts of a weight (`bmm`)."""
+    if hasattr(input, "format") and not hasattr(other, "format"):
+        # W @ x is the transpose of x.T @ W.T, which is a linear product.
+        return (
+            _product(other, input, None, transposed=False)
+            if other.dim() == 1
+            else matmul(other.mT, input.transposed()).mT
+        )
+    if hasattr(other, "format") and other.dim() == 3 and input.dim() == 3:
+        return experts.bmm(input, other)
     return _product(input, other, None, transposed=True)
 
 
-def mm(input: Tensor, mat2: Any) -> Tensor:
-    """torch.mm with the weight as the second operand."""
-    if input.dim() != 2:
-        raise RuntimeError(f"mm() takes matrices, got an input of shape {tuple(input.shape)}")
+def mm(input: Any, mat2: Any) -> Tensor:
+    """torch.mm with the weight as either operand."""
+    for operand in (input, mat2):
+        if operand.dim() != 2:
+            raise RuntimeError(f"mm() takes matrices, got an operand of shape {tuple(operand.shape)}")
     return matmul(input, mat2)
 
 
@@ -255,5 +295,5 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: matmul,
     torch.addmm: addmm,
     torch.Tensor.addmm: addmm,
-    **grouped.PRODUCTS,
+    **experts.PRODUCTS,
 }

@@ -269,6 +269,40 @@ class WeightState:
         pairs = [(self.buffers[name], other.buffers[name]) for name in names]
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
 
+    def expert(self, index: int, rows: int) -> "WeightState":
+        """The state of one matrix of `rows` rows in a weight of several: the same memory, except
+        for scales with a padding that is not in it. It shares the validity.
+
+        A transposed copy is made at each use, since that of all matrices does not hold those of one
+        side by side.
+        """
+        matrix = rows, self.matrix_shape[1]
+        buffers = dict(self.buffers)
+        for name, buffer in layout.buffers(self.format, matrix, self.dtype).items():
+            whole = buffers[name]
+            if name.startswith("columnwise") and self.format.columnwise is Columnwise.TRANSPOSE:
+                buffers[name] = None
+            elif whole is not None and buffer is not None and len(buffer.shape) == 2:
+                buffers[name] = _rows_of_matrix(whole, buffer, index, layout.buffer_rows(self.format, name, rows))
+        choices, derived = self.choices.setdefault(("expert", index), ({}, {}))
+        return WeightState(
+            self.format,
+            matrix,
+            self.dtype,
+            buffers,
+            self.validity,
+            self.columnwise_cast,
+            self.was_cast,
+            self.is_cast,
+            columnwise_on_demand=True,
+            name=f"{self.name}[{index}]" if self.name else "",
+            fp8_weight_gradients=self.fp8_weight_gradients,
+            host_casts_gradient=self.host_casts_gradient,
+            is_part=True,
+            choices=choices,
+            _derived=derived,
+        )
+
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """`copy` of every buffer, by name. A stale columnwise copy is left out.
 
@@ -285,3 +319,10 @@ class WeightState:
         """Let a transposed copy with one scale per tensor use the rowwise scale tensor itself."""
         if self.format.columnwise is Columnwise.TRANSPOSE and self.format.block is None:
             self.buffers["columnwise_scale_inv"] = self.buffers["rowwise_scale_inv"]
+
+
+def _rows_of_matrix(whole: Tensor, buffer: layout.Buffer, index: int, rows: int) -> Tensor:
+    """The `rows` rows of one matrix in a buffer of several, padded to the shape of `buffer`."""
+    part = whole[index * rows : (index + 1) * rows]
+    missing = buffer.shape[0] - rows
+    return torch.nn.functional.pad(part, (0, 0, 0, missing), value=buffer.padding) if missing else part

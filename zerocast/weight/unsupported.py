@@ -16,7 +16,7 @@ from torch import Tensor
 
 VALUES = "call dequantize() for a plain tensor of its values"
 PRODUCT = (
-    "it is the second operand of linear, mm, addmm, matmul and grouped_mm; match the weights of other layers with 'identity' in "
+    "it is an operand of linear, mm, addmm, matmul, bmm and grouped_mm; match the weights of other layers with 'identity' in "
     "the Recipe, or call dequantize()"
 )
 WRITE = (
@@ -36,8 +36,8 @@ LIKE = (
     "with its shape"
 )
 VIEW = (
-    "call dequantize() for a plain tensor to index; experts in one weight take part in torch.nn.functional.grouped_mm, or have a "
-    "weight each"
+    "call dequantize() for a plain tensor to index; experts in one weight take part in grouped_mm and bmm, and one by one, as "
+    "weight[i], in linear and matmul (transformers: experts_implementation='grouped_mm' or 'eager')"
 )
 SPLIT = "to shard the model call zerocast.fsdp2.prepare, not quantize_, before fully_shard; to split values call dequantize()"
 FLAT = (

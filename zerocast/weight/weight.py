@@ -20,6 +20,7 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
 from zerocast.weight import graph_key, linear, owners, unsupported
 from zerocast.weight.buffers import WeightBuffers
+from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
 from zerocast.weight.stored import WeightReader
 from zerocast.weight.validity import Use, described
@@ -46,6 +47,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         state: the storage, shared by all objects over it. `weight.data = other` replaces it.
         transposed_of: the weight that this object is a transposed reading of; None for a weight as
             stored. Fixed for the lifetime of the object.
+        expert_of: the weight of three dimensions that this object is one expert of, and its number;
+            None for a weight of its own. Fixed for the lifetime of the object.
     """
 
     transposed_of: "QuantizedWeight | None"
@@ -62,6 +65,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         torch._C._set_throw_on_mutable_data_ptr(weight)
         weight.state = state
         weight.transposed_of = None
+        weight.expert_of = None
         return weight
 
     @staticmethod
@@ -283,6 +287,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """A new tensor object over the same storage, as `detach` returns."""
         other = QuantizedWeight(self.shape, self.state)
         other.transposed_of = self.transposed_of
+        other.expert_of = self.expert_of
         return other
 
     def transposed(self) -> "QuantizedWeight":
@@ -294,6 +299,16 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         view = QuantizedWeight((*self.shape[:-2], self.shape[-1], self.shape[-2]), self.state)
         view.transposed_of = self
         return view
+
+    def expert(self, index: int) -> "QuantizedWeight":
+        """One expert `[M, K]` of a weight `[E, M, K]` as an operand of products. Nothing moves.
+        Gradients go to the weight of all experts.
+        """
+        self.check(Use.READ)
+        self.wait()
+        expert = QuantizedWeight(self.shape[1:], self.state.expert(index, self.shape[1]))
+        expert.expert_of = ExpertOf(self, index)
+        return expert
 
     def share_memory_(self) -> "QuantizedWeight":
         """Refused: pickling copies a weight's bytes, so another process would never see a later

@@ -1,0 +1,126 @@
+"""gpt-oss, Llama 4, JetMoE and Jamba train with all of their matrices quantized."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+import zerocast
+from tests.experts import families
+from tests.experts.families import FAMILIES
+from tests.fsdp2 import models
+from tests.workers import Ranks
+from zerocast import ZeroAdamW, ZeroConfig
+
+CASES = [(family, "grouped_mm") for family in FAMILIES] + [("gpt_oss", "eager"), ("jamba", "eager")]
+
+
+@pytest.mark.parametrize(("family", "implementation"), CASES)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_current"])
+def test_a_model_is_that_of_its_dequantized_weights(family: str, implementation: str, fmt: str) -> None:
+    """In FP32, the forward pass and all gradients of a plain model over the values of the codes. Experts `[E, K, M]` are
+    multiplied by their columnwise codes, which are others in mxfp8, and their gradients pass through the rowwise ones.
+    """
+    model, plain = families.quantized(family, fmt, implementation), families.made(family, implementation)
+    transposed = family in ("gpt_oss", "llama4")
+    quantized = families.weights(model)
+    assert sum(weight.dim() == 3 for weight in quantized.values()) >= 4
+    copies = [weight.read(columnwise, torch.float32) for weight in quantized.values() for columnwise in (False, True)]
+    assert (fmt == "mxfp8") != all(map(torch.equal, copies[::2], copies[1::2]))
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            if name in quantized:
+                columnwise = transposed and parameter.dim() == 3
+                parameter.copy_(quantized[name].read(columnwise, torch.float32).view(parameter.shape))
+            else:
+                parameter.copy_(model.get_parameter(name))
+    found, expected = families.loss(model), families.loss(plain)
+    torch.testing.assert_close(found, expected)
+    if fmt == "mxfp8":
+        return  # input gradients are those of another plain model
+    found.backward()
+    expected.backward()
+    for name, parameter in plain.named_parameters():
+        gradient: Any = model.get_parameter(name).grad
+        assert (gradient is None) == (parameter.grad is None), name
+        if gradient is not None:
+            torch.testing.assert_close(
+                gradient, parameter.grad, rtol=1e-4, atol=1e-5 * float(parameter.grad.abs().max())
+            )
+
+
+def trained(family: str, fmt: str) -> tuple[list[str], list[float], set[bool]]:
+    """Under ZeroAdamW: what verify says after each step, losses on a batch of all ranks, and whether spans of experts begin at
+    an expert.
+    """
+    model = families.quantized(family, fmt, dtype=torch.bfloat16).bfloat16()
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=ZeroConfig(bucket_size=4096))
+    rank, losses, found = dist.get_rank(), [], []
+    for step in range(4):
+        families.loss(model, step, rank).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [str(difference) for difference in zerocast.verify(optimizer).differences]
+        with torch.no_grad():
+            losses.append(float(families.loss(model)))
+    views = [view for views in optimizer.master_views() for view in views.masters if view.weight.dim() == 3]
+    cuts = {view.span.start % math.prod(view.weight.shape[1:]) == 0 for view in views if view.span.numel}
+    return found, losses, cuts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fmt", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_training_with_zero(ranks: Ranks, family: str, fmt: str) -> None:
+    """Live bytes are those of the unsharded cast, with cuts between ranks inside an expert."""
+    results = ranks(3)(trained, family, fmt)
+    assert [found for found, _, _ in results] == [[]] * 3
+    assert set().union(*(cuts for *_, cuts in results)) == {False, True}
+    _, losses, _ = results[0]
+    assert losses[-1] < losses[0]
+
+
+def stepped(family: str, fmt: str) -> dict[str, str]:
+    """The bytes of all weights after two steps of ZeroAdamW over the same gradients on all ranks."""
+    model = families.quantized(family, fmt)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=ZeroConfig(bucket_size=4096))
+    for step in range(2):
+        families.assign_gradients(model, step)
+        optimizer.step()
+    return {name: families.bytes_of(weight) for name, weight in families.weights(model).items()}
+
+
+@pytest.mark.parametrize(("family", "fmt"), [("gpt_oss", "mxfp8"), ("jetmoe", "nvfp4")])
+def test_bytes_do_not_depend_on_the_number_of_ranks(ranks: Ranks, family: str, fmt: str) -> None:
+    (alone,) = ranks(1)(stepped, family, fmt)
+    for world in (2, 3):
+        assert ranks(world)(stepped, family, fmt) == [alone] * world
+
+
+def sharded(family: str, fmt: str) -> tuple[list[str], list[float]]:
+    """Under FSDP2: where gathered bytes are not those of the unsharded cast after steps, and losses on a batch of all ranks."""
+    model = families.made(family)
+    zerocast.fsdp2.prepare(model, families.recipe(family, fmt))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=models.mesh(), mp_policy=models.BF16)
+    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(4):
+        families.loss(model, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(float(families.loss(model)))
+    return models.complaints(model, family), losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fmt", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_training_with_fsdp2(ranks: Ranks, family: str, fmt: str) -> None:
+    """32 experts over 3 ranks: 11, 11 and 10."""
+    for found, losses in ranks(3)(sharded, family, fmt):
+        assert not found
+        assert losses[-1] < losses[0]
