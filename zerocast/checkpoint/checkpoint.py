@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.checkpoint import extras, torch_checkpoint
 from zerocast.checkpoint.manifest import LOADS, NAME, FileSum, Manifest, Stored, check_files
-from zerocast.checkpoint.moments import PREFIX, problems_of_values
+from zerocast.checkpoint.moments import MOMENTS, PREFIX, problems_of_values
 from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
@@ -378,12 +378,14 @@ def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The scalar tensors of a nested state: step counts, hyper-parameters and flags."""
+    """The step counts, hyper-parameters and flags of a nested state. Moments of parameters without
+    dimensions are scalar tensors, too, and are not among them: they are views of those in use.
+    """
     numbers: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
             numbers[key] = _numbers(value)
-        elif isinstance(value, Tensor) and value.dim() == 0:
+        elif isinstance(value, Tensor) and value.dim() == 0 and key not in MOMENTS:
             numbers[key] = value
     return numbers
 
