@@ -56,7 +56,7 @@ class Trainee:
         o, case = self.optimizer, self.case
         if case.device != "cpu":
             return o.capture(case.max_norm)
-        step = CapturableZeroStep(o._device, o._weights, o._prepare, o._finish, case.max_norm)
+        step = CapturableZeroStep(o._parts, o._prepare, o._finish, case.max_norm)
         return CapturedStep(step, record)
 
     def gradients(self, step: int) -> None:

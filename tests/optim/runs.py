@@ -161,13 +161,14 @@ def assert_equals(trainer: Trainer, reference: Undistributed, what: str) -> None
         moments, expected = state["optim"]["state"][name], reference.state(name)
         assert moments.keys() - {"step"} == expected.keys(), what
         held |= {field: (moments[field], values) for field, values in expected.items()}
-        assert float(moments.get("step", reference.step_count)) == reference.step_count, what
+        assert float(moments.get("step", reference.steps_of(name))) == reference.steps_of(name), what
         for field, (found, wanted) in held.items():
             for where, values in boxes(found):
                 label = f"{what}: {field} of {name} at {where}"
                 casts.assert_same_bytes({"f32": casts.raw(values.float())}, {"f32": _raw(wanted[where])}, label)
-    for name, found in weight_bytes(trainer.probe).items():
-        casts.assert_same_bytes(found, reference.bytes[name], f"{what}: {name}")
+    found_bytes = weight_bytes(trainer.probe)
+    for name, wanted_bytes in reference.bytes.items():
+        casts.assert_same_bytes(found_bytes[name], wanted_bytes, f"{what}: {name}")
     assert trainer.optimizer.skipped_steps == reference.skipped, what
 
 

@@ -1,5 +1,9 @@
 """Parameters, groups and hyper-parameters: what is taken, and what is refused, on every rank if on any."""
 
+import copy
+import inspect
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -12,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
     set_optimizer_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -154,13 +159,6 @@ def two_dimensions() -> bool:
     with pytest.raises(TypeError, match="group"):
         ZeroAdamW(linear().named_parameters(), group="world")  # type: ignore[arg-type]
     return True
-
-
-def test_no_more_parameter_groups():
-    trainer = Trainer(Run())
-    with pytest.raises(RuntimeError, match="build a new one"):
-        trainer.optimizer.add_param_group({"params": [("z", nn.Parameter(torch.zeros(1)))]})
-    assert len(trainer.optimizer.param_groups) == 2
 
 
 def append(groups):
@@ -330,6 +328,12 @@ def of_torch(call: str) -> tuple[str, bool]:
         "get_optimizer_state_dict": lambda: get_optimizer_state_dict(net, optimizer),
         "get_state_dict": lambda: get_state_dict(net, optimizer),
         "set_optimizer_state_dict": lambda: set_optimizer_state_dict(net, optimizer, {"state": {}, "param_groups": []}),
+        "set_state_dict": lambda: set_state_dict(
+            net,
+            optimizer,
+            model_state_dict=nn.Linear(8, 8).state_dict(),
+            optim_state_dict={"state": {}, "param_groups": []},
+        ),
     }
     error = error_of(calls[call])
     after = optimizer.state_dict()["optim"]["state"]["weight"]
@@ -341,11 +345,43 @@ def of_torch(call: str) -> tuple[str, bool]:
     where="ZeroAdamW",
     answer="raises with nothing changed, and names state_dict()",
 )
-@pytest.mark.parametrize("call", ["get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict"])
+@pytest.mark.parametrize(
+    "call", ["get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict", "set_state_dict"]
+)
 def test_torchs_calls_for_states(call: str) -> None:
     error, same = of_torch(call)
     assert "keeps no state by parameter" in error
     assert same
+
+
+@pytest.mark.notices(
+    "a ZeroAdamW or ZeroMuon is copied (`deepcopy`) or pickled",
+    where="ZeroAdamW",
+    answer="raises, and says to build another one and load the state",
+)
+@pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())])
+@pytest.mark.parametrize("optimizer", [ZeroAdamW, ZeroMuon])
+def test_optimizers_are_not_copied(optimizer: Any, copies: Any) -> None:
+    net = linear()
+    groups = [{"params": list(net.named_parameters()), "use_muon": False}]
+    zero = optimizer(groups)
+    with pytest.raises(TypeError, match=f"a {optimizer.__name__} cannot be copied or pickled: build another one"):
+        copies(zero)
+    with pytest.raises(TypeError, match="build another one and load the state"):
+        copy.deepcopy({"model": net, "optimizer": zero})
+
+
+@pytest.mark.parametrize("optimizer", [ZeroAdamW, ZeroMuon])
+def test_defaults_are_complete(optimizer: Any) -> None:
+    """They have all hyper-parameters of the constructor, and so has each group."""
+    net = linear()
+    zero = optimizer([{"params": list(net.named_parameters()), "use_muon": False}])
+    options = inspect.signature(optimizer).parameters
+    hyperparameters = options.keys() - {"params", "group", "stage", "config"}
+    assert zero.defaults.keys() == hyperparameters
+    for name in hyperparameters:
+        assert zero.defaults[name] == options[name].default
+        assert zero.param_groups[0][name] == options[name].default
 
 
 OPTIONS = [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False}]

@@ -31,21 +31,36 @@ class Undistributed:
 
     def __init__(self, specs: Iterable[Spec], moment_dtype: torch.dtype | Literal["8bit"] = torch.float32) -> None:
         self._moment_dtype = moment_dtype
-        self.specs = {spec.name: spec for spec in specs}
-        self.master = {name: spec.initial().numpy() for name, spec in self.specs.items()}
-        self.exp_avg = {name: np.zeros_like(p) for name, p in self.master.items()}
-        self.exp_avg_sq = {name: np.zeros_like(p) for name, p in self.master.items()}
+        self.specs: dict[str, Spec] = {}
+        self.master: dict[str, F32] = {}
+        self.exp_avg: dict[str, F32] = {}
+        self.exp_avg_sq: dict[str, F32] = {}
         self.step_count = 0
+        # The steps that were taken before a parameter was added.
+        self._before: dict[str, int] = {}
         self.skipped = 0
         self.norm = 0.0
         self.scale: dict[str, np.float32] = {}
         self.history: dict[str, F32] = {}
         self.bytes: dict[str, casts.Bytes] = {}
-        for name, spec in self.specs.items():
+        self.add(specs)
+
+    def add(self, specs: Iterable[Spec]) -> None:
+        """Train these parameters, too, from here on."""
+        for spec in specs:
+            name = spec.name
+            self.specs[name] = spec
+            self.master[name] = spec.initial().numpy()
+            self.exp_avg[name], self.exp_avg_sq[name] = (np.zeros_like(self.master[name]) for _ in range(2))
+            self._before[name] = self.step_count
             if spec.fmt.startswith("fp8_delayed"):
                 self.scale[name], self.history[name] = f32(1), np.zeros(get_format(spec.fmt).amax_history_len, f32)
                 self._cast(name)  # seeds the scale
             self._cast(name)
+
+    def steps_of(self, name: str) -> int:
+        """The steps that a parameter has taken."""
+        return self.step_count - self._before[name]
 
     def step(
         self,
@@ -69,7 +84,7 @@ class Undistributed:
             self._cast(name)
 
     def _adam(self, name: str, g: F32, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-        (beta1, beta2), t = betas, self.step_count
+        (beta1, beta2), t = betas, self.steps_of(name)
         c1, c2 = 1 - beta1**t, 1 - beta2**t
         p, m, v = self.master[name], self.exp_avg[name], self.exp_avg_sq[name]
         p = p * f32(1 - lr * weight_decay)
@@ -90,7 +105,7 @@ class Undistributed:
         scales = torch.zeros(2, m.size)
         fresh_m, fresh_v = torch.from_numpy(m.reshape(-1).copy()), torch.from_numpy(v.reshape(-1).copy())
         none = torch.zeros(2, 0)
-        quantize_moments(fresh_m, fresh_v, *codes, scales, whole, self.step_count, none, finishes=False)
+        quantize_moments(fresh_m, fresh_v, *codes, scales, whole, self.steps_of(name), none, finishes=False)
         kept_m, kept_v = dequantize_moments(*codes, scales, whole)
         return kept_m.view(m.shape).numpy(), kept_v.view(v.shape).numpy()
 
@@ -124,13 +139,15 @@ class UndistributedMuon(Undistributed):
     ) -> None:
         super().__init__(specs, moment_dtype)
         self._device = device
+        # The numbers of the groups that say use_muon.
+        self.muon_groups = {0}
         self._muons: dict[str, list[torch.optim.Muon]] = {}
         self._momentum: dict[str, F32] = {}
 
     def state(self, name: str) -> dict[str, F32]:
         """Momentum of Muon's parameters, from zero on."""
         spec = self.specs[name]
-        if spec.group:
+        if spec.group not in self.muon_groups:
             return super().state(name)
         return {"momentum_buffer": self._momentum.get(name, np.zeros(spec.shape, f32))}
 

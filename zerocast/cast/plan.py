@@ -225,7 +225,7 @@ class CastPlan(Plan):
         self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
         self.validity = validity or Validity()
         self.validity.owner, self.validity.has_masters = weakref.ref(self), True
-        self.validity.ask_before(self.check_call, Use.SAVE, Use.SWITCH)
+        self.validity.ask_before(self.check_call, Use.SAVE, Use.SWITCH, Use.ADD)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
@@ -463,14 +463,16 @@ class CastPlan(Plan):
         """The objects that a switch of formats changes."""
         return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
 
-    def check_switch(self) -> None:
-        """RuntimeError if formats cannot change now, since a write is partial or under way."""
-        self.validity.check(Use.SWITCH)
+    def check_between_steps(self, use: Use) -> None:
+        """RuntimeError if formats or parameters cannot change now, since a write is partial or
+        under way.
+        """
+        self.validity.check(use)
         if self.validity.is_writing:
-            raise RuntimeError("a recipe is switched between two steps, and masters and weights are being written now")
+            raise RuntimeError(f"{use.value} belongs between two steps, and masters and weights are being written now")
 
     def _check_switch(self, places: Mapping[str, int]) -> None:
-        self.check_switch()
+        self.check_between_steps(Use.SWITCH)
         for name, index in places.items():
             problem = self._partition.why_format_is_fixed(index)
             if problem:

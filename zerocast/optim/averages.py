@@ -48,6 +48,13 @@ class Average(ABC):
     def masters_loaded(self) -> None:
         """Called after other masters were loaded."""
 
+    @abstractmethod
+    def masters_added(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
+        """Called after parameters were added to the optimizer, whose averages are `averages` from
+        now on. `complete` gives a flat tensor in the layout of the masters before the layout that
+        they have now, with the masters of added parameters.
+        """
+
 
 class Averages:
     """The averages of one optimizer's masters. It does not keep them alive.
@@ -79,6 +86,12 @@ class Averages:
         """Call the methods of this average from now on."""
         self.check_not_swapped(Use.SWAP)
         self._all.add(average)
+
+    def move_to(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
+        """Give all averages to those of the same optimizer after parameters were added to it."""
+        for average in self._all:
+            average.masters_added(averages, complete)
+            averages.add(average)
 
     def check_not_swapped(self, use: Use) -> None:
         """RuntimeError while an average is swapped in."""

@@ -146,6 +146,10 @@ class Bucket:
         """
         return self.slots[0].numel == self.numel
 
+    def moved_by(self, numel: int) -> "Bucket":
+        """Return the bucket with its shard so many elements further behind in the flat tensors."""
+        return replace(self, start=self.start + numel)
+
     def shard(self, rank: int) -> Span:
         """The bucket's elements that `rank` owns."""
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
@@ -216,6 +220,19 @@ class Layout(NamedTuple):
 
     buckets: list[Bucket]
     gradients: list[Bucket]
+
+    def extended(self, added: "Layout") -> "Layout":
+        """Return the layout of these parameters and of `added` ones. All keep their cuts. In the
+        flat tensors the added ones come last of those that are cut evenly, and last of the others.
+        """
+        cut, added_cut = (flat_numel([b for b in each.buckets if not b.storage.whole]) for each in (self, added))
+
+        def extend(ours: list[Bucket], theirs: list[Bucket]) -> list[Bucket]:
+            moved = [b.moved_by(added_cut if b.start >= cut else 0) for b in ours]
+            end = flat_numel(ours)
+            return moved + [b.moved_by(end if b.start >= added_cut else cut) for b in theirs]
+
+        return Layout(extend(self.buckets, added.buckets), extend(self.gradients, added.gradients))
 
 
 # (the number of a parameter in the order of a backward pass, its slot, which has no offset yet)

@@ -3,6 +3,7 @@ views.
 """
 
 import threading
+from dataclasses import replace
 
 import torch
 
@@ -57,6 +58,10 @@ class BucketBytes:
         self._plain.append(PlainPlace(slot, view, view.data_ptr()))
         matrix = view.view(-1, slot.shape[-1])
         return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
+
+    def move_to(self, start: int) -> None:
+        """Note that the bucket's shard begins there now in the flat FP32 tensors."""
+        self.bucket = replace(self.bucket, start=start)
 
     def gathers(self, name: str) -> bool:
         """True if the weights' buffers of this name are in a flat buffer."""

@@ -23,6 +23,7 @@ from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.muon_step import MuonStep
 from zerocast.optim.norm import LogicalOrder, clip_factor, square_sum
 from zerocast.optim.sharded_weights import ShardedWeights
+from zerocast.optim.step_counts import StepCounts
 
 
 class DeviceStep:
@@ -35,9 +36,10 @@ class DeviceStep:
         order: the order of summation of a deterministic norm; None for the library's order.
         group: the ranks that share the masters.
         muon: the update of the matrices that this rank owns in whole.
+        counts: the steps taken, by parameter group.
+        skipped: i64[1], the steps skipped.
 
     Attributes:
-        count, skipped: i64[1], the steps taken and the steps skipped.
         clip: f32[1], the factor of the coming step's gradients; 1 again after the step.
         clipped: True if the host asked for that factor, outside of a graph.
     """
@@ -50,11 +52,12 @@ class DeviceStep:
         order: LogicalOrder | None,
         group: Group,
         muon: MuonStep,
+        counts: StepCounts,
+        skipped: Tensor,
     ) -> None:
         self.gradients, self._masters, self._muon = gradients, masters, muon
         self._hyperparameters, self._order, self._group = hyperparameters, order, group
-        self.count = torch.zeros(1, dtype=torch.int64, device=gradients.flat.device)
-        self.skipped = torch.zeros_like(self.count)
+        self.counts, self.skipped = counts, skipped
         self.clip = torch.ones(1, dtype=torch.float32, device=gradients.flat.device)
         self.clipped = False
 
@@ -90,11 +93,12 @@ class DeviceStep:
         A sum that is not finite skips the step. Nothing here waits for the device.
         """
         found_inf = ~square_sum.isfinite().view(1)
-        self.count += ~found_inf
+        self.counts.count(~found_inf)
         self.skipped += found_inf
         grad = self.gradients.flat
         self._muon(grad, self.clip, found_inf)
-        update = self._masters.update(grad, self._hyperparameters.scalars(self.count), self.clip, self.count)
+        scalars = self._hyperparameters.scalars(self.counts.of_groups)
+        update = self._masters.update(grad, scalars, self.clip, self.counts.taken)
         plan.launch(update=update, skip=found_inf)
         self.clip.fill_(1.0)
 
@@ -111,28 +115,33 @@ class CapturableZeroStep(CapturableStep):
     unless they overlap the next forward pass.
 
     Args:
-        device: the device's part without cast and gathers.
-        weights: the weights, which are cast and gathered.
+        parts: returns the device's part of the optimizer's steps as it is now, without cast and
+            gathers, and the weights, which are cast and gathered.
         prepare, finish: the optimizer's part of a step on the host, before and after the device's.
         max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
     """
 
     def __init__(
         self,
-        device: DeviceStep,
-        weights: ShardedWeights,
+        parts: Callable[[], tuple[DeviceStep, ShardedWeights]],
         prepare: Callable[[], None],
         finish: Callable[[], None],
         max_norm: float | None,
     ) -> None:
-        self._device, self._weights, self._plan = device, weights, weights.driver.plan
-        self._prepare, self._finish, self._max_norm = prepare, finish, max_norm
+        self._parts, self._prepare, self._finish, self._max_norm = parts, prepare, finish, max_norm
+        self._find_parts()
         # The norm of the last step's gradients before clipping.
-        self._norm = torch.zeros_like(device.clip).view(())
+        self._norm = torch.zeros_like(self._device.clip).view(())
+
+    def _find_parts(self) -> None:
+        """Find the parts of the step, which the optimizer replaces when parameters are added."""
+        self._device, self._weights = self._parts()
+        self._plan = self._weights.driver.plan
 
     def prepare(self) -> StepMemory:
         """Prepare the step on the host. Returns the memory that it works in."""
         self._prepare()
+        self._find_parts()
         return self._memory()
 
     def has_same_memory(self, now: StepMemory, recorded: StepMemory) -> bool:
@@ -142,6 +151,7 @@ class CapturableZeroStep(CapturableStep):
 
     def warm_up(self) -> StepMemory:
         """Run the device's part as if a gradient were not finite, which changes nothing."""
+        self._find_parts()
         self._run_skipped_step()
         # The first run allocates what is missing, so tables change. The second run shows the new
         # tables to the backend, which may read a table at its first use. No graph may record that.

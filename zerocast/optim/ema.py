@@ -9,12 +9,13 @@ way that masters are.
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from zerocast.optim.averages import Average
+from zerocast.optim.averages import Average, Averages
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 from zerocast.weight.validity import Use
 
@@ -89,6 +90,11 @@ class EMA(Average):
         """
         self._outdated = self._outdated or not self._loaded
         self._loaded = False
+
+    def masters_added(self, averages: Averages, complete: Callable[[Tensor], Tensor]) -> None:
+        """Called by the optimizer. The average of added parameters starts at their masters."""
+        self._averages = averages
+        self._average = complete(self._average)
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -32,6 +32,12 @@ class FlatMasters:
             in 8 bits.
         eight_bit: the moments in 8 bits; None if they are of another dtype.
         momentum_buffer: Muon's momentum, f32 or codes, for the buckets that come last.
+
+    Args:
+        buckets: all buckets, those of `older` first.
+        older: the masters of an optimizer to which the other buckets are added. Their values are
+            copied, so there are two of each until they are deleted. None for a new optimizer. Call
+            `initialise` to give values to the others.
     """
 
     def __init__(
@@ -40,6 +46,7 @@ class FlatMasters:
         group: Group,
         device: torch.device,
         moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+        older: "FlatMasters | None" = None,
     ) -> None:
         self._buckets = list(buckets)
         self._group = group
@@ -64,8 +71,45 @@ class FlatMasters:
                 rows, groups = _groups_shape(slot)
                 rows = rows if bucket.owned(slot, group.rank)[0].numel else 0
                 self._momentum_scales[slot.name] = torch.zeros(rows, groups, dtype=torch.float32, device=device)
-        for bucket in buckets:
+        self._added = self._buckets
+        if older is not None:
+            self._added = self._buckets[len(older._buckets) :]
+            self._take(older)
+
+    def initialise(self) -> None:
+        """Give the masters of buckets that `older` ones lacked the initial values of rank 0.
+        Collective.
+        """
+        for bucket in self._added:
             self._initialise(bucket)
+
+    def _take(self, older: "FlatMasters") -> None:
+        """Copy the masters, and their state, of buckets that are the first ones here."""
+        self._put(older.master, older, self.master)
+        for name in (*MOMENTS, *MOMENTUM):
+            values = getattr(older, name)
+            getattr(self, name)[: values.numel()].copy_(values)
+        if self.eight_bit is not None and older.eight_bit is not None:
+            scales = older.eight_bit.scales
+            self.eight_bit.scales[:, : scales.shape[1]].copy_(scales)
+        for name, scales in older._momentum_scales.items():
+            self._momentum_scales[name].copy_(scales)
+
+    def _put(self, values: Tensor, older: "FlatMasters", flat: Tensor) -> None:
+        """Copy values in the layout of `older` masters to their places in a flat tensor of this
+        layout.
+        """
+        cut, older_cut = self.exp_avg.numel(), older.exp_avg.numel()
+        flat[:older_cut].copy_(values[:older_cut])
+        flat[cut : cut + values.numel() - older_cut].copy_(values[older_cut:])
+
+    def completed(self, values: Tensor, older: "FlatMasters") -> Tensor:
+        """Return flat f32 values for all elements: `values`, which have the layout of `older`
+        masters, and for added parameters their masters.
+        """
+        flat = self.master.clone()
+        self._put(values, older, flat)
+        return flat
 
     def _initialise(self, bucket: Bucket) -> None:
         """Broadcast the initial values of rank 0, as in DistributedDataParallel, and copy this

@@ -32,6 +32,7 @@ from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.reduced_gradient import GradientPart
 from zerocast.optim.reduction import Filling, IdleParameters, Reduction
 from zerocast.optim.validate import TAKEN_OVER
+from zerocast.weight.validity import Use
 
 DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
 THREADS = (
@@ -39,10 +40,6 @@ THREADS = (
     "one begin when the other has ended, after zero_grad() of the optimizer"
 )
 TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
-ACCUMULATING = (
-    "a recipe is switched in the middle of an accumulation, whose backward passes would read two formats: call switch after step() "
-    "or zero_grad() of the optimizer, and before the next backward pass"
-)
 RUNNING = "gradients are being reduced: read them, or change them, after the backward pass"
 INSIDE = (
     "inside no_sync() gradients are those of this rank alone: clip and read them after the backward pass that follows it, or let "
@@ -212,12 +209,15 @@ class GradientReducer:
         self._reduce()
         self.gradients.zero_removed()
 
-    def check_used_up(self) -> None:
+    def check_used_up(self, use: Use) -> None:
         """RuntimeError if there are gradients that no step has used, or within `no_sync`."""
         self._check_open()
         is_kept = any(part.local is not None for part in self.gradients.parts)
         if is_kept or self._reduced or self._unreduced or not self.synchronise:
-            raise RuntimeError(ACCUMULATING)
+            raise RuntimeError(
+                f"{use.value} in the middle of an accumulation, whose backward passes would not be alike: make it after step() or "
+                "zero_grad() of the optimizer, and before the next backward pass"
+            )
 
     def land(self) -> None:
         """Wait for the reductions in flight."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.descriptor import Piece
-from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
+from zerocast.backends.reference.moments import STEP_FACTOR, dequantize_moments, quantize_moments
 from zerocast.cast.adam_update import MomentGroups
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span, moment_group, moment_groups
@@ -117,6 +117,18 @@ class Moments8bit:
             scales += sum(moment_groups(span.start, span.numel, part.columns) for span in part.spans)
         self.scales = torch.zeros(2, scales, dtype=torch.float32, device=device)
         self.rows = [row for pieces in self._pieces.values() for row in pieces]
+
+    def number_steps(self, before: Sequence[int]) -> None:
+        """Number the steps of each parameter group from its own first one, which `before[group]`
+        steps of the optimizer came before. Stages are given the number of the optimizer's step.
+        """
+        for name, pieces in self._pieces.items():
+            for piece in pieces:
+                # Random numbers depend on `key + step * STEP_FACTOR`, in 32 bits.
+                shift = before[piece[Piece.SCALARS]] * STEP_FACTOR
+                piece[Piece.KEY] = (zlib.crc32(name.encode()) - shift) % 2**32
+        # Another list, by which tables see that it has changed.
+        self.rows = list(self.rows)
 
     def groups(self, step: Tensor) -> MomentGroups:
         """The groups for an AdamUpdate that takes the step `step`, i64[1], of flat masters."""

@@ -12,7 +12,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.optim.bucket import Bucket, Slot, Storage, storage_of
+from zerocast.optim.bucket import Slot, Storage, storage_of
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.flat_masters import FlatMasters
@@ -31,20 +31,22 @@ class ShardedWeights:
 
     Plain parameters are cast too, as identity weights: a cast rounds them to their dtype.
 
+    Args:
+        buffers: the bytes of each bucket.
+
     Attributes:
-        buffers: the bytes of each bucket. A switch of formats replaces them.
+        buffers: the same. A switch of formats replaces them.
         gather: the all-gathers of these buffers; replaced with them.
         driver: the casts, for the life of the optimizer.
         overlap: True if gathers may still be in flight when a step returns.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], masters: FlatMasters, group: Group, config: ZeroConfig, claim: Claim
+        self, buffers: Sequence[BucketBytes], masters: FlatMasters, group: Group, config: ZeroConfig, claim: Claim
     ) -> None:
-        device = masters.master.device
-        self.buffers = [BucketBytes(bucket, device) for bucket in buckets]
+        self.buffers = list(buffers)
         self._masters, self._group, self._claim = masters, group, claim
-        self._backend = backends.choose(device, config.backend)
+        self._backend = backends.choose(masters.master.device, config.backend)
         self.overlap = config.overlap_all_gather
         self._validity = Validity(LOAD, advice=ADVICE)
         # The order of the plan. A switch of formats splits buckets and so changes that of `_slots`.

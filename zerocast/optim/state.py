@@ -31,7 +31,7 @@ from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span
-from zerocast.optim.bucket import Bucket
+from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.flat_masters import FlatMasters, fields_of
 from zerocast.optim.saved_state import (
     NEVER_STEPPED,
@@ -43,6 +43,7 @@ from zerocast.optim.saved_state import (
     never_stepped,
     problem_of,
 )
+from zerocast.optim.step_counts import StepCounts
 from zerocast.optim.update_rule import rule_of
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class ZeroState:
         buckets: list[Bucket],
         masters: FlatMasters,
         plan: CastPlan,
-        step: Tensor,
+        counts: StepCounts,
         param_groups: list[dict[str, Any]],
         group: Group,
         is_compact: bool,
@@ -91,7 +92,7 @@ class ZeroState:
         # True if states hold codes and scales of moments in 8 bits, unless a reader asks for FP32.
         self._is_compact = is_compact
         self._slots = {slot.name: (bucket, slot) for bucket in buckets for slot in bucket.slots}
-        self._masters, self._plan, self._step = masters, plan, step
+        self._masters, self._plan, self._counts = masters, plan, counts
         self._param_groups, self._group = param_groups, group
 
     def as_dict(self, kept: SavedMoments | None = None) -> dict[str, Any]:
@@ -103,7 +104,7 @@ class ZeroState:
         for name, (bucket, slot) in self._slots.items():
             views = {field: self._leaf(*part) for field, part in self._parts(name, is_compact).items()}
             model[name] = views.pop("master")
-            count = {} if bucket.storage.whole else {STEP: self._step.float().view(())}
+            count = {} if bucket.storage.whole else {STEP: self._step_of(slot)}
             state[name] = never_stepped() if NEVER_STEPPED in (kept or {}).get(name, {}) else {**views, **count}
             group = self._param_groups[slot.param_group]
             groups[name] = hyperparameters(group, rule_of(group))
@@ -118,8 +119,12 @@ class ZeroState:
                 shape = tuple(slot.parameter.shape)
                 copies = {field: self._leaf(flat.clone(), span, shape) for field, flat in owned.items()}
                 del copies["master"]
-                return copies if bucket.storage.whole else {**copies, STEP: self._step.float().view(())}
+                return copies if bucket.storage.whole else {**copies, STEP: self._step_of(slot)}
         raise KeyError(parameter)
+
+    def _step_of(self, slot: Slot) -> Tensor:
+        """The step count of a parameter, f32[]."""
+        return self._counts.of_groups[slot.param_group].float()
 
     def masters_of(self, flat: Tensor) -> dict[str, Any]:
         """Views of a flat f32 tensor that has the layout of the masters, by parameter name."""
@@ -155,11 +160,14 @@ class ZeroState:
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
         """ValueError, on this rank alone, for impossible step counts or hyper-parameters."""
-        steps = self._steps(state)
-        for name, step in steps.items():
-            check_step(name, step)
-        if len(counts := set(steps.values())) > 1:
-            raise ValueError(f"one step count is needed for all parameters, the state has {sorted(counts)[:4]}")
+        for steps in self._steps(state).values():
+            for name, step in steps.items():
+                check_step(name, step)
+            if len(counts := set(steps.values())) > 1:
+                raise ValueError(
+                    f"one step count is needed for all parameters of a group, the state has {sorted(counts)[:4]}: give parameters "
+                    "that were added later a group of their own"
+                )
         self._loaded_groups(state)
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -177,12 +185,14 @@ class ZeroState:
                     flat.zero_()
                 else:
                     _copy(flat, moments[field], span)
-        for step in set(self._steps(state).values()):
-            self._step.fill_(int(step))
+        by_group = self._steps(state)
+        self._counts.load({index: int(next(iter(steps.values()))) for index, steps in by_group.items()})
+        if self._masters.eight_bit is not None:
+            self._masters.eight_bit.number_steps(self._counts.before)
         if is_compact and self._masters.eight_bit is not None:
             self._masters.eight_bit.share_scales()
         else:
-            self._masters.store(filled, int(self._step))
+            self._masters.store(filled, int(self._counts.taken))
         for index, values in self._loaded_groups(state).items():
             group = self._param_groups[index]
             if isinstance(group["lr"], Tensor):
@@ -230,13 +240,14 @@ class ZeroState:
                 self._check_scales(name, moments[name][field])
         self.check_numbers(state)
 
-    def _steps(self, state: Mapping[str, Any]) -> dict[str, float]:
-        """The step counts of the parameters that AdamW updates, by name."""
+    def _steps(self, state: Mapping[str, Any]) -> dict[int, dict[str, float]]:
+        """The step counts of the parameters that AdamW updates, by parameter group and name."""
         saved = state["optim"]["state"]
-        steps = {}
-        for name, (bucket, _) in self._slots.items():
+        steps: dict[int, dict[str, float]] = {}
+        for name, (bucket, slot) in self._slots.items():
             if not bucket.storage.whole:
-                steps[name] = 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP])
+                step = 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP])
+                steps.setdefault(slot.param_group, {})[name] = step
         return steps
 
     def _check_names(self, saved: Mapping[str, Any]) -> None:

@@ -65,10 +65,18 @@ class FrozenParameters:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], optimizer: str) -> None:
-        self.parameters = parameters
+        self.parameters: dict[str, Tensor] = {}
         self._optimizer = optimizer
+        self.add(parameters, [])
+
+    def add(self, frozen: Mapping[str, Tensor], trained: Sequence[Tensor]) -> None:
+        """Add frozen parameters, and remove those that are trained now."""
+        trained_ids = set(map(id, trained))
+        self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in trained_ids} | dict(frozen)
         # `zerocast.weight.owners` checks quantized parameters.
-        self._plain = {name: p for name, p in parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)}
+        self._plain = {
+            name: p for name, p in self.parameters.items() if p.numel() and not isinstance(p, QuantizedWeight)
+        }
 
     def check_still_frozen(self) -> None:
         """RuntimeError if a plain parameter requires a gradient now and no owner trains it.
@@ -96,6 +104,10 @@ class LeftOut:
         self._group = group
         # The names that were logged already.
         self._logged: set[str] = set()
+        self.add(frozen, trained)
+
+    def add(self, frozen: Mapping[str, Tensor], trained: Sequence[Tensor]) -> None:
+        """Compare these frozen parameters, too. `trained` are all trained parameters."""
         self._models = list(map(weakref.ref, models_of(trained)))
         # All ranks compare again if any of them knows a model.
         self._has_models = self._compare(frozen)

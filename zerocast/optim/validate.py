@@ -25,7 +25,7 @@ TAKEN_OVER = (
 )
 OTHER_GROUPS = (
     "parameters were added to this {name}'s param_groups, taken out or moved since it was built, which changes nothing of what "
-    "it trains: build another one and load the state of this one"
+    "it trains: call add_param_group, or build another one and load the state of this one"
 )
 # (name, parameter, index of its parameter group)
 Named = tuple[str, Tensor, int]

@@ -33,7 +33,8 @@ class ZeroAdamW(ZeroOptimizer):
     and for settings that differ between ranks, TypeError for unnamed parameters, RuntimeError for a
     QuantizedWeight that was never cast and for one that another owner writes, such as an attached
     CastPlan, on every rank if on any. The last ZeroAdamW or ZeroMuon that is built over a parameter
-    takes it over; the one before raises at whatever would write weights.
+    takes it over; the one before raises at whatever would write weights. More parameter groups can
+    be added between steps (`add_param_group`).
     """
 
     NAME = "ZeroAdamW"

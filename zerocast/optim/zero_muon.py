@@ -1,24 +1,25 @@
 """ZeroMuon: Muon over FP32 masters of whole matrices, AdamW over shards of the rest."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from zerocast.cast.captured_step import CapturedStep
-from zerocast.distributed.group import Group, GroupLike
+from zerocast.distributed.group import GroupLike
+from zerocast.optim.bucket import Layout
 from zerocast.optim.config import ZeroConfig
+from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.muon_step import newton_schulz_flops
 from zerocast.optim.update_rule import MUON, rule_of
 from zerocast.optim.validate import Named
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 logger = logging.getLogger(__name__)
-# The defaults of torch.optim.Muon and of torch.optim.AdamW.
-NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-BETAS = (0.9, 0.999)
-ADAM_EPS = 1e-8
+# Further options of groups, with the defaults of torch.optim.Muon and of torch.optim.AdamW.
+MUON_OPTIONS: Mapping[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5}
+ADAM_OPTIONS: Mapping[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
 MUON_DIMS = (2, 3)
 # Padding that is a larger share of the matrices is logged.
 LOGGED_PADDING = 1 / 4
@@ -72,22 +73,20 @@ class ZeroMuon(ZeroOptimizer):
         stage: int = 2,
         config: ZeroConfig | None = None,
     ) -> None:
-        self._muon_defaults = {
+        # As in torch, defaults have all options of the constructor. AdamW's groups get those of
+        # Muon, too, and do not use them.
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
             "momentum": momentum,
             "nesterov": nesterov,
-            "ns_coefficients": NS_COEFFICIENTS,
-            "eps": 1e-7,
-            "ns_steps": 5,
             "adjust_lr_fn": adjust_lr_fn,
         }
-        # Schedulers that cycle momentum ask the defaults for it. AdamW's groups get one too, and do
-        # not use it.
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         super().__init__(params, defaults, group, stage, config)
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
         groups = []
-        for number, group in enumerate(given):
+        for number, group in enumerate(given, len(self.param_groups) if self._is_built else 0):
             if not isinstance(group, dict):
                 raise ValueError(
                     "a ZeroMuon takes parameter groups that say what updates them, got parameters alone: "
@@ -98,8 +97,7 @@ class ZeroMuon(ZeroOptimizer):
                     f"parameter group {number} of a ZeroMuon says use_muon={group.get('use_muon')}: True for matrices of hidden "
                     "layers, False for embeddings, heads, norms and biases, which AdamW updates"
                 )
-            defaults = self._muon_defaults if group["use_muon"] else {"betas": BETAS, "eps": ADAM_EPS}
-            groups.append({**defaults, **group})
+            groups.append({**(MUON_OPTIONS if group["use_muon"] else ADAM_OPTIONS), **group})
         return groups
 
     def _check_parameters(self, named: list[Named]) -> None:
@@ -110,8 +108,8 @@ class ZeroMuon(ZeroOptimizer):
                     "and stacks of them [experts, m, n]: give it to a group with use_muon=False"
                 )
 
-    def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
-        super()._build(named, stage, reduction_group)
+    def _build(self, named: list[Named], layout: Layout, masters: FlatMasters) -> None:
+        super()._build(named, layout, masters)
         buckets = [buffer.bucket for buffer in self._weights.buffers if buffer.bucket.storage.whole]
         slots = [slot for bucket in buckets for slot in bucket.slots]
         numel = sum(slot.numel for slot in slots)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from zerocast import backends
 from zerocast.cast.captured_step import CapturedStep, check_capturable
+from zerocast.cast.host import CastDriver
 from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import SwitchPart
 from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.distributed.agreement import validate_across_ranks
@@ -27,7 +29,8 @@ from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.averages import Averages
-from zerocast.optim.bucket import lay_out
+from zerocast.optim.bucket import Bucket, Layout, lay_out
+from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
 from zerocast.optim.flat_masters import FlatMasters
@@ -40,6 +43,7 @@ from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_ot
 from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
+from zerocast.optim.step_counts import StepCounts
 from zerocast.optim.untrained_checks import FrozenParameters, LeftOut, frozen, listed
 from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
@@ -74,11 +78,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # The name of the class that users build, for messages.
     NAME: ClassVar[str]
+    # The weights, and the casts of them. Others once parameters were added.
+    _weights: ShardedWeights
+    _driver: CastDriver
+    _plan: CastPlan
 
     def __init__(
         self, params: Iterable[Any], defaults: dict[str, Any], group: GroupLike, stage: int, config: ZeroConfig | None
     ) -> None:
-        self._config = config or ZeroConfig()
+        # True once all groups of the constructor are laid out.
+        self._is_built = False
+        self._config, self._stage = config or ZeroConfig(), stage
         self._caller = Caller(self.NAME)
         self._group = Group.of(group).called_by(self._caller)
         given: list[Any] = []
@@ -99,7 +109,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._frozen = FrozenParameters(frozen(given), self.NAME)
         self._left_out = LeftOut(self._group, self._frozen.parameters, [parameter for _, parameter, _ in named])
         free = groups_free_on_all(self._group, company)
-        self._build(named, stage, self._group if free is None else separate_group(self._group, self, free))
+        # The ranks of the reductions, for the life of the optimizer.
+        self._reduction_group = self._group if free is None else separate_group(self._group, self, free)
+        device = named[0][1].device
+        # The trained parameters in the order in which they were given. More may be added.
+        self._named: list[Named] = []
+        self._layout = Layout([], [])
+        self._masters = FlatMasters([], self._group, device, self._config.moment_dtype)
+        self._counts = StepCounts(device)
+        self._skipped_count = torch.zeros(1, dtype=torch.int64, device=device)
+        self._reported = self._steps = 0
+        # Captured steps, which follow changes of formats and parameters.
+        self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
+        self._build(named, *self._lay_out(named))
+        self._caller.number = 1
+        self._is_built = True
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
         """Return the given pairs, or groups of them, as torch's constructor takes them. ValueError
@@ -126,59 +150,97 @@ class ZeroOptimizer(torch.optim.Optimizer):
             rule_of(group).check(group, wait=False)
         return self.param_groups
 
-    def _build(self, named: list[Named], stage: int, reduction_group: Group) -> None:
-        config, group, device = self._config, self._group, named[0][1].device
+    def _lay_out(self, named: list[Named]) -> tuple[Layout, FlatMasters]:
+        """Return the layout of all parameters and of these, and masters in it. Local. Changes
+        nothing.
+        """
+        config, group = self._config, self._group
+        added = lay_out(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
+        layout = self._layout.extended(added)
+        device = self._masters.master.device
+        return layout, FlatMasters(layout.buckets, group, device, config.moment_dtype, self._masters)
+
+    def _build(self, named: list[Named], layout: Layout, masters: FlatMasters) -> None:
+        """Train these parameters, too, with the results of `_lay_out`. Collective.
+
+        All parts of the optimizer but its step counts are replaced. Buckets that exist keep their
+        cuts and their bytes; the values of masters, moments and delayed scales go on.
+        """
+        config, group, device = self._config, self._group, masters.master.device
+        masters.initialise()
         for _, parameter, _ in named:
             take_off(parameter)
             if isinstance(parameter, QuantizedWeight) and config.grad_dtype is torch.float32:
                 # The weight gradient is computed in it.
                 parameter.grad_dtype = torch.float32
-        layout = lay_out(named, config.bucket_size, group.size, config.grad_dtype, self._costs(named))
-        buckets, gradients = layout.buckets, layout.gradients
-        self._masters = FlatMasters(buckets, group, device, config.moment_dtype)
-        self._claim = take_over(named, f"a {self.NAME}")
-        self._weights = ShardedWeights(buckets, self._masters, group, config, self._claim)
-        self._driver = self._weights.driver
-        self._plan = self._driver.plan
-        names = [name for name, _, _ in named]
-        order = LogicalOrder(gradients, names, group, device) if config.deterministic else None
-        norms = ParameterNorms(gradients, reduction_group, order, device)
+        older = self._layout.buckets
+        self._layout, self._masters = layout, masters
+        self._named += named
+        names = [name for name, _, _ in self._named]
+        self._counts.add_groups(len(self.param_groups) - len(self._counts.before))
+        if self._masters.eight_bit is not None:
+            self._masters.eight_bit.number_steps(self._counts.before)
+        self._claim = take_over(self._named, f"a {self.NAME}")
+        self._place_weights(older)
+        order = LogicalOrder(layout.gradients, names, group, device) if config.deterministic else None
+        norms = ParameterNorms(layout.gradients, self._reduction_group, order, device)
         dtype = shard_dtype(layout, config)
-        self._reducer = GradientReducer(gradients, reduction_group, stage, config, device, norms, dtype)
+        self._reducer = GradientReducer(
+            layout.gradients, self._reduction_group, self._stage, config, device, norms, dtype
+        )
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
         shard = self._reducer.gradients
-        self._device = DeviceStep(shard, self._masters, self._hyperparameters, order, group, muon)
+        self._device = DeviceStep(
+            shard, self._masters, self._hyperparameters, order, group, muon, self._counts, self._skipped_count
+        )
         self._reducer.gradients.apply_clip = self._device.apply_clip
-        self._reported, self._skipped = 0, SkippedSteps(self._device.count, group)
+        self._skipped = SkippedSteps(self._counts.taken, group)
         # What gradients were clipped to since the last step, for comparison among ranks.
         self._clipped = ""
         # The last sum of squares, with the version of the gradients that it is of.
         self._square_sum: tuple[int, Tensor] | None = None
         is_compact = config.state == "compact"
         self._state = ZeroState(
-            buckets, self._masters, self._plan, self._device.count, self.param_groups, group, is_compact
+            layout.buckets, self._masters, self._plan, self._counts, self.param_groups, group, is_compact
         )
         self.state = StateByName(self._state.moments_of)
         self._validity = self._plan.validity
         self._validity.owner = weakref.ref(self)
         # the claim lists the trained parameters, so other objects over the same weights are not
         self._validity.has_masters = False
-        master, count = self._masters.master, self._device.count
-        self.averages = Averages(master, count, self._state, self._driver, self._reducer)
-        self._steps = 0
-        self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
-        self._driver.refresh()
-        self._caller.number = 1
-        self._listed = listed_parameters(self.param_groups)
+        self.averages = Averages(self._masters.master, self._counts.taken, self._state, self._driver, self._reducer)
         self._ask_before_uses()
+        self._driver.refresh()
+        # Comes last: steps raise as long as it is not that of `param_groups`.
+        self._listed = listed_parameters(self.param_groups)
+
+    def _place_weights(self, older: Sequence[Bucket]) -> None:
+        """Place the weights of all buckets behind the `older` ones, whose bytes stay, in flat
+        buffers, and prepare the casts of all weights. Collective.
+        """
+        buckets, device = self._layout.buckets, self._masters.master.device
+        placed: list[BucketBytes] = []
+        delayed: dict[str, dict[str, Tensor]] = {}
+        if older:
+            placed, delayed = self._weights.buffers, self._plan.delayed.state_dict()
+        starts = {before.start: now.start for before, now in zip(older, buckets, strict=False)}
+        for buffer in placed:
+            # After a switch of formats several buffers may have parts of one bucket.
+            buffer.move_to(starts[buffer.bucket.start])
+        added = [BucketBytes(bucket, device) for bucket in buckets[len(older) :]]
+        self._weights = ShardedWeights([*placed, *added], self._masters, self._group, self._config, self._claim)
+        self._driver = self._weights.driver
+        self._plan = self._driver.plan
+        if delayed:
+            self._plan.delayed.load_state_dict({**self._plan.delayed.state_dict(), **delayed})
 
     def _ask_before_uses(self) -> None:
         """Let uses of the weights ask what only this optimizer can look at."""
         ask_before = self._validity.ask_before
-        ask_before(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.SWAP, Use.LOAD)
+        ask_before(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
         ask_before(self._check_parameters_are_listed, Use.STEP)
-        ask_before(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.SWAP, Use.LOAD)
+        ask_before(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
         ask_before(self._check_unwritten, Use.SAVE)
 
     @torch.no_grad()
@@ -225,9 +287,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._validity.check(Use.STEP)
         check_capturable(self._masters.master.device, self._plan.backend)
         prepare = functools.partial(self._prepare_captured, max_norm)
-        step = CapturedStep(CapturableZeroStep(self._device, self._weights, prepare, self._finish, max_norm))
+        step = CapturedStep(CapturableZeroStep(self._parts, prepare, self._finish, max_norm))
         self._captured.add(step)
         return step
+
+    def _parts(self) -> tuple[DeviceStep, ShardedWeights]:
+        return self._device, self._weights
 
     def _prepare(self, clipped: str = "") -> None:
         """Do the host's part of a step before the device's. Raises with nothing changed.
@@ -376,8 +441,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
 
     def _check_switch(self, formats: Mapping[str, FormatSpec]) -> None:
-        self._plan.check_switch()
-        self._reducer.check_used_up()
+        self._check_between_steps(Use.SWITCH)
+
+    def _check_between_steps(self, use: Use) -> None:
+        """RuntimeError, on this rank alone, where formats or parameters cannot change now."""
+        self._plan.check_between_steps(use)
+        self._reducer.check_used_up(use)
         self._weights.gather.prepare()
 
     def _recast_switched(self, formats: Mapping[str, FormatSpec]) -> None:
@@ -403,7 +472,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The number of steps that a non-finite gradient has skipped. Reading it waits for the
         device, and logs what is new.
         """
-        count = int(self._device.skipped)
+        count = int(self._skipped_count)
         if count > self._reported and self._group.rank == 0:
             logger.warning("%d steps skipped for non-finite gradients, %d in all", count - self._reported, count)
         self._reported = count
@@ -478,12 +547,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
             replaced = pre_hook(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
         self._state.check(state_dict)
+        before = self._counts.before
         with self.overwriting():
             self._state.load(state_dict)
-            taken = int(self._device.count)
+            taken = int(self._counts.taken)
             self._caller.number = taken + 1
             self._skipped.restart(taken)
             self._driver.refresh()
+        if self._counts.before != before:
+            # Graphs hold keys of random numbers, which depend on it.
+            self._record_again()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -492,9 +565,47 @@ class ZeroOptimizer(torch.optim.Optimizer):
         raise TypeError(f"a {self.NAME} cannot be copied or pickled: build another one and load the state of this one")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group in the constructor. RuntimeError later, since shards are laid out once."""
-        if hasattr(self, "_masters"):
-            raise RuntimeError(
-                f"a {self.NAME} cannot take more parameters: build a new one and load the state of this one"
-            )
-        super().add_param_group(param_group)
+        """Train the parameters of another group, too. Collective, between two steps.
+
+        `param_group` is one that the constructor takes, with (name, parameter) pairs. Its
+        parameters get buckets, masters and moments of their own, and the group's count of steps
+        begins at zero, as in torch.optim.AdamW; checkpoints hold it. Averages start at the masters
+        of the added parameters, and captured steps are recorded again. Schedulers know the groups
+        that they were built for: build another one. Memory for two of the masters and moments is
+        needed meanwhile.
+
+        Raises on every rank, with nothing changed, for what the constructor refuses, for groups
+        that differ between ranks, and RuntimeError between a backward pass and the step or
+        `zero_grad` after it, or while an average is swapped in.
+        """
+        if not self._is_built:
+            super().add_param_group(param_group)
+            return
+        count = len(self.param_groups)
+        given, named, problem = [], [], None
+        try:
+            self._check_between_steps(Use.ADD)
+            given = listed([param_group])
+            (group,) = self._with_rules(trainable(given))
+            super().add_param_group(group)
+            named = [each for each in validated(self.param_groups, self._stage) if each[2] == count]
+            self._check_parameters(named)
+            check_owners(named, f"a {self.NAME}")
+            parts = self._lay_out(named)
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = error
+        lines = [f"{name}: {describe(parameter)}" for name, parameter, _ in named]
+        settings = {} if problem else hyperparameters_by_name(self.param_groups)
+        try:
+            validate_across_ranks(self._group, lines, problem, f"adds parameters to a {self.NAME}", settings)
+        except BaseException:
+            del self.param_groups[count:]
+            raise
+        masters, averages = self._masters, self.averages
+        self._build(named, *parts)
+        self._skipped.restart(int(self._counts.taken))
+        trained = [parameter for _, parameter, _ in self._named]
+        self._frozen.add(frozen(given), trained)
+        self._left_out.add(frozen(given), trained)
+        averages.move_to(self.averages, lambda flat: self._masters.completed(flat, masters))
+        self._record_again()

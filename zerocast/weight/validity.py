@@ -65,6 +65,7 @@ class Use(enum.Enum):
     VERIFY = "a verification"
     SWITCH = "a switch of formats"
     SWAP = "a swap of an average"
+    ADD = "an addition of parameters"
     # A load may overwrite partial weights.
     LOAD = "a load"
 

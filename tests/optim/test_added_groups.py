@@ -1,0 +1,671 @@
+"""add_param_group of ZeroAdamW and ZeroMuon: the bits of one process whose parameters are added at the same step, and torch's AdamW
+within its own differences; what follows masters follows added ones; what is refused, with nothing changed."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zerocast
+from tests import casts
+from tests.optim.captured_runs import run_again
+from tests.optim.out_of_memory import OutOfMemory
+from tests.optim.probe import BF16, FP32, MIXED, Spec
+from tests.optim.runs import (
+    ADAM,
+    DETERMINISTIC,
+    EIGHT_BIT_MOMENTS,
+    Run,
+    Trainer,
+    assert_equals,
+    boxes,
+    snapshot,
+    weight_bytes,
+)
+from tests.optim.test_muon import MUON
+from tests.optim.test_torch_adamw import EACH, FIRST, distance
+from tests.optim.undistributed import Undistributed, UndistributedMuon, mean
+from tests.selection import some, worlds
+from tests.workers import Ranks, error_of
+from zerocast import Recipe, ZeroAdamW, ZeroConfig, ZeroMuon, optim, verify
+from zerocast.cast import captured_step
+from zerocast.fsdp2 import FusedAdamW
+from zerocast.optim import EMA
+
+# Parameters that are added before these steps, each time one group.
+ADDED_BEFORE = {2: ("nv", "delayed", "fp16", "norm"), 4: ("embedding", "mx", "block_fp16", "scalar")}
+LATE = {name for names in ADDED_BEFORE.values() for name in names}
+# The third and fourth group, of other hyper-parameters than the first two.
+ADDED_OPTIONS = ({**ADAM, "lr": 5e-3, "betas": (0.7, 0.9)}, {**ADAM, "weight_decay": 0.0})
+MUON_ADDED_OPTIONS = ({**MUON, "lr": 5e-3}, {**ADAM, "use_muon": False})
+MUON_SPECS = (
+    Spec("norm", (37,), dtype=FP32, group=1),
+    Spec("cut", (64, 96), "nvfp4", group=1),
+    Spec("block", (130, 33), "fp8_block"),
+    Spec("stack", (3, 24, 40)),
+    Spec("nv", (48, 112), "nvfp4"),
+    Spec("delayed", (48, 80), "fp8_delayed:amax_history_len=3"),
+    Spec("embedding", (50, 24)),
+    Spec("mx", (64, 96), "mxfp8"),
+)
+MUON_ADDED = {2: ("nv", "delayed"), 4: ("embedding", "mx")}
+MUON_RUN = Run(MUON_SPECS, options=(MUON, {**ADAM, "use_muon": False}), optimizer=ZeroMuon)
+CONFIGS: dict[str, Run] = {
+    "plain": Run(),
+    "clipped, stage 1": Run(stage=1, max_norm=0.1, accumulate=2, no_sync=False),
+    "accumulated": Run(accumulate=2, max_norm=0.1, config=dataclasses.replace(DETERMINISTIC, bucket_size=1)),
+    "overlap": Run(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True, keep_columnwise=True)),
+    "fp8 wire": Run(config=ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128")),
+    "moments in bf16": Run(config=dataclasses.replace(DETERMINISTIC, moment_dtype=BF16)),
+    "moments in 8 bits": Run(config=EIGHT_BIT_MOMENTS, max_norm=1.0),
+    "Muon": MUON_RUN,
+    "Muon in 8 bits": dataclasses.replace(MUON_RUN, config=EIGHT_BIT_MOMENTS, max_norm=0.1),
+}
+
+
+class Growing(Trainer):
+    """A run whose optimizer is given some parameters later, beside its reference."""
+
+    def __init__(self, run: Run = CONFIGS["plain"]) -> None:
+        self.is_muon = run.optimizer is ZeroMuon
+        self.added_before = MUON_ADDED if self.is_muon else ADDED_BEFORE
+        late = [name for names in self.added_before.values() for name in names]
+        super().__init__(dataclasses.replace(run, frozen=tuple(late)))
+        reference = UndistributedMuon if self.is_muon else Undistributed
+        self.reference = reference([s for s in run.specs if s.name not in late], run.config.moment_dtype)
+        self.options = [dict(options) for options in run.options]
+        self.added = 0
+
+    def add(self) -> None:
+        """Add the next group."""
+        names = list(self.added_before.values())[self.added]
+        options = (MUON_ADDED_OPTIONS if self.is_muon else ADDED_OPTIONS)[self.added]
+        params = [(name, self.probe.get_parameter(name).requires_grad_(True)) for name in names]
+        self.optimizer.add_param_group({"params": params, **options})
+        number = len(self.options)
+        if isinstance(self.reference, UndistributedMuon) and options["use_muon"]:
+            self.reference.muon_groups.add(number)
+        self.reference.add(dataclasses.replace(s, group=number) for s in self.run.specs if s.name in names)
+        self.options.append(dict(options))
+        self.added += 1
+
+    def train_step(self, step: int) -> None:
+        if step in self.added_before:
+            self.add()
+            self.check(f"added before step {step}")
+        self.step(step)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        gradients = {name: self.run.rounds(spec, step, ranks) for name, spec in self.reference.specs.items()}
+        self.reference.step(gradients, self.options, self.run.max_norm)
+        self.check(f"rank {self.rank}, step {step}")
+
+    def step(self, step: int) -> None:
+        """One step. The scheduler of the base class knows the groups of the beginning."""
+        self.backward(step)
+        if self.run.max_norm is not None:
+            self.optimizer.clip_grad_norm_(self.run.max_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self, what: str) -> None:
+        # A compact state holds codes, and the reference values.
+        if self.run.config.state == "fp32":
+            assert_equals(self, self.reference, what)
+
+
+def grow(run: Run, steps: int = 6) -> Growing:
+    trainer = Growing(run)
+    for step in range(steps):
+        trainer.train_step(step)
+    verify(trainer.optimizer).raise_for_differences()
+    return trainer
+
+
+def grown(run: Run) -> int:
+    return len(grow(run).optimizer.param_groups)
+
+
+@pytest.mark.parametrize("run", some(CONFIGS, "clipped, stage 1", "overlap", "moments in 8 bits", "Muon"))
+@pytest.mark.parametrize("world", worlds(1, 2, slow=(3,)))
+def test_bits_of_one_process(ranks: Ranks, world: int, run: Run) -> None:
+    """Masters, moments, step counts and bytes after each addition and each step."""
+    assert ranks(world)(grown, run) == [4] * world
+
+
+def test_bits_on_three_ranks(ranks: Ranks) -> None:
+    assert ranks(3)(grown, CONFIGS["moments in 8 bits"]) == [4] * 3
+
+
+# -- beside other optimizers
+
+TORCH_SPECS = (
+    Spec("a", (300, 70), dtype=FP32),
+    Spec("b", (64, 128), "nvfp4", FP32),
+    Spec("c", (999,), dtype=FP32),
+    Spec("d", (48, 112), "fp8_block", FP32),
+)
+TORCH_STEPS, TORCH_ADDED = 20, 7
+
+
+def beside_torch(max_norm: float | None) -> tuple[float, float]:
+    """Distances in ulp of masters from those of torch's AdamW, whose parameters are added at the same step: after the first step
+    of the added ones, and after all."""
+    run = Run(TORCH_SPECS, options=(ADAM,), frozen=("c", "d"))
+    trainer, ranks = Trainer(run), dist.get_world_size() if dist.is_initialized() else 1
+    twins = {spec.name: nn.Parameter(spec.initial()) for spec in TORCH_SPECS}
+    oracle = torch.optim.AdamW([{"params": [twins["a"], twins["b"]], **ADAM}], foreach=False)
+    trained, distances = ["a", "b"], {}
+    for step in range(TORCH_STEPS):
+        if step == TORCH_ADDED:
+            late = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0}
+            added = [(name, trainer.probe.get_parameter(name).requires_grad_(True)) for name in "cd"]
+            trainer.optimizer.add_param_group({"params": added, **late})
+            oracle.add_param_group({"params": [twins["c"], twins["d"]], **late})
+            trained += ["c", "d"]
+        trainer.backward(step)
+        for spec in TORCH_SPECS:
+            if spec.name in trained:
+                gradient = mean([spec.gradient(step, rank) for rank in range(ranks)], spec)
+                twins[spec.name].grad = torch.from_numpy(gradient)
+        if max_norm is not None:
+            ours = trainer.optimizer.clip_grad_norm_(max_norm)
+            torch.testing.assert_close(ours, torch.nn.utils.clip_grad_norm_([twins[n] for n in trained], max_norm))
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+        oracle.step()
+        state = trainer.optimizer.state_dict()
+        for name in trained:
+            assert float(state["optim"]["state"][name]["step"]) == float(oracle.state[twins[name]]["step"])
+        distances[step] = max(
+            distance(part, twins[name].detach()[where], 3e-3 if name in "cd" else ADAM["lr"])
+            for name in trained
+            for where, part in boxes(state["model"][name])
+            if part.numel()
+        )
+    return distances[TORCH_ADDED], distances[TORCH_STEPS - 1]
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_within_ulps_of_torch(ranks: Ranks, world: int, max_norm: float | None) -> None:
+    for first, last in ranks(world)(beside_torch, max_norm):
+        assert first <= FIRST + TORCH_ADDED * EACH
+        assert last <= TORCH_STEPS * EACH
+
+
+@pytest.mark.parametrize("moment_dtype", [FP32, "8bit"], ids=str)
+def test_bits_of_fused_adamw(moment_dtype: Any) -> None:
+    """FusedAdamW keeps a step count for each parameter. The random numbers of moments in 8 bits depend on it."""
+    torch.manual_seed(0)
+    first = {"a": torch.randn(48, 200), "b": torch.randn(130)}
+    late = {"c": torch.randn(16, 300), "d": torch.randn(7)}
+    config = ZeroConfig(moment_dtype=moment_dtype)
+    ours, theirs = ({n: nn.Parameter(v.clone()) for n, v in {**first, **late}.items()} for _ in range(2))
+    zero = ZeroAdamW([(name, ours[name]) for name in first], config=config)
+    fused = FusedAdamW([(name, theirs[name]) for name in first], moment_dtype=moment_dtype)
+    for step in range(6):
+        if step == 3:
+            for optimizer, parameters in ((zero, ours), (fused, theirs)):
+                optimizer.add_param_group({"params": [(name, parameters[name]) for name in late], "lr": 1e-2})
+        trained = first if step < 3 else {**first, **late}
+        for name in trained:
+            gradient = torch.randn(ours[name].shape)
+            ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+        zero.step()
+        fused.step()
+        for name in trained:
+            assert torch.equal(ours[name], theirs[name]), f"{name} after step {step}"
+        zero.zero_grad()
+
+
+# -- what follows masters
+
+
+def save_grown(run: Run, folder: str) -> dict[str, Tensor]:
+    """Save a run that added groups, and return the masters of three more steps."""
+    trainer = grow(run, steps=5)
+    optim.save(trainer.optimizer, folder)
+    return three_more(trainer)
+
+
+def three_more(trainer: Trainer) -> dict[str, Tensor]:
+    """Whole masters after three steps whose gradients are the same on any number of ranks."""
+    for step in range(5, 8):
+        gradients = {spec.name: spec.gradient(step, 0) for spec in trainer.run.specs}
+        if any(gradient is not None for gradient in gradients.values()):
+            trainer.probe.loss(gradients).backward()
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    state = optim.full_state_dict(trainer.probe, trainer.optimizer)
+    held = {name: parameter.detach() for name, parameter in trainer.probe.named_parameters()}
+    verify(trainer.optimizer).raise_for_differences()
+    return {name: value for name, value in state.items() if name in held}
+
+
+def resume(run: Run, folder: str, adds: bool) -> tuple[dict[str, Tensor], list[int]]:
+    """The same from the checkpoint, by an optimizer that adds the groups first, or has all of them from the beginning. With the
+    step counts that it has loaded."""
+    if adds:
+        trainer: Trainer = Growing(run)
+        trainer.add()
+        trainer.add()
+    else:
+        place = {name: 2 + number for number, names in enumerate(ADDED_BEFORE.values()) for name in names}
+        specs = [dataclasses.replace(spec, group=place.get(spec.name, spec.group)) for spec in run.specs]
+        options = (*run.options, *ADDED_OPTIONS)
+        trainer = Trainer(dataclasses.replace(run, specs=tuple(specs), options=options))
+    optim.load(trainer.optimizer, folder)
+    counts = trainer.optimizer._counts.of_groups.tolist()
+    return three_more(trainer), counts
+
+
+CHECKPOINTS = {
+    "plain": Run(),
+    "moments in 8 bits": Run(config=EIGHT_BIT_MOMENTS),
+    "compact": Run(config=dataclasses.replace(EIGHT_BIT_MOMENTS, state="compact")),
+}
+
+
+@pytest.mark.parametrize("run", some(CHECKPOINTS, "plain", "compact"))
+def test_resumes_on_other_ranks(ranks: Ranks, tmp_path: Any, run: Run) -> None:
+    folder = str(tmp_path / "checkpoint")
+    wanted = ranks(2)(save_grown, run, folder)[0]
+    for world, adds in ((1, True), (3, False), (2, True)):
+        found, counts = ranks(world)(resume, run, folder, adds)[0]
+        assert counts == [5, 5, 3, 1]
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value), f"{name} on {world} ranks"
+
+
+def test_parameters_that_were_added_need_a_group_of_their_own(tmp_path: Any) -> None:
+    trainer = grow(Run(), steps=5)
+    optim.save(trainer.optimizer, tmp_path / "checkpoint")
+    other = Trainer(Run())
+    before = snapshot(other)
+    error = error_of(lambda: optim.load(other.optimizer, tmp_path / "checkpoint"))
+    assert "one step count is needed for all parameters of a group" in error
+    casts.assert_same_bytes(snapshot(other), before)
+
+
+@pytest.mark.parametrize("state", ["fp32", "compact"])
+def test_a_load_numbers_steps_again(ranks: Ranks, state: str) -> None:
+    """A state of before the addition, by a run that has added since: each group goes on from its own count."""
+    ranks(2)(loads_older, state)
+
+
+def loads_older(state: str) -> None:
+    run = Run(config=dataclasses.replace(EIGHT_BIT_MOMENTS, state=state))
+    trainer, other = grow(run, steps=4), Growing(run)
+    other.add()
+    other.optimizer.load_state_dict(trainer.optimizer.state_dict())
+    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
+    assert other.optimizer._counts.before == [0, 0, 2]
+    for step in range(4, 7):
+        for each in (trainer, other):
+            if step == 4:
+                each.add()
+            each.step(step)
+    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
+
+
+def averaged(run: Run) -> None:
+    """The average of an added parameter begins at its master, and those of the others go on."""
+    trainer = Growing(run)
+    average = EMA(trainer.optimizer, 0.5)
+    wanted: dict[str, Tensor] = {}
+    for step in range(6):
+        trainer.train_step(step)
+        for name, master in trainer.reference.master.items():
+            now = torch.from_numpy(master.copy())
+            before = wanted.get(name, torch.from_numpy(trainer.reference.specs[name].initial().numpy()))
+            wanted[name] = torch.lerp(before, now, 0.5)
+        found = average.state_dict()["model"]
+        assert found.keys() == wanted.keys()
+        for name, value in found.items():
+            for where, part in boxes(value):
+                assert torch.equal(part, wanted[name][where]), f"{name} after step {step}"
+    with average.swapped():
+        verify(trainer.optimizer).raise_for_differences()
+    trainer.check("after the swap")
+
+
+@pytest.mark.parametrize("name", ["plain", "Muon"])
+def test_averages(ranks: Ranks, name: str) -> None:
+    averaged(CONFIGS[name])
+    ranks(2)(averaged, CONFIGS[name])
+
+
+@pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32", "8 bits"])
+def test_captured_steps_are_captured_again(config: ZeroConfig) -> None:
+    with (
+        mock.patch.object(captured_step, "cuda_graph", run_again),
+        mock.patch.object(captured_step.CapturedStep.__init__, "__defaults__", (run_again,)),
+        mock.patch("zerocast.optim.zero_optimizer.check_capturable"),
+    ):
+        captured, eager = (Growing(Run(config=config)) for _ in range(2))
+        step = captured.optimizer.capture(0.5)
+        with mock.patch.object(step, "capture", wraps=step.capture) as recorded:
+            for number in range(6):
+                for each in (captured, eager):
+                    if number in ADDED_BEFORE:
+                        each.add()
+                    each.backward(number)
+                step()
+                eager.optimizer.clip_grad_norm_(0.5)
+                eager.optimizer.step()
+                casts.assert_same_bytes(snapshot(captured), snapshot(eager), f"step {number}")
+            assert recorded.call_count == 2
+            captured.optimizer.zero_grad()
+            older = Growing(Run(config=config))
+            older.add()
+            older.add()
+            captured.optimizer.load_state_dict(older.optimizer.state_dict())
+            assert recorded.call_count == 3
+
+
+def switches() -> None:
+    """Before the first addition weights of a bucket part, between the two all become bf16, and after it FP8."""
+    trainer, other = Growing(), Growing()
+    recipes = {
+        1: Recipe({"nv_late": "identity", "square": "mxfp4"}, default="fp8_block"),
+        3: Recipe({}, default="identity"),
+        5: Recipe({"embedding": "identity", "fp16": "identity"}, default="fp8_block"),
+    }
+    for step in range(6):
+        for each in (trainer, other):
+            if step in ADDED_BEFORE:
+                each.add()
+            each.step(step)
+        if step in recipes:
+            zerocast.switch(trainer.optimizer, recipes[step])
+        verify(trainer.optimizer).raise_for_differences()
+        # Gradients do not depend on the weights, so masters are those of a run without a switch.
+        ours, theirs = (each.optimizer.state_dict()["model"] for each in (trainer, other))
+        for name, value in ours.items():
+            for (_, part), (_, wanted) in zip(boxes(value), boxes(theirs[name]), strict=True):
+                assert torch.equal(part, wanted), f"{name} after step {step}"
+    assert {str(fmt) for fmt, _ in trainer.optimizer.formats.values()} == {"fp8_block"}
+
+
+@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
+def test_with_switches_of_formats(ranks: Ranks, world: int) -> None:
+    ranks(world)(switches)
+
+
+# -- what it looks like to users
+
+
+def test_frozen_layers_are_unfrozen_one_after_the_other() -> None:
+    """What was given while it was frozen may be added once it is not. Until then the step says so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+    zerocast.quantize_(model, {"*.weight": "nvfp4"})
+    model[:2].requires_grad_(False)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2)
+    for layer in (1, 0):
+        before = model[layer].weight.dequantize()
+        train(model, optimizer)
+        assert torch.equal(model[layer].weight.dequantize(), before)
+        model[layer].requires_grad_(True)
+        model(torch.randn(4, 32)).square().mean().backward()
+        assert "no optimizer trains them" in error_of(optimizer.step) or "were frozen" in error_of(optimizer.step)
+        optimizer.zero_grad()
+        model.zero_grad()
+        added = [(f"{layer}.{name}", parameter) for name, parameter in model[layer].named_parameters()]
+        optimizer.add_param_group({"params": added, "lr": 1e-3})
+        assert not [name for name in optimizer.frozen if name.startswith(f"{layer}.")]
+        train(model, optimizer)
+        assert not torch.equal(model[layer].weight.dequantize(), before)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3, 1e-3]
+    assert optimizer.frozen == {}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_groups_of_frozen_parameters() -> None:
+    """They keep the caller's numbers, as in the constructor."""
+    trainer = Trainer(Run())
+    parameter = nn.Parameter(torch.zeros(3), requires_grad=False)
+    trainer.optimizer.add_param_group({"params": [("late", parameter)]})
+    assert len(trainer.optimizer.param_groups) == 3
+    assert trainer.optimizer.frozen["late"] is parameter
+    trainer.scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, lambda step: 1.0)
+    trainer.step(0)
+    parameter.requires_grad_(True)
+    assert "were frozen" in error_of(lambda: trainer.step(1))
+
+
+def beside_another() -> list[str]:
+    """Of two optimizers with parts each one gets a part of a third, whose owner says so afterwards."""
+    specs = tuple(Spec(name, (64, 64), "nvfp4") for name in ("a", "b", "c", "d"))
+    trainer = Trainer(Run(specs, options=(ADAM,), frozen=("b", "c", "d")))
+    others = [
+        ZeroAdamW([(name, trainer.probe.get_parameter(name).requires_grad_(True))], config=DETERMINISTIC, **ADAM)
+        for name in ("b", "c")
+    ]
+    reference = Undistributed([spec for spec in specs if spec.name != "d"])
+    # The first owner has used up the value in high precision.
+    reference.master["c"] = trainer.probe.get_parameter("c").dequantize().float().numpy()
+    trainer.optimizer.add_param_group({"params": [("c", trainer.probe.get_parameter("c"))], **ADAM})
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(3):
+        trainer.backward(step)
+        trainer.optimizer.step()
+        others[0].step()
+        reference.step({n: trainer.run.rounds(s, step, ranks) for n, s in reference.specs.items()}, [ADAM])
+        found = weight_bytes(trainer.probe)
+        for name in "abc":
+            casts.assert_same_bytes(found[name], reference.bytes[name], f"{name} after step {step}")
+    return [error_of(others[1].step)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_beside_other_optimizers(ranks: Ranks, world: int) -> None:
+    for (error,) in ranks(world)(beside_another):
+        assert "another optimizer was built over these parameters" in error
+
+
+# -- what is refused
+
+
+def _accumulating(trainer: Trainer) -> Any:
+    trainer.backward(1)
+    return trainer.optimizer.zero_grad
+
+
+def _in_no_sync(trainer: Trainer) -> Any:
+    context = trainer.optimizer.no_sync()
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None) or trainer.optimizer.zero_grad()
+
+
+def _averaged(trainer: Trainer) -> Any:
+    context = EMA(trainer.optimizer).swapped()
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+def _moved_groups(trainer: Trainer) -> Any:
+    moved = trainer.optimizer.param_groups[0]["params"].pop()
+    return lambda: trainer.optimizer.param_groups[0]["params"].append(moved)
+
+
+LATE_PARAMETER = ("late", nn.Parameter(torch.zeros(3)))
+BAD_GROUPS: Mapping[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
+    "no name": (lambda _: {"params": [LATE_PARAMETER[1]]}, "parameters come with their names"),
+    "a name twice": (lambda _: {"params": [("nv", LATE_PARAMETER[1])]}, "two parameters have the same name"),
+    "a parameter twice": (
+        lambda trainer: {"params": [("late", trainer.probe.get_parameter("nv"))]},
+        "appear in more than one parameter group",
+    ),
+    "another device": (
+        lambda _: {"params": [("late", nn.Parameter(torch.zeros(3, device="meta")))]},
+        "are on one device",
+    ),
+    "another dtype": (
+        lambda _: {"params": [("late", nn.Parameter(torch.zeros(3, dtype=torch.float64)))]},
+        "bf16, fp16 and fp32 parameters can be trained",
+    ),
+    "a rate out of range": (lambda _: {"params": [LATE_PARAMETER], "lr": -1.0}, "lr is out of range"),
+    "an option": (lambda _: {"params": [LATE_PARAMETER], "amsgrad": True}, "has no effect here"),
+    "Muon": (lambda _: {"params": [LATE_PARAMETER], "use_muon": True}, "zerocast.ZeroMuon takes such groups"),
+    "attached": (lambda _: {"params": [("late", attached())]}, "writes weights that a ZeroAdamW is built over"),
+}
+MOMENTS: Mapping[str, tuple[Callable[[Trainer], Any], str]] = {
+    "accumulating": (_accumulating, "an addition of parameters in the middle of an accumulation"),
+    "in no_sync": (_in_no_sync, "in the middle of an accumulation"),
+    "averaged": (_averaged, "leave it first"),
+}
+_attached: list[Any] = []
+
+
+def attached() -> nn.Parameter:
+    """A weight of which a plan is attached to an optimizer of masters, which are all on rank 0."""
+    holder = nn.Linear(32, 32, bias=False)
+    zerocast.quantize_(holder, {"weight": "nvfp4"})
+    is_owner = not dist.is_initialized() or dist.get_rank() == 0
+    master = nn.Parameter(holder.weight.dequantize().view(-1) if is_owner else torch.zeros(0))
+    plan = zerocast.CastPlan([holder.weight], [master], [0 if is_owner else None])
+    optimizer = torch.optim.SGD([master])
+    plan.attach(optimizer)
+    _attached.append(optimizer)
+    return holder.weight
+
+
+def refused_group(case: str, culprit: int) -> str:
+    """The error of adding this group on one rank, and a proper one on others; nothing has changed, and another one can be."""
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    groups = [dict(group) for group in trainer.optimizer.param_groups]
+    proper = nn.Parameter(torch.zeros(3))
+    bad = BAD_GROUPS[case][0](trainer)
+    group = bad if trainer.rank == culprit else {"params": [("late", proper)]}
+    error = error_of(lambda: trainer.optimizer.add_param_group(dict(group)))
+    assert [{**group} for group in trainer.optimizer.param_groups] == groups
+    goes_on(trainer, reference)
+    trainer.optimizer.add_param_group({"params": [("late", proper)]})
+    return error
+
+
+def goes_on(trainer: Trainer, reference: Undistributed, step: int = 0) -> None:
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    trainer.step(step)
+    reference.step({spec.name: trainer.run.rounds(spec, step, ranks) for spec in MIXED}, trainer.run.options)
+    assert_equals(trainer, reference, f"goes on with step {step}")
+
+
+@pytest.mark.notices(
+    "add_param_group with parameters that cannot be trained, or with others on other ranks",
+    where="ZeroAdamW",
+    answer="raises on all ranks, with nothing changed",
+)
+@pytest.mark.parametrize("case", BAD_GROUPS)
+def test_groups_that_cannot_be(ranks: Ranks, case: str) -> None:
+    kind, said = "ValueError: ", BAD_GROUPS[case][1]
+    if case in ("no name", "another dtype"):
+        kind = "TypeError: "
+    if case == "attached":
+        kind = "RuntimeError: "
+    alone = refused_group(case, 0)
+    assert alone.startswith(kind)
+    assert said in alone
+    for error in ranks(2)(refused_group, case, 1):
+        assert error.startswith(f"{kind}rank 1: ")
+        assert said in error
+
+
+def refused_now(case: str) -> str:
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    goes_on(trainer, reference)
+    undo = MOMENTS[case][0](trainer) if trainer.rank == 1 or case == "averaged" else lambda: None
+    if trainer.rank != 1 and case == "accumulating":
+        undo = _accumulating(trainer)
+    late = {"params": [("late", nn.Parameter(torch.zeros(3)))]}
+    error = error_of(lambda: trainer.optimizer.add_param_group(dict(late)))
+    undo()
+    assert len(trainer.optimizer.param_groups) == 2
+    goes_on(trainer, reference, 1)
+    trainer.optimizer.add_param_group(late)
+    assert len(trainer.optimizer.param_groups) == 3
+    return error
+
+
+@pytest.mark.notices(
+    "add_param_group with gradients that no step has used, in `no_sync`, or while an average is swapped in",
+    where="ZeroAdamW",
+    answer="raises on all ranks, with nothing changed",
+)
+@pytest.mark.parametrize("case", MOMENTS)
+def test_only_between_steps(ranks: Ranks, case: str) -> None:
+    for error in ranks(2)(refused_now, case):
+        assert MOMENTS[case][1] in error
+
+
+DIFFERENT: Sequence[tuple[dict[str, Any], str]] = (
+    ({"params": [("late", nn.Parameter(torch.zeros(4)))]}, "weight 0 is late: plain (3,)"),
+    ({"params": [("other", nn.Parameter(torch.zeros(3)))]}, "weight 0 is late: plain (3,)"),
+    ({"params": [("late", nn.Parameter(torch.zeros(3)))], "lr": 0.5}, "lr of group 2 is 0.25 on rank 0 and 0.5"),
+    ({"params": []}, "rank 0 passes 1 weights and rank 1 0"),
+)
+
+
+def adds_other(index: int) -> str:
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    group = {"params": [("late", nn.Parameter(torch.zeros(3)))], "lr": 0.25}
+    if trainer.rank:
+        group.update(DIFFERENT[index][0])
+    error = error_of(lambda: trainer.optimizer.add_param_group(group))
+    assert len(trainer.optimizer.param_groups) == 2
+    goes_on(trainer, reference)
+    return error
+
+
+@pytest.mark.parametrize("index", range(len(DIFFERENT)))
+def test_ranks_that_add_others(ranks: Ranks, index: int) -> None:
+    for error in ranks(2)(adds_other, index):
+        assert error.startswith("ValueError: ")
+        assert DIFFERENT[index][1] in error
+
+
+def without_memory(at: int) -> str:
+    """On rank 1 memory runs out while the larger masters are made."""
+    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    goes_on(trainer, reference)
+    lay_out = trainer.optimizer._lay_out
+
+    def dies(named: Any) -> Any:
+        with OutOfMemory(at):
+            return lay_out(named)
+
+    late = ("late", nn.Parameter(torch.zeros(3)))
+    with mock.patch.object(trainer.optimizer, "_lay_out", dies if trainer.rank else lay_out):
+        error = error_of(lambda: trainer.optimizer.add_param_group({"params": [late]}))
+    assert len(trainer.optimizer.param_groups) == 2
+    goes_on(trainer, reference, 1)
+    trainer.optimizer.add_param_group({"params": [late]})
+    return error
+
+
+@pytest.mark.parametrize("at", [0, 3])
+def test_memory_that_runs_out_on_one_rank(ranks: Ranks, at: int) -> None:
+    for error in ranks(2)(without_memory, at):
+        assert "rank 1: injected" in error
+
+
+def test_a_group_of_muon_says_what_updates_it() -> None:
+    trainer = Growing(MUON_RUN)
+    late = ("late", nn.Parameter(torch.zeros(3)))
+    error = error_of(lambda: trainer.optimizer.add_param_group({"params": [late]}))
+    assert error.startswith("ValueError: parameter group 2 of a ZeroMuon says use_muon=None")
+    error = error_of(lambda: trainer.optimizer.add_param_group({"params": [late], "use_muon": True}))
+    assert error.startswith("ValueError: late of shape (3,) is in a group with use_muon=True")
+    assert len(trainer.optimizer.param_groups) == 2
