@@ -84,27 +84,31 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
         """Save like accelerate. The folder `zerocast` gets each rank's part of masters and moments,
-        and the buffers of quantized models.
+        and the buffers of the models that ZeroAdamWs train.
 
         ValueError for a quantized model whose ZeroAdamW was not prepared: it has the masters.
         """
         check_together(self._zero, self._quantized)
         with self._without_zero():
             folder = super().save_state(output_dir, **kwargs)
-        zero_run.save(Path(folder) / _FOLDER, self._zero, self._quantized)
+        zero_run.save(Path(folder) / _FOLDER, self._zero, self._with_masters)
         return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a folder that `save_state` wrote, on any number of ranks.
 
-        ValueError as from `zerocast.optim.load`, and without `input_dir`.
+        Without `input_dir` it is the newest one where accelerate names checkpoints by itself, as in
+        accelerate. ValueError as from `zerocast.optim.load`.
         """
-        if input_dir is None:
-            raise ValueError("name the folder that save_state returned: load_state(folder)")
         check_together(self._zero, self._quantized)
-        with self._without_zero():
-            super().load_state(input_dir, *args, **kwargs)
-        zero_run.load(Path(input_dir) / _FOLDER, self._zero, self._quantized)
+        folders: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))
+        try:
+            with self._without_zero():
+                super().load_state(input_dir, *args, **kwargs)
+        finally:
+            handle.remove()
+        zero_run.load(Path(folders[0]) / _FOLDER, self._zero, self._with_masters)
 
     @property
     def _zero(self) -> list[ZeroOptimizer]:
@@ -114,14 +118,22 @@ class Accelerator(accelerate.Accelerator):
     def _quantized(self) -> list[nn.Module]:
         return [model for model in self._models if is_quantized(model)]
 
+    @property
+    def _with_masters(self) -> list[nn.Module]:
+        """The models that are quantized or that a ZeroAdamW trains."""
+        zero = self._zero
+        return [model for model in self._models if is_quantized(model) or zero_run.of_model(zero, model)]
+
     @contextlib.contextmanager
     def _without_zero(self) -> Iterator[None]:
-        """Hide quantized models and ZeroAdamWs from accelerate while the context is open.
+        """Hide ZeroAdamWs and the models that have masters from accelerate while the context is
+        open.
 
-        accelerate saves and loads whole tensors.
+        accelerate saves and loads whole tensors, and safetensors refuses parameters that are parts
+        of one buffer, as those of ZeroAdamW are.
         """
-        models, optimizers = self._models, self._optimizers
-        self._models = [model for model in models if not is_quantized(model)]
+        models, optimizers, hidden = self._models, self._optimizers, self._with_masters
+        self._models = [model for model in models if not any(model is other for other in hidden)]
         self._optimizers = [optimizer for optimizer in optimizers if not isinstance(inner_of(optimizer), ZeroOptimizer)]
         try:
             yield
