@@ -331,6 +331,33 @@ def test_a_state_that_one_rank_refuses_is_loaded_on_none(ranks: Ranks) -> None:
     assert all(error.startswith("ValueError: rank 1: ") for error in told), told
 
 
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
+def test_hooks_of_states_see_and_change_them_whole(moment_dtype: Any) -> None:
+    stepped, unstepped = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    optimizer = FusedAdamW([("stepped", stepped), ("unstepped", unstepped)], **ADAM, moment_dtype=moment_dtype)
+    stepped.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.state["count"] = 1
+
+    def double(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        assert state["state"][1]["exp_avg"].count_nonzero() == 0
+        state["state"][0]["exp_avg"] = 2 * state["state"][0]["exp_avg"]
+
+    def note(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.state["loaded"] = optimizer.state[stepped]["step"].clone()
+
+    before = optimizer.moments(stepped)["exp_avg"].clone()
+    optimizer.register_state_dict_post_hook(double)
+    optimizer.register_load_state_dict_post_hook(note)
+    state = optimizer.state_dict()
+    assert state["state"]["count"] == 1
+    optimizer.load_state_dict(state)
+    torch.testing.assert_close(optimizer.moments(stepped)["exp_avg"], 2 * before, rtol=0.1, atol=0)
+    assert optimizer.state["count"] == 1
+    assert optimizer.state["loaded"] == 1
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
 Named = list[tuple[str, Any]]
 
 

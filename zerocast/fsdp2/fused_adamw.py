@@ -454,16 +454,34 @@ class FusedAdamW(torch.optim.Optimizer):
         have moments of zero. RuntimeError after a step or a load that raised half-way.
         """
         validity_of(self).check(Use.SAVE)
-        found = super().state_dict()
+        with self._hooks_held_back("_optimizer_state_dict_post_hooks") as hooks:
+            state_dict = super().state_dict()
+        # What callers keep there beside moments stays.
+        state = dict(state_dict["state"])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {}
         for index, parameter in enumerate(parameters):
-            if index in found["state"]:
+            if index in state:
                 moments = self.moments(parameter)
                 state[index] = {**moments, "step": moments["step"].clone()}
             elif parameter.requires_grad:
                 state[index] = _zero_moments(parameter)
-        return {**found, "state": state}
+        state_dict["state"] = state
+        for hook in hooks:
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        return state_dict
+
+    @contextlib.contextmanager
+    def _hooks_held_back(self, kind: str) -> Iterator[list[Callable[..., Any]]]:
+        """Keep torch from calling the hooks of a kind while the context is open, and yield them:
+        the state that they see is made after torch's part.
+        """
+        hooks = getattr(self, kind)
+        setattr(self, kind, type(hooks)())
+        try:
+            yield list(hooks.values())
+        finally:
+            setattr(self, kind, hooks)
 
     def moments(self, parameter: Tensor) -> Mapping[str, Tensor]:
         """The state of a parameter by torch's names, moments in FP32, which are copies if they are
@@ -482,19 +500,21 @@ class FusedAdamW(torch.optim.Optimizer):
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
         mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
         validate_across_ranks(_groups_of(mesh), [], problem, "loads the state of a FusedAdamW")
-        held = {id(value) for moments in self.state.values() for value in moments.values()}
+        held = {id(value) for moments in self._all_moments().values() for value in moments.values()}
         self._bound = []
-        super().load_state_dict(dict(state_dict))
+        with self._hooks_held_back("_optimizer_load_state_dict_post_hooks") as hooks:
+            super().load_state_dict(dict(state_dict))
         self.state = MomentsOnDemand(dict, self.state)
         self.state.eight_bit = self._eight_bit
+        loaded = self._all_moments()
         if self._eight_bit is not None:
             try:
-                self._eight_bit.load(self.state, _steps_taken([*self.state.values()]))
+                self._eight_bit.load(loaded, _steps_taken([*loaded.values()]))
             except BaseException:
                 # Some moments are loaded, others are zeros.
                 validity_of(self).broke_off("a load")
                 raise
-        for parameter, moments in self.state.items():
+        for parameter, moments in loaded.items():
             moments["step"] = torch.as_tensor(moments["step"]).to(torch.float32, copy=True)
             if self._eight_bit is not None:
                 moments |= self._eight_bit.codes(parameter)
@@ -502,6 +522,13 @@ class FusedAdamW(torch.optim.Optimizer):
                 moments |= {
                     key: value.clone() for key, value in moments.items() if key != "step" and id(value) not in held
                 }
+        for hook in hooks:
+            hook(self)
+
+    def _all_moments(self) -> dict[Tensor, dict[str, Any]]:
+        """Return the state of each parameter that has one, without what callers keep beside."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        return {parameter: self.state[parameter] for parameter in parameters if parameter in self.state}
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
         """ValueError, TypeError or KeyError, on this rank alone, for a state that does not fit."""
