@@ -6,11 +6,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 # A build environment of pip's own would not see the constraints; torch is never needed to build.
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-SOURCES := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
+BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow hosts readers hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow suites hosts readers hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -27,6 +27,11 @@ coverage: $(VENV)/.dev hosts readers
 test-slow: $(VENV)/.docs hosts readers
 	$(BIN)/python -m pytest -m slow --timeout 3600
 	$(MAKE) sanitize-cpu
+
+# Tests of torch, accelerate, transformers and Lightning with zerocast in them (tests/suites): make suites SOURCES=folder
+suites: $(VENV)/.dev hosts readers
+	$(INSTALL) --requirement tests/suites/requirements.txt
+	$(BIN)/python -m tests.suites "$(SOURCES)"
 
 # With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
 bench: $(VENV)/.dev
@@ -117,7 +122,7 @@ $(VENV)/.python:
 	touch $@
 
 # Editable, with the extension built in place; again whenever a source of it changes.
-$(VENV)/.dev: $(VENV)/.python $(SOURCES)
+$(VENV)/.dev: $(VENV)/.python $(BUILT_FROM)
 	@echo "installing zerocast and its tools into $(VENV)"
 	$(INSTALL) --editable '.[dev,examples]'
 	touch $@ $(VENV)/.demo
@@ -153,7 +158,7 @@ readers: $(VENV)/.dev
 	  $(HOST) $(READERS) && touch $(VENV)/.readers; } \
 	  || echo "the readers of exports could not be installed: their tests will be skipped"
 
-$(VENV)/.demo: $(VENV)/.python $(SOURCES)
+$(VENV)/.demo: $(VENV)/.python $(BUILT_FROM)
 	@echo "installing zerocast and what the examples need into $(VENV): torch is a large download"
 	$(filter-out --quiet,$(INSTALL)) --editable '.[examples]'
 	touch $@

@@ -1,0 +1,81 @@
+"""What is run of each peer's tests, and what zerocast takes the place of there."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Some tests of one source, run without zerocast and with it.
+
+    Attributes:
+        name: the name in expected.txt.
+        source: the folder in SOURCES, and the line of sources.txt that pins it.
+        root: the folder of the source that is copied, and that the tests are run in.
+        tests: files and folders in it.
+        zerocast: the change of `peer_plugin.CHANGES` that puts zerocast in place.
+        changes: the changes of every run.
+        texts: what is written differently in the copy, such as the name of a device.
+        selected: the argument of pytest's -k.
+    """
+
+    name: str
+    source: str
+    root: str
+    tests: tuple[str, ...]
+    zerocast: str
+    changes: tuple[str, ...] = ()
+    texts: Mapping[str, str] = field(default_factory=dict)
+    selected: str = ""
+
+
+# torch_npu keeps copies of torch's tests, which name its device where torch's name CUDA's.
+CPU = ("gloo", "torch_npu")
+DEVICE = {'"npu"': '"cpu"', '"npu:0"': '"cpu"'}
+# Of the tests of all optimizers, those of AdamW's family and of what every optimizer does.
+ADAMW = "adam or hook or invalid or duplicate or noop or load_state"
+FSDP2 = ("distributed/fsdp2", "distributed/_composable")
+SCHEDULERS = ("optim/test_lrscheduler.py",)
+
+ACCELERATE = tuple(
+    f"tests/test_{name}.py"
+    for name in (
+        "accelerator",
+        "cpu",
+        "dataclasses",
+        "grad_sync",
+        "kwargs_handlers",
+        "memory_utils",
+        "optimizer",
+        "scheduler",
+        "state_checkpointing",
+    )
+)
+TRAINER = tuple(f"tests/trainer/test_trainer{name}.py" for name in ("", "_callback", "_utils"))
+LIGHTNING = (
+    "tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
+    "tests_pytorch/checkpointing/test_torch_saving.py",
+    "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
+    "tests_pytorch/core/test_lightning_optimizer.py",
+    "tests_pytorch/loops/optimization",
+    "tests_pytorch/strategies/test_common.py",
+    "tests_pytorch/strategies/test_custom_strategy.py",
+    "tests_pytorch/strategies/test_single_device.py",
+    "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
+    "tests_pytorch/trainer/optimization",
+)
+# Names that transformers has no longer, which one test of these uses.
+GLUE = {f"        {name},\n": "" for name in ("GlueDataset", "GlueDataTrainingArguments")}
+
+SUITES = (
+    Suite("fsdp2", "torch_npu", "test", FSDP2, "prepare", CPU, DEVICE),
+    Suite("schedulers", "torch_npu", "test", SCHEDULERS, "zero_adamw", CPU, DEVICE),
+    Suite("schedulers, fused", "torch_npu", "test", SCHEDULERS, "fused_adamw", CPU, DEVICE),
+    Suite("optimizers", "torch_npu", "test", ("optim/test_optim.py",), "zero_adamw", CPU, DEVICE, ADAMW),
+    Suite("optimizers, fused", "torch_npu", "test", ("optim/test_optim.py",), "fused_adamw", CPU, DEVICE, ADAMW),
+    Suite("averages", "torch_npu", "test", ("optim/test_swa_utils.py",), "averages", CPU, DEVICE),
+    Suite("accelerate", "accelerate", ".", ACCELERATE, "accelerator"),
+    Suite("accelerate, ZeroAdamW", "accelerate", ".", ACCELERATE, "accelerator_zero_adamw"),
+    Suite("transformers", "transformers", ".", TRAINER, "zero_adamw", (), GLUE),
+    Suite("Lightning", "lightning", "tests", LIGHTNING, "zero_adamw"),
+)
