@@ -28,7 +28,9 @@ NO_PRODUCT = {
 }
 
 
-def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = None) -> nn.Module:
+def quantize_(
+    model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = None, *, serve: str | None = None
+) -> nn.Module:
     """Replace the weights of `model` that match the recipe, in place, and cast their present
     values.
 
@@ -37,15 +39,17 @@ def quantize_(model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = 
     parameter. An FP32 model with `dtype=torch.bfloat16` computes in bf16 and keeps its FP32 values
     (`high_precision_init_val`) until an optimizer has made masters of them. Shared parameters stay
     shared, and attributes that a host has set on a parameter move to its weight. A delayed scale
-    starts from the initial amax. With `Recipe(fast=True)` blocks are compiled in place. Returns
-    `model`.
+    starts from the initial amax. With `Recipe(fast=True)` blocks are compiled in place. `serve` is
+    the engine that is to read the trained weights: the recipe is then `recipe.for_reader(serve,
+    model)`. Returns `model`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
     format cannot take, a weight that is already quantized in another format, an embedding (its rows
     are looked up and not multiplied), the kernel of a convolution, a DTensor (use
-    `zerocast.fsdp2.prepare` for it), and a fast recipe for a model without blocks.
+    `zerocast.fsdp2.prepare` for it), a fast recipe for a model without blocks, and weights that
+    `serve` could not read.
     """
-    recipe = Recipe.of(recipe)
+    recipe = Recipe.of(recipe).for_reader(serve, model)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     chosen: dict[Tensor, FormatSpec] = {}

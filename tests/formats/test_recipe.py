@@ -144,6 +144,68 @@ def test_quantizing_again_in_another_format_is_refused(fmt: str, dtype: torch.dt
     assert formats_of(model) == before
 
 
+def attention(*names: str) -> nn.Module:
+    """A model with Linears of these names side by side."""
+    return nn.ModuleDict({"layer": nn.ModuleDict({name: nn.Linear(32, 32) for name in names})})
+
+
+def test_a_recipe_for_an_engine_shares_what_it_fuses(caplog: pytest.LogCaptureFixture) -> None:
+    model = attention("q_proj", "k_proj", "v_proj", "o_proj")
+    caplog.set_level("INFO", "zerocast")
+    recipe = Recipe({"*.weight": "nvfp4"}, fast=True).for_reader("vllm", model)
+    fused = {f"layer.{part}_proj.weight" for part in "qkv"}
+    shared = recipe.shared_amaxes([name for name, _ in model.named_parameters() if name.endswith("weight")])
+    assert shared.keys() == fused and {frozenset(group.names) for group in shared.values()} == {frozenset(fused)}
+    assert recipe.fast
+    assert (
+        "vllm fuses share a tensor amax from now on: *.q_proj.weight, *.k_proj.weight, *.v_proj.weight" in caplog.text
+    )
+    # Nothing is left to add.
+    assert recipe.for_reader("sglang", model) is recipe
+
+
+def test_formats_without_a_global_scale_share_nothing_for_an_engine() -> None:
+    recipe = Recipe({"*.weight": "fp8_current"})
+    assert recipe.for_reader("vllm", attention("q_proj", "k_proj", "v_proj")) is recipe
+
+
+@pytest.mark.parametrize(
+    ("reader", "recipe", "names", "said"),
+    [
+        ("tgi", Recipe({"*.weight": "nvfp4"}), ["q_proj"], "the reader is one of vllm, sglang, got 'tgi'"),
+        ("sglang", Recipe({"*.weight": "mxfp8"}), ["q_proj"], r"mxfp8, and sglang 0.5.23 reads fp8_block, "),
+        (
+            "vllm",
+            Recipe({"*.q_proj.weight": "nvfp4"}),
+            ["q_proj", "k_proj"],
+            r"q_proj.weight is nvfp4 and layer.k_proj.weight is not quantized: engines compute the 2 weights",
+        ),
+        (
+            "vllm",
+            Recipe({"*.weight": "nvfp4"}, share_amax=[("*.q_proj.weight", "*.k_proj.weight")]),
+            ["q_proj", "k_proj", "v_proj"],
+            "of which share_amax takes some: name all of them in one group",
+        ),
+        (
+            "vllm",
+            Recipe({"*.weight": "nvfp4"}),
+            ["experts", "gate"],
+            "layer.gate.weight is nvfp4 and the weight of a router of experts",
+        ),
+    ],
+)
+def test_what_an_engine_could_not_read_is_refused_before_training(
+    reader: str, recipe: Recipe, names: list[str], said: str
+) -> None:
+    model = attention(*names)
+    before = values_of(model)
+    with pytest.raises(ValueError, match=said):
+        quantize_(model, recipe, serve=reader)
+    with pytest.raises(ValueError, match=said):
+        zerocast.fsdp2.prepare(model, recipe, serve=reader)
+    assert formats_of(model) == {} and values_of(model).keys() == before.keys()
+
+
 def test_a_quantized_model_trains_in_both_directions() -> None:
     model = quantize_(Block(), Recipe({"attn.*": "mxfp8", "mlp.*": "nvfp4"}))
     x = model.embed(torch.tensor([[1, 2, 3]]))

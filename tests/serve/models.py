@@ -31,6 +31,7 @@ CONFIGS: dict[str, Any] = {
     "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=2),
+    "phimoe": lambda: transformers.PhimoeConfig(**SIZES, **EXPERTS, num_local_experts=2),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=128, num_experts=2),
     "gpt2": lambda: transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=96, n_positions=64),
 }

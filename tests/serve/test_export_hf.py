@@ -124,13 +124,49 @@ def _renamed() -> nn.Module:
     return model
 
 
+def _recipe(name: str, **formats: str) -> Callable[[], nn.Module]:
+    """A model of which the weights with these parts of names are quantized."""
+    recipe = Recipe({f"*.{part}*": fmt for part, fmt in formats.items()}, share_amax=())
+    return lambda: zerocast.quantize_(made(name), recipe, dtype=torch.bfloat16)
+
+
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "a transposed weight": (_transposed, "deepseek", "c_fc.weight is fp8_block and not the weight of a Linear"),
     "a block that is cut": (_cut_blocks, "deepseek", "takes 2 blocks of 96 for those of 128 and does not notice"),
     "NVFP4 experts that transformers misreads": (
         lambda: quantized("qwen3_moe", "nvfp4"),
         "compressed-tensors",
-        "experts.0.gate_proj.weight is nvfp4: transformers decodes experts of this naming without their global scale",
+        "experts.0.gate_proj.weight is nvfp4: transformers knows experts of this naming with one scale a tensor alone",
+    ),
+    "MX experts that transformers cannot read": (
+        lambda: quantized("mixtral", "mxfp8"),
+        "compressed-tensors",
+        "experts.0.w1.weight is mxfp8: transformers knows experts of this naming with one scale a tensor alone",
+    ),
+    "a part of a fused layer": (
+        _recipe("llama", q_proj="fp8_block"),
+        "deepseek",
+        r"q_proj.weight is fp8_block and \S+k_proj.weight is not quantized: engines compute the 3 weights of this layer at once",
+    ),
+    "fused layers of two formats": (
+        _recipe("llama", gate_proj="mxfp8", up_proj="nvfp4"),
+        "compressed-tensors",
+        r"gate_proj.weight is mxfp8 and \S+up_proj.weight is nvfp4: engines compute the 2 weights of this layer at once",
+    ),
+    "some matrices of experts": (
+        _recipe("qwen3_moe", **{"experts.down_proj": "fp8_block"}),
+        "deepseek",
+        r"gate_proj.weight is not quantized and \S+down_proj.weight is fp8_block: engines compute the 6 weights",
+    ),
+    "a router": (
+        _recipe("phimoe", router="fp8_block", experts="fp8_block"),
+        "deepseek",
+        "block_sparse_moe.gate.weight is fp8_block and the weight of a router of experts",
+    ),
+    "several algorithms of modelopt": (
+        _recipe("llama", self_attn="mxfp8", mlp="fp8_block"),
+        "modelopt",
+        "the weights are mxfp8 and fp8_block: in a model of several algorithms engines know few of modelopt's",
     ),
     "a head that config.json ties": (_untied, "bf16", "lm_head.weight is in no place of the model"),
     "a head that config.json does not tie": (_tied, "bf16", "lm_head.weight is missing"),

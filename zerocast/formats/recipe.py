@@ -1,11 +1,17 @@
 """Recipe: maps parameter names to formats by glob patterns; the first match wins."""
 
 import fnmatch
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from zerocast.formats import FormatSpec, get_format
+from zerocast.formats.readers import check_layers, reader_called
 from zerocast.formats.shared_amax import Patterns, SharedAmax, check_group, groups_of, patterns_of
+from zerocast.formats.spec import ScaleRule
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, init=False)
@@ -95,6 +101,49 @@ class Recipe:
             raise ValueError(f"share_amax {list(self.share_amax)} finds no two weights that belong together")
         formats = {name: self.format_of(name) for group in groups for name in group.names}
         return {name: group for group in groups if check_group(group, formats) for name in group.names}
+
+    def for_reader(self, reader: str | None, model: Any) -> "Recipe":
+        """A recipe whose weights an inference engine can serve as they are trained: this one, with
+        a shared tensor amax for the weights that the engine fuses, which is logged.
+
+        Args:
+            reader: "vllm" or "sglang"; None changes nothing.
+            model: the nn.Module that is to be trained.
+
+        Raises ValueError for an unknown reader, a format that it does not read, and weights that it
+        fuses and that have different formats.
+        """
+        if reader is None:
+            return self
+        facts = reader_called(reader)
+        names = [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
+        formats = {name: self.format_of(name) for name in names}
+        for name, fmt in formats.items():
+            if fmt.element is not None and fmt.name not in facts.formats:
+                raise ValueError(
+                    f"{name} is {fmt}, and {reader} {facts.version} reads {', '.join(sorted(facts.formats))}"
+                )
+        check_layers(formats)
+        shared = {name: group for group in groups_of(self.share_amax, names) for name in group.names}
+        added: dict[tuple[str, ...], None] = {}
+        for patterns in facts.fused:
+            for group in groups_of((patterns,), names):
+                present = {shared.get(name) for name in group.names}
+                if formats[group.names[0]].scale_rule is not ScaleRule.TWO_LEVEL:
+                    continue
+                if len(present) > 1:
+                    raise ValueError(
+                        f"{reader} fuses {group}, of which share_amax takes some: name all of them in one group"
+                    )
+                if present == {None}:
+                    added[patterns] = None
+        if not added:
+            return self
+        logger.info(
+            "weights that %s fuses share a tensor amax from now on: %s", reader, "; ".join(map(", ".join, added))
+        )
+        share_amax = (*self.share_amax, *added)
+        return Recipe(dict(self.patterns), self.default, share_amax, fast=self.fast)
 
     def used(self, names: Iterable[str]) -> list[bool]:
         """For each pattern, True if it matches any of the names."""

@@ -92,6 +92,7 @@ def prepare(
     verify_every: int | None = None,
     keep_codes: bool | None = None,
     present: Present = only_quantized_weights,
+    serve: str | None = None,
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
@@ -124,16 +125,19 @@ def prepare(
     parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. That of
     TransformerEngine's modules is `zerocast.integrations.transformer_engine.present`.
 
+    `serve` is the engine that is to read the trained weights: the recipe is then
+    `recipe.for_reader(serve, model)`.
+
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
-    format cannot take, an embedding, a convolution, a weight that is sharded or quantized already
-    and a fast recipe for a model without blocks, and TypeError for one that is not FP32 or lies
-    beside one that is not. What only FSDP2 decides is checked at the first gather. RuntimeError for
-    a torch that lacks what is read of it (`zerocast/torch_names.py`), and a warning for a release
-    that was never tested.
+    format cannot take, an embedding, a convolution, a weight that is sharded or quantized already,
+    a fast recipe for a model without blocks and weights that `serve` could not read; TypeError for
+    one that is not FP32 or lies beside one that is not. What only FSDP2 decides is checked at the
+    first gather. RuntimeError for a torch that lacks what is read of it
+    (`zerocast/torch_names.py`), and a warning for a release that was never tested.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
-    recipe = Recipe.of(recipe)
+    recipe = Recipe.of(recipe).for_reader(serve, model)
     weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.dim() >= 2}
     recipe.check_used(weights)
     names = {parameter: name for name, parameter in reversed(weights.items())}

@@ -9,16 +9,16 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from zerocast.formats import FormatSpec
-from zerocast.formats.shared_amax import PRESETS, SharedAmax, groups_of
+from zerocast.formats.readers import FUSED
+from zerocast.formats.shared_amax import SharedAmax, groups_of
 from zerocast.serve.namings import layout_of
 from zerocast.serve.piece import Piece
 from zerocast.weight import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
-_PATTERNS = tuple(group for preset in PRESETS.values() for group in preset)
 _REMEDY = (
-    "train with Recipe(..., share_amax='llama'), or pass allow_unequal_scales=True for readers that keep the scales apart, as "
+    "train with quantize_(..., serve='vllm'), or pass allow_unequal_scales=True for readers that keep the scales apart, as "
     "transformers does"
 )
 
@@ -36,7 +36,7 @@ def check_shared_amaxes(
     for name, fmt in formats.items():
         if layout_of(naming, name, fmt).shares_amax:
             weight_of |= dict.fromkeys((piece.name for piece in pieces[name]), name)
-    for group in groups_of(_PATTERNS, weight_of):
+    for group in groups_of(FUSED, weight_of):
         members = {weight_of[name] for name in group.names}
         if len(members) > 1 and len({shared[name] or name for name in members}) > 1:
             raise ValueError(
@@ -62,7 +62,7 @@ class FusedAmaxes:
     def check(self) -> None:
         """ValueError, or one warning, for weights that engines fuse and whose scales differ."""
         unequal = []
-        for group in groups_of(_PATTERNS, self._amaxes):
+        for group in groups_of(FUSED, self._amaxes):
             amaxes = [self._amaxes[name] for name in group.names]
             if min(amaxes) != max(amaxes):
                 unequal.append((min(amaxes) / max(amaxes), group))
@@ -75,4 +75,4 @@ class FusedAmaxes:
         )
         if not self._allow_unequal:
             raise ValueError(f"{text}: {_REMEDY}")
-        logger.warning("%s: Recipe(..., share_amax='llama') gives them one", text)
+        logger.warning("%s: quantize_(..., serve='vllm') gives them one", text)

@@ -18,9 +18,11 @@ from torch import Tensor
 
 from zerocast.checkpoint.regular_file import read_bounded
 from zerocast.checkpoint.whole_folder import sync_file
+from zerocast.formats import get_format
+from zerocast.formats.readers import check_layers
 from zerocast.serve.namings import NAMINGS, check_naming, layout_of
 from zerocast.serve.piece import Names, Piece, named_pieces
-from zerocast.serve.stored_model import WEIGHT, StoredModel, check_stored
+from zerocast.serve.stored_model import StoredModel, check_stored
 from zerocast.serve.weight_source import WeightSource
 from zerocast.serve.write import write
 
@@ -68,8 +70,8 @@ def write_hf(
     check_stored(stored, pieces)
     quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)
     dtype = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
-    modules = {fmt: [name.removesuffix(WEIGHT) for name in stored_names] for fmt, stored_names in quantized.items()}
-    ignore = stored.modules_besides({name for module_names in modules.values() for name in module_names})
+    modules = {fmt: stored.modules_of(names) for fmt, names in quantized.items()}
+    ignore = stored.modules_besides({name for names in modules.values() for name in names})
     described = _config(stored, dtype, quantization_config(naming, modules, ignore))
     given = {} if files_from is None else _given_files(files_from)
 
@@ -117,10 +119,10 @@ def quantized_pieces(
     for name, fmt in source.formats.items():
         layout = layout_of(naming, name, fmt)
         for piece in pieces[name]:
-            if layout.misread_experts and stored.is_expert(piece.name):
+            if not layout.reads_experts and stored.is_expert(piece.name):
                 raise ValueError(
-                    f"{piece.name} is {fmt}: transformers decodes experts of this naming without their global scale, "
-                    "thousands of times too large, and does not say so; 'modelopt' has names for them that engines read"
+                    f"{piece.name} is {fmt}: transformers knows experts of this naming with one scale a tensor alone, and "
+                    "takes other values for these or none; 'modelopt' has names for them that engines read"
                 )
             if fmt.name == "fp8_block" and naming == "deepseek":
                 _check_blocks(piece)
@@ -130,6 +132,20 @@ def quantized_pieces(
                     "look for it; match it with 'identity', or export it as bf16"
                 )
             by_format.setdefault(fmt.name, []).append(piece.name)
+    plain = get_format("identity")
+    check_layers(
+        {
+            piece.name: source.formats.get(name, plain)
+            for name, parts in pieces.items()
+            for piece in parts
+            if len(piece.shape) > 1
+        }
+    )
+    if naming == "modelopt" and len({NAMINGS[naming][fmt].algorithm for fmt in by_format}) > 1:
+        raise ValueError(
+            f"the weights are {' and '.join(by_format)}: in a model of several algorithms engines know few of modelopt's and "
+            "take weights of the others for bf16; 'compressed-tensors' describes several formats"
+        )
     return by_format
 
 
@@ -223,20 +239,15 @@ def _compressed_tensors(modules: Modules, ignore: list[str]) -> dict[str, Any]:
 
 
 def _modelopt(modules: Modules, ignore: list[str]) -> dict[str, Any]:
-    algorithms = {fmt: NAMINGS["modelopt"][fmt].algorithm for fmt in modules}
-    sizes = {fmt: {"group_size": _GROUP_SIZES[fmt]} for fmt in modules if fmt in _GROUP_SIZES}
+    # Formats of one algorithm, which `quantized_pieces` has checked.
+    fmt = next(iter(modules))
     config: dict[str, Any] = {
         "quant_method": "modelopt",
         "producer": {"name": "zerocast", "version": metadata.version("zerocast")},
+        "quant_algo": NAMINGS["modelopt"][fmt].algorithm,
         "ignore": ignore,
     }
-    if len({*algorithms.values()}) == 1:
-        fmt = next(iter(modules))
-        return config | {"quant_algo": algorithms[fmt]} | sizes.get(fmt, {})
-    layers = {
-        name: {"quant_algo": algorithms[fmt], **sizes.get(fmt, {})} for fmt, names in modules.items() for name in names
-    }
-    return config | {"quant_algo": "MIXED_PRECISION", "quantized_layers": dict(sorted(layers.items()))}
+    return config | ({"group_size": _GROUP_SIZES[fmt]} if fmt in _GROUP_SIZES else {})
 
 
 def _deepseek(modules: Modules, ignore: list[str]) -> dict[str, Any]:

@@ -63,13 +63,13 @@ class Layout:
         algorithm: the naming's own name for the format.
         parts: makes the tensors of a weight.
         shares_amax: True if engines use one tensor amax for weights that they fuse.
-        misread_experts: True if transformers decodes experts to other values.
+        reads_experts: False if transformers cannot decode experts, or decodes them to other values.
     """
 
     algorithm: str
     parts: Callable[[QuantizedWeight], Parts]
     shares_amax: bool = False
-    misread_experts: bool = False
+    reads_experts: bool = True
 
 
 def layout_of(naming: str, name: str, fmt: FormatSpec) -> Layout:
@@ -153,10 +153,10 @@ def _deepseek_block(weight: QuantizedWeight) -> Parts:
 NAMINGS: Mapping[str, Mapping[str, Layout]] = {
     "bf16": {},
     "compressed-tensors": {
-        "nvfp4": Layout("nvfp4-pack-quantized", _compressed_nvfp4, shares_amax=True, misread_experts=True),
-        "mxfp4": Layout("mxfp4-pack-quantized", _compressed_mxfp4),
-        "mxfp8": Layout("mxfp8-quantized", _mxfp8),
-        "fp8_block": Layout("float-quantized", _compressed_block),
+        "nvfp4": Layout("nvfp4-pack-quantized", _compressed_nvfp4, shares_amax=True, reads_experts=False),
+        "mxfp4": Layout("mxfp4-pack-quantized", _compressed_mxfp4, reads_experts=False),
+        "mxfp8": Layout("mxfp8-quantized", _mxfp8, reads_experts=False),
+        "fp8_block": Layout("float-quantized", _compressed_block, reads_experts=False),
         "fp8_current": Layout("float-quantized", _compressed_tensor),
         "fp8_delayed": Layout("float-quantized", _compressed_tensor),
     },

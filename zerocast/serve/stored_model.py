@@ -9,7 +9,7 @@ place of weights: the result shows which rows are stored under which name.
 import functools
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ class StoredModel:
     def __init__(self, config: Any, model_class: Any) -> None:
         self.config = deepcopy(config)
         with torch.device("meta"):
-            self._skeleton: Any = model_class._from_config(self.config)
+            # In bf16, since that shows which parameters are FP32 in any case.
+            self._skeleton: Any = model_class._from_config(deepcopy(config), dtype=torch.bfloat16)
         self._skeleton.tie_weights()
         saved = self._skeleton.state_dict().keys()
         named = [*self._skeleton.named_parameters(), *self._skeleton.named_buffers()]
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named if name in saved}
+        self._dtypes = {name: parameter.dtype for name, parameter in self._skeleton.named_parameters()}
         self.buffers = {name for name, _ in self._skeleton.named_buffers()}
         self.pieces, self.fused = self._stored()
 
@@ -98,20 +100,31 @@ class StoredModel:
         """True for one matrix of a parameter that holds several, one for each expert."""
         return len(self.shapes[self.stored[stored][0]]) > 2
 
+    def modules_of(self, stored: Iterable[str]) -> list[str]:
+        """The names of the modules of these stored weights: those in the folder, by which engines
+        call them, and those of the live modules, by which transformers does.
+        """
+        names = {name.removesuffix(WEIGHT) for name in stored}
+        live = {self.stored[name][0].removesuffix(WEIGHT) for name in stored}
+        return sorted(names | (live & self._linears))
+
     def modules_besides(self, quantized: set[str]) -> list[str]:
-        """Names of the modules whose matrices are not quantized, by the names that readers use.
+        """The names of the modules whose matrices are not quantized, as for `modules_of`.
 
         They include modules that are not stored because they share a weight, and no embeddings.
         """
         embeddings = {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Embedding)}
         matrices = {name.removesuffix(WEIGHT) for name, (_, piece) in self.stored.items() if len(piece.shape) > 1}
-        linears = {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Linear)}
-        renamed = {name for name, pieces in self.pieces.items() if [piece.name for piece in pieces] != [name]}
-        linears -= {name.removesuffix(WEIGHT) for name in renamed}
-        return sorted((matrices | linears) - embeddings - quantized)
+        return sorted((matrices | self._linears) - embeddings - quantized)
+
+    @functools.cached_property
+    def _linears(self) -> set[str]:
+        return {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Linear)}
 
     def keeps_float32(self, name: str) -> bool:
         """True for a parameter that readers keep in FP32 for any dtype of the model."""
+        if self._dtypes.get(name) is torch.float32:
+            return True
         in_fp32 = getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ()
         return any(f".{module}." in f".{name}." for module in in_fp32)
 
@@ -127,7 +140,7 @@ class StoredModel:
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
         """The pieces that store a parameter; None unless these are rows of it alone."""
         rows = shape[:-1] if len(shape) > 1 else shape
-        numbers = torch.arange(torch.Size(rows).numel()).view(*rows, *([1] if len(shape) > 1 else []))
+        numbers = torch.arange(torch.Size(rows).numel()).view((*rows, *([1] if len(shape) > 1 else [])))
         try:
             stored_numbers = dict(self._revert({name: numbers}))
             shapes = dict(self._revert({name: torch.empty(shape, device="meta")}))

@@ -1,0 +1,135 @@
+"""Every causal family that one rule builds small, exported and read back by transformers: to the bit, or refused."""
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from tests.serve.models import dequantized, transformers
+from zerocast import QuantizedWeight, Recipe, get_format
+from zerocast.export import export_hf
+from zerocast.formats.layout import check_shape
+
+pytest.importorskip("accelerate")
+pytest.importorskip("compressed_tensors")
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+MOST_NUMEL = 3 * 10**7
+SIZES = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim", "embedding_size"), 256),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "d_ff", "decoder_ffn_dim", "encoder_ffn_dim"), 512),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "num_key_value_heads"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 128),
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_positions", "head_dim", "q_lora_rank", "kv_lora_rank", "v_head_dim"), 64
+    ),
+    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "sliding_window", "rotary_dim"), 32),
+    **dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_experts_per_tok", "bos_token_id"), 1),
+    "vocab_size": 96,
+    "state_size": 16,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+# By the last part of a module's path: routers, which no engine quantizes.
+ROUTERS = ("gate", "router", "wg", "layer", "shared_expert_gate", "classifier")
+QUICK = ("gpt_neox", "llama", "mixtral", "phimoe", "apertus", "bamba")
+
+
+def small(family: str) -> Any:
+    """A model of a family with random weights. Whatever its configuration raises where the rule does not fit."""
+    config = CONFIG_MAPPING[family]
+    known = {*inspect.signature(config.__init__).parameters, *getattr(config, "__dataclass_fields__", {})}
+    other_names = getattr(config, "attribute_map", {})
+    sizes = {name: size for name, size in SIZES.items() if name in known and name not in other_names}
+    name = CAUSAL[family]
+    kind = getattr(transformers, name if isinstance(name, str) else name[0])
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        numel = sum(parameter.numel() for parameter in kind._from_config(config(**sizes)).parameters())
+    if numel > MOST_NUMEL:
+        raise ValueError(f"{numel} parameters")
+    return kind._from_config(config(**sizes), dtype=torch.float32).eval()
+
+
+def matrices(model: Any, fmt: str) -> dict[str, str]:
+    """A recipe for the weights of all Linears besides heads and routers, and of experts, as far as the format takes them."""
+    chosen = {}
+    first_names = {parameter: name for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            is_linear = (
+                isinstance(module, nn.Linear) and name == "weight" and module is not model.get_output_embeddings()
+            )
+            if parameter not in first_names or path.rpartition(".")[2] in ROUTERS:
+                continue
+            if not is_linear and not (parameter.dim() == 3 and "experts" in path):
+                continue
+            try:
+                check_shape(get_format(fmt), parameter.shape)
+            except ValueError:
+                continue
+            chosen[first_names[parameter]] = fmt
+    return chosen
+
+
+def outcome(family: str, naming: str, fmt: str, folder: Path) -> str:
+    """`equal`, or who refused the export and why."""
+    try:
+        model = small(family)
+    except Exception as error:  # of any kind, by its family
+        return f"not built: {type(error).__name__}"
+    recipe = matrices(model, fmt)
+    if not recipe:
+        return "no weight"
+    zerocast.quantize_(model, Recipe(recipe), dtype=torch.bfloat16)
+    try:
+        export_hf(model, folder, naming, allow_unequal_scales=True)
+    except ValueError as error:
+        assert not folder.exists()
+        return f"refused: {error}"
+    cut = any(size > 128 and size % 128 for name, p in model.named_parameters() if name in recipe for size in p.shape)
+    try:
+        read, said = type(model).from_pretrained(folder, output_loading_info=True)
+    except RuntimeError:
+        if naming == "deepseek" and cut:
+            return "refused by the reader: blocks that are cut"
+        raise
+    assert not any(said.values()), said
+    if naming == "compressed-tensors":
+        try:
+            with torch.no_grad():  # it decompresses at the first forward pass
+                read(torch.arange(1, 9).view(1, 8), use_cache=False)
+        except (RuntimeError, ValueError):
+            return "no forward pass in bf16"
+    weights, live = dict(read.named_parameters()), dict(model.named_parameters())
+    for name, wanted in dequantized(model).named_parameters():
+        plain = not isinstance(live[name], QuantizedWeight)
+        if plain and weights[name].dtype == torch.float32:
+            wanted = live[name]
+        assert torch.equal(weights[name].float(), wanted.float()), f"{name} is read as other values"
+    return "equal"
+
+
+CASES = [("deepseek", "fp8_block"), ("compressed-tensors", "fp8_block"), ("bf16", "nvfp4")]
+
+
+@pytest.mark.parametrize("family", QUICK)
+def test_some_families(tmp_path: Path, family: str) -> None:
+    said = outcome(family, "deepseek", "fp8_block", tmp_path / "out")
+    assert said == "equal", said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("naming", CASES, ids=" ".join)
+def test_all_families(tmp_path: Path, naming: tuple[str, str]) -> None:
+    said = {family: outcome(family, *naming, tmp_path / family) for family in sorted(CAUSAL)}
+    assert said == {}

@@ -1,0 +1,99 @@
+"""Readers: what inference engines do with the weights of a checkpoint, engine by engine.
+
+An engine computes the products of some weights at once. It lays query, key and value behind each
+other, gate and up, and all experts of a block. Such weights need one format, and one tensor amax
+where the format has one, since the engine keeps one global scale.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zerocast.formats.shared_amax import Patterns, groups_of
+from zerocast.formats.spec import FormatSpec
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The facts of one engine.
+
+    Attributes:
+        version: the version whose source they are from.
+        fused: the weights that it lays behind each other, a group of patterns of names for each
+            kind of layer.
+        formats: the formats that it reads in some naming of `zerocast.export`.
+    """
+
+    version: str
+    fused: Patterns
+    formats: frozenset[str]
+
+
+# Of vLLM the `packed_modules_mapping` in vllm/model_executor/models, with the names that causal
+# language models have in checkpoints. SGLang fuses the same (sglang/srt/models).
+FUSED: Patterns = (
+    ("*.q_proj.weight", "*.k_proj.weight", "*.v_proj.weight"),
+    ("*.query.weight", "*.key.weight", "*.value.weight"),
+    ("*.gate_proj.weight", "*.up_proj.weight"),
+    ("*.c_fc_0.weight", "*.c_fc_1.weight"),
+    ("*.q_a_proj.weight", "*.kv_a_proj_with_mqa.weight"),
+    ("*.in_proj_qkv.weight", "*.in_proj_z.weight"),
+    ("*.in_proj_b.weight", "*.in_proj_a.weight"),
+)
+READERS: Mapping[str, Reader] = {
+    "vllm": Reader("0.32.0", FUSED, frozenset({"nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"})),
+    "sglang": Reader("0.5.23", FUSED, frozenset({"nvfp4", "fp8_block", "fp8_current", "fp8_delayed"})),
+}
+
+# Routers of experts, which engines do not quantize, and the block that they are in.
+_ROUTER = re.compile(r"(.*)\.(?:gate|router|shared_expert_gate)\.(?:\w+\.)?weight")
+# The weights of the experts of one block, in one parameter or one by one; their biases stay plain.
+_EXPERT = re.compile(r"(.*\.experts)\.(?!router\.).+(?<!bias)")
+
+
+def reader_called(name: str) -> Reader:
+    """The reader of that name. ValueError for an unknown one."""
+    if name not in READERS:
+        raise ValueError(f"the reader is one of {', '.join(READERS)}, got {name!r}")
+    return READERS[name]
+
+
+def check_layers(formats: Mapping[str, FormatSpec]) -> None:
+    """ValueError unless the weights that engines compute at once have one format, and for quantized
+    routers of experts.
+
+    Args:
+        formats: the format of every matrix of a model by name; plain ones are identity.
+    """
+    blocks = {expert[1].removesuffix(".experts") for expert in map(_EXPERT.fullmatch, formats) if expert}
+    for name, fmt in formats.items():
+        router = _ROUTER.fullmatch(name)
+        if router and router[1] in blocks and fmt.element is not None:
+            raise ValueError(
+                f"{name} is {fmt} and the weight of a router of experts: engines keep these in the dtype of the model; match it "
+                "with 'identity'"
+            )
+    for names in _layers(formats):
+        found = {formats[name].name: name for name in reversed(names)}
+        if len(found) > 1:
+            described = " and ".join(
+                f"{name} is {'not quantized' if formats[name].element is None else formats[name]}"
+                for name in sorted(found.values(), key=names.index)
+            )
+            raise ValueError(
+                f"{described}: engines compute the {len(names)} weights of this layer at once and read them in one format, so "
+                "train them in one, or export bf16"
+            )
+
+
+def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
+    """The names of the weights of each layer that engines make of several."""
+    experts: dict[str, list[str]] = {}
+    others: list[str] = []
+    for name in names:
+        expert = _EXPERT.fullmatch(name)
+        if expert:
+            experts.setdefault(expert[1], []).append(name)
+        else:
+            others.append(name)
+    return [*(group.names for group in groups_of(FUSED, others)), *map(tuple, experts.values())]
