@@ -188,6 +188,12 @@ def test_formats_without_a_global_scale_share_nothing_for_an_engine() -> None:
         ),
         (
             "vllm",
+            Recipe({"*.weight": "fp8_block"}),
+            ["q_proj", "k_proj"],
+            "has no scales for blocks of less than 128 rows between them",
+        ),
+        (
+            "vllm",
             Recipe({"*.weight": "nvfp4"}),
             ["experts", "gate"],
             "layer.gate.weight is nvfp4 and the weight of a router of experts",

@@ -136,12 +136,17 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "NVFP4 experts that transformers misreads": (
         lambda: quantized("qwen3_moe", "nvfp4"),
         "compressed-tensors",
-        "experts.0.gate_proj.weight is nvfp4: transformers knows experts of this naming with one scale a tensor alone",
+        "experts.0.gate_proj.weight is nvfp4: readers of 'compressed-tensors' take other values for experts",
     ),
     "MX experts that transformers cannot read": (
         lambda: quantized("mixtral", "mxfp8"),
         "compressed-tensors",
-        "experts.0.w1.weight is mxfp8: transformers knows experts of this naming with one scale a tensor alone",
+        "experts.0.w1.weight is mxfp8: readers of 'compressed-tensors' take other values for experts",
+    ),
+    "FP8 experts that vLLM cannot read": (
+        lambda: quantized("mixtral", "fp8_block"),
+        "modelopt",
+        "experts.0.w1.weight is fp8_block: readers of 'modelopt' take other values for experts",
     ),
     "a part of a fused layer": (
         _recipe("llama", q_proj="fp8_block"),

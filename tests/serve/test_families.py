@@ -1,6 +1,7 @@
 """Every causal family that one rule builds small, exported and read back by transformers: to the bit, or refused."""
 
 import inspect
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,14 @@ SIZES = {
     "pad_token_id": 0,
     "eos_token_id": 2,
 }
+# What the rule misses.
+MORE_SIZES: dict[str, dict[str, Any]] = {
+    "dots1": {"n_shared_experts": 1},
+    "gemma4_text": {"vocab_size_per_layer_input": 96, "hidden_size_per_layer_input": 64},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8},
+}
 # By the last part of a module's path: routers, which no engine quantizes.
 ROUTERS = ("gate", "router", "wg", "layer", "shared_expert_gate", "classifier")
 QUICK = ("gpt_neox", "llama", "mixtral", "phimoe", "apertus", "bamba")
@@ -50,6 +59,7 @@ def small(family: str) -> Any:
     known = {*inspect.signature(config.__init__).parameters, *getattr(config, "__dataclass_fields__", {})}
     other_names = getattr(config, "attribute_map", {})
     sizes = {name: size for name, size in SIZES.items() if name in known and name not in other_names}
+    sizes |= MORE_SIZES.get(family, {})
     name = CAUSAL[family]
     kind = getattr(transformers, name if isinstance(name, str) else name[0])
     torch.manual_seed(0)
@@ -96,11 +106,16 @@ def outcome(family: str, naming: str, fmt: str, folder: Path) -> str:
     except ValueError as error:
         assert not folder.exists()
         return f"refused: {error}"
-    cut = any(size > 128 and size % 128 for name, p in model.named_parameters() if name in recipe for size in p.shape)
+    return read_back(model, recipe, naming, folder)
+
+
+def read_back(model: Any, recipe: dict[str, str], naming: str, folder: Path) -> str:
+    """`equal` where transformers reads the values of the weights in the folder, or why it reads none. AssertionError for others."""
+    shapes = [parameter.shape for name, parameter in model.named_parameters() if name in recipe]
     try:
         read, said = type(model).from_pretrained(folder, output_loading_info=True)
     except RuntimeError:
-        if naming == "deepseek" and cut:
+        if naming == "deepseek" and any(size > 128 and size % 128 for shape in shapes for size in shape):
             return "refused by the reader: blocks that are cut"
         raise
     assert not any(said.values()), said
@@ -109,27 +124,40 @@ def outcome(family: str, naming: str, fmt: str, folder: Path) -> str:
             with torch.no_grad():  # it decompresses at the first forward pass
                 read(torch.arange(1, 9).view(1, 8), use_cache=False)
         except (RuntimeError, ValueError):
-            return "no forward pass in bf16"
+            return "no forward pass in the reader"
     weights, live = dict(read.named_parameters()), dict(model.named_parameters())
-    for name, wanted in dequantized(model).named_parameters():
-        plain = not isinstance(live[name], QuantizedWeight)
-        if plain and weights[name].dtype == torch.float32:
-            wanted = live[name]
+    for name, parameter in dequantized(model).named_parameters():
+        is_plain = not isinstance(live[name], QuantizedWeight)
+        wanted = live[name] if is_plain and weights[name].dtype == torch.float32 else parameter
         assert torch.equal(weights[name].float(), wanted.float()), f"{name} is read as other values"
     return "equal"
 
 
-CASES = [("deepseek", "fp8_block"), ("compressed-tensors", "fp8_block"), ("bf16", "nvfp4")]
+CASES = [
+    ("deepseek", "fp8_block"),
+    ("compressed-tensors", "fp8_block"),
+    ("compressed-tensors", "mxfp8"),
+    ("bf16", "nvfp4"),
+]
+# How many families have to be read back, of 189: 156 are built, and 47 of these have experts.
+LEAST = {"deepseek": 130, "compressed-tensors": 100, "bf16": 150}
 
 
 @pytest.mark.parametrize("family", QUICK)
-def test_some_families(tmp_path: Path, family: str) -> None:
-    said = outcome(family, "deepseek", "fp8_block", tmp_path / "out")
-    assert said == "equal", said
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_some_families(tmp_path: Path, family: str, case: tuple[str, str]) -> None:
+    said = outcome(family, *case, tmp_path / "out")
+    has_experts = family in ("mixtral", "phimoe")
+    assert said == "equal" or (has_experts and case[0] == "compressed-tensors" and "experts of this format" in said), (
+        said
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("naming", CASES, ids=" ".join)
-def test_all_families(tmp_path: Path, naming: tuple[str, str]) -> None:
-    said = {family: outcome(family, *naming, tmp_path / family) for family in sorted(CAUSAL)}
-    assert said == {}
+@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_all_families(tmp_path: Path, case: tuple[str, str]) -> None:
+    """Each is equal or refused, in no other way than those that `outcome` knows; the counts are those of the page on exports."""
+    said = {family: outcome(family, *case, tmp_path / family) for family in sorted(CAUSAL)}
+    counts = Counter(text.partition(":")[0] for text in said.values())
+    print(*case, dict(counts), *(f"{family}: {text}" for family, text in said.items() if text != "equal"), sep="\n")
+    assert counts["equal"] >= LEAST[case[0]]

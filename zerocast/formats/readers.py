@@ -6,7 +6,7 @@ where the format has one, since the engine keeps one global scale.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerocast.formats.shared_amax import Patterns, groups_of
@@ -18,17 +18,42 @@ class Reader:
     """The facts of one engine.
 
     Attributes:
+        name: its name, as `reader_called` takes it.
         version: the version whose source they are from.
         fused: the weights that it lays behind each other, a group of patterns of names for each
             kind of layer.
         formats: the formats that it reads in some naming of `zerocast.export`.
     """
 
+    name: str
     version: str
     fused: Patterns
     formats: frozenset[str]
 
+    def check(self, formats: Mapping[str, FormatSpec], shapes: Mapping[str, Sequence[int]]) -> None:
+        """ValueError for weights that the engine could not read.
 
+        Args:
+            formats: the format of every matrix of a model by name; plain ones are identity.
+            shapes: their shapes.
+        """
+        for name, fmt in formats.items():
+            if fmt.element is not None and fmt.name not in self.formats:
+                raise ValueError(
+                    f"{name} is {fmt}, and {self.name} {self.version} reads {', '.join(sorted(self.formats))}"
+                )
+        check_layers(formats)
+        for group in groups_of(self.fused, formats):
+            blocks = [name for name in group.names if formats[name].name == "fp8_block"]
+            if any(shapes[name][0] % BLOCK_ROWS for name in blocks):
+                raise ValueError(
+                    f"{self.name} fuses {group}, and has no scales for blocks of less than {BLOCK_ROWS} rows between them: match "
+                    "them with another format"
+                )
+
+
+# The rows of a block of fp8_block, of which engines fuse whole ones.
+BLOCK_ROWS = 128
 # Of vLLM the `packed_modules_mapping` in vllm/model_executor/models, with the names that causal
 # language models have in checkpoints. SGLang fuses the same (sglang/srt/models).
 FUSED: Patterns = (
@@ -41,8 +66,10 @@ FUSED: Patterns = (
     ("*.in_proj_b.weight", "*.in_proj_a.weight"),
 )
 READERS: Mapping[str, Reader] = {
-    "vllm": Reader("0.32.0", FUSED, frozenset({"nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"})),
-    "sglang": Reader("0.5.23", FUSED, frozenset({"nvfp4", "fp8_block", "fp8_current", "fp8_delayed"})),
+    "vllm": Reader(
+        "vllm", "0.32.0", FUSED, frozenset({"nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"})
+    ),
+    "sglang": Reader("sglang", "0.5.23", FUSED, frozenset({"nvfp4", "fp8_block", "fp8_current", "fp8_delayed"})),
 }
 
 # Routers of experts, which engines do not quantize, and the block that they are in.

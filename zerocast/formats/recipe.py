@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocast.formats import FormatSpec, get_format
-from zerocast.formats.readers import check_layers, reader_called
+from zerocast.formats.readers import reader_called
 from zerocast.formats.shared_amax import Patterns, SharedAmax, check_group, groups_of, patterns_of
 from zerocast.formats.spec import ScaleRule
 
@@ -116,21 +116,16 @@ class Recipe:
         if reader is None:
             return self
         facts = reader_called(reader)
-        names = [name for name, parameter in model.named_parameters() if parameter.dim() >= 2]
-        formats = {name: self.format_of(name) for name in names}
-        for name, fmt in formats.items():
-            if fmt.element is not None and fmt.name not in facts.formats:
-                raise ValueError(
-                    f"{name} is {fmt}, and {reader} {facts.version} reads {', '.join(sorted(facts.formats))}"
-                )
-        check_layers(formats)
-        shared = {name: group for group in groups_of(self.share_amax, names) for name in group.names}
+        shapes = {name: parameter.shape for name, parameter in model.named_parameters() if parameter.dim() >= 2}
+        formats = {name: self.format_of(name) for name in shapes}
+        facts.check(formats, shapes)
+        shared = {name: group for group in groups_of(self.share_amax, shapes) for name in group.names}
         added: dict[tuple[str, ...], None] = {}
         for patterns in facts.fused:
-            for group in groups_of((patterns,), names):
-                present = {shared.get(name) for name in group.names}
+            for group in groups_of((patterns,), shapes):
                 if formats[group.names[0]].scale_rule is not ScaleRule.TWO_LEVEL:
                     continue
+                present = {shared.get(name) for name in group.names}
                 if len(present) > 1:
                     raise ValueError(
                         f"{reader} fuses {group}, of which share_amax takes some: name all of them in one group"

@@ -121,8 +121,9 @@ def quantized_pieces(
         for piece in pieces[name]:
             if not layout.reads_experts and stored.is_expert(piece.name):
                 raise ValueError(
-                    f"{piece.name} is {fmt}: transformers knows experts of this naming with one scale a tensor alone, and "
-                    "takes other values for these or none; 'modelopt' has names for them that engines read"
+                    f"{piece.name} is {fmt}: readers of {naming!r} take other values for experts of this format, or do not load "
+                    "them; 'modelopt' has names for nvfp4 and mxfp8 experts, 'deepseek' for fp8_block, 'compressed-tensors' for "
+                    "per-tensor FP8"
                 )
             if fmt.name == "fp8_block" and naming == "deepseek":
                 _check_blocks(piece)
@@ -150,13 +151,21 @@ def quantized_pieces(
 
 
 def _check_blocks(piece: Piece) -> None:
-    """ValueError for a shape whose last block is smaller, if transformers would not notice that.
+    """ValueError for a shape whose last block is smaller, if transformers would not notice that; a
+    warning if it would.
 
-    It divides a weight into as many equal blocks as there are scales.
+    Where it dequantizes, it divides a weight into as many equal blocks as there are scales. Engines
+    read smaller blocks.
     """
     for size in piece.shape:
         count = -(-size // 128)
-        if size % count == 0 and count > 1 and size // count != 128:
+        if size % count:
+            logger.warning(
+                "%s has shape %s: engines read its last blocks, which are smaller, and transformers raises where it dequantizes",
+                piece.name,
+                piece.shape,
+            )
+        elif count > 1 and size // count != 128:
             raise ValueError(
                 f"{piece.name} has shape {piece.shape}: transformers, where it dequantizes, takes {count} blocks of "
                 f"{size // count} for those of 128 and does not notice; match it with 'identity', or export another naming"

@@ -63,7 +63,9 @@ class Layout:
         algorithm: the naming's own name for the format.
         parts: makes the tensors of a weight.
         shares_amax: True if engines use one tensor amax for weights that they fuse.
-        reads_experts: False if transformers cannot decode experts, or decodes them to other values.
+        reads_experts: False if a reader of the naming cannot decode experts, or decodes them to
+            other values: transformers for compressed-tensors, which knows one scale a tensor; vLLM
+            for modelopt, whose FP8 experts have a scale of activations too.
     """
 
     algorithm: str
@@ -163,9 +165,9 @@ NAMINGS: Mapping[str, Mapping[str, Layout]] = {
     "modelopt": {
         "nvfp4": Layout("W4A16_NVFP4", _modelopt_nvfp4, shares_amax=True),
         "mxfp8": Layout("MXFP8", _mxfp8),
-        "fp8_block": Layout("FP8_PB_WO", _modelopt_block),
-        "fp8_current": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor),
-        "fp8_delayed": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor),
+        "fp8_block": Layout("FP8_PB_WO", _modelopt_block, reads_experts=False),
+        "fp8_current": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor, reads_experts=False),
+        "fp8_delayed": Layout("FP8_PER_CHANNEL_PER_TOKEN", _modelopt_tensor, reads_experts=False),
     },
     "deepseek": {"fp8_block": Layout("fp8", _deepseek_block)},
 }
