@@ -147,6 +147,9 @@ hosts: $(VENV)/.dev
 	@test -e $(VENV)/.lightning || { echo "installing lightning into $(VENV)"; \
 	  $(HOST) lightning lightning-utilities torchmetrics && touch $(VENV)/.lightning; } \
 	  || echo "lightning could not be installed: its tests will be skipped"
+	@test -e $(VENV)/.peft || { echo "installing peft into $(VENV)"; \
+	  $(HOST) peft psutil && touch $(VENV)/.peft; } \
+	  || echo "peft could not be installed: its tests will be skipped"
 
 # Readers that the tests of exports run against, skipped with a reason where they are missing. Without their dependencies on
 # CUDA, 0.4 GB.

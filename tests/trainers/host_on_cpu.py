@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-_PACKAGES = ("accelerate", "lightning", "transformers")
+_PACKAGES = ("accelerate", "lightning", "peft", "transformers")
 _MISSING = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
 WHY_NOT = f"{', '.join(_MISSING)} not installed: make hosts readers" if _MISSING else ""
 

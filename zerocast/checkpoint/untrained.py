@@ -67,12 +67,14 @@ class Untrained:
             own state then has them.
         quantized: frozen quantized weights by name.
         buffers: persistent buffers by name.
+        empty: the shapes of persistent buffers without elements, by name. No checkpoint has them.
         left_out: descriptions of state that the checkpoint does not have.
     """
 
     plain: dict[str, Tensor] = field(default_factory=dict)
     quantized: dict[str, QuantizedWeight] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    empty: dict[str, torch.Size] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     @staticmethod
@@ -101,8 +103,12 @@ class Untrained:
                 f"the model calls a parameter {both[0]} that the optimizer does not train, and the optimizer another one: give "
                 "the optimizer the names of this model, model.named_parameters()"
             )
-        buffers, left_out = ({}, (UNKNOWN,)) if model is None else _buffers(model)
-        return Untrained(plain, quantized, buffers, left_out)
+        if model is None:
+            return Untrained(plain, quantized, left_out=(UNKNOWN,))
+        buffers, left_out = _buffers(model)
+        empty = {name: buffer.shape for name, buffer in buffers.items() if not buffer.numel()}
+        held = {name: buffer for name, buffer in buffers.items() if name not in empty}
+        return Untrained(plain, quantized, held, empty, left_out)
 
     def check(self) -> None:
         """RuntimeError for a weight that was never cast, or whose last write did not finish."""
@@ -152,8 +158,9 @@ class Untrained:
 
     def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any], formats: Mapping[str, Stored]) -> list[str]:
         """The reasons why the entries of `to_overwrite` cannot be loaded: tensors of another dtype,
-        which a load would round, and quantized weights of another format, in which the same bytes
-        are other values. `saved` and `formats` are those of the checkpoint.
+        which a load would round, buffers that have elements there alone, and quantized weights of
+        another format, in which the same bytes are other values. `saved` and `formats` are those of
+        the checkpoint.
         """
         tensors = [(f"{BUFFERS}.{name}", buffer) for name, buffer in state[BUFFERS].items()]
         for rank, buffers in state[f"{BUFFERS}_of_ranks"].items():
@@ -161,6 +168,11 @@ class Untrained:
         for name, buffers in state["zerocast"].items():
             tensors += [(f"zerocast.{name}.{key}", buffer) for key, buffer in buffers.items()]
         problems = other_dtypes(tensors, saved)
+        for name, shape in self.empty.items():
+            # Buffers that differ between ranks are under the number of each rank.
+            keys = [key for key in saved if key.startswith(BUFFERS) and key.endswith(f".{name}")]
+            for key in keys[:1]:
+                problems.append(f"{key} has shape {tuple(saved[key].size)} there and {tuple(shape)} here")
         for name, here in self.formats().items():
             there = formats.get(name, here)
             if (there.format, there.dtype) != (here.format, here.dtype):
@@ -228,7 +240,7 @@ def _buffers(model: nn.Module) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             is_persistent = name not in module._non_persistent_buffers_set
-            if is_persistent and buffer.numel() and id(buffer) not in buffer_ids:
+            if is_persistent and id(buffer) not in buffer_ids:
                 buffers[f"{prefix}.{name}" if prefix else name] = buffer
                 buffer_ids.add(id(buffer))
         if type(module).get_extra_state is not nn.Module.get_extra_state:

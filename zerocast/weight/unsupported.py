@@ -50,8 +50,9 @@ COLLECTIVE = (
 )
 CONVERT = "call dequantize() for a plain tensor to convert; quantize_(model, recipe, dtype=...) sets the nominal dtype"
 STORAGE = (
-    "its bytes are in rowwise_data; save with zerocast.export.export_safetensors(model, folder), or masters with the state_dict() "
-    "of the optimizer; for values call dequantize()"
+    "bytes are in rowwise_data; save with zerocast.export.export_safetensors; masters with the optimizer's state_dict(), "
+    "save_pretrained(state_dict=zerocast.optim.full_state_dict(model, optimizer)) or zerocast.integrations.huggingface; for "
+    "values call dequantize()"
 )
 
 # Namespaces of the collective operators.
