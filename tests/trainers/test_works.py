@@ -313,7 +313,7 @@ def test_save_pretrained(tmp_path: Path) -> None:
     net = quantized(model())
     optimizer = ZeroAdamW(net.named_parameters())
     error = error_of(lambda: net.save_pretrained(tmp_path / "bytes"))
-    assert "save_pretrained(state_dict=zerocast.optim.full_state_dict(model, optimizer))" in error
+    assert "zerocast.optim.full_state_dict(model, optimizer) for save_pretrained" in error
     assert not list((tmp_path / "bytes").glob("*.safetensors"))
     masters = optim.full_state_dict(net, optimizer)
     net.save_pretrained(tmp_path / "masters", state_dict=masters)

@@ -51,7 +51,7 @@ COLLECTIVE = (
 CONVERT = "call dequantize() for a plain tensor to convert; quantize_(model, recipe, dtype=...) sets the nominal dtype"
 STORAGE = (
     "bytes are in rowwise_data; save with zerocast.export.export_safetensors; masters with the optimizer's state_dict(), "
-    "save_pretrained(state_dict=zerocast.optim.full_state_dict(model, optimizer)) or zerocast.integrations.huggingface; for "
+    "zerocast.optim.full_state_dict(model, optimizer) for save_pretrained or zerocast.integrations.huggingface; for "
     "values call dequantize()"
 )
 
