@@ -16,29 +16,27 @@ The bytes do not depend on how the masters are sharded. `help` of any of these n
     metrics                                     what a run measures
     backends, gemm                              who casts here; how products are computed
 
-What needs torch's DTensors, FSDP2 or checkpoints is imported when it is first asked for: these
-take two seconds, which a script that only casts need not wait for.
+Each is imported when it is first asked for, and torch with the first of them. A script waits for
+what it uses, and the command line answers --help at once.
 """
 
 import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from zerocast import backends, gemm
-from zerocast.cast.plan import CastPlan
-from zerocast.cast.switch import switch
-from zerocast.formats import FormatSpec, get_format
-from zerocast.formats.recipe import Recipe
-from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
-from zerocast.quantize import quantize_
-from zerocast.verification.report import VerificationError, VerifyReport
-from zerocast.verification.verify import verify
-from zerocast.weight import QuantizedWeight
-from zerocast.weight.validity import set_debug
-
 if TYPE_CHECKING:
-    from zerocast import export, fsdp2, metrics
+    from zerocast import backends, export, fsdp2, gemm, metrics
+    from zerocast.cast.plan import CastPlan
+    from zerocast.cast.switch import switch
+    from zerocast.formats import FormatSpec, get_format
+    from zerocast.formats.recipe import Recipe
+    from zerocast.master_weights import post_all_gather_processing, quantize_master_weights
     from zerocast.optim import ZeroAdamW, ZeroConfig, ZeroMuon
+    from zerocast.quantize import quantize_
+    from zerocast.verification.report import VerificationError, VerifyReport
+    from zerocast.verification.verify import verify
+    from zerocast.weight import QuantizedWeight
+    from zerocast.weight.validity import set_debug
 
 __version__ = "0.1.0"
 
@@ -67,10 +65,34 @@ __all__ = [
 ]
 
 
+# Where the names are that are no modules.
+_HOMES = {
+    "CastPlan": "cast.plan",
+    "FormatSpec": "formats",
+    "QuantizedWeight": "weight",
+    "Recipe": "formats.recipe",
+    "VerificationError": "verification.report",
+    "VerifyReport": "verification.report",
+    "ZeroAdamW": "optim",
+    "ZeroConfig": "optim",
+    "ZeroMuon": "optim",
+    "get_format": "formats",
+    "post_all_gather_processing": "master_weights",
+    "quantize_": "quantize",
+    "quantize_master_weights": "master_weights",
+    "set_debug": "weight.validity",
+    "switch": "cast.switch",
+    "verify": "verification.verify",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """The optimizers, and any module of the package that nothing has imported yet."""
-    if name in ("ZeroAdamW", "ZeroConfig", "ZeroMuon"):
-        return getattr(importlib.import_module("zerocast.optim"), name)
+    """A public name, or a module of the package, that nothing has asked for yet."""
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        # The next use finds it without this call.
+        globals()[name] = value
+        return value
     if name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}") is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -5,8 +5,10 @@ import torch
 import torch.distributed as dist
 
 from zerocast import backends
-from zerocast.bench import Bench, BenchConfig, StepBench, StepConfig
+from zerocast.bench.config import BenchConfig, StepConfig
 from zerocast.bench.row import all_rows
+from zerocast.bench.run import Bench
+from zerocast.bench.step import StepBench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

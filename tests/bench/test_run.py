@@ -12,10 +12,10 @@ import torch
 
 import zerocast.bench.run as bench_run
 from zerocast.backends import ops
-from zerocast.bench import Bench, BenchConfig
 from zerocast.bench.clock import Clock, launches
+from zerocast.bench.config import BenchConfig
 from zerocast.bench.row import CAST, Row, Work, all_rows
-from zerocast.bench.run import WrongBytesError, check
+from zerocast.bench.run import Bench, WrongBytesError, check
 from zerocast.bench.shard import Shard
 from zerocast.bench.workload import A, Job, Place, Workload
 from zerocast.cli import main

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from tests.workers import Ranks
 from zerocast import gemm
-from zerocast.bench import StepBench, StepConfig, StepReport, variant
+from zerocast.bench import variant
+from zerocast.bench.config import StepConfig
 from zerocast.bench.llama import SHAPES, Llama
-from zerocast.bench.step import Text
-from zerocast.bench.step_report import GIB, Profile, StepFailure, StepMeasurement
+from zerocast.bench.step import StepBench, Text
+from zerocast.bench.step_report import GIB, Profile, StepFailure, StepMeasurement, StepReport
 from zerocast.cli import main
 
 TINY = StepConfig(

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from zerocast.bench import StepBench, StepConfig
+from zerocast.bench.config import StepConfig
+from zerocast.bench.step import StepBench
 from zerocast.bench.step_report import StepFailure, StepMeasurement
 
 CONFIG = {"shape": "llama3-1b", "layers": 4, "vocabulary": 256, "seq": 2048, "batch": 6, "lr": 3e-4, "steps": 2}

@@ -26,9 +26,8 @@ from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
-from zerocast.footprint import PRESETS, Parameter, Setup, footprint, read_model
-from zerocast.footprint.footprint import OPTIMIZERS
-from zerocast.footprint.shapes import model_parameters
+from zerocast.footprint.footprint import OPTIMIZERS, Setup, footprint
+from zerocast.footprint.shapes import PRESETS, Parameter, model_parameters, read_model
 from zerocast.optim.reduction import Filling, Reduction
 
 KNOWN = {

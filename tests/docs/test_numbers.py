@@ -8,7 +8,8 @@ import pytest
 
 from tests.docs.page import ROOT
 from zerocast import ZeroConfig
-from zerocast.footprint import Setup, footprint, read_model
+from zerocast.footprint.footprint import Setup, footprint
+from zerocast.footprint.shapes import read_model
 
 REPORTS = ROOT / "tests/benchmarks/reports"
 GIB = 2**30

@@ -5,11 +5,3 @@ other libraries.
 quantities and the method. Workloads, rows, measurements and reports are plain values. Memory is
 allocated only while a row is measured, one row at a time.
 """
-
-from zerocast.bench.config import BenchConfig, StepConfig
-from zerocast.bench.report import Report
-from zerocast.bench.run import Bench
-from zerocast.bench.step import StepBench
-from zerocast.bench.step_report import StepReport
-
-__all__ = ["Bench", "BenchConfig", "Report", "StepBench", "StepConfig", "StepReport"]

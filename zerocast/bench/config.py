@@ -22,6 +22,14 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 class BenchConfig:
     """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
     TransformerEngine where it is installed.
+
+    Prints what the rows are and a table; --out also writes Markdown, JSON and a plot into a folder.
+    `zerocast bench step` times whole training steps.
+
+    Example: zerocast bench --only "A cast" --out reports
+
+    Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
+    cannot be met.
     """
 
     backend: str | None = None
@@ -66,7 +74,17 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Time whole training steps of a Llama-shaped model: forward, backward, clip and AdamW."""
+    """Time whole training steps of a Llama: bf16 and zerocast's formats under FSDP2 and ZeroAdamW,
+    and torchao and TransformerEngine where they are installed.
+
+    Runs under torchrun on any number of ranks, or in one process. Rank 0 prints a Markdown table;
+    --out also writes it with JSON and a plot into a folder.
+
+    Example: torchrun --nproc-per-node 2 -m zerocast bench step --variants fsdp2:bf16 'fsdp2:fp8_*'
+
+    Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
+    cannot be met.
+    """
 
     variants: tuple[str, ...] = ()
     """Variants to train, by name or shell pattern, as in fsdp2:bf16 'zero_adamw:*'; with a mode one

@@ -18,26 +18,45 @@ class Command:
     """A command.
 
     Attributes:
-        module: the module of `zerocast.cli`.
-        function: the function of that module that runs the command.
+        function: the function that runs the command, by its path in zerocast.
+        options: the class of its options, likewise.
         arguments: the positional arguments, as help shows them.
         summary: a line of help.
     """
 
-    module: str
     function: str
+    options: str
     arguments: str
     summary: str
 
 
 COMMANDS = {
-    "doctor": Command("doctor", "doctor", "", "what is installed and chosen here, and are its bytes right?"),
-    "plan": Command("plan", "plan", "MODEL", "the bytes that a rank holds and sends in a step"),
-    "inspect": Command("inspect", "inspect", "CHECKPOINT", "what a checkpoint holds, and what a format does to its weights"),
-    "export": Command("export", "export", "SOURCE TARGET", "masters to what engines load, to safetensors, or to a checkpoint"),
-    "bench": Command("bench", "cast", "", "time casts beside a copy of memory"),
-    "bench step": Command("bench", "step", "", "time training steps beside bf16 and other libraries"),
-}  # fmt: skip
+    "doctor": Command(
+        "cli.doctor.doctor",
+        "cli.options.DoctorConfig",
+        "",
+        "what is installed and chosen here, and are its bytes right?",
+    ),
+    "plan": Command(
+        "cli.plan.plan", "cli.options.PlanConfig", "MODEL", "the bytes that a rank holds and sends in a step"
+    ),
+    "inspect": Command(
+        "cli.inspect.inspect",
+        "cli.options.InspectConfig",
+        "CHECKPOINT",
+        "what a checkpoint holds, and what a format does to its weights",
+    ),
+    "export": Command(
+        "cli.export.export",
+        "cli.options.ExportConfig",
+        "SOURCE TARGET",
+        "masters to what engines load, to safetensors, or to a checkpoint",
+    ),
+    "bench": Command("cli.bench.cast", "bench.config.BenchConfig", "", "time casts beside a copy of memory"),
+    "bench step": Command(
+        "cli.bench.step", "bench.config.StepConfig", "", "time training steps beside bf16 and other libraries"
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -47,43 +66,50 @@ class Call:
     Attributes:
         name: the name of the command, known or not.
         words: the arguments after it, or all of them if the command is unknown.
-        function: the function that runs the command; None if the command is unknown.
+        command: the command; None if it is unknown.
     """
 
     name: str
     words: Sequence[str]
-    function: Callable[[Any], int] | None
+    command: Command | None
 
     def parsed(self) -> Callable[[], int]:
         """Parse the options. Returns the command as a function without arguments, which returns the
         exit status.
 
-        Help, and arguments that cannot be parsed, end the process with status 0 or 2.
+        Help, and arguments that cannot be parsed, end the process with status 0 or 2, before the
+        command itself is imported.
         """
-        if self.function is None:
+        if self.command is None:
             sys.exit(_without_a_command(self.name, self.words))
-        # The import takes half a second, which help and the version need not wait for.
+        # The import takes half a second, which help of all commands and the version need not wait
+        # for.
         import tyro  # noqa: PLC0415
 
-        (config,) = inspect.signature(self.function).parameters.values()
+        options_class: Any = _imported(self.command.options)
         program = f"zerocast {self.name}"
         options: Any = tyro.cli(
-            _with_flowing_help(config.annotation, program),
+            _with_flowing_help(options_class, program),
             prog=program,
-            description=inspect.getdoc(self.function),
+            description=inspect.getdoc(options_class),
             args=self.words,
         )
-        return functools.partial(self.function, options)
+        return functools.partial(_imported(self.command.function), options)
+
+
+def _imported(path: str) -> Any:
+    """The object at a path in zerocast."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"zerocast.{module}"), name)
 
 
 def find(arguments: Sequence[str] | None = None) -> Call:
-    """Import the command that the arguments name, by default those of the process."""
+    """Find the command that the arguments name, by default those of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = _name(words)
     if name not in COMMANDS:
         return Call(name, words, None)
-    module = importlib.import_module(f"zerocast.cli.{COMMANDS[name].module}")
-    return Call(name, words[len(name.split()) :], getattr(module, COMMANDS[name].function))
+    return Call(name, words[len(name.split()) :], COMMANDS[name])
 
 
 def _name(words: Sequence[str]) -> str:

@@ -13,26 +13,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerocast.bench import Bench, BenchConfig, Report, StepBench, StepConfig, StepReport
+from zerocast.bench.config import BenchConfig, StepConfig
 from zerocast.bench.render import legend, markdown, plot, step_markdown, step_plot, terminal
-from zerocast.bench.report import Regression, regressions, stored_ratios
-from zerocast.bench.step_report import StepFailure, StepMeasurement
+from zerocast.bench.report import Regression, Report, regressions, stored_ratios
+from zerocast.bench.run import Bench
+from zerocast.bench.step import StepBench
+from zerocast.bench.step_report import StepFailure, StepMeasurement, StepReport
 from zerocast.cli import interrupts
 from zerocast.cli.output import Progress, written
 
 
 def cast(config: BenchConfig) -> int:
-    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
-    TransformerEngine where it is installed.
-
-    Prints what the rows are and a table; --out also writes Markdown, JSON and a plot into a folder.
-    `zerocast bench step` times whole training steps.
-
-    Example: zerocast bench --only "A cast" --out reports
-
-    Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
-    cannot be met.
-    """
+    """Run `zerocast bench`; returns the exit status."""
     try:
         stored = stored_ratios(config.compare) if config.compare else {}
         runner = Bench(config)
@@ -52,17 +44,7 @@ def cast(config: BenchConfig) -> int:
 
 
 def step(config: StepConfig) -> int:
-    """Time whole training steps of a Llama: bf16 and zerocast's formats under FSDP2 and ZeroAdamW,
-    and torchao and TransformerEngine where they are installed.
-
-    Runs under torchrun on any number of ranks, or in one process. Rank 0 prints a Markdown table;
-    --out also writes it with JSON and a plot into a folder.
-
-    Example: torchrun --nproc-per-node 2 -m zerocast bench step --variants fsdp2:bf16 'fsdp2:fp8_*'
-
-    Exit status: 0; 1 if a row of ours fails or grew by more than the threshold; 2 for options that
-    cannot be met.
-    """
+    """Run `zerocast bench step`; returns the exit status."""
     try:
         stored = StepReport.read(config.compare) if config.compare else None
         with _joined() as device:

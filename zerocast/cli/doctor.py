@@ -3,51 +3,24 @@
 import json
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerocast import backends, torch_names
-from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
 from zerocast.bench.machine import describe
 from zerocast.cli import interrupts
+from zerocast.cli.options import DoctorConfig
 from zerocast.cli.self_test import Outcome, self_test
 from zerocast.formats import format_names, get_format
 from zerocast.formats.recipe import Recipe
 from zerocast.quantize import quantize_
 
 
-@dataclass(frozen=True)
-class DoctorConfig:
-    """The options of `zerocast doctor`."""
-
-    json: bool = False
-    """Print JSON."""
-    seconds: float = 10.0
-    """How long to compare backends with the reference; each makes at least one round."""
-    seed: int | None = None
-    """Seed of the random inputs, by default a new one. A reported problem names the seed that
-    repeats it.
-    """
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for values out of range."""
-        check_range("seconds", self.seconds, 0, MOST_SECONDS)
-        if self.seed is not None:
-            check_range("seed", self.seed, 0, MOST_SEED)
-
-
 def doctor(config: DoctorConfig) -> int:
-    """Show versions, devices, the backends that are chosen and why, and compare every usable
-    backend with the reference.
-
-    Example: zerocast doctor --seconds 30
-
-    Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2
-    for options that cannot be met.
-    """
+    """Run `zerocast doctor`; returns the exit status."""
     report: dict[str, Any] = {}
     try:
         for section, content in _examine(config):

@@ -3,61 +3,27 @@
 import json
 import pickle
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import torch
-import tyro
 from matplotlib.figure import Figure
 
 from zerocast.cli import interrupts
+from zerocast.cli.options import InspectConfig
 from zerocast.cli.output import check_folder, tracked, written
 from zerocast.inspection import CastStatistics, Chosen, Contents, choose, measure
 from zerocast.inspection.cast_statistics import LOWEST
-from zerocast.inspection.contents import DTYPES, Dtype, nbytes_of
+from zerocast.inspection.contents import DTYPES, nbytes_of
 
 # The most rows of the lower panel of the plot. It shows a sample if there are more weights.
 ROWS = 200
 
 
-@dataclass(frozen=True)
-class InspectConfig:
-    """The options of `zerocast inspect`."""
-
-    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
-    folder), or a file of torch.save.
-    """
-    format: str | None = None
-    """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default the
-    stored formats.
-    """
-    weights: tuple[str, ...] = ("*",)
-    """With --format: globs on names of parameters of two or more dimensions."""
-    dtype: Dtype = "bfloat16"
-    """With --format: the nominal dtype, to which masters are rounded first."""
-    png: Path | None = None
-    """Also draw a histogram of masters and casts by power of two."""
-    json: bool = False
-    """Print JSON."""
-
-
 def inspect(config: InspectConfig) -> int:
-    """Show the contents of a checkpoint, and for each weight its amax, saturated and flushed shares
-    and error.
-
-    Weights are listed in the order of the model, as far as their names tell it. Reads a million
-    elements at a time, or one weight of a checkpoint folder. Files are first
-    compared with their hashes, if any.
-
-    Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png
-    histogram.png
-
-    Exit status: 0; 1 for damaged files and masters that are not finite; 2 for options that cannot
-    be met.
-    """
+    """Run `zerocast inspect`; returns the exit status."""
     try:
         check_folder(config.png)
         contents = Contents.of(config.checkpoint)

@@ -3,19 +3,20 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from zerocast.cli import interrupts
+from zerocast.cli.options import PlanConfig
 from zerocast.cli.output import check_folder, tracked, written
 from zerocast.cli.sweep import Sweep
-from zerocast.footprint import LEFT_OUT, PRESETS, Footprint, Parameter, Setup, footprint, read_model
+from zerocast.footprint.footprint import Footprint, Setup, footprint
+from zerocast.footprint.shapes import LEFT_OUT, Parameter, read_model
 from zerocast.optim import ZeroConfig
 
 GIB = 2**30
@@ -24,71 +25,10 @@ COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#d55e00", "#cc
 # The formats that every plan is compared with.
 COMPARED = ("fp8_block", "bf16")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Dtype = Literal["float32", "bfloat16"]
-
-
-@dataclass(frozen=True)
-class PlanConfig:
-    """The options of `zerocast plan`."""
-
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A preset (llama3-8b, llama3-405b, deepseek-v3, gpt3-175b), a model's config.json or its
-    folder, or a JSON file with a list of parameters.
-    """
-    named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
-    ranks: int = 8
-    """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
-    format: str = "nvfp4"
-    """Format of the linear weights inside blocks; the rest is bf16. Options inline, as in
-    fp8_block:power_of_2_scale=False.
-    """
-    parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
-    """zero1 and zero2 are ZeroAdamW or ZeroMuon; fsdp2 and hsdp cut every parameter by rows as
-    torch's fully_shard does.
-    """
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon, for zero1 and zero2, is ZeroMuon with the linear weights inside blocks as Muon's."""
-    shard_ranks: int = 8
-    """For hsdp: how many ranks share one copy of the model."""
-    bucket_size: int = ZeroConfig.bucket_size
-    """For zero1 and zero2: elements a bucket."""
-    moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Dtype of AdamW's moments; Muon's one is float32, or in 8 bits with them."""
-    grad_dtype: Dtype = "bfloat16"
-    """Dtype in which gradients are reduced."""
-    grad_wire: Literal["fp8_1x128"] | None = None
-    """How gradients travel: as they are reduced, or as FP8 with one scale for 128 elements."""
-    keep_columnwise: bool = False
-    """For zero1 and zero2: keep the columnwise copies of all weights."""
-    sweep: bool = False
-    """Show instead what every collective carries on 8 to 16,384 ranks, under zero2, fsdp2 and hsdp
-    in groups of 8 and of 64.
-    """
-    json: bool = False
-    """Print JSON."""
-    png: Path | None = None
-    """Also draw the footprints as stacked bars, or those of a sweep as curves."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError unless one model is named."""
-        if bool(self.model) == bool(self.named):
-            presets = ", ".join(PRESETS)
-            raise ValueError(f"name one model, as in zerocast plan {next(iter(PRESETS))}: {presets}, or a config.json")
-        object.__setattr__(self, "model", self.model or self.named)
 
 
 def plan(config: PlanConfig) -> int:
-    """Show the bytes of a rank in memory and in a step's communication, compared with FP8 and BF16
-    weights.
-
-    Laid out on the meta device by the code that training uses, so padding is counted. Activations
-    are left out.
-
-    Example: zerocast plan llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
-    plan.png
-
-    Exit status: 0, or 2 for a model or setup that cannot be planned.
-    """
+    """Run `zerocast plan`; returns the exit status."""
     try:
         check_folder(config.png)
         parameters = read_model(config.model)
@@ -131,7 +71,7 @@ def _sweep_text(config: PlanConfig, parameters: Sequence[Parameter]) -> str:
 
 def _setup(config: PlanConfig) -> Setup:
     zero = ZeroConfig(
-        bucket_size=config.bucket_size,
+        bucket_size=ZeroConfig.bucket_size if config.bucket_size is None else config.bucket_size,
         grad_wire=config.grad_wire,
         grad_dtype=DTYPES[config.grad_dtype],
         moment_dtype="8bit" if config.moment_dtype == "8bit" else DTYPES[config.moment_dtype],

@@ -8,7 +8,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from zerocast.cli.output import tracked
-from zerocast.footprint import Footprint, Parameter, Setup, footprint
+from zerocast.footprint.footprint import Footprint, Setup, footprint
+from zerocast.footprint.shapes import Parameter
 
 RANKS = (8, 64, 512, 4096, 16384)
 SHARDINGS = {"zero2": ("zero2", 0), "fsdp2": ("fsdp2", 0), "hsdp by 8": ("hsdp", 8), "hsdp by 64": ("hsdp", 64)}

@@ -4,19 +4,3 @@ Parameters are created on the meta device and laid out by the functions that tra
 (`zerocast.formats.layout`, `zerocast.optim.bucket`), so padding and bucket sizes are those of a
 run. Activations and the reserves of the allocator and the communication library are not included.
 """
-
-from zerocast.footprint.footprint import Footprint, Setup, footprint
-from zerocast.footprint.shapes import LEFT_OUT, PRESETS, Parameter, model_parameters, read_model
-from zerocast.footprint.weight_bytes import Collective
-
-__all__ = [
-    "LEFT_OUT",
-    "PRESETS",
-    "Collective",
-    "Footprint",
-    "Parameter",
-    "Setup",
-    "footprint",
-    "model_parameters",
-    "read_model",
-]

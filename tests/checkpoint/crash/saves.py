@@ -171,7 +171,8 @@ def _read_one(path: Path) -> None:
 
 
 def _exported(root: Path, path: Path) -> None:
-    from zerocast.cli.export import ExportConfig, export
+    from zerocast.cli.export import export
+    from zerocast.cli.options import ExportConfig
 
     assert export(ExportConfig(root / "source.safetensors", path, to="checkpoint")) == 0
 

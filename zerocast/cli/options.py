@@ -1,0 +1,217 @@
+"""The options of the commands. Their docstrings are what --help shows.
+
+Nothing here imports torch, so help and mistyped options are answered at once. Those of `zerocast
+bench` are in `zerocast.bench.config`.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
+from zerocast.footprint.shapes import PRESETS
+
+# Dtypes of masters and of nominal weights, by name.
+Dtype = Literal["bfloat16", "float16", "float32"]
+# The targets that use an option. Options that are not listed are used by all targets.
+TARGETS = {
+    "naming": ("hf", "safetensors"),
+    "model": ("hf",),
+    "share_amax": ("hf", "safetensors"),
+    "allow_unequal_scales": ("hf",),
+    "shard_bytes": ("hf", "safetensors"),
+    "masters": ("checkpoint",),
+}
+
+
+@dataclass(frozen=True)
+class DoctorConfig:
+    """Show versions, devices, the backends that are chosen and why, and compare every usable
+    backend with the reference.
+
+    Example: zerocast doctor --seconds 30
+
+    Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2
+    for options that cannot be met.
+    """
+
+    json: bool = False
+    """Print JSON."""
+    seconds: float = 10.0
+    """How long to compare backends with the reference; each makes at least one round."""
+    seed: int | None = None
+    """Seed of the random inputs, by default a new one. A reported problem names the seed that
+    repeats it.
+    """
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
+        check_range("seconds", self.seconds, 0, MOST_SECONDS)
+        if self.seed is not None:
+            check_range("seed", self.seed, 0, MOST_SEED)
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Show the bytes of a rank in memory and in a step's communication, compared with FP8 and BF16
+    weights.
+
+    Laid out on the meta device by the code that training uses, so padding is counted. Activations
+    are left out.
+
+    Example: zerocast plan llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
+    plan.png
+
+    Exit status: 0, or 2 for a model or setup that cannot be planned.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
+    """A preset (llama3-8b, llama3-405b, deepseek-v3, gpt3-175b), a model's config.json or its
+    folder, or a JSON file with a list of parameters.
+    """
+    named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
+    ranks: int = 8
+    """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
+    format: str = "nvfp4"
+    """Format of the linear weights inside blocks; the rest is bf16. Options inline, as in
+    fp8_block:power_of_2_scale=False.
+    """
+    parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
+    """zero1 and zero2 are ZeroAdamW or ZeroMuon; fsdp2 and hsdp cut every parameter by rows as
+    torch's fully_shard does.
+    """
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon, for zero1 and zero2, is ZeroMuon with the linear weights inside blocks as Muon's."""
+    shard_ranks: int = 8
+    """For hsdp: how many ranks share one copy of the model."""
+    bucket_size: int | None = None
+    """For zero1 and zero2: elements a bucket, by default those of ZeroConfig."""
+    moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """Dtype of AdamW's moments; Muon's one is float32, or in 8 bits with them."""
+    grad_dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Dtype in which gradients are reduced."""
+    grad_wire: Literal["fp8_1x128"] | None = None
+    """How gradients travel: as they are reduced, or as FP8 with one scale for 128 elements."""
+    keep_columnwise: bool = False
+    """For zero1 and zero2: keep the columnwise copies of all weights."""
+    sweep: bool = False
+    """Show instead what every collective carries on 8 to 16,384 ranks, under zero2, fsdp2 and hsdp
+    in groups of 8 and of 64.
+    """
+    json: bool = False
+    """Print JSON."""
+    png: Path | None = None
+    """Also draw the footprints as stacked bars, or those of a sweep as curves."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError unless one model is named."""
+        if bool(self.model) == bool(self.named):
+            presets = ", ".join(PRESETS)
+            raise ValueError(f"name one model, as in zerocast plan {next(iter(PRESETS))}: {presets}, or a config.json")
+        object.__setattr__(self, "model", self.model or self.named)
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Show the contents of a checkpoint, and for each weight its amax, saturated and flushed shares
+    and error.
+
+    Weights are listed in the order of the model, as far as their names tell it. Reads a million
+    elements at a time, or one weight of a checkpoint folder. Files are first
+    compared with their hashes, if any.
+
+    Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png
+    histogram.png
+
+    Exit status: 0; 1 for damaged files and masters that are not finite; 2 for options that cannot
+    be met.
+    """
+
+    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
+    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    folder), or a file of torch.save.
+    """
+    format: str | None = None
+    """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default the
+    stored formats.
+    """
+    weights: tuple[str, ...] = ("*",)
+    """With --format: globs on names of parameters of two or more dimensions."""
+    dtype: Dtype = "bfloat16"
+    """With --format: the nominal dtype, to which masters are rounded first."""
+    png: Path | None = None
+    """Also draw a histogram of masters and casts by power of two."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class ExportConfig:
+    """Export masters: to a folder that transformers and inference engines load, to safetensors, or
+    to a checkpoint of masters for a training run.
+
+    Example: zerocast export run/checkpoints/step_00001000 served --model llama-3-8b --naming
+    modelopt
+
+    Exit status: 0, or 2 if the source cannot be exported; the target is then not created.
+    """
+
+    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
+    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    folder), or a file of torch.save.
+    """
+    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
+    """A new folder to write."""
+    to: Literal["hf", "safetensors", "checkpoint"] = "hf"
+    """hf: a folder that transformers and engines load. safetensors: the weights alone, under their
+    own names. checkpoint: masters for zerocast.optim.load_masters and for any reader of
+    torch.distributed.checkpoint.
+    """
+    naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"] = "bf16"
+    """What the reader of hf or safetensors expects of quantized weights; bf16 dequantizes them."""
+    model: Path | None = None
+    """For hf: config.json of the model, or a folder with it, whose tokenizer files are copied; by
+    default the source.
+    """
+    format: str | None = None
+    """Format to cast --weights to. By default the formats stored with a checkpoint, if any."""
+    weights: tuple[str, ...] = ()
+    """With --format: globs on names of parameters of two or more dimensions."""
+    share_amax: Literal["llama"] | None = None
+    """With --format: weights that engines fuse take one tensor amax."""
+    ignore: tuple[str, ...] = ()
+    """Globs on names of tensors to leave out."""
+    dtype: Dtype = "bfloat16"
+    """Nominal dtype, in which hf and safetensors hold other tensors."""
+    masters: Literal["float32", "bfloat16"] | None = None
+    """For a checkpoint: dtype of the masters, by default float32; bfloat16 takes half the bytes and
+    rounds them.
+    """
+    allow_unequal_scales: bool = False
+    """For hf: log, and do not refuse, global scales that differ among weights which engines
+    fuse.
+    """
+    shard_bytes: int | None = None
+    """Most bytes in a safetensors file, by default 5 GB; about as many are held in memory."""
+    json: bool = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for options that need others, or that the target does not use."""
+        for option, targets in TARGETS.items():
+            if getattr(self, option) != getattr(ExportConfig, option) and self.to not in targets:
+                named = " and ".join(targets)
+                raise ValueError(f"--{option.replace('_', '-')} is for --to {named}, and this is --to {self.to}")
+        if self.format is not None and not self.weights:
+            raise ValueError(
+                "--format needs --weights, such as --weights '*.mlp.*': embeddings and heads often stay as they are"
+            )
+        if self.share_amax is not None and self.format is None:
+            raise ValueError("--share-amax needs --format: the weights of a run share what they shared in training")
+
+    @property
+    def written_dtype(self) -> Dtype:
+        """The dtype of the masters, or of the tensors that are not quantized."""
+        return (self.masters or "float32") if self.to == "checkpoint" else self.dtype
