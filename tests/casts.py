@@ -58,15 +58,19 @@ def bytes_of(weight: QuantizedWeight) -> Bytes:
     held = {name: getattr(weight, name) for name in BUFFERS}
     if weight.state.columnwise_on_demand and weight.format.columnwise is Columnwise.TRANSPOSE:
         assert held["columnwise_data"] is None
-        made = ops.transposed(
-            backends.choose(weight.device),
-            str(weight.format),
-            weight.rowwise_data,
-            weight.rowwise_scale_inv,
-            *weight.matrix_shape,
-        )
-        held["columnwise_data"] = made[0]
-        held["columnwise_scale_inv"] = made[1] if weight.format.block else weight.rowwise_scale_inv
+        matrices = weight.matrices()
+        made = [
+            ops.transposed(
+                backends.choose(weight.device),
+                str(weight.format),
+                matrix.rowwise_data,
+                matrix.rowwise_scale_inv,
+                *matrix.matrix_shape,
+            )
+            for matrix in matrices
+        ]
+        scales = torch.cat([scale for _, scale in made]) if weight.format.block else weight.rowwise_scale_inv
+        held["columnwise_data"], held["columnwise_scale_inv"] = torch.cat([codes for codes, _ in made]), scales
     return {name: raw(tensor).copy() for name, tensor in held.items() if tensor is not None}
 
 

@@ -17,7 +17,7 @@ from tests import casts
 from tests.matrices import matrix
 from zerocast import CastPlan, QuantizedWeight, get_format
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import Span, byte_range, matrix_shape
+from zerocast.formats.layout import Span, byte_range, matrix_shape, stored_matrices
 
 POISON = 0xA5  # both nibbles differ, and differ from what they become when swapped
 Cut = tuple[int, int]
@@ -89,16 +89,18 @@ def expected(weight: Weight, scale: float = 1.0, step: int = 0) -> casts.Bytes:
             if name in buffers:
                 padding = initial.get(name, initial["rowwise_scale_inv"])
                 buffers[name] = np.resize(padding, buffers[name].shape)
-    return _with_poison(weight, buffers, mask.reshape(matrix_shape(weight.shape)))
+    count, matrix = stored_matrices(get_format(weight.fmt), weight.shape)
+    return _with_poison(weight, buffers, mask.reshape(count, *matrix))
 
 
 def _with_poison(weight: Weight, buffers: casts.Bytes, owned: NDArray[np.bool_]) -> casts.Bytes:
+    """`owned` has the elements of the matrices that the weight is stored in, `[number, rows, columns]`."""
     spec = get_format(weight.fmt)
     for name in ("rowwise_data", "columnwise_data"):
         if name not in buffers or owned.all():
             continue
         transposed = name == "columnwise_data" and spec.columnwise is Columnwise.TRANSPOSE
-        mask = owned.T if transposed else owned
+        mask = owned.swapaxes(1, 2) if transposed else owned
         if spec.bits == 4:
             buffers[name] = _blend_nibbles(buffers[name], mask, transposed)
         else:
@@ -109,7 +111,7 @@ def _with_poison(weight: Weight, buffers: casts.Bytes, owned: NDArray[np.bool_])
 
 def _blend_nibbles(data: NDArray[np.uint8], owned: NDArray[np.bool_], transposed: bool) -> NDArray[np.uint8]:
     """Poison where nothing is owned; the poison's nibble goes by the element's column in the rowwise data."""
-    column = np.indices(owned.shape)[0 if transposed else 1].reshape(-1)
+    column = np.indices(owned.shape)[1 if transposed else 2].reshape(-1)
     poison = np.where(column % 2, POISON >> 4, POISON & 15)
     codes = np.stack((data & 15, data >> 4), -1).reshape(-1)
     codes = np.where(owned.reshape(-1), codes, poison)

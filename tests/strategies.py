@@ -63,8 +63,8 @@ def shapes(draw: st.DrawFn, fmt: str) -> tuple[int, ...]:
     if draw(st.booleans()):
         return rows, columns
     experts = draw(st.integers(1, 3))
-    if spec.exchange_block == (128, 128):  # blocks end where an expert ends
-        return experts, 128, min(columns, 40 // column * column)
+    if spec.exchange_block == (128, 128):  # experts of whole blocks, or stored one after another
+        return experts, draw(st.sampled_from([128, rows])), min(columns, 40 // column * column)
     return experts, min(rows, 64 // row * row), columns
 
 

@@ -142,7 +142,7 @@ class GatheredWeight(Presentation):
             )
         adapter = _adapter(weight.format)
         assert adapter.shown is not None
-        expected = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)
+        expected = layout.buffers(weight.format, weight.state.shape, weight.dtype)
         buffers = {name: buffer for name, buffer in weight.state.buffers.items() if buffer is not None}
         for name in adapter.shown.arguments:
             attribute = adapter.of_tensor[name]

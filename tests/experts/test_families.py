@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
@@ -15,11 +16,20 @@ from tests.fsdp2 import models
 from tests.workers import Ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
+# Blocks of 128 rows would span two of these experts, which are stored one after another then.
+TRAINED = [
+    ("gpt_oss", "mxfp8"),
+    ("gpt_oss", "fp8_block"),
+    ("llama4", "mxfp4"),
+    ("jetmoe", "nvfp4"),
+    ("jamba", "fp8_block"),
+    *(pytest.param(family, fmt, marks=pytest.mark.slow) for family in FAMILIES for fmt in ("fp8_current",)),
+]
 CASES = [(family, "grouped_mm") for family in FAMILIES] + [("gpt_oss", "eager"), ("jamba", "eager")]
 
 
 @pytest.mark.parametrize(("family", "implementation"), CASES)
-@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_current"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
 def test_a_model_is_that_of_its_dequantized_weights(family: str, implementation: str, fmt: str) -> None:
     """In FP32, the forward pass and all gradients of a plain model over the values of the codes. Experts `[E, K, M]` are
     multiplied by their columnwise codes, which are others in mxfp8, and their gradients pass through the rowwise ones.
@@ -59,7 +69,7 @@ def trained(family: str, fmt: str) -> tuple[list[str], list[float], set[bool]]:
     model = families.quantized(family, fmt, dtype=torch.bfloat16).bfloat16()
     optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=ZeroConfig(bucket_size=4096))
     rank, losses, found = dist.get_rank(), [], []
-    for step in range(4):
+    for step in range(3):
         families.loss(model, step, rank).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -71,8 +81,7 @@ def trained(family: str, fmt: str) -> tuple[list[str], list[float], set[bool]]:
     return found, losses, cuts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fmt", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "fmt"), TRAINED)
 def test_training_with_zero(ranks: Ranks, family: str, fmt: str) -> None:
     """Live bytes are those of the unsharded cast, with cuts between ranks inside an expert."""
     results = ranks(3)(trained, family, fmt)
@@ -82,21 +91,36 @@ def test_training_with_zero(ranks: Ranks, family: str, fmt: str) -> None:
     assert losses[-1] < losses[0]
 
 
-def stepped(family: str, fmt: str) -> dict[str, str]:
-    """The bytes of all weights after two steps of ZeroAdamW over the same gradients on all ranks."""
+def stepped(family: str, fmt: str, moment_dtype: Any) -> tuple[dict[str, str], list[Tensor]]:
+    """The bytes of all weights, and the masters of this rank, after two steps of ZeroAdamW over the same gradients on all
+    ranks.
+    """
     model = families.quantized(family, fmt)
-    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=ZeroConfig(bucket_size=4096))
+    config = ZeroConfig(bucket_size=4096, moment_dtype=moment_dtype)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2, config=config)
     for step in range(2):
         families.assign_gradients(model, step)
         optimizer.step()
-    return {name: families.bytes_of(weight) for name, weight in families.weights(model).items()}
+    masters = [view.master for views in optimizer.master_views() for view in views.masters if view.master is not None]
+    return {name: families.bytes_of(weight) for name, weight in families.weights(model).items()}, masters
 
 
-@pytest.mark.parametrize(("family", "fmt"), [("gpt_oss", "mxfp8"), ("jetmoe", "nvfp4")])
-def test_bytes_do_not_depend_on_the_number_of_ranks(ranks: Ranks, family: str, fmt: str) -> None:
-    (alone,) = ranks(1)(stepped, family, fmt)
+@pytest.mark.parametrize(
+    ("family", "fmt", "moment_dtype"),
+    [("gpt_oss", "mxfp8", torch.float32), ("jetmoe", "mxfp4", torch.float32), ("jamba", "fp8_block", "8bit")],
+)
+def test_bytes_do_not_depend_on_the_number_of_ranks(ranks: Ranks, family: str, fmt: str, moment_dtype: Any) -> None:
+    ((alone, _),) = ranks(1)(stepped, family, fmt, moment_dtype)
     for world in (2, 3):
-        assert ranks(world)(stepped, family, fmt) == [alone] * world
+        assert [found for found, _ in ranks(world)(stepped, family, fmt, moment_dtype)] == [alone] * world
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
+def test_masters_do_not_depend_on_how_experts_are_stored(moment_dtype: Any) -> None:
+    """A step takes each of the experts by itself where they are stored one after another."""
+    _, one_by_one = stepped("jetmoe", "fp8_block", moment_dtype)
+    _, together = stepped("jetmoe", "fp8_current", moment_dtype)
+    assert len(together) and all(map(torch.equal, one_by_one, together))
 
 
 def sharded(family: str, fmt: str) -> tuple[list[str], list[float]]:
@@ -108,7 +132,7 @@ def sharded(family: str, fmt: str) -> tuple[list[str], list[float]]:
     fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for step in range(4):
+    for step in range(3):
         families.loss(model, step, dist.get_rank()).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -117,8 +141,7 @@ def sharded(family: str, fmt: str) -> tuple[list[str], list[float]]:
     return models.complaints(model, family), losses
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("fmt", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("family", "fmt"), TRAINED)
 def test_training_with_fsdp2(ranks: Ranks, family: str, fmt: str) -> None:
     """32 experts over 3 ranks: 11, 11 and 10."""
     for found, losses in ranks(3)(sharded, family, fmt):

@@ -205,8 +205,18 @@ class Cast:
     nominal: str
     settings: Settings = field(default_factory=Settings)
 
+    @property
+    def height(self) -> int:
+        """The rows of elements on which a scale depends, apart from those of the tensor."""
+        heights = {"fp8_block": 128, "mxfp8": 32, "mxfp4": 128 if self.settings.exact_in_fp8 is not False else 32}
+        return {**heights, "nvfp4": 16}.get(self.name, 1)
+
     def of(self, master: F32) -> Buffers:
-        x = round_nominal(master, self.nominal)
+        """Experts `[E, M, K]` are the matrix `[E*M, K]`, or E matrices one after another where blocks would span two."""
+        if master.ndim > 2 and master.shape[1] % self.height:
+            experts = [self.of(expert) for expert in master]
+            return {name: np.concatenate([buffers[name] for buffers in experts]) for name in experts[0]}
+        x = round_nominal(master.reshape(-1, master.shape[-1]), self.nominal)
         with np.errstate(over="ignore", invalid="ignore", under="ignore"):
             buffers: Buffers = getattr(self, self.name)(x)
         return buffers

@@ -6,6 +6,7 @@ Run `python -m tests.formats.own_goldens` after a deliberate change of the forma
 import hashlib
 import itertools
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,20 @@ CASES: tuple[tuple[str, model.Settings], ...] = (
     ("nvfp4", model.Settings(exact_in_fp8=True)),
 )
 SHAPE = (160, 192)
+# Experts of which blocks of 128 rows would span two: stored one after another in the first two formats.
+EXPERTS = (3, 96, 160)
+OF_EXPERTS: tuple[tuple[str, model.Settings], ...] = (
+    ("fp8_block", model.Settings(power_of_2_scale=True)),
+    ("mxfp4", model.Settings()),
+    ("mxfp4", model.Settings(scale_rounding="floor", exact_in_fp8=False)),
+    ("mxfp8", model.Settings()),
+    ("nvfp4", model.Settings()),
+)
 
 
-def master(content: str) -> F32:
+def master(content: str, shape: tuple[int, ...] = SHAPE) -> F32:
     """The input of a golden."""
-    return matrix(content, *SHAPE, seed=11)
+    return matrix(content, math.prod(shape[:-1]), shape[-1], seed=11).reshape(shape)
 
 
 def changed(settings: model.Settings) -> dict[str, Any]:
@@ -45,16 +55,27 @@ def changed(settings: model.Settings) -> dict[str, Any]:
     return {key: value for key, value in asdict(settings).items() if value != getattr(model.Settings(), key)}
 
 
-def golden(name: str, nominal: str, content: str, settings: model.Settings) -> dict[str, Any]:
+def golden(
+    name: str, nominal: str, content: str, settings: model.Settings, shape: tuple[int, ...] = SHAPE
+) -> dict[str, Any]:
     """One entry: what to cast, and the sha of each buffer."""
-    buffers = model.Cast(name, nominal, settings).of(master(content))
+    buffers = model.Cast(name, nominal, settings).of(master(content, shape))
     shas = {key: hashlib.sha256(np.ascontiguousarray(b).tobytes()).hexdigest()[:16] for key, b in buffers.items()}
-    return {"format": name, "nominal": nominal, "content": content, "settings": changed(settings), **shas}
+    what = {"format": name, "nominal": nominal, "content": content, "settings": changed(settings)}
+    return {**what, **({} if shape == SHAPE else {"shape": list(shape)}), **shas}
+
+
+def goldens() -> list[dict[str, Any]]:
+    """All entries, in the order of the file."""
+    drawn = [
+        golden(name, nominal, content, settings)
+        for (name, settings), nominal, content in itertools.product(CASES, NOMINAL, CONTENTS)
+    ]
+    return drawn + [golden(name, "bfloat16", "wide", settings, EXPERTS) for name, settings in OF_EXPERTS]
 
 
 def main() -> None:
-    drawn = itertools.product(CASES, NOMINAL, CONTENTS)
-    entries = [json.dumps(golden(name, nominal, content, settings)) for (name, settings), nominal, content in drawn]
+    entries = [json.dumps(entry) for entry in goldens()]
     PATH.write_text("[\n " + ",\n ".join(entries) + "\n]\n")
 
 

@@ -19,6 +19,7 @@ from zerocast.formats.layout import (
     check_shape,
     matrix_shape,
     round_up,
+    stored_matrices,
 )
 
 BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0, "mxfp4": 0.5}
@@ -121,9 +122,27 @@ def test_padding_is_zero_or_one(fmt: str) -> None:
 
 
 def test_weights_of_more_dimensions() -> None:
-    """Experts are taken as one matrix whose blocks end where an expert ends."""
-    check_shape(get_format("nvfp4"), (3, 32, 48))
-    check_shape(get_format("fp8_block"), (3, 256, 70))
-    check_shape(get_format("fp8_current"), (3, 5, 7))
-    with pytest.raises(ValueError, match="would span two matrices"):
+    """Experts are stored as one matrix, or one after another where a block would span two."""
+    for fmt, shape, stored in (
+        ("nvfp4", (3, 32, 48), (1, (96, 48))),
+        ("fp8_block", (3, 256, 70), (1, (768, 70))),
+        ("fp8_block", (3, 200, 70), (3, (200, 70))),
+        ("fp8_block", (2, 3, 5, 7), (6, (5, 7))),
+        ("mxfp4", (3, 96, 64), (3, (96, 64))),
+        ("mxfp4:exact_in_fp8=False", (3, 96, 64), (1, (288, 64))),
+        ("fp8_current", (3, 5, 7), (1, (15, 7))),
+    ):
+        check_shape(get_format(fmt), shape)
+        assert stored_matrices(get_format(fmt), shape) == stored
+    with pytest.raises(ValueError, match="rows that are a multiple of 16, got 24"):
         check_shape(get_format("nvfp4"), (2, 24, 48))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4"])
+def test_buffers_of_matrices_one_after_another(fmt: str) -> None:
+    of_one, of_three = (buffers(get_format(fmt), shape, torch.bfloat16) for shape in ((96, 64), (3, 96, 64)))
+    for name, buffer in of_one.items():
+        repeated = of_three[name]
+        assert (buffer is None) == (repeated is None)
+        if buffer is not None and repeated is not None:
+            assert repeated.shape == (3 * buffer.shape[0], *buffer.shape[1:])

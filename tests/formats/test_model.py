@@ -56,14 +56,15 @@ def test_model_encodes_the_published_specials(element: str) -> None:
 
 def own_id(golden: dict[str, Any]) -> str:
     fmt = format_text(golden["format"], model.Settings(**golden["settings"]))
-    return f"{fmt}-{golden['nominal']}-{golden['content']}"
+    return f"{fmt}-{golden['nominal']}-{golden['content']}{'-experts' if 'shape' in golden else ''}"
 
 
 @pytest.mark.long_interpreted
 @pytest.mark.parametrize("golden", OWN, ids=own_id)
 def test_own_goldens(backend_anywhere: str, golden: dict[str, Any]) -> None:
     settings = model.Settings(**golden["settings"])
-    master = torch.from_numpy(own_goldens.master(golden["content"]))
+    shape = tuple(golden.get("shape", own_goldens.SHAPE))
+    master = torch.from_numpy(own_goldens.master(golden["content"], shape))
     fmt, nominal = format_text(golden["format"], settings), getattr(torch, golden["nominal"])
     weight = casts.cast_whole(fmt, master, nominal, backend_anywhere, settings.scale)
     found = {name: casts.sha(data) for name, data in casts.bytes_of(weight).items() if name in golden}
@@ -72,8 +73,13 @@ def test_own_goldens(backend_anywhere: str, golden: dict[str, Any]) -> None:
 
 
 def test_own_goldens_are_what_the_model_gives() -> None:
-    for (name, settings), golden in zip(own_goldens.CASES, OWN[:: len(OWN) // len(own_goldens.CASES)], strict=True):
+    """The first entry of each format, and all of experts."""
+    every = len(own_goldens.NOMINAL) * len(own_goldens.CONTENTS)
+    of_matrices, of_experts = OWN[: every * len(own_goldens.CASES) : every], OWN[every * len(own_goldens.CASES) :]
+    for (name, settings), golden in zip(own_goldens.CASES, of_matrices, strict=True):
         assert own_goldens.golden(name, golden["nominal"], golden["content"], settings) == golden
+    for (name, settings), golden in zip(own_goldens.OF_EXPERTS, of_experts, strict=True):
+        assert own_goldens.golden(name, "bfloat16", "wide", settings, own_goldens.EXPERTS) == golden
 
 
 @given(data=st.data())
@@ -85,7 +91,9 @@ def test_reference_equals_the_model(data: st.DataObject) -> None:
     if settings.element == "e4m3" and name != "mxfp8":
         epsilon = data.draw(st.sampled_from([0.0, 1e-30, 0.5])) if name in ("fp8_current", "fp8_block") else 0.0
         settings = replace(settings, amax_epsilon=epsilon)
-    x = matrix(content, data.draw(side), data.draw(side), data.draw(st.integers(0, 2**31)))
+    rows, columns, experts = data.draw(side), data.draw(side), data.draw(st.sampled_from([None, 1, 2]))
+    x = matrix(content, rows * (experts or 1), columns, data.draw(st.integers(0, 2**31)))
+    x = x if experts is None else x.reshape(experts, rows, columns)
     expected = model.Cast(name, nominal, settings).of(x)
     found = casts.unsharded(format_text(name, settings), torch.from_numpy(x), getattr(torch, nominal), settings.scale)
     wanted = {key: np.ascontiguousarray(value).reshape(-1).view(np.uint8) for key, value in expected.items()}

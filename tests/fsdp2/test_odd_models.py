@@ -55,12 +55,13 @@ class Grouped(nn.Module):
 
 
 class OfExperts(nn.Module):
-    """Formats in which blocks lie within an expert."""
+    """Formats in which blocks lie within an expert, and two in which the last one of an expert is smaller."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Grouped(8) for _ in range(3))
-        self.recipe = {"blocks.0.*": "nvfp4", "blocks.1.*": "mxfp8", "blocks.2.*": models.DELAYED}
+        formats = ("nvfp4", "mxfp8", models.DELAYED, "fp8_block", "mxfp4")
+        self.blocks = nn.ModuleList(Grouped(8) for _ in formats)
+        self.recipe = {f"blocks.{index}.*": fmt for index, fmt in enumerate(formats)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Every row thrice, one after another."""

@@ -14,7 +14,7 @@ from tests.gemm import test_compiled
 from tests.matrices import lcg_matrix
 from zerocast import QuantizedWeight
 
-EXPERTS, M, K = 3, 128, 64
+EXPERTS, M, K = 3, 160, 64  # blocks of 128 rows would span two experts
 ROWS = 32
 ENDS = (40, 40, 96)  # the second expert has no rows
 BF16 = torch.bfloat16
@@ -161,7 +161,7 @@ def test_what_is_refused() -> None:
     x, turned = torch.randn(ENDS[-1], K, dtype=BF16), weight.transpose(1, 2)
     with pytest.raises(RuntimeError, match="transposed in its last two dimensions, got 0 and 1"):
         weight.transpose(0, 1)
-    with pytest.raises(RuntimeError, match=r"t\(\) takes a weight of two dimensions, got shape \(3, 128, 64\)"):
+    with pytest.raises(RuntimeError, match=r"t\(\) takes a weight of two dimensions, got shape \(3, 160, 64\)"):
         weight.t()
     with pytest.raises(IndexError, match="index 3 is out of range for a weight of 3 experts"):
         weight[3]

@@ -75,7 +75,7 @@ class Shard:
         self.masters = [master if workload.flat else master.clone() for master in masters]
         starts = [span.start for span in self.spans]
         cuts = [
-            cuts if gathers_scales and elements_per_scale(weight.format, weight.matrix_shape) else None
+            cuts if gathers_scales and elements_per_scale(weight.format, weight.shape) else None
             for weight, cuts in zip(self.weights, workload.cuts(), strict=True)
         ]
         seat = Seat.at(workload)

@@ -40,7 +40,7 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.ownership import Ownership
 from zerocast.distributed.rank_report import CastReports
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec
-from zerocast.formats.layout import Span, amax_counts, amax_grid
+from zerocast.formats.layout import Span, amax_counts, amax_grid, weight_amax_counts
 from zerocast.formats.shared_amax import groups_cast_together
 
 # The index of a weight in its plan, or its name.
@@ -338,6 +338,8 @@ def _has_amaxes(shard: MasterShard) -> bool:
 
 def _amax_counts(shard: MasterShard) -> tuple[int, int]:
     """How many amaxes this rank has of a weight, rowwise and columnwise."""
+    if shard.cuts is None:
+        return weight_amax_counts(shard.weight.format, shard.weight.shape)
     return amax_counts(shard.weight.format, shard.rows.numel, shard.weight.matrix_shape[1])
 
 

@@ -70,7 +70,8 @@ class ColumnwiseCopies:
             make = functools.partial(WeightTable, of_whole_weights=True)
             tables = WeightTables(self._weights[0].device, self._backend, make)
             for w in self._weights:
-                tables.of(w).add(w)
+                for matrix in w.matrices():
+                    tables.of(w).add(matrix)
             self._tables = tables.freeze()
         validities = {id(w.state.validity): w.state.validity for w in self._transposed}
         self._places = [(validity, validity.places) for validity in validities.values()]

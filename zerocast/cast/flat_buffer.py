@@ -20,7 +20,7 @@ def into_flat_buffer(weights: Sequence[QuantizedWeight], name: str) -> list[Tens
     """
     wanted: dict[torch.dtype, list[tuple[QuantizedWeight, layout.Buffer]]] = {}
     for weight in weights:
-        buffer = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)[name]
+        buffer = layout.buffers(weight.format, weight.shape, weight.dtype)[name]
         if buffer is not None:
             wanted.setdefault(buffer.dtype, []).append((weight, buffer))
     flats = []

@@ -19,7 +19,7 @@ from torch import Tensor
 from zerocast.backends.descriptor import BUFFER_COLUMNS, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.tables import Places, TableKey, WeightTable
+from zerocast.cast.tables import Places, TableKey, WeightTable, place_of_matrix
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import Span, amax_counts, byte_range
 
@@ -67,8 +67,10 @@ class HostTable(WeightTable):
     ) -> None:
         """Append a weight, and what this rank owns of it for the host."""
         assert shard.cuts is None, shard
-        self._shards.append((shard, shared, place, flag))
-        self.add(shard.weight, place, group, shared)
+        for number, matrix in enumerate(shard.matrices()):
+            of_matrix = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
+            self._shards.append((matrix, shared, of_matrix, flag))
+            self.add(matrix.weight, of_matrix, group, shared)
 
     def freeze(self) -> "HostTable":
         """The device's part, and tables of the host's."""

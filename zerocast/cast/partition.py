@@ -53,6 +53,32 @@ class MasterShard:
             return ()
         return self.shard_data if isinstance(self.shard_data, tuple) else (self.shard_data,)
 
+    def matrices(self) -> "list[MasterShard]":
+        """The shards of the matrices that the weight is stored in, in their order. Nearly always
+        this shard alone.
+        """
+        count, (rows, columns) = self.weight.stored_matrices
+        if count == 1:
+            return [self]
+        size = rows * columns
+        return [
+            self._of_matrix(weight, Span(index * size, (index + 1) * size))
+            for index, weight in enumerate(self.weight.matrices())
+        ]
+
+    def _of_matrix(self, weight: QuantizedWeight, elements: Span) -> "MasterShard":
+        """The shard of one matrix, which has these elements of the weight."""
+        own = self.span.intersect(elements)
+        if self.master is None or not own.numel:
+            return MasterShard(weight, None, Span(0, 0))
+        master = self.master[own.start - self.span.start : own.stop - self.span.start]
+        # A matrix begins at a byte, and shard storage begins with the byte of the first element.
+        first, last = byte_range(weight.format, self.weight.shape, own, weight.dtype)
+        origin, _ = byte_range(weight.format, self.weight.shape, self.span, weight.dtype)
+        stored: Any = tuple(data.view(-1)[first - origin : last - origin] for data in self.stored)
+        span = Span(own.start - elements.start, own.stop - elements.start)
+        return MasterShard(weight, master, span, stored or None)
+
     @property
     def rows(self) -> Span:
         """The rows of which this rank computes scales: all, or those around its span where scales
@@ -244,7 +270,7 @@ def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:
     if cuts is None:
         return shard
     weight, span = shard.weight, shard.span
-    entries = elements_per_scale(weight.format, weight.matrix_shape)
+    entries = elements_per_scale(weight.format, weight.shape)
     if not entries or any(cut % n for n in entries.values() for cut in (cuts.start, cuts.step)):
         raise ValueError(f"these scales cannot be gathered in parts cut at {cuts}")
     if not {span.start, span.stop} <= {0, weight.numel(), *cuts}:

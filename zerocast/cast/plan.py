@@ -23,7 +23,7 @@ from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchPart
 from zerocast.cast.switched_bytes import SwitchedBytes, share_cast_bytes
-from zerocast.cast.tables import WeightTable, WeightTables
+from zerocast.cast.tables import WeightTable, WeightTables, place_of_matrix
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span
@@ -659,7 +659,12 @@ def _boundary_tables(partition: Partition, amaxes: PlanAmaxes) -> WeightTables:
         return tables
     for index, element, slot in elements.others:
         shard = partition.shards[index]
+        _, (rows, columns) = shard.weight.stored_matrices
+        number, position = divmod(element, rows * columns)
+        matrix = shard.matrices()[number]
         table = tables.of(shard.weight)
-        row = table.add(shard.weight, amaxes.offsets[index])
-        table.set_span(row, shard, Span(element, element + 1), elements.received[slot : slot + 1])
+        row = table.add(
+            matrix.weight, place_of_matrix(shard.weight.format, shard.weight.shape, amaxes.offsets[index], number)
+        )
+        table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
     return tables

@@ -6,7 +6,9 @@ master are, as offsets into the few storages that hold them (StorageTable), and 
 rank owns. Each stage is then one call for any number of weights.
 """
 
+import bisect
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,16 @@ from zerocast.backends.descriptor import BUFFER_COLUMNS, WIDTH, Column, Piece, c
 from zerocast.cast.adam_update import AdamUpdate, MomentGroups
 from zerocast.cast.partition import MasterShard
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, get_format
-from zerocast.formats.layout import Span, byte_range, whole_block_rows
+from zerocast.formats.layout import (
+    Span,
+    amax_counts,
+    byte_range,
+    moment_group,
+    moment_groups,
+    split_by_matrix,
+    stored_matrices,
+    whole_block_rows,
+)
 from zerocast.formats.memory import check_storage
 from zerocast.weight import QuantizedWeight
 
@@ -176,7 +187,9 @@ class WeightTable:
     def add(
         self, weight: QuantizedWeight, place: Sequence[int] = (0, 0), group: int = 0, shared: int = -1
     ) -> list[int]:
-        """Append a weight of which this rank owns nothing; returns its row, for `set_span`."""
+        """Append a weight that is stored as one matrix, of which this rank owns nothing; returns
+        its row, for `set_span`.
+        """
         row = self.add_row(weight.matrix_shape, place, group, shared)
         for name, (base, offset) in BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
@@ -188,46 +201,62 @@ class WeightTable:
     def add_shard(
         self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, flag: int = -1
     ) -> None:
-        """Append a weight with what this rank owns of it. `flag` is the place of the number that
-        becomes 1 where its master is not finite.
+        """Append a weight with what this rank owns of it, a row for each matrix that it is stored
+        in. `flag` is the place of the number that becomes 1 where its master is not finite.
         """
-        row = self.add(shard.weight, place, group, shared)
-        row[Column.NOT_FINITE] = flag
-        if shard.master is not None:
-            self.set_span(row, shard, shard.span, shard.master)
-        if shard.cuts is not None:
-            self._narrow(row, shard)
+        matrices = shard.matrices()
+        for number, matrix in enumerate(matrices):
+            of_matrix = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
+            row = self.add(matrix.weight, of_matrix, group, shared)
+            row[Column.NOT_FINITE] = flag
+            if matrix.master is not None:
+                self.set_span(row, matrix, matrix.span, matrix.master)
+            if matrix.cuts is not None:
+                self._narrow(row, matrix)
 
     def add_master(
         self,
         master: Tensor,
-        shape: Block,
+        shape: Sequence[int],
         span: Span,
         place: Sequence[int],
         group: int,
         flag: int,
         codes: Tensor | None = None,
     ) -> None:
-        """Append a flat master of the elements `span` of a matrix `shape`, with a base of its own,
-        for `adam_each`. A pass that casts needs its own `codes`, u8.
+        """Append a flat master of the elements `span` of a weight of `shape`, with a base of its
+        own, for `adam_each`. A pass that casts needs its own `codes`, u8.
         """
-        row = self.add_span(shape, span, place, flag, *self.masters.add_whole(master), group)
-        if codes is not None:
-            base, offset = self.buffers["rowwise_data"].add(codes)
-            first, _ = byte_range(self.key.fmt, shape, span, self.key.nominal)
-            row[Column.ROW_DATA_BASE], row[Column.ROW_DATA_OFFSET] = base, offset - first
+        at = self.masters.add_whole(master)
+        stored = None if codes is None else self.buffers["rowwise_data"].add(codes)
+        self.add_span(shape, span, place, flag, *at, group, stored)
 
     def add_span(
-        self, shape: Block, span: Span, place: Sequence[int], flag: int, base: int, offset: int, group: int = 0
-    ) -> list[int]:
-        """Append the elements `span` of a matrix `shape`, whose masters are at `offset` of a base.
-        Returns the row.
+        self,
+        shape: Sequence[int],
+        span: Span,
+        place: Sequence[int],
+        flag: int,
+        base: int,
+        offset: int,
+        group: int = 0,
+        stored: tuple[int, int] | None = None,
+    ) -> None:
+        """Append the elements `span` of a weight of `shape`, whose masters are at `offset` of a
+        base, and whose codes are at `stored`, a base and an offset.
         """
-        row = self.add_row(shape, place, group)
-        row[Column.NOT_FINITE] = flag
-        row[Column.START], row[Column.NUMEL] = span.start, span.numel
-        row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset
-        return row
+        fmt, nominal = self.key.fmt, self.key.nominal
+        _, matrix = stored_matrices(fmt, shape)
+        first, _ = byte_range(fmt, shape, span, nominal)
+        for number, own, before in split_by_matrix(fmt, shape, span):
+            row = self.add_row(matrix, place_of_matrix(fmt, shape, place, number), group)
+            row[Column.NOT_FINITE] = flag
+            row[Column.START], row[Column.NUMEL] = own.start, own.numel
+            row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + before
+            if stored is not None:
+                begin = number * math.prod(matrix)
+                origin, _ = byte_range(fmt, shape, Span(begin, begin), nominal)
+                row[Column.ROW_DATA_BASE], row[Column.ROW_DATA_OFFSET] = stored[0], stored[1] + origin - first
 
     def set_span(self, row: list[int], shard: MasterShard, span: Span, master: Tensor) -> None:
         """Fill in the columns of an owned span, and of separate shard storage, whose first byte
@@ -467,8 +496,8 @@ class WeightTable:
     def _moment_pieces(self, groups: MomentGroups) -> Tensor:
         """The pieces of the rows, made by the first step."""
         if self._pieces_of is None or self._pieces_of[0] is not groups.pieces:
-            by_offset = {piece[Piece.OFFSET]: piece for piece in groups.pieces}
-            rows = [by_offset[row[Column.MASTER_OFFSET]] for row in self._rows]
+            in_order = sorted(groups.pieces, key=operator.itemgetter(Piece.OFFSET))
+            rows = [_piece_of(in_order, row) for row in self._rows]
             pieces = torch.tensor(rows, dtype=torch.int64).to(self.device)
             checks.know(pieces, {"masters": self.masters.tensors, "tables": [self.table]})
             self._pieces_of = groups.pieces, pieces
@@ -511,6 +540,40 @@ class WeightTable:
         known |= {argument: self.buffers[name].tensors for argument, name in checks.BUFFER_ARGUMENTS.items()}
         taken = {name: known[name] for name in stage.arguments if name in known}
         return stage.bind(self.key.backend, str(fmt), **taken)
+
+
+def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int], number: int) -> tuple[int, int]:
+    """The place of the amaxes of one of the matrices that a weight is stored in; the first one has
+    that of the weight.
+    """
+    _, matrix = stored_matrices(fmt, shape)
+    rowwise, columnwise = amax_counts(fmt, *matrix)
+    return place[0] + number * rowwise, place[-1] + number * columnwise
+
+
+def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
+    """The piece of an update's moments that a row of a table has, or its part of one: a row may be
+    one of the matrices that a weight is stored in. These begin with a group of moments.
+
+    `pieces` are in the order of their offsets.
+    """
+    at = bisect.bisect_right(pieces, row[Column.MASTER_OFFSET], key=operator.itemgetter(Piece.OFFSET)) - 1
+    piece = pieces[at].copy()
+    before = row[Column.MASTER_OFFSET] - piece[Piece.OFFSET]
+    after = piece[Piece.NUMEL] - before - row[Column.NUMEL]
+    if not before and not after:
+        return piece
+    start, columns = piece[Piece.START], piece[Piece.COLUMNS]
+    piece[Piece.SCALE] += moment_group(start + before, columns) - moment_group(start, columns)
+    piece[Piece.OFFSET] += before
+    piece[Piece.START] += before
+    piece[Piece.NUMEL] = row[Column.NUMEL]
+    cut_first = piece[Piece.CUT_FIRST] if not before else -1
+    cut_last = piece[Piece.CUT_LAST] if not after else -1
+    if moment_groups(piece[Piece.START], piece[Piece.NUMEL], columns) == 1:
+        cut_first = cut_last = max(cut_first, cut_last)
+    piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST] = cut_first, cut_last
+    return piece
 
 
 class WeightTables(dict[TableKey, WeightTable]):

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zerocast import backends
-from zerocast.backends import ops
 from zerocast.checkpoint import extras
 from zerocast.checkpoint.manifest import Stored
 from zerocast.checkpoint.sources.source import dtype_name
@@ -30,6 +28,7 @@ from zerocast.distributed.group import Group
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState
+from zerocast.weight.stored import StoredWeight
 from zerocast.weight.validity import Use
 
 logger = logging.getLogger(__name__)
@@ -218,15 +217,14 @@ def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
     weight.wait()
     buffers: dict[str, Tensor | None] = dict(loaded)
     if state.buffers["columnwise_data"] is not None and state.format.columnwise is Columnwise.TRANSPOSE:
-        data = loaded["rowwise_data"]
-        backend = backends.choose(data.device)
-        scale_inv = loaded.get("rowwise_scale_inv")
-        column_data, column_scale_inv = ops.transposed(backend, str(state.format), data, scale_inv, *state.matrix_shape)
+        rowwise = loaded["rowwise_data"], loaded.get("rowwise_scale_inv")
+        reader = StoredWeight(state.shape, str(state.format), state.dtype, True, *rowwise, None, None, None)
+        column_data, column_scale_inv = reader.direction(columnwise=True)
         buffers["columnwise_data"] = column_data
         # A scale per tensor serves both directions.
         if state.format.block is not None:
             buffers["columnwise_scale_inv"] = column_scale_inv
-    state.take(WeightState(state.format, state.matrix_shape, state.dtype, buffers))
+    state.take(WeightState(state.format, state.shape, state.dtype, buffers))
     state.validity.changed()
 
 

@@ -116,7 +116,8 @@ def _geometry(weight: QuantizedWeight, shards: int) -> ShardGeometry:
     """The shard of the first rank, which no other exceeds."""
     rows, columns = weight.matrix_shape
     cut = RowShards(rows, _rows(weight, shards) * (rows // weight.shape[0]), shards)
-    return ShardGeometry(weight.format, weight.dtype, cut, columns, 0)
+    count, (matrix_rows, _) = weight.stored_matrices
+    return ShardGeometry(weight.format, weight.dtype, cut, columns, 0, matrix_rows if count > 1 else None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,6 +140,6 @@ def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
     """
     total = 0
     for geometry in (_geometry(weight, shards) for weight in weights):
-        cut = sum(len(geometry.shards.cut(height)) * across for height, across, _ in geometry.grids())
+        cut = sum(len(geometry.scale_shards.cut(height)) * across for height, across, _ in geometry.grids())
         total += 2 * (cut + geometry.has_tensor_amax)
     return total

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Columnwise
-from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, Buffer, GradientMessage, amax_counts, buffers, round_up
+from zerocast.formats.layout import (
+    BUFFER_ALIGNMENT_ELEMENTS,
+    Buffer,
+    GradientMessage,
+    buffers,
+    round_up,
+    weight_amax_counts,
+)
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
 
@@ -72,7 +79,7 @@ def scale_bytes(weight: QuantizedWeight) -> int:
     """The bytes of a weight's scales, amax and delayed scaling in flat buffers, without the scales
     of a columnwise copy.
     """
-    layout = buffers(weight.format, weight.matrix_shape, weight.dtype)
+    layout = buffers(weight.format, weight.shape, weight.dtype)
     transposed = weight.format.columnwise is Columnwise.TRANSPOSE
     names = [name for name in SCALES if not (name == "columnwise_scale_inv" and transposed)]
     return sum(_in_flat_buffer(layout[name]) for name in names)
@@ -84,7 +91,7 @@ def copy_bytes(weight: QuantizedWeight) -> int:
     fmt = weight.format
     if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
-    layout = buffers(fmt, weight.matrix_shape, weight.dtype)
+    layout = buffers(fmt, weight.shape, weight.dtype)
     names = ["columnwise_data", "columnwise_scale_inv"] if fmt.block else ["columnwise_data"]
     return sum(_in_flat_buffer(layout[name]) for name in names)
 
@@ -105,7 +112,7 @@ def cut_groups(count: int, ranks: int, config: ZeroConfig) -> list[Collective]:
 def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
     weights = quantized(tensors)
-    counts = [sum(amax_counts(weight.format, *weight.matrix_shape)) for weight in weights]
+    counts = [sum(weight_amax_counts(weight.format, weight.shape)) for weight in weights]
     # After its amaxes each weight has a flag that says whether its masters are finite. With several
     # ranks, two more numbers compare the ranks' calls.
     amaxes = sum(counts) + sum(count > 0 for count in counts)

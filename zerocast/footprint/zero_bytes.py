@@ -36,7 +36,7 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import GradientMessage, amax_counts, cut_moment_groups, moment_groups
+from zerocast.formats.layout import GradientMessage, cut_moment_groups, moment_groups, weight_amax_counts
 from zerocast.optim import ZeroConfig
 from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
 from zerocast.optim.gradient_exchange import most_sent, rounds
@@ -219,15 +219,16 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
     reduced, own = 2 if ranks > 1 else 0, 0
     for bucket in buckets:
         for slot in bucket.slots:
-            matrix = slot.matrix_shape
             cuts = bucket.cuts(slot)
-            amaxes = sum(amax_counts(slot.format, *matrix))
+            amaxes = sum(weight_amax_counts(slot.format, slot.shape))
             has_amaxes |= amaxes > 0
             # The number that tells of masters that are not finite.
             reduced += 1
             if cuts is None:
                 reduced += amaxes
             else:
-                reduced += sum(rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, matrix, cuts))
+                reduced += sum(
+                    rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, slot.matrix_shape, cuts)
+                )
                 own += -(-amaxes // ranks)
     return (2 if has_amaxes else FP32) * reduced, 2 * own

@@ -1,14 +1,15 @@
 """Layouts of every format: shapes, spans, byte ranges and amax grids, in integer arithmetic.
 
-A weight of more than two dimensions is treated as a matrix `[prod(leading), last]`. The layouts
-are specified in docs/formats/common.md. Every storage offset in the project comes from
+A weight of more than two dimensions is treated as a matrix `[prod(leading), last]`, or as several
+matrices one after another where a block would span two of them (docs/formats/experts.md). The
+layouts are specified in docs/formats/common.md. Every storage offset in the project comes from
 `byte_range`, so ownership in elements and ownership in bytes cannot disagree.
 """
 
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -39,21 +40,43 @@ def matrix_shape(shape: Sequence[int]) -> Block:
     return math.prod(leading), last
 
 
+def stored_matrices(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, Block]:
+    """(number, shape) of the matrices in which a weight is stored, one after another in every
+    buffer.
+
+    That is one with leading dimensions folded into the rows. If a block would then span two
+    matrices of the weight, it is these.
+    """
+    rows, columns = matrix_shape(shape)
+    if len(shape) > 2:
+        blocks = (fmt.exchange_block, fmt.columnwise_block)
+        if any(block and shape[-2] % block[0] for block in blocks):
+            return rows // shape[-2], (shape[-2], columns)
+    return 1, (rows, columns)
+
+
+def split_by_matrix(fmt: FormatSpec, shape: Sequence[int], span: "Span") -> "Iterator[tuple[int, Span, int]]":
+    """Cut a span at the matrices that a weight is stored in. Yields (number of the matrix, elements
+    of the matrix, elements of the span before them), without empty parts.
+    """
+    count, matrix = stored_matrices(fmt, shape)
+    size = math.prod(matrix)
+    for number in range(count):
+        own = span.intersect(Span(number * size, (number + 1) * size))
+        if own.numel:
+            yield number, Span(own.start - number * size, own.stop - number * size), own.start - span.start
+
+
 def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
     """Raise ValueError unless a weight of this shape can be stored in `fmt`."""
     if not shape or math.prod(shape) == 0:
         raise ValueError(f"{fmt} takes weights with at least one element, got shape {tuple(shape)}")
-    rows, columns = matrix_shape(shape)
+    _, (rows, columns) = stored_matrices(fmt, shape)
     for name, extent, multiple in (("rows", rows, fmt.multiple[0]), ("columns", columns, fmt.multiple[1])):
         if extent % multiple:
             raise ValueError(
                 f"{fmt} needs {name} that are a multiple of {multiple}, got {extent} in shape {tuple(shape)}"
             )
-    # Leading dimensions are folded into the rows, so a block could reach from one matrix into the
-    # next.
-    for block in (fmt.exchange_block, fmt.columnwise_block):
-        if block and len(shape) > 2 and shape[-2] % block[0]:
-            raise ValueError(f"a {block[0]}-row block of {fmt} would span two matrices of shape {tuple(shape[-2:])}")
 
 
 def fits(fmt: FormatSpec, shape: Sequence[int]) -> bool:
@@ -134,7 +157,7 @@ def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
 
 
 def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
-    """(rowwise, columnwise) numbers of packed amaxes of a weight, without padding. The second is 0
+    """(rowwise, columnwise) numbers of packed amaxes of a matrix, without padding. The second is 0
     unless the format casts columnwise codes in blocks of their own.
     """
     if fmt.amax_policy is AmaxPolicy.NONE:
@@ -143,6 +166,13 @@ def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
     if fmt.columnwise is not Columnwise.OWN_GRID:
         return rowwise, 0
     return rowwise, math.prod(amax_grid(fmt.columnwise_block, rows, columns))
+
+
+def weight_amax_counts(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, int]:
+    """The result of `amax_counts` for all matrices that a weight is stored in."""
+    count, matrix = stored_matrices(fmt, shape)
+    rowwise, columnwise = amax_counts(fmt, *matrix)
+    return count * rowwise, count * columnwise
 
 
 @dataclass(frozen=True)
@@ -214,7 +244,7 @@ def buffer_rows(fmt: FormatSpec, name: str, rows: int) -> int:
         return rows
     columnwise = name.startswith("columnwise")
     height = (fmt.columnwise_block if columnwise else None) or fmt.block
-    return rows * fmt.scale_repeat(columnwise)[0] // height[0]
+    return -(-rows * fmt.scale_repeat(columnwise)[0] // height[0])
 
 
 def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Buffer]:
@@ -227,13 +257,14 @@ def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Bu
     return Buffer((rows, columns), torch.uint8), Buffer((down, round_up(across, 4)), torch.float32, 1.0)
 
 
-def elements_per_scale(fmt: FormatSpec, matrix: Block) -> dict[str, int]:
+def elements_per_scale(fmt: FormatSpec, shape: Sequence[int]) -> dict[str, int]:
     """The number of elements per entry of each scale buffer that a cast fills, by buffer name.
 
     With n elements per entry, a row of blocks that ends at element e of the weight ends at entry
     e / n of the buffer. So the buffer can be cut at the same boundaries as the codes. Empty if it
     cannot: a buffer is padded or repeats its scales, or a scale depends on the tensor amax.
     """
+    _, matrix = stored_matrices(fmt, shape)
     by_name = {"rowwise_scale_inv": (fmt.block, rowwise_scale_inv(fmt, *matrix))}
     if fmt.columnwise is Columnwise.OWN_GRID:
         by_name["columnwise_scale_inv"] = fmt.columnwise_block, columnwise_scale_inv(fmt, *matrix)
@@ -279,10 +310,11 @@ BUFFERS = (
 
 # A model repeats its shapes, and building a plan asks for the buffers of each weight several times.
 @functools.lru_cache(maxsize=1024)
-def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> Mapping[str, Buffer | None]:
+def buffers(fmt: FormatSpec, shape: Shape, dtype: torch.dtype) -> Mapping[str, Buffer | None]:
     """Every buffer of a weight by the names in `BUFFERS`; None for a buffer that the format
     lacks.
     """
+    count, matrix = stored_matrices(fmt, shape)
     is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
     by_name = {
         "rowwise_data": rowwise_data(fmt, *matrix, dtype),
@@ -293,7 +325,16 @@ def buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype) -> Mapping[str, 
         "scale": Buffer((1,), torch.float32, 1.0) if is_delayed else None,
         "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if is_delayed else None,
     }
+    if count > 1:
+        by_name = {name: _repeated(buffer, count) for name, buffer in by_name.items()}
     return MappingProxyType(by_name)
+
+
+def _repeated(buffer: Buffer | None, count: int) -> Buffer | None:
+    """A buffer of so many matrices, one after another. Formats with blocks over which matrices
+    could be stored apart have no value per tensor.
+    """
+    return None if buffer is None else replace(buffer, shape=(count * buffer.shape[0], *buffer.shape[1:]))
 
 
 # Elements of a row that share the scales of their moments in 8 bits (docs/formats/moments_8bit.md).

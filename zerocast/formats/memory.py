@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zerocast.formats import Block, Columnwise, FormatSpec, ScaleRule
-from zerocast.formats.layout import BUFFERS, Buffer, buffers
+from zerocast.formats.layout import BUFFERS, Buffer, buffers, matrix_shape
 
 # Every product reads these buffers, so no weight may lack them.
 _NEEDED = ("rowwise_data", "rowwise_scale_inv")
 
 
-def check_buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype, held: Mapping[str, object]) -> None:
-    """Check the buffers of a weight of `matrix` (rows, columns), given by name as `held`.
+def check_buffers(fmt: FormatSpec, shape: tuple[int, ...], dtype: torch.dtype, held: Mapping[str, object]) -> None:
+    """Check the buffers of a weight of `shape`, given by name as `held`.
 
     TypeError or ValueError, which names the buffer, unless each is as the layout specifies and all
     are on one device. A columnwise copy may be missing, and so may buffers that only a cast writes.
     No element is read, so fake and meta tensors can be checked.
     """
-    expected = dict(buffers(fmt, matrix, dtype))
+    expected = dict(buffers(fmt, shape, dtype))
     if fmt.columnwise is Columnwise.SHARED:
         # The rowwise codes serve both directions, but a host may store them twice.
         expected["columnwise_data"] = expected["rowwise_data"]
@@ -39,7 +39,9 @@ def check_buffers(fmt: FormatSpec, matrix: Block, dtype: torch.dtype, held: Mapp
         if tensor is not None:
             device = check_tensor(name, tensor, buffer, fmt, device).device
         elif buffer is not None and name in needed:
-            raise ValueError(f"{name} is missing, a {fmt} weight of {_by(matrix)} needs {_described(buffer)}")
+            raise ValueError(
+                f"{name} is missing, a {fmt} weight of {_by(matrix_shape(shape))} needs {_described(buffer)}"
+            )
     _check_pair(fmt, held)
 
 

@@ -75,7 +75,8 @@ def _reduce_cut_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: Red
     geometry = weight.geometry
     rowwise, columnwise = geometry.amax_counts
     for height, across, offset in geometry.grids():
-        touched, cut = geometry.shards.touched(geometry.rank, height), geometry.shards.cut(height)
+        touched = geometry.scale_shards.touched(geometry.rank, height)
+        cut = geometry.scale_shards.cut(height)
         of_slices = layout.reserve(reduction.tp_size * len(cut) * across)
         target = of_slices.start + reduction.tp_rank * len(cut) * across
         source = layout.offsets[weight.name][0] + offset

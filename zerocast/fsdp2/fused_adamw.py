@@ -71,14 +71,14 @@ class AdamPass:
         master: Tensor,
         state: Mapping[str, Any],
         row: int,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         span: Span,
         place: tuple[int, int],
         flag: int,
         codes: Tensor | None = None,
     ) -> None:
-        """Append a parameter with its flat local part `master`, the elements `span` of a matrix
-        `shape`.
+        """Append a parameter with its flat local part `master`, the elements `span` of a weight
+        of `shape`.
 
         `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go,
         rowwise and of an own columnwise grid, and `flag` where a 1 goes if it becomes NaN or Inf.
@@ -137,7 +137,7 @@ class Adam8bitPass(AdamPass):
         master: Tensor,
         state: Mapping[str, Any],
         row: int,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         span: Span,
         place: tuple[int, int],
         flag: int,
@@ -154,8 +154,9 @@ class Adam8bitPass(AdamPass):
             check_plain(name, own_codes, [own_codes.dtype], master.numel(), master.device)
         base, _ = self._table.masters.add_whole(master)
         for piece in self._moments.rows:
-            matrix, own, columns = shape, span, piece[Piece.COLUMNS]
-            if shape[1] != columns:
+            matrix: tuple[int, ...] = shape
+            own, columns = span, piece[Piece.COLUMNS]
+            if shape[-1] != columns:
                 # The amax is not read, so any rows of the whole parameter will do.
                 own = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
                 matrix = -(-own.stop // columns), columns
@@ -610,12 +611,13 @@ class FusedAdamW(torch.optim.Optimizer):
         local: dict[CastGroup, list[str]] = {group: [] for group in groups}  # of these, cast in one pass
         plain: dict[object, AdamPass] = {}
         for parameter, shard in locals_:
-            passes, key, shape, span = plain, TableKey(backend, *PLAIN), (1, shard.numel()), Span(0, shard.numel())
+            passes, key, span = plain, TableKey(backend, *PLAIN), Span(0, shard.numel())
+            shape: tuple[int, ...] = 1, shard.numel()
             place, flag, codes, casts = None, -1, None, False
             if isinstance(shard, MasterParameter) and self._measures(parameter, shard):
                 weight, geometry = shard.weight, shard.weight.geometry
                 group = group_of[weight]
-                shape, span = (geometry.cast_rows, geometry.columns), geometry.span
+                shape, span = geometry.shape(geometry.cast_rows), geometry.span
                 place, flag = group.amaxes.offsets[weight.name], group.amaxes.flag_of[weight.name]
                 if span.numel:
                     names[group].append(weight.name)

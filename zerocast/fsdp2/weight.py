@@ -18,7 +18,7 @@ from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
 from zerocast.distributed.rank_report import Comparison, ShardStatus
 from zerocast.formats import AmaxPolicy, FormatSpec
-from zerocast.formats.layout import check_shape, matrix_shape
+from zerocast.formats.layout import check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_status import GatherStatus
@@ -322,7 +322,9 @@ class FSDPWeight:
         world, rank = self.shard_mesh.size(), self.shard_mesh.get_local_rank()
         shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
         self.master = self.local.plain
-        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank)
+        count, (matrix_rows, _) = stored_matrices(self.format, self.shape)
+        apart = matrix_rows if count > 1 else None
+        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank, apart)
         self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
         self.is_located = True
         self.validity.watch([self.master], sharded=False)
@@ -334,7 +336,7 @@ class FSDPWeight:
         direction and from its first element on this rank, and over scale `buffers`.
         """
         geometry = self.geometry
-        shape = geometry.cast_rows, geometry.columns
+        shape = geometry.shape(geometry.cast_rows)
         memory = {**buffers, **dict(zip(CODES, codes, strict=False))}
         weight = QuantizedWeight.of_part(shape, self.format, geometry.nominal, memory)
         data = (codes[0], codes[1]) if len(codes) > 1 else codes[0] if codes else None

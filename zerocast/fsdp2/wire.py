@@ -39,11 +39,11 @@ from zerocast.formats.layout import (
     OPERAND_ALIGNMENT_BYTES,
     Buffer,
     Span,
-    amax_counts,
     amax_grid,
     buffers,
     round_up,
     rowwise_data,
+    weight_amax_counts,
 )
 from zerocast.fsdp2 import torch_fsdp
 
@@ -114,11 +114,33 @@ class ShardGeometry:
     shards: RowShards
     columns: int
     rank: int
+    # The rows of each of the matrices that the weight is stored in, if these are several
+    # (docs/formats/experts.md). Shards then consist of whole matrices.
+    matrix_rows: int | None = None
 
     @property
     def rows(self) -> int:
         """Rows of the whole weight."""
         return self.shards.rows
+
+    @functools.cached_property
+    def scale_shards(self) -> RowShards:
+        """The shards in rows by which block rows are counted. The last block row of each of several
+        matrices counts as a whole one.
+        """
+        if self.matrix_rows is None:
+            return self.shards
+        padded = round_up(self.matrix_rows, self._height)
+        rows, chunk = (extent // self.matrix_rows * padded for extent in (self.rows, self.shards.chunk))
+        return RowShards(rows, chunk, self.shards.world)
+
+    def shape(self, rows: int) -> tuple[int, ...]:
+        """The shape of so many rows of the weight, in a dimension more where they are several
+        matrices.
+        """
+        if self.matrix_rows is None:
+            return rows, self.columns
+        return rows // self.matrix_rows, self.matrix_rows, self.columns
 
     @property
     def has_ghost(self) -> bool:
@@ -133,11 +155,13 @@ class ShardGeometry:
     @functools.cached_property
     def first_row(self) -> int:
         """The row of the weight that the small weight begins with."""
-        return self._touched.start * self._height
+        return self._touched.start * self._height if self.matrix_rows is None else self.shards.span(self.rank).start
 
     @functools.cached_property
     def cast_rows(self) -> int:
         """Rows of the small weight, of the ghost too."""
+        if self.matrix_rows is not None:
+            return self.shards.span(self.rank).numel
         held = min(self.rows, self._touched.stop * self._height) - self.first_row if self._touched.numel else 0
         if self._blocks:
             return held + (self._height if self.has_ghost else 0)
@@ -168,7 +192,7 @@ class ShardGeometry:
         """Number of amaxes in the rowwise grid and in an own columnwise grid of the small
         weight.
         """
-        return amax_counts(self.format, self.cast_rows, self.columns) if self.takes_part else (0, 0)
+        return weight_amax_counts(self.format, self.shape(self.cast_rows)) if self.takes_part else (0, 0)
 
     def grids(self) -> list[tuple[int, int, int]]:
         """(height, amaxes, first amax among this weight's) of the rows of exchange blocks of each
@@ -311,7 +335,7 @@ class WeightLayout:
         """Reserve room for the scales of `block`, one of the format's."""
         if block is None:
             return
-        fmt, shards = self.geometry.format, self.geometry.shards
+        fmt, shards = self.geometry.format, self.geometry.scale_shards
         dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         across = amax_grid(block, shards.rows, self.geometry.columns)[1]
         count = shards.most_owned(block[0])
@@ -344,8 +368,9 @@ class WeightLayout:
         """
         pairs = []
         for region in self._sent:
-            owned = self.geometry.shards.owned(self.geometry.rank, region.height)
-            first = owned.start - self.geometry.first_row // region.height
+            owned = self.geometry.scale_shards.owned(self.geometry.rank, region.height)
+            is_one_matrix = self.geometry.matrix_rows is None
+            first = owned.start - self.geometry.first_row // region.height if is_one_matrix else 0
             source = made[region.name][:, :: region.repeat[0], :: region.repeat[1]]
             if owned.numel:
                 source = source[:, first : first + owned.numel, : region.across]
@@ -356,7 +381,7 @@ class WeightLayout:
         """The regions of scales, each with its buffer in a weight of so many rows: those of the
         whole weight, or those that the stages cast on this rank.
         """
-        specs = buffers(self.geometry.format, (rows, self.geometry.columns), self.geometry.nominal)
+        specs = buffers(self.geometry.format, self.geometry.shape(rows), self.geometry.nominal)
         return [(region, spec) for region in self.scales if (spec := specs[region.name]) is not None]
 
     def scale_rows(self, region: ScaleRegion, spec: Buffer, place: int, first: int) -> RowsOfScales | None:
@@ -364,7 +389,7 @@ class WeightLayout:
         channel begins at byte `first` of all; None where the buffer has padding, or a scale fills
         several columns.
         """
-        shards = self.geometry.shards
+        shards = self.geometry.scale_shards
         height, width = region.repeat
         blocks = -(-shards.rows // region.height)
         row_bytes = region.across * spec.dtype.itemsize
@@ -599,7 +624,7 @@ class GatheredSide:
         for (place, region, own_side), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
             self.buffers[place][region.name] = buffer
-            shards = layouts[place].geometry.shards
+            shards = layouts[place].geometry.scale_shards
             self._scale_fills.append(ScaleFill(region, shards, own_side, buffer, spec.padding))
         for of_length, part in zip(by_length.values(), parts, strict=True):
             self._add_rows(side, part, of_length)

@@ -4,6 +4,7 @@ The master is read in pieces of a million elements or 128 rows, whichever is mor
 tensor amax reads it twice.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ from zerocast.backends.reference.scales import (
 from zerocast.checkpoint.sources import TensorSource
 from zerocast.checkpoint.sources.source import pieces, read_span
 from zerocast.formats import AmaxPolicy, FormatSpec
-from zerocast.formats.layout import matrix_shape
+from zerocast.formats.layout import Span, matrix_shape, stored_matrices
 
 # The rows of a piece are a multiple of this, which is a multiple of the rows of every block.
 ROWS = 128
@@ -108,15 +109,15 @@ def measure(
     """
     entry = source.entries[key]
     sums = _Sums()
-    shape = matrix_shape(entry.shape or (1,))
+    count, shape = (1, matrix_shape(entry.shape or (1,))) if fmt is None else stored_matrices(fmt, entry.shape or (1,))
     amax = None
     if fmt is not None and fmt.has_tensor_amax:
-        amaxes = [block_amax(round_nominal(x, nominal), None).view(()) for x in _read(source, key, shape)]
+        amaxes = [block_amax(round_nominal(x, nominal), None).view(()) for x in _read(source, key, count, shape)]
         amax = stored_amax(fmt, torch.stack(amaxes).amax().view(1))
     if fmt is not None and fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
         assert amax is not None
         scale = _seed(fmt, amax)
-    for x in _read(source, key, shape):
+    for x in _read(source, key, count, shape):
         sums.add_master(x)
         if fmt is not None and fmt.element is not None:
             sums.add_cast(x, *_cast(fmt, round_nominal(x, nominal), amax, scale), LIMITS[fmt.element.name])
@@ -145,9 +146,11 @@ def binades(values: Tensor) -> Tensor:
     return torch.bincount(exponents - LOWEST, minlength=BINADES)[:BINADES]
 
 
-def _read(source: TensorSource, key: str, shape: tuple[int, int]) -> Iterator[Tensor]:
-    for span in pieces(*shape, ROWS):
-        yield read_span(source, key, span).view(-1, shape[1])
+def _read(source: TensorSource, key: str, count: int, shape: tuple[int, int]) -> Iterator[Tensor]:
+    """Read so many matrices of a shape, one after another, in pieces of rows."""
+    for begin in range(0, count * math.prod(shape), math.prod(shape)):
+        for span in pieces(*shape, ROWS):
+            yield read_span(source, key, Span(begin + span.start, begin + span.stop)).view(-1, shape[1])
 
 
 def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from zerocast import backends
 from zerocast.backends import ops
 from zerocast.backends.reference.codec import decode, encode, unpack
 from zerocast.formats import Element, ScaleRule
-from zerocast.formats.layout import Span, byte_range, round_up
+from zerocast.formats.layout import Span, byte_range, round_up, split_by_matrix
 from zerocast.verification.master_views import MasterView
 
 # Elements of a piece. A measurement needs temporary memory of about ten times as many bytes.
@@ -49,14 +49,16 @@ class OwnedPart:
         """Cut the owned span into pieces of about PIECE elements, at boundaries of block rows, so
         that `values` need not decode a block twice.
         """
-        rows, columns = self.owned.weight.matrix_shape
-        height = self._block_rows
+        weight, height = self.owned.weight, self._block_rows
+        _, (rows, columns) = weight.stored_matrices
         step = max(1, PIECE // (columns * height)) * height
-        first = self._span.start // columns // height * height
-        for row in range(first, rows, step):
-            piece = Span(row * columns, (row + step) * columns).intersect(self._span)
-            if piece.numel:
-                yield piece
+        for number, own, _ in split_by_matrix(weight.format, weight.shape, self._span):
+            begin = number * rows * columns
+            first = own.start // columns // height * height
+            for row in range(first, rows, step):
+                piece = Span(row * columns, (row + step) * columns).intersect(own)
+                if piece.numel:
+                    yield Span(begin + piece.start, begin + piece.stop)
 
     def master(self, piece: Span) -> Tensor:
         """The masters of a piece, flat, as f32."""
@@ -81,19 +83,23 @@ class OwnedPart:
         # Decode whole rows, from the beginning of a block row, so that the scales of the part begin
         # at a row of the scale buffer.
         weight = self.owned.weight
-        rows, columns = weight.matrix_shape
-        first = piece.start // columns // self._block_rows * self._block_rows
-        last = min(rows, round_up(piece.stop, columns) // columns)
-        scale = weight.rowwise_scale_inv
+        weight.wait()
+        count, (rows, columns) = weight.stored_matrices
+        number, begin = divmod(piece.start, rows * columns)
+        buffers = weight.state.buffers if count == 1 else weight.state.matrix(number).buffers
+        first = begin // columns // self._block_rows * self._block_rows
+        last = min(rows, round_up(begin + piece.numel, columns) // columns)
+        rowwise_data, scale = buffers["rowwise_data"], buffers["rowwise_scale_inv"]
+        assert rowwise_data is not None
         if scale is not None and weight.format.block:
             # A buffer of FP32 scales has a row per block row, one of byte scales a row per row.
             has_row_per_block = weight.format.scale_rule is ScaleRule.FP32
             scale = scale[first // (self._block_rows if has_row_per_block else 1) :]
-        data = weight.rowwise_data[first:last]
+        data = rowwise_data[first:last]
         backend = backends.choose(weight.device)
         options = weight.amax, last - first, columns, False, torch.float32
         value: Tensor = ops.dequantize(backend, str(weight.format), data, scale, *options)
-        start = piece.start - first * columns
+        start = begin - first * columns
         return value.view(-1)[start : start + piece.numel]
 
     @property

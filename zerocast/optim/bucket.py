@@ -183,20 +183,19 @@ def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None, whole: bool = 
     grad_dtype = grad_dtype or parameter.dtype
     if not isinstance(parameter, QuantizedWeight):
         return Storage(parameter.dtype, 1, 0, grad_dtype, whole=whole)
-    storage = _storage_of(
-        parameter.format, parameter.matrix_shape, parameter.dtype, parameter.rowwise_data.dtype, grad_dtype
-    )
+    shape = tuple(parameter.shape)
+    storage = _storage_of(parameter.format, shape, parameter.dtype, parameter.rowwise_data.dtype, grad_dtype)
     return replace(storage, whole=True) if whole else storage
 
 
 # Cached, since a model may have many experts of few shapes.
 @functools.lru_cache(maxsize=1024)
 def _storage_of(
-    fmt: FormatSpec, matrix: Block, nominal: torch.dtype, code: torch.dtype, grad_dtype: torch.dtype
+    fmt: FormatSpec, shape: tuple[int, ...], nominal: torch.dtype, code: torch.dtype, grad_dtype: torch.dtype
 ) -> Storage:
     scales = []
-    for name, elements in elements_per_scale(fmt, matrix).items():
-        buffer = buffers(fmt, matrix, nominal)[name]
+    for name, elements in elements_per_scale(fmt, shape).items():
+        buffer = buffers(fmt, shape, nominal)[name]
         if buffer is not None and SHARD_ALIGNMENT_ELEMENTS % elements == 0:
             scales.append(FlatBuffer(name, buffer.dtype, elements))
     columnwise = fmt.elements_per_byte if fmt.casts_columnwise else 0

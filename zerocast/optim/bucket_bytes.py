@@ -43,7 +43,7 @@ class BucketBytes:
         views = self.bucket.views(slot, self.flats)
         weight = slot.parameter
         if isinstance(weight, QuantizedWeight):
-            shapes = layout.buffers(weight.format, weight.matrix_shape, weight.dtype)
+            shapes = layout.buffers(weight.format, weight.shape, weight.dtype)
             places = {}
             for (name, _, _), view in zip(self.bucket.storage.gathered, views, strict=True):
                 shape = shapes[name]

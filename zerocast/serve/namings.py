@@ -97,8 +97,11 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
     """The stored scales without padding, `[rows of blocks, blocks in a row]`."""
     scales = weight.rowwise_scale_inv
     assert scales is not None
-    down, across = amax_grid(block, *weight.matrix_shape)
-    return scales[:down, :across]
+    count, matrix = weight.stored_matrices
+    down, across = amax_grid(block, *matrix)
+    if count == 1:
+        return scales[:down, :across]
+    return scales.view(count, -1, scales.shape[1])[:, :down, :across].reshape(count * down, across)
 
 
 def _amax(weight: QuantizedWeight) -> Tensor:

@@ -67,17 +67,25 @@ def cut(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
-    """The ranges of a part's rows that belong to a piece of a weight with `rows` rows.
+    """The ranges of a part's rows that belong to a piece of a weight that is stored in matrices of
+    `rows` rows.
 
     ValueError for a piece that divides a block, whose scale it would share with another piece.
     """
-    assert part.height is not None
-    if any(r.start % part.height or (r.stop % part.height and r.stop != rows) for r in piece.rows):
+    height = part.height
+    assert height is not None
+
+    def block_row(row: int) -> int:
+        """The first row of blocks that begins at this row of the weight or after it."""
+        matrix, inside = divmod(row, rows)
+        return matrix * -(-rows // height) + -(-inside // height)
+
+    if any(end % rows % height for r in piece.rows for end in (r.start, r.stop)):
         raise ValueError(
             f"{piece.name} is rows {', '.join(f'[{r.start}, {r.stop})' for r in piece.rows[:3])} of a weight whose blocks "
             f"are {part.height} rows high: a piece begins and ends with a block"
         )
-    return [range(r.start // part.height, -(-r.stop // part.height)) for r in piece.rows]
+    return [range(block_row(r.start), block_row(r.stop)) for r in piece.rows]
 
 
 def cut_part(part: Part, piece: Piece, rows: int) -> Tensor:

@@ -39,7 +39,7 @@ def of_weight(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[
     """
     weight.check(Use.SEND)
     weight.wait()
-    rows = weight.matrix_shape[0]
+    _, (rows, _) = weight.stored_matrices
     if weight.format.element is None:
         yield from of_plain(weight.rowwise_data.view(weight.shape), pieces, weight.dtype)
         return
@@ -79,6 +79,8 @@ def _dequantized(weight: QuantizedWeight, piece: Piece) -> Tensor:
     rows, columns = weight.matrix_shape
     if piece.rows == (range(rows),):
         return weight.dequantize().to(torch.bfloat16).view(piece.shape)
+    if weight.stored_matrices[0] > 1:
+        return cut(weight.dequantize(), piece).to(torch.bfloat16)
     values = torch.empty(piece.shape, dtype=torch.bfloat16, device=weight.device)
     destinations = values.view(-1, columns).split([len(r) for r in piece.rows])
     for destination, r in zip(destinations, piece.rows, strict=True):

@@ -7,7 +7,7 @@ the same time. The attribute `master_owner` of a parameter is the object with th
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,25 @@ class MasterView:
     span: Span
     scale: Tensor | None = None
     slices: Group | None = None
+
+    def matrices(self) -> "list[MasterView]":
+        """The views of the matrices that the weight is stored in, in their order. Nearly always
+        this view alone.
+        """
+        count, (rows, columns) = self.weight.stored_matrices
+        if count == 1:
+            return [self]
+        return [
+            self._of_matrix(number, weight, Span(number * rows * columns, (number + 1) * rows * columns))
+            for number, weight in enumerate(self.weight.matrices())
+        ]
+
+    def _of_matrix(self, number: int, weight: QuantizedWeight, elements: Span) -> "MasterView":
+        own = self.span.intersect(elements)
+        master = None if self.master is None else self.master[own.start - self.span.start : own.stop - self.span.start]
+        span = Span(own.start - elements.start, own.stop - elements.start) if own.numel else Span(0, 0)
+        name = None if self.name is None else f"{self.name}[{number}]"
+        return replace(self, name=name, weight=weight, master=master, span=span)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> Verif
     # Ranks with different weights would wait for each other in the collectives below.
     validate_across_ranks(views.group, [_describe(view) for view in named], None, "verifies")
     shared = _shared_amaxes(named, views.group)
-    compared = [_compare(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
+    compared = [_compare_matrices(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
     own_differences = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
     by_rank = ranks.all_gather_object(own_differences, "what ranks found as they verify")
     not_finite = [(str(view.name), count) for view, (_, _, count) in zip(named, compared, strict=True) if count]
@@ -100,6 +100,14 @@ def _named(view: MasterView, index: int, names: Mapping[int, str]) -> MasterView
 def _describe(view: MasterView) -> str:
     weight = view.weight
     return f"{view.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
+
+
+def _compare_matrices(view: MasterView, group: Group, shared: Tensor | None) -> tuple[list[Difference], int, int]:
+    """The result of `_compare` for all matrices that a weight is stored in."""
+    view.weight.wait()
+    matrices = [_compare(matrix, group, shared) for matrix in view.matrices()]
+    differences = [difference for found, *_ in matrices for difference in found]
+    return differences, sum(nbytes for _, nbytes, _ in matrices), sum(count for *_, count in matrices)
 
 
 def _compare(view: MasterView, group: Group, shared: Tensor | None) -> tuple[list[Difference], int, int]:

@@ -28,6 +28,11 @@ class WeightBuffers(Tensor):
         return self.state.matrix_shape
 
     @property
+    def stored_matrices(self) -> tuple[int, tuple[int, int]]:
+        """(number, shape) of the matrices that are stored one after another, nearly always one."""
+        return self.state.matrices
+
+    @property
     def rowwise_data(self) -> Tensor:
         """uint8 `[M, K]`, `[M, K/2]` for 4-bit codes; nominal dtype for identity. Waits for a
         gather in flight.

@@ -33,7 +33,7 @@ class WeightState:
 
     Args:
         format: the format of the bytes. `convert` changes it.
-        matrix_shape: (rows, columns) as stored, leading dimensions folded into the rows.
+        shape: the logical shape, also for transposed readings.
         dtype: the nominal dtype, which the weight shows to torch.
         buffers: tensors by the names in `layout.BUFFERS`, None for a buffer that there is not.
         validity: whether the bytes may be used; shared by all weights of a plan (`join`).
@@ -58,7 +58,7 @@ class WeightState:
     """
 
     format: FormatSpec
-    matrix_shape: Block
+    shape: tuple[int, ...]
     dtype: torch.dtype
     buffers: dict[str, Tensor | None]
     validity: Validity = field(default_factory=Validity)
@@ -78,22 +78,32 @@ class WeightState:
 
     def __post_init__(self) -> None:
         if not self.is_part:
-            check_buffers(self.format, self.matrix_shape, self.dtype, self.buffers)
+            check_buffers(self.format, self.shape, self.dtype, self.buffers)
         self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
         self._share_scalar()
 
     @staticmethod
-    def empty(fmt: FormatSpec, matrix_shape: Block, dtype: torch.dtype, device: torch.device) -> "WeightState":
+    def empty(fmt: FormatSpec, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "WeightState":
         """A weight of zero bytes that was never cast, with the padding that the format specifies.
 
         A columnwise copy is left out if post-all-gather processing makes it from the rowwise bytes.
         """
         buffers: dict[str, Tensor | None] = {}
-        for name, buffer in layout.buffers(fmt, matrix_shape, dtype).items():
+        for name, buffer in layout.buffers(fmt, shape, dtype).items():
             is_derived = fmt.columnwise is Columnwise.TRANSPOSE and name.startswith("columnwise")
             if buffer is not None and not is_derived:
                 buffers[name] = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=device)
-        return WeightState(fmt, matrix_shape, dtype, buffers, was_cast=False)
+        return WeightState(fmt, shape, dtype, buffers, was_cast=False)
+
+    @property
+    def matrix_shape(self) -> Block:
+        """(rows, columns) with leading dimensions folded into the rows."""
+        return layout.matrix_shape(self.shape)
+
+    @property
+    def matrices(self) -> tuple[int, Block]:
+        """(number, shape) of the matrices that are stored one after another, nearly always one."""
+        return layout.stored_matrices(self.format, self.shape)
 
     @property
     def rowwise_data(self) -> Tensor:
@@ -192,7 +202,7 @@ class WeightState:
         and device of what it replaces.
         """
         # Check all targets before the first copy, so that an error leaves the weight whole.
-        expected = layout.buffers(self.format, self.matrix_shape, self.dtype)
+        expected = layout.buffers(self.format, self.shape, self.dtype)
         for name, target in targets.items():
             check_tensor(name, target, expected[name], self.format, self.rowwise_data.device)
         for name, target in targets.items():
@@ -210,7 +220,7 @@ class WeightState:
         TypeError or ValueError, with nothing changed, for buffers that do not fit.
         """
         if not self.is_part:
-            check_buffers(self.format, self.matrix_shape, self.dtype, {**self.buffers, **buffers})
+            check_buffers(self.format, self.shape, self.dtype, {**self.buffers, **buffers})
         self.buffers.update(buffers)
         self._forget()
         self._share_scalar()
@@ -218,7 +228,7 @@ class WeightState:
 
     def convert(self, fmt: FormatSpec) -> None:
         """Change the format. The storage is new, and the next cast fills it."""
-        empty = WeightState.empty(fmt, self.matrix_shape, self.dtype, self.rowwise_data.device)
+        empty = WeightState.empty(fmt, self.shape, self.dtype, self.rowwise_data.device)
         self._forget()
         self.format, self.buffers = fmt, empty.buffers
         self.columnwise_cast, self.initial = -1, None
@@ -269,22 +279,27 @@ class WeightState:
         pairs = [(self.buffers[name], other.buffers[name]) for name in names]
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
 
-    def expert(self, index: int, rows: int) -> "WeightState":
-        """The state of one matrix of `rows` rows in a weight of several: the same memory, except
-        for scales with a padding that is not in it. It shares the validity.
+    def matrix(self, index: int) -> "WeightState":
+        """The state of one matrix of a weight of several: the same memory, except for scales with a
+        padding that is not in it. It shares the validity.
 
         A transposed copy is made at each use, since that of all matrices does not hold those of one
-        side by side.
+        side by side. It does if they are stored one after another.
         """
-        matrix = rows, self.matrix_shape[1]
+        matrix = self.shape[-2:]
+        are_apart = self.matrices[0] > 1
         buffers = dict(self.buffers)
         for name, buffer in layout.buffers(self.format, matrix, self.dtype).items():
             whole = buffers[name]
-            if name.startswith("columnwise") and self.format.columnwise is Columnwise.TRANSPOSE:
+            if whole is None or buffer is None or len(buffer.shape) != 2:
+                continue
+            if are_apart:
+                buffers[name] = _rows_of_matrix(whole, buffer, index, buffer.shape[0])
+            elif name.startswith("columnwise") and self.format.columnwise is Columnwise.TRANSPOSE:
                 buffers[name] = None
-            elif whole is not None and buffer is not None and len(buffer.shape) == 2:
-                buffers[name] = _rows_of_matrix(whole, buffer, index, layout.buffer_rows(self.format, name, rows))
-        choices, derived = self.choices.setdefault(("expert", index), ({}, {}))
+            else:
+                buffers[name] = _rows_of_matrix(whole, buffer, index, layout.buffer_rows(self.format, name, matrix[0]))
+        choices, derived = self.choices.setdefault(("matrix", index), ({}, {}))
         return WeightState(
             self.format,
             matrix,

@@ -24,6 +24,7 @@ class WeightReader:
     Attributes:
         format: the FormatSpec of the stored bytes.
         matrix_shape: (rows, columns) as stored.
+        stored_matrices: (number, shape) of the matrices that are stored one after another.
         amax: f32[1] tensor amax, a part of the decode scale of two-level formats; else None.
         makes_columnwise: True if a columnwise copy is made at each use and not kept.
     """
@@ -31,6 +32,7 @@ class WeightReader:
     __slots__ = ()
     format: Any
     matrix_shape: Any
+    stored_matrices: Any
     amax: Any
     makes_columnwise: Any
     # The stages as registered ops: a compiler traces through the methods of a QuantizedWeight and
@@ -52,10 +54,13 @@ class WeightReader:
         if not (columnwise and self.makes_columnwise):
             return self.stored(columnwise)
         data, scale_inv = self.stored(columnwise=False)
+        count, matrix = self.stored_matrices
+        if count > 1:
+            return self._transposed_matrices(data, scale_inv, count, matrix)
         made = None if self.format.is_exact_in_fp8 else gathered_operand(data, columnwise)
         if made is None:
             key, backend = str(self.format), backends.choose(data.device)
-            made = self._transposed(backend, key, data, scale_inv, *self.matrix_shape)
+            made = self._transposed(backend, key, data, scale_inv, *matrix)
         made_data, made_scale_inv = made
         # Only block scales are transposed. A scale per tensor stays as it is.
         return made_data, made_scale_inv if self.format.block else scale_inv
@@ -75,7 +80,21 @@ class WeightReader:
         if data.dtype == dtype:
             return data
         key, backend = str(self.format), backends.choose(data.device)
-        return self._dequantized(backend, key, data, scale_inv, self.amax, *self.matrix_shape, columnwise, dtype)
+        count, matrix = self.stored_matrices
+        if count == 1:
+            return self._dequantized(backend, key, data, scale_inv, self.amax, *matrix, columnwise, dtype)
+        assert scale_inv is not None
+        parts = zip(data.chunk(count), scale_inv.chunk(count), strict=True)
+        return torch.cat([self._dequantized(backend, key, *part, None, *matrix, columnwise, dtype) for part in parts])
+
+    def _transposed_matrices(
+        self, data: Tensor, scale_inv: Tensor | None, count: int, matrix: Block
+    ) -> tuple[Tensor, Tensor]:
+        assert scale_inv is not None
+        key, backend = str(self.format), backends.choose(data.device)
+        parts = zip(data.chunk(count), scale_inv.chunk(count), strict=True)
+        made = [self._transposed(backend, key, *part, *matrix) for part in parts]
+        return torch.cat([codes for codes, _ in made]), torch.cat([scales for _, scales in made])
 
     def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
         """Return (E4M3 codes uint8, scale_inv f32) of the same values, for formats that are exact
@@ -98,7 +117,16 @@ class StoredWeight(WeightReader):
     the op runs. It checks nothing: the graph has read `readable_rowwise_data`, which checks.
     """
 
-    __slots__ = ("_buffers", "amax", "dtype", "format", "makes_columnwise", "matrix_shape", "shape")
+    __slots__ = (
+        "_buffers",
+        "amax",
+        "dtype",
+        "format",
+        "makes_columnwise",
+        "matrix_shape",
+        "shape",
+        "stored_matrices",
+    )
     is_traced = False
     _dequantized = staticmethod(ops.dequantized)
     _upcast = staticmethod(ops.upcast_codes)
@@ -121,6 +149,7 @@ class StoredWeight(WeightReader):
         self.dtype = dtype
         self.amax = amax
         self.matrix_shape: Block = layout.matrix_shape(shape)
+        self.stored_matrices = layout.stored_matrices(self.format, shape)
         self.makes_columnwise = on_demand and self.format.columnwise is Columnwise.TRANSPOSE
         self._buffers = (row_data, row_scale), (column_data, column_scale)
 

@@ -83,7 +83,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         fmt = get_format(fmt)
         _check_nominal(dtype)
         layout.check_shape(fmt, shape)
-        return QuantizedWeight(shape, WeightState.empty(fmt, layout.matrix_shape(shape), dtype, torch.device(device)))
+        return QuantizedWeight(shape, WeightState.empty(fmt, tuple(shape), dtype, torch.device(device)))
 
     @staticmethod
     def of_buffers(
@@ -101,7 +101,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         fmt, shape = get_format(fmt), _checked_shape(shape)
         _check_nominal(dtype)
         layout.check_shape(fmt, shape)
-        return QuantizedWeight(shape, WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}), requires_grad)
+        return QuantizedWeight(shape, WeightState(fmt, shape, dtype, {**buffers}), requires_grad)
 
     @staticmethod
     def of_part(
@@ -112,7 +112,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
         The buffers may have any size. The descriptor table or op that uses them checks them.
         """
-        state = WeightState(fmt, layout.matrix_shape(shape), dtype, {**buffers}, is_part=True)
+        state = WeightState(fmt, tuple(shape), dtype, {**buffers}, is_part=True)
         return QuantizedWeight(shape, state)
 
     def as_arguments(self) -> tuple[Any, ...]:
@@ -306,9 +306,22 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """
         self.check(Use.READ)
         self.wait()
-        expert = QuantizedWeight(self.shape[1:], self.state.expert(index, self.shape[1]))
+        expert = QuantizedWeight(self.shape[1:], self.state.matrix(index))
         expert.expert_of = ExpertOf(self, index)
         return expert
+
+    def matrices(self) -> "list[QuantizedWeight]":
+        """The matrices that are stored one after another, as weights over their part of the
+        buffers; this weight itself if there is one. For what casts and reads bytes, which checks
+        the whole weight.
+        """
+        count, matrix = self.state.matrices
+        if count == 1:
+            return [self]
+        matrices = [QuantizedWeight(matrix, self.state.matrix(index)) for index in range(count)]
+        for index, part in enumerate(matrices):
+            part.expert_of = ExpertOf(self, index)
+        return matrices
 
     def share_memory_(self) -> "QuantizedWeight":
         """Refused: pickling copies a weight's bytes, so another process would never see a later

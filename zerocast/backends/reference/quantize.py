@@ -2,7 +2,9 @@
 gives the bytes that this cast gives.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from zerocast.backends.reference.scales import (
     stored_scales,
 )
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.formats.layout import check_shape, columnwise_scale_inv, matrix_shape, rowwise_scale_inv
+from zerocast.formats.layout import check_shape, columnwise_scale_inv, rowwise_scale_inv, stored_matrices
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,10 @@ def quantize(
     that the format cannot take.
     """
     check_shape(fmt, master.shape)
-    rows, columns = matrix_shape(master.shape)
+    count, (rows, columns) = stored_matrices(fmt, master.shape)
+    if count > 1:
+        matrices = master.reshape(count, rows, columns)
+        return _one_after_another([quantize(fmt, matrix, nominal, scale, tensor_amax) for matrix in matrices])
     matrix = master.reshape(rows, columns)
     if fmt.element is None:
         return Quantized(to_nominal(matrix, nominal), None, None, None, None)
@@ -84,3 +89,12 @@ def quantize(
         assert column_codes is not None
         codes, column_codes = pack(codes), pack(column_codes)
     return Quantized(codes, row_scales, column_codes, column_scales, tensor_amax)
+
+
+def _one_after_another(matrices: Sequence[Quantized]) -> Quantized:
+    """The buffers of several matrices, whose formats have no value per tensor."""
+    by_name: dict[str, Any] = {}
+    for name in (field.name for field in fields(Quantized)):
+        parts = [getattr(matrix, name) for matrix in matrices]
+        by_name[name] = None if parts[0] is None else torch.cat(parts)
+    return Quantized(**by_name)
