@@ -43,7 +43,7 @@ def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
     """
     reference, place = getattr(data.untyped_storage(), _ATTRIBUTE, _NOT_GATHERED)
     operands = reference()
-    return None if operands is None or operands.is_part(place, data) else operands.take(place, columnwise)
+    return None if operands is None or data.shape != operands.shapes[place] else operands.take(place, columnwise)
 
 
 def forget_operands(data: Tensor) -> None:
@@ -111,6 +111,9 @@ class GatheredOperands:
     """The operands of weights of one format that are gathered together, into the same storage each
     time.
 
+    Attributes:
+        shapes: the shapes of their rowwise codes.
+
     Args:
         states: the weights. Their rowwise codes have storages of their own, as long as this lives.
     """
@@ -118,6 +121,7 @@ class GatheredOperands:
     def __init__(self, fmt: FormatSpec, states: Sequence[WeightState]) -> None:
         self._format = fmt
         self._states = states
+        self.shapes = [state.rowwise_data.shape for state in states]
         self._device = states[0].rowwise_data.device
         self._backend = backends.choose(self._device)
         self._rounds = {False: _Round(), True: _Round()}
@@ -137,10 +141,6 @@ class GatheredOperands:
             if state.format.is_exact_in_fp8 or state.format.columnwise is Columnwise.TRANSPOSE:
                 by_format.setdefault(state.format, []).append(state)
         return [GatheredOperands(fmt, of_format) for fmt, of_format in by_format.items()]
-
-    def is_part(self, place: int, data: Tensor) -> bool:
-        """True if `data` has not all codes of the weight at a place."""
-        return data.shape != self._states[place].rowwise_data.shape
 
     def take(self, place: int, columnwise: bool) -> Operand:
         """The operand of a weight, which belongs to the caller."""

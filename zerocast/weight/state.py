@@ -73,10 +73,13 @@ class WeightState:
     initial: Tensor | None = None
     is_part: bool = False
     choices: dict[Hashable, Any] = field(default_factory=dict)
+    # (rows, columns) with leading dimensions folded into the rows.
+    matrix_shape: Block = field(init=False)
     # name -> (number of the cast, value that was derived from its bytes): `cached_per_cast`.
     _derived: dict[Hashable, tuple[int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.matrix_shape = layout.matrix_shape(self.shape)
         if not self.is_part:
             check_buffers(self.format, self.shape, self.dtype, self.buffers)
         self.buffers = {name: self.buffers.get(name) for name in BUFFERS}
@@ -96,14 +99,10 @@ class WeightState:
         return WeightState(fmt, shape, dtype, buffers, was_cast=False)
 
     @property
-    def matrix_shape(self) -> Block:
-        """(rows, columns) with leading dimensions folded into the rows."""
-        return layout.matrix_shape(self.shape)
-
-    @property
     def matrices(self) -> tuple[int, Block]:
         """(number, shape) of the matrices that are stored one after another, nearly always one."""
-        return layout.stored_matrices(self.format, self.shape)
+        # Every product asks.
+        return layout.stored_matrices(self.format, self.shape) if len(self.shape) > 2 else (1, self.matrix_shape)
 
     @property
     def rowwise_data(self) -> Tensor:

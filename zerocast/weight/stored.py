@@ -149,7 +149,7 @@ class StoredWeight(WeightReader):
         self.dtype = dtype
         self.amax = amax
         self.matrix_shape: Block = layout.matrix_shape(shape)
-        self.stored_matrices = layout.stored_matrices(self.format, shape)
+        self.stored_matrices = layout.stored_matrices(self.format, shape) if len(shape) > 2 else (1, self.matrix_shape)
         self.makes_columnwise = on_demand and self.format.columnwise is Columnwise.TRANSPOSE
         self._buffers = (row_data, row_scale), (column_data, column_scale)
 
