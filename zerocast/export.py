@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from zerocast.checkpoint.store import local_path
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.piece import Rows
 from zerocast.serve.weight_source import source_of
 from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
 __all__ = ["export_hf", "export_safetensors"]
+
+# What to do with a URL in place of a folder.
+COPY = "export to one, then copy the folder"
 
 
 def export_safetensors(
@@ -31,7 +35,7 @@ def export_safetensors(
     with nothing written, for an unknown naming, a weight whose format or shape the naming cannot
     express and a folder that is not empty; ModuleNotFoundError without the package safetensors.
     """
-    return write_safetensors(source_of(model), Path(folder), naming, shard_bytes)
+    return write_safetensors(source_of(model), local_path(folder, COPY), naming, shard_bytes)
 
 
 def export_hf(
@@ -76,7 +80,7 @@ def export_hf(
     return write_hf(
         source_of(model),
         model,
-        Path(folder),
+        local_path(folder, COPY),
         naming,
         config=config,
         names=names or {},

@@ -11,12 +11,15 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from zerocast.checkpoint.store import local_path
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
 from zerocast.optim import full_state_dict
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _FOLDER = "zerocast"
+# What to do with a URL in place of a folder.
+CHECKPOINTS = "save with zerocast.optim.Checkpoints(url), or copy the folder once it is written"
 # What accelerate would shard models with.
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -86,9 +89,11 @@ class Accelerator(accelerate.Accelerator):
         """Save like accelerate. The folder `zerocast` gets each rank's part of masters and moments,
         and the buffers of the models that ZeroAdamWs train.
 
-        ValueError for a quantized model whose ZeroAdamW was not prepared: it has the masters.
+        ValueError for a quantized model whose ZeroAdamW was not prepared: it has the masters; and
+        for a URL, since accelerate writes local files.
         """
         check_together(self._zero, self._quantized)
+        local_path(output_dir or self.project_dir or "", CHECKPOINTS)
         with self._without_zero():
             folder = super().save_state(output_dir, **kwargs)
         zero_run.save(Path(folder) / _FOLDER, self._zero, self._with_masters)
@@ -100,6 +105,7 @@ class Accelerator(accelerate.Accelerator):
         Without `input_dir` it is the newest one where accelerate names checkpoints by itself, as in
         accelerate. ValueError as from `zerocast.optim.load`.
         """
+        local_path(input_dir or "", "copy the folder that save_state wrote to one")
         check_together(self._zero, self._quantized)
         folders: list[str] = []
         handle = self.register_load_state_pre_hook(lambda models, folder: folders.append(folder))

@@ -10,13 +10,14 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer import SCHEDULER_NAME
 
+from zerocast.checkpoint.store import local_path
 from zerocast.integrations import zero_run
 from zerocast.integrations.patches import Patch, Patches
 from zerocast.integrations.zero_run import is_quantized
 from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
-from .accelerator import Accelerator, inner_of
+from .accelerator import CHECKPOINTS, Accelerator, inner_of
 
 _FOLDER = "zerocast"
 # The names of AdamW in TrainingArguments.
@@ -65,6 +66,7 @@ class Trainer(transformers.Trainer):
         transformers has no argument for the class, so its name is replaced during the call.
         """
         _check_unset(self.args, REFUSED)
+        local_path(self.args.output_dir or "", CHECKPOINTS)
         with Patches() as patches:
             patches.apply([Patch(transformers.trainer, "Accelerator", Accelerator)])
             super().create_accelerator_and_postprocess()
@@ -127,7 +129,10 @@ class Trainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Do nothing: weights are cast from the masters, which come with the optimizer's state."""
+        """Load nothing: weights are cast from the masters, which come with the optimizer's state.
+        ValueError for a URL, since transformers reads local files.
+        """
+        local_path(resume_from_checkpoint, "copy the checkpoint to one")
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint

@@ -1,19 +1,22 @@
 """FabricZeroStrategy: run a quantized model with ZeroAdamW under Lightning Fabric."""
 
 import contextlib
+import secrets
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
+from zerocast.checkpoint.store import as_place
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
+# The key in `lightning.ckpt` of a text that the folder beside it has too.
+_SAVE_ID = "zerocast_save_id"
 
 
 class FabricZeroStrategy(DDPStrategy):
@@ -24,7 +27,7 @@ class FabricZeroStrategy(DDPStrategy):
     stays as it is, since ZeroAdamW averages gradients and gathers weights. `clip_gradients` and
     `no_backward_sync` are Fabric's. `save` writes a folder: `lightning.ckpt` with what is neither a
     quantized model nor a ZeroAdamW, and `zerocast` with each rank's part of masters and moments,
-    which any number of ranks loads.
+    which any number of ranks loads. Paths may be URLs that fsspec opens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -82,9 +85,10 @@ class FabricZeroStrategy(DDPStrategy):
         if not models and not optimizers:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        path = Path(self.broadcast(path))
-        super().save_checkpoint(path / _META, rest, storage_options, filter)
-        zero_run.save(path / _FOLDER, optimizers, models)
+        place = as_place(self.broadcast(path))
+        save_id = self.broadcast(secrets.token_hex(8))
+        super().save_checkpoint(str(place / _META), {**rest, _SAVE_ID: save_id}, storage_options, filter)
+        zero_run.save(place / _FOLDER, optimizers, models, save_id)
 
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
@@ -93,12 +97,15 @@ class FabricZeroStrategy(DDPStrategy):
 
         ValueError as from `zerocast.optim.load`.
         """
-        path = Path(self.broadcast(path))
-        if not isinstance(state, dict) or not path.is_dir():
-            return super().load_checkpoint(path, state, strict, weights_only)
+        place = as_place(self.broadcast(path))
+        if not isinstance(state, dict) or not place.is_dir():
+            return super().load_checkpoint(str(place), state, strict, weights_only)
         models, optimizers, rest = _parts(state)
-        zero_run.load(path / _FOLDER, optimizers, models)
-        remaining = super().load_checkpoint(path / _META, rest, strict, weights_only)
+        meta = str(place / _META)
+        save_id = self.checkpoint_io.load_checkpoint(meta, weights_only=weights_only)[_SAVE_ID]
+        zero_run.load(place / _FOLDER, optimizers, models, save_id)
+        remaining: dict[str, Any] = super().load_checkpoint(meta, rest, strict, weights_only)
+        del remaining[_SAVE_ID]
         state.update(rest)
         return remaining
 

@@ -1,8 +1,8 @@
 """ZeroStrategy: run a quantized model with ZeroAdamW under Lightning's Trainer."""
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
+from zerocast.checkpoint.store import as_place
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, is_quantized, of_model, without_reduction
 from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
@@ -18,6 +19,8 @@ from zerocast.optim.pretrained import names_in
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
+# The key in `lightning.ckpt` of a text that the folder beside it has too.
+_SAVE_ID = "zerocast_save_id"
 
 
 class ZeroStrategy(DDPStrategy):
@@ -30,7 +33,7 @@ class ZeroStrategy(DDPStrategy):
     everything of Lightning's and the FP32 masters as its state dict, which
     `LightningModule.load_state_dict` of a model without QuantizedWeights takes, and `zerocast` with
     each rank's part of masters and moments, which any number of ranks resumes. A checkpoint of
-    weights alone is a file, as ever.
+    weights alone is a file, as ever. Paths may be URLs that fsspec opens.
 
     `validate`, `test` and `predict` need no optimizer: of a checkpoint they cast the masters into
     the weights of the module. Scales of delayed scaling then start again from the masters. Without
@@ -117,24 +120,27 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.lightning_module is not None
-        path = Path(self.broadcast(filepath))
-        super().save_checkpoint(checkpoint, path / _META, storage_options)
-        zero_run.save(path / _FOLDER, self._zero, [self.lightning_module])
+        path = as_place(self.broadcast(filepath))
+        save_id = self.broadcast(secrets.token_hex(8))
+        super().save_checkpoint({**checkpoint, _SAVE_ID: save_id}, str(path / _META), storage_options)
+        zero_run.save(path / _FOLDER, self._zero, [self.lightning_module], save_id)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint that `save_checkpoint` wrote, on any number of ranks.
 
         ValueError as from `zerocast.optim.load`.
         """
-        path = Path(self.broadcast(checkpoint_path))
+        path = as_place(self.broadcast(checkpoint_path))
         self._masters_loaded = False
         if not path.is_dir():
-            return super().load_checkpoint(path, weights_only)
+            return super().load_checkpoint(str(path), weights_only)
+        checkpoint: dict[str, Any] = super().load_checkpoint(str(path / _META), weights_only)
+        save_id = checkpoint.pop(_SAVE_ID)
         if self._zero:
             assert self.lightning_module is not None
-            zero_run.load(path / _FOLDER, self._zero, [self.lightning_module])
+            zero_run.load(path / _FOLDER, self._zero, [self.lightning_module], save_id)
             self._masters_loaded = True
-        return super().load_checkpoint(path / _META, weights_only)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Cast the weights from the checkpoint's masters, unless `load_checkpoint` has loaded them

@@ -91,9 +91,10 @@ def test_a_writer_that_was_taken_over(tmp_path: Path) -> None:
     checkpoints.save(ours, 1)
     original = WholeFolder.begin
 
-    def begin(self: WholeFolder) -> None:
-        original(self)
+    def begin(self: WholeFolder) -> Path:
+        partial = original(self)
         (tmp_path / LEASE).write_text(json.dumps({"token": "0" * 16, "writer": vars(Writer.this_process())}))
+        return partial
 
     with mock.patch.object(WholeFolder, "begin", begin), pytest.raises(RuntimeError, match="was taken over by process"):
         checkpoints.save(ours, 2)

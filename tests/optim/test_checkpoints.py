@@ -2,7 +2,6 @@
 
 import shutil
 import threading
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -51,15 +50,14 @@ def test_arguments(tmp_path):
 def test_a_save_whose_folder_is_deleted(tmp_path):
     """By hand, or by a run that took the folder over: it raises, and older ones stay."""
     saved(str(tmp_path))
-    checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(Run()), checkpoint._hash_files
+    checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(Run()), checkpoint._of_all_ranks
 
-    def disturbed(folder: Path, group: Any) -> Any:
-        sums = original(folder, group)
-        shutil.rmtree(folder)
-        return sums
+    def disturbed(sums: Any, group: Any) -> Any:
+        shutil.rmtree(next(tmp_path.glob("*.partial")))
+        return original(sums, group)
 
     with (
-        mock.patch.object(checkpoint, "_hash_files", disturbed),
+        mock.patch.object(checkpoint, "_of_all_ranks", disturbed),
         pytest.raises(RuntimeError, match="step_00000003 was not written"),
     ):
         checkpoints.save(trainer.optimizer, 3)

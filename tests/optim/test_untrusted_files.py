@@ -1,5 +1,6 @@
 """Checkpoints from strangers: reading one runs nothing that it carries, on one rank or several, and changes nothing."""
 
+import hashlib
 import os
 import pickle
 from pathlib import Path
@@ -100,8 +101,10 @@ PARTLY_READ = ("plant_in_tensors", "corrupted")
 
 def forge(path: Path) -> None:
     """A manifest that agrees with what was planted."""
+    files = [file.read_bytes() for file in path.iterdir() if file.name != manifest.NAME]
     names = [file.name for file in path.iterdir() if file.name != manifest.NAME]
-    manifest.Manifest({name: manifest.FileSum.of(path / name) for name in names}).write(path)
+    sums = [manifest.FileSum(len(content), hashlib.sha256(content).hexdigest()) for content in files]
+    manifest.Manifest(dict(zip(names, sums, strict=True))).write(path)
 
 
 def drop(path: Path) -> None:

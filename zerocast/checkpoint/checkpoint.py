@@ -10,10 +10,9 @@ tensors.
 import dataclasses
 import logging
 import operator
-import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,19 +23,20 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from zerocast.checkpoint import extras, torch_checkpoint
-from zerocast.checkpoint.manifest import LOADS, NAME, FileSum, Manifest, Stored, check_files
+from zerocast.checkpoint.manifest import LOADS, FileSum, Manifest, Stored, check_files
 from zerocast.checkpoint.moments import MOMENTS, PREFIX, problems_of_values
 from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
+from zerocast.checkpoint.store import AnyPath, Place, as_place
+from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
-from zerocast.checkpoint.whole_folder import MARKER, WholeFolder
+from zerocast.checkpoint.whole_folder import MARKER, Folder, has_manifest, sizes_of
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 
 logger = logging.getLogger(__name__)
-AnyPath = str | os.PathLike[str]
 # The entries of moments in the metadata of a checkpoint: {parameter: {name of the moment: entry}}.
 SavedMoments = Mapping[str, Mapping[str, TensorStorageMetadata]]
 # The step of a checkpoint that does not belong to a numbered series.
@@ -97,7 +97,8 @@ class Checkpointed(Protocol):
 def save(
     optimizer: Checkpointed, path: AnyPath, extra: Mapping[str, Any] | None = None, model: nn.Module | None = None
 ) -> None:
-    """Write the optimizer's state into `path`, a new or empty folder; all ranks call it.
+    """Write the optimizer's state into `path`, a new or empty folder, or the URL of one that fsspec
+    opens; all ranks call it.
 
     Each rank writes its own part. Keys are those of `zerocast.optim.state`, of
     `checkpoint/untrained.py` for frozen parameters and buffers of the `model`, and of
@@ -106,7 +107,7 @@ def save(
     not empty or any rank cannot write.
     """
     state, manifest = contents_of(optimizer, extra, model)
-    write(state, Path(path), group_of(optimizer), manifest)
+    write(state, as_place(path), group_of(optimizer), manifest)
 
 
 def load(
@@ -122,14 +123,16 @@ def load(
     files that differ from what was written and for a tensor that is missing on either side or has
     another shape; pickle.UnpicklingError for metadata that would run code. A folder without a
     manifest, as other programs write it, is not checked in advance: a truncated file then raises
-    RuntimeError, and the optimizer must load again before it continues.
+    RuntimeError, and the optimizer must load again before it continues. At a URL a folder without a
+    manifest is no whole checkpoint, and raises ValueError.
     """
-    read(optimizer, Path(path), check_files(Path(path), group_of(optimizer)), extra, model)
+    place = as_place(path)
+    read(optimizer, place, check_files(place, group_of(optimizer)), extra, model)
 
 
 def read(
     optimizer: Checkpointed,
-    path: Path,
+    path: Place,
     manifest: Manifest,
     extra: MutableMapping[str, Any] | None,
     model: nn.Module | None,
@@ -197,7 +200,7 @@ def read(
 
 def write(
     state: Mapping[str, Any],
-    path: Path,
+    path: Place,
     group: Group,
     manifest: Manifest | None = None,
     planner: SavePlanner | None = None,
@@ -212,22 +215,21 @@ def write(
     cannot write.
     """
     given_manifest = manifest or Manifest()
+    token = group.broadcast_object(secrets.token_hex(8), "the name of a temporary folder")
     # The path is made absolute since "." has no name to which a suffix could be added.
-    folder = WholeFolder(path.absolute())
-    token = group.broadcast_object(folder.token, "the name of a temporary folder")
-    folder = dataclasses.replace(folder, token=token)
+    folder = folder_at(path.absolute(), token)
     if given_manifest.step is not None:
         folder = dataclasses.replace(folder, may_replace=has_manifest)
 
     def commit(files: dict[str, FileSum]) -> None:
         final_manifest = given_manifest if before_commit is None else before_commit()
+        _check_written(folder.partial, files)
         dataclasses.replace(final_manifest, files=files).write(folder.partial)
         folder.commit()
 
     try:
-        on_rank_0(group, folder.begin)
-        torch_checkpoint.save(state, folder.partial, group, planner)
-        files = _hash_files(folder.partial, group)
+        partial = from_rank_0(group, folder.begin, SAVES)
+        files = _of_all_ranks(torch_checkpoint.save(state, partial, group, planner), group)
         on_rank_0(group, lambda: commit(files))
     except CheckpointException as error:
         # This error is no Exception, and it is the same on every rank.
@@ -243,7 +245,7 @@ def write(
         raise
 
 
-def _abandon(folder: WholeFolder, group: Group) -> None:
+def _abandon(folder: Folder[Any], group: Group) -> None:
     if group.rank == 0:
         folder.abandon()
 
@@ -321,25 +323,25 @@ def group_of(optimizer: Checkpointed) -> Group:
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 
 
-def has_manifest(path: Path) -> bool:
-    """True if a folder has a manifest, which only zerocast writes."""
-    return (path / NAME).is_file()
-
-
-def _hash_files(folder: Path, group: Group) -> dict[str, FileSum]:
-    """The sums of all files. Each rank hashes a part of them. Collective."""
-    names = from_rank_0(group, lambda: sorted(path.name for path in folder.iterdir() if path.name != MARKER), SAVES)
-    own_sums = {}
-    problem = None
-    try:
-        own_sums = {name: FileSum.of(folder / name) for name in names[group.rank :: group.size]}
-    except OSError as error:
-        problem = error
-    validate_across_ranks(group, [], problem, SAVES)
+def _of_all_ranks(own_sums: Mapping[str, FileSum], group: Group) -> dict[str, FileSum]:
+    """The sums of the files of all ranks. Collective."""
     sums: dict[str, FileSum] = {}
     for sums_of_rank in group.all_gather_object(own_sums, "the sums of a checkpoint's files"):
         sums |= sums_of_rank
     return sums
+
+
+def _check_written(folder: Place, files: Mapping[str, FileSum]) -> None:
+    """RuntimeError on rank 0 unless it sees the files of all ranks in the folder, and no others."""
+    written = {name: sums.nbytes for name, sums in files.items()}
+    seen = {name: nbytes for name, nbytes in sizes_of(folder).items() if name != MARKER}
+    differing = sorted(name for name in {*written, *seen} if written.get(name) != seen.get(name))
+    if differing:
+        name = differing[0]
+        raise RuntimeError(
+            f"{folder / name} has {seen.get(name, 'no')} bytes as rank 0 sees it, and {written.get(name, 'none')} were written: "
+            "all ranks write into one folder that all of them see, and no other process does"
+        )
 
 
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:
@@ -406,14 +408,14 @@ def _unknown_parameters(saved: Mapping[str, Any], known: set[str]) -> list[str]:
     return [f"model.{name} is there and is no parameter of the optimizer here" for name in names if name not in known]
 
 
-def _raise_unfit(path: Path, problems: list[str], group: Group) -> None:
+def _raise_unfit(path: Place, problems: list[str], group: Group) -> None:
     """ValueError on every rank if any rank has problems. Collective."""
     error = ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}") if problems else None
     validate_across_ranks(group, [], error, LOADS)
 
 
 def _log_unread(
-    path: Path, saved: Mapping[str, Any], manifest: Manifest, known: set[str], untrained: Untrained, group: Group
+    path: Place, saved: Mapping[str, Any], manifest: Manifest, known: set[str], untrained: Untrained, group: Group
 ) -> None:
     """Log frozen parameters and buffers of the checkpoint that are not loaded."""
     unread = [name for name in manifest.frozen if name not in known]

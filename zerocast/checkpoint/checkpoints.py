@@ -23,7 +23,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -34,17 +33,10 @@ from zerocast.checkpoint.checkpoint import Checkpointed
 from zerocast.checkpoint.lineage import Lineage, Runs, Trainee
 from zerocast.checkpoint.manifest import LOADS, Manifest, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard
-from zerocast.checkpoint.whole_folder import (
-    NEW,
-    PARTIAL,
-    TEMPORARY,
-    WholeFolder,
-    discard,
-    make_folder,
-    retire,
-    temporary_folders,
-)
-from zerocast.checkpoint.writer import WriterLease
+from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
+from zerocast.checkpoint.store_folder import folder_at
+from zerocast.checkpoint.whole_folder import NEW, TEMPORARY, Folder, discard, has_manifest, make_folder, retire
+from zerocast.checkpoint.writer import NoLease, WriterLease
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group
 
@@ -59,20 +51,22 @@ class Checkpoints:
     """Checkpoints `step_00000100`, ... in `folder`.
 
     Args:
-        folder: shared by all ranks; created if it does not exist.
+        folder: shared by all ranks; created if it does not exist. Or the URL of one that fsspec
+            opens.
         keep: the number of the newest checkpoints to keep; None keeps all. Older ones are deleted
             once a new one is complete, those of abandoned branches first.
         asynchronous: `save` returns once the state is copied to host memory.
 
     Rank 0 owns the folder as its writer from its first save until `close`, the end of a `with`
     block, or the end of its process. Another process that saves there meanwhile raises
-    RuntimeError. A writer that died is replaced by the next process that saves.
+    RuntimeError. A writer that died is replaced by the next process that saves. At a URL nothing
+    keeps another process from writing: each run needs a folder of its own.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], keep: int | None = 3, asynchronous: bool = False) -> None:
+    def __init__(self, folder: AnyPath, keep: int | None = 3, asynchronous: bool = False) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep is None or at least 1, got {keep}")
-        self._folder = Path(folder)
+        self._folder = as_place(folder)
         self._keep = keep
         self._asynchronous = asynchronous
         # A gloo group for asynchronous saves, made by the first of them.
@@ -118,11 +112,12 @@ class Checkpoints:
             self._saving.raise_if_failed()
         return self._steps()
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Place:
         """The folder of a step: `step_00000100`, or one with a longer name between a crash and the
-        next save.
+        next save, and at a URL after a step was saved again.
         """
-        return self._whole_folder(step).current_path
+        path: Place = self._whole_folder(step).current_path
+        return path
 
     def save(
         self,
@@ -187,7 +182,7 @@ class Checkpoints:
         self.wait()
         group = checkpoint.group_of(optimizer)
         # Rank 0 lists the folder for all, since ranks may see a network file system differently.
-        paths: dict[int, Path] = from_rank_0(group, lambda: {step: self.path(step) for step in self._steps()}, LOADS)
+        paths: dict[int, Place] = from_rank_0(group, lambda: {step: self.path(step) for step in self._steps()}, LOADS)
         if not paths or (step is not None and step not in paths):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {list(paths) or 'none'}")
@@ -294,8 +289,8 @@ class Checkpoints:
                 lineages[step] = Lineage(id="")
         return lineages
 
-    def _whole_folder(self, step: int) -> WholeFolder:
-        return WholeFolder(self._folder / f"step_{step:08d}", checkpoint.has_manifest)
+    def _whole_folder(self, step: int) -> Folder[Any]:
+        return dataclasses.replace(folder_at(self._folder / f"step_{step:08d}"), may_replace=has_manifest)
 
     def _prune(self, newest: int) -> None:
         """Finish interrupted replacements; delete checkpoints beyond `keep` and the remains of
@@ -303,7 +298,7 @@ class Checkpoints:
         """
         for step in self._steps():
             self._whole_folder(step).settle()
-        discard(temporary_folders(self._folder, STEP, PARTIAL))
+        discard(self._whole_folder(newest).remains(self._folder, STEP))
         if self._keep is None:
             return
         lineages = self._lineages()
@@ -312,8 +307,8 @@ class Checkpoints:
         steps = sorted(lineages, key=lambda step: (lineages[step].id in ancestors, lineages[step].number, step))
         retired = []
         for step in steps[: max(0, len(steps) + 1 - self._keep)]:
-            path = self._whole_folder(step).path
-            if not checkpoint.has_manifest(path):
+            path = self._whole_folder(step).current_path
+            if not has_manifest(path):
                 logger.warning("%s is too old and has no manifest.json, so it is not deleted", path)
                 continue
             try:
@@ -324,7 +319,7 @@ class Checkpoints:
                 logger.warning("%s is too old and cannot be deleted: %s", path, error)
         discard(retired)
 
-    def _last_intact(self, paths: Mapping[int, Path], group: Group) -> tuple[int, Manifest]:
+    def _last_intact(self, paths: Mapping[int, Place], group: Group) -> tuple[int, Manifest]:
         """The undamaged checkpoint that was saved last; the last error if all are damaged."""
         lineages: dict[int, Lineage] = from_rank_0(group, self._lineages, LOADS)
         newest = max(lineages.values(), key=lambda known: known.number, default=Lineage())
@@ -360,14 +355,14 @@ class _FolderWriter:
         is_writing: True while a Checkpoints writes.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Place) -> None:
         self.folder = folder
-        self.lease = WriterLease(folder)
+        self.lease = NoLease() if isinstance(folder, StorePath) else WriterLease(folder)
         self.is_writing = False
         weakref.finalize(self, self.lease.release)
 
     @classmethod
-    def of(cls, folder: Path) -> "_FolderWriter":
+    def of(cls, folder: Place) -> "_FolderWriter":
         """The writer of a folder, which is made if no Checkpoints of this process has it."""
         # A forked process must not use the lease of its parent.
         key = os.getpid(), folder.resolve()
@@ -419,7 +414,7 @@ class _Saving:
 
 
 # (process id, folder) -> the writer of that folder, as long as a Checkpoints has it.
-_FOLDER_WRITERS: "weakref.WeakValueDictionary[tuple[int, Path], _FolderWriter]" = weakref.WeakValueDictionary()
+_FOLDER_WRITERS: "weakref.WeakValueDictionary[tuple[int, Place], _FolderWriter]" = weakref.WeakValueDictionary()
 # Failed saves whose errors were not raised yet.
 _UNREPORTED: set[_Saving] = set()
 

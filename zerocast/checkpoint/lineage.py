@@ -15,8 +15,9 @@ import secrets
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
+
+from zerocast.checkpoint.store import Place
 
 # The number of runs that are remembered for each folder.
 MOST_RUNS = 16
@@ -98,17 +99,17 @@ class Runs:
     """The runs that have loaded from a folder, or saved into it, in this process."""
 
     # By resolved path; kept as long as the process lives.
-    _of_folders: ClassVar[dict[Path, "Runs"]] = {}
+    _of_folders: ClassVar[dict[Place, "Runs"]] = {}
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
 
     @classmethod
-    def of(cls, folder: Path) -> "Runs":
+    def of(cls, folder: Place) -> "Runs":
         """The runs of a folder, the same object for every Checkpoints of that folder."""
         return cls._of_folders.setdefault(folder.resolve(), Runs())
 
-    def check(self, trainee: Trainee, folder: Path) -> None:
+    def check(self, trainee: Trainee, folder: Place) -> None:
         """RuntimeError if this run has neither loaded from the folder nor saved into it, but
         another run that still lives has saved into it.
         """

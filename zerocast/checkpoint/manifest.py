@@ -14,17 +14,17 @@ of the caller, and a description of the state that the checkpoint leaves out.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path, PurePath
-from typing import Any, BinaryIO
+from pathlib import PurePath
+from typing import IO, Any
 
 import torch
 
 from zerocast.checkpoint.lineage import Lineage
-from zerocast.checkpoint.regular_file import open_regular, read_bounded
-from zerocast.checkpoint.whole_folder import MANIFEST, sync_file
+from zerocast.checkpoint.regular_file import open_regular, read_bounded, size_of
+from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.whole_folder import MANIFEST, has_manifest, is_unfinished, sync_file
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
 
@@ -45,13 +45,7 @@ class FileSum:
     sha256: str
 
     @staticmethod
-    def of(path: Path) -> "FileSum":
-        """The sum of a whole file; ValueError if it is no regular file."""
-        with open_regular(path) as stream:
-            return FileSum.of_stream(stream, os.fstat(stream.fileno()).st_size)
-
-    @staticmethod
-    def of_stream(stream: BinaryIO, most: int) -> "FileSum":
+    def of_stream(stream: IO[bytes], most: int) -> "FileSum":
         """The sum of a stream, which is read to its end or to a little more than `most` bytes."""
         digest, nbytes = hashlib.sha256(), 0
         while nbytes <= most and (chunk := stream.read(CHUNK)):
@@ -103,11 +97,14 @@ class Manifest:
     torch: str = torch.__version__
 
     @staticmethod
-    def read(folder: Path) -> "Manifest | None":
-        """The manifest of a checkpoint, or None if it has none; ValueError for a damaged one.
+    def read(folder: Place) -> "Manifest | None":
+        """The manifest of a checkpoint, or None if it has none; ValueError for a damaged one, and
+        for a folder of a store that has none.
 
         A folder that is no checkpoint may hold an unrelated file of the same name.
         """
+        if isinstance(folder, StorePath):
+            return Manifest._of_store(folder)
         if not (folder / ".metadata").is_file():
             return None
         try:
@@ -116,7 +113,21 @@ class Manifest:
             return None
 
     @staticmethod
-    def of_step(folder: Path, step: int) -> "Manifest":
+    def _of_store(folder: StorePath) -> "Manifest | None":
+        if is_unfinished(folder):
+            raise ValueError(f"{folder} is not whole: a save into it goes on, or was interrupted")
+        try:
+            return Manifest._of_file(folder / NAME)
+        except FileNotFoundError:
+            if not folder.exists():
+                return None
+            raise ValueError(
+                f"{folder} has no {NAME}, by which a whole checkpoint is known at a URL: copy files of other programs to a local "
+                "folder to read them"
+            ) from None
+
+    @staticmethod
+    def of_step(folder: Place, step: int) -> "Manifest":
         """The manifest of a checkpoint of `step`; ValueError if it is missing, damaged or of
         another step.
         """
@@ -134,7 +145,7 @@ class Manifest:
         return manifest
 
     @staticmethod
-    def _of_file(path: Path) -> "Manifest":
+    def _of_file(path: Place) -> "Manifest":
         content = read_bounded(path, MOST_BYTES)
         try:
             fields = json.loads(content)
@@ -172,7 +183,7 @@ class Manifest:
             torch=str(fields["torch"]),
         )
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Place) -> None:
         """Write the manifest into a folder and sync it."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
         formats = {name: stored.content() for name, stored in sorted(self.formats.items())}
@@ -187,11 +198,10 @@ class Manifest:
             "frozen": self.frozen,
             "left_out": self.left_out,
         }
-        with (folder / NAME).open("w") as stream:
-            json.dump({**content, "sha256": digest(content)}, stream, indent=1)
+        (folder / NAME).write_text(json.dumps({**content, "sha256": digest(content)}, indent=1))
         sync_file(folder / NAME)
 
-    def check(self, folder: Path, names: Sequence[str]) -> None:
+    def check(self, folder: Place, names: Sequence[str]) -> None:
         """ValueError, with both values, for the first of these files whose size or hash is not the
         recorded one.
         """
@@ -202,7 +212,7 @@ class Manifest:
             except FileNotFoundError:
                 raise ValueError(f"{path} is missing; it had {expected.nbytes:,} bytes when it was written") from None
             with stream:
-                nbytes = os.fstat(stream.fileno()).st_size
+                nbytes = size_of(path, stream)
                 if nbytes != expected.nbytes:
                     raise ValueError(f"{path} has {nbytes:,} bytes, and had {expected.nbytes:,} when it was written")
                 actual = FileSum.of_stream(stream, nbytes)
@@ -216,17 +226,20 @@ def digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """True if a folder is a checkpoint, perhaps damaged: it has metadata or a manifest."""
-    return (folder / ".metadata").is_file() or (folder / NAME).is_file()
+def is_checkpoint(folder: Place) -> bool:
+    """True if a folder is a checkpoint, perhaps damaged: it has metadata or a manifest, and no save
+    into it is unfinished.
+    """
+    return ((folder / ".metadata").is_file() or has_manifest(folder)) and not is_unfinished(folder)
 
 
-def check_files(path: Path, group: Group) -> Manifest:
+def check_files(path: Place, group: Group) -> Manifest:
     """Compare the files of a folder with its manifest, which is returned. Collective: each rank
     checks a part of the files. ValueError on every rank if a file differs.
 
-    A folder of another program has no manifest. Rank 0 then logs that nothing is checked, and the
-    result is empty.
+    A local folder of another program has no manifest. Rank 0 then logs that nothing is checked, and
+    the result is empty. In a store the manifest is what tells a whole checkpoint from a part of
+    one, so that a folder without it raises ValueError.
     """
     manifest: Manifest | None = from_rank_0(group, lambda: Manifest.read(path), LOADS)
     if manifest is None and group.rank == 0 and (path / ".metadata").is_file():
@@ -234,14 +247,14 @@ def check_files(path: Path, group: Group) -> Manifest:
     return _check(manifest or Manifest(), path, group)
 
 
-def check_step(path: Path, step: int, group: Group) -> Manifest:
+def check_step(path: Place, step: int, group: Group) -> Manifest:
     """Like `check_files`, for a folder of `Checkpoints`: the manifest must exist and name this
     step.
     """
     return _check(from_rank_0(group, lambda: Manifest.of_step(path, step), LOADS), path, group)
 
 
-def _check(manifest: Manifest, path: Path, group: Group) -> Manifest:
+def _check(manifest: Manifest, path: Place, group: Group) -> Manifest:
     problem = None
     try:
         manifest.check(path, sorted(manifest.files)[group.rank :: group.size])

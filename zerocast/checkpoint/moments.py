@@ -6,7 +6,6 @@ docs/formats/moments_8bit.md.
 import math
 import pickle
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,7 +70,7 @@ def _stored(
         if location.transform_descriptors:
             # Another program compressed the chunk. Its values are checked once it is loaded.
             continue
-        with reader.fs.create_stream(Path(reader.path, location.relative_path), "rb") as stream:
+        with reader.fs.create_stream(reader.fs.concat_path(reader.path, location.relative_path), "rb") as stream:
             moment = torch.load(reader._slice_file(stream, location), map_location="cpu", weights_only=True)
         if type(moment) is Tensor and moment.numel():
             yield name, key, moment

@@ -1,4 +1,5 @@
-"""Bounded reads of files that other programs wrote. Devices, FIFOs and folders are refused.
+"""Bounded reads of files that other programs wrote, on this host or in a store. Devices, FIFOs and
+folders are refused.
 
 Symbolic links are followed, since shared storage often uses them. The check is of the file that
 they point to.
@@ -6,8 +7,9 @@ they point to.
 
 import os
 import stat
-from pathlib import Path
-from typing import BinaryIO
+from typing import IO
+
+from zerocast.checkpoint.store import Place, StorePath
 
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -18,10 +20,12 @@ KINDS = {
 }
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str] | StorePath) -> IO[bytes]:
     """Open a regular file for reading without ever blocking; ValueError for any other kind of
     file.
     """
+    if isinstance(path, StorePath):
+        return path.open()
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:
@@ -45,10 +49,19 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     _check(path, status)
 
 
-def read_bounded(path: Path, most: int) -> bytes:
+def size_of(path: Place, stream: IO[bytes]) -> int:
+    """The size in bytes of the file at a path, which was opened just now."""
+    if not isinstance(path, StorePath):
+        return os.fstat(stream.fileno()).st_size
+    nbytes = stream.seek(0, os.SEEK_END)
+    stream.seek(0)
+    return nbytes
+
+
+def read_bounded(path: Place, most: int) -> bytes:
     """The bytes of a regular file; ValueError if it has more than `most`."""
     with open_regular(path) as stream:
-        nbytes = os.fstat(stream.fileno()).st_size
+        nbytes = size_of(path, stream)
         content = stream.read(most + 1) if nbytes <= most else b""
     if max(nbytes, len(content)) > most:
         raise ValueError(

@@ -1,37 +1,43 @@
-"""Calls of torch.distributed.checkpoint, with three differences: files are on the disk once they
-are written, errors of the operating system keep their own text, and a single process gets no
-warning.
+"""Calls of torch.distributed.checkpoint, with four differences: files are on the disk once they are
+written, and hashed while they are, errors of the operating system keep their own text, and a single
+process gets no warning.
 """
 
 import contextlib
+import hashlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemBase, FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
+from zerocast.checkpoint.manifest import FileSum
+from zerocast.checkpoint.store import Place, StorePath
 from zerocast.checkpoint.whole_folder import sync_file
 from zerocast.distributed.group import Group
 
 
-def save(state: Mapping[str, Any], folder: Path, group: Group, planner: SavePlanner | None) -> None:
-    """Write this rank's part of a state dictionary into a folder. CheckpointException on every rank
-    if any rank cannot write.
+def save(state: Mapping[str, Any], folder: Place, group: Group, planner: SavePlanner | None) -> dict[str, FileSum]:
+    """Write this rank's part of a state dictionary into a folder. Returns the sums of the files
+    that this rank has written, by name. CheckpointException on every rank if any rank cannot write.
     """
+    writer = ClearWriter(folder)
     with _without_process_group_warning():
         state_dict_saver.save(
             dict(state),
-            storage_writer=ClearWriter(folder),
+            storage_writer=writer,
             planner=planner,
             process_group=group.handle,
             no_dist=group.handle is None,
         )
+    sums: dict[str, FileSum] = writer.fs.sums
+    return sums
 
 
 def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str, consequence: str = "") -> None:
@@ -66,19 +72,65 @@ def _without_process_group_warning() -> Iterator[None]:
         yield
 
 
-class _SyncedFiles(FileSystem):
+class HashedFiles(FileSystemBase):
+    """Mixed into a file system of torch: each file is hashed while it is written.
+
+    Attributes:
+        sums: size and hash of each file that was written, by name.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, FileSum] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file for writing."""
+        with super().create_stream(path, mode) as stream:  # type: ignore[safe-super]
+            hashed = _HashedStream(stream)
+            yield hashed
+        self.sums[PurePath(path).name] = hashed.sum()
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file."""
+        super().rename(path, new_path)  # type: ignore[safe-super]
+        self.sums[PurePath(new_path).name] = self.sums.pop(PurePath(path).name)
+
+
+class _HashedStream:
+    """A stream that hashes what is written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._digest = hashlib.sha256()
+        self._nbytes = 0
+
+    def write(self, content: Any) -> int:
+        self._digest.update(content)
+        self._nbytes += memoryview(content).nbytes
+        return int(self._stream.write(content))
+
+    def __getattr__(self, name: str) -> Any:
+        """The other methods of the stream, of which torch calls flush, tell and close."""
+        return getattr(self._stream, name)
+
+    def sum(self) -> FileSum:
+        """Size and hash of all that was written."""
+        return FileSum(self._nbytes, self._digest.hexdigest())
+
+
+class _SyncedFiles(HashedFiles, FileSystem):
     """A FileSystem whose files are synced when they are closed."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         with super().create_stream(path, mode) as stream:
             yield stream
-        if "w" in mode:
-            sync_file(Path(path))
+        sync_file(Path(path))
 
 
 class ClearWriter(FileSystemWriter):
-    """torch's FileSystemWriter, with synced files and the operating system's errors.
+    """torch's FileSystemWriter, with hashed and synced files and the operating system's errors.
 
     torch syncs a file before it flushes its own buffer, so the end of a file, or all of a small
     one, is still in memory. This writer syncs each file after closing it. When a write fails,
@@ -86,9 +138,19 @@ class ClearWriter(FileSystemWriter):
     context of that exception, which is not sent to other ranks. This writer raises the OSError.
     """
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, sync_files=False)
-        self.fs = _SyncedFiles()
+    # Files that are hashed, local ones or of a store.
+    fs: Any
+
+    def __init__(self, folder: Place) -> None:
+        super().__init__(str(folder), sync_files=False)
+        if isinstance(folder, StorePath):
+            # It imports fsspec.
+            from zerocast.checkpoint.store_files import HashedStoreFiles  # noqa: PLC0415
+
+            self.fs = HashedStoreFiles()
+        else:
+            self.fs = _SyncedFiles()
+        self.path = self.fs.init_path(str(folder))
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """Write this rank's tensors; raises the first OSError behind a failure."""
@@ -102,6 +164,6 @@ def _first_os_error(error: BaseException) -> BaseException:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
-            return OSError(cause.errno, cause.strerror)
+            return OSError(cause.errno, cause.strerror) if cause.errno else OSError(str(cause))
         cause = cause.__cause__ or cause.__context__
     return error

@@ -1,4 +1,4 @@
-"""WholeFolder: a folder that is written whole or not at all.
+"""Folder: a folder that is written whole or not at all. WholeFolder: one of a local file system.
 
 Exports and checkpoints are such folders. Files are written into a temporary folder beside the path
 and synced, with their directory entries. One rename then gives the folder its name. To replace a
@@ -16,6 +16,7 @@ have; it avoids `renameat2` with RENAME_EXCHANGE, which NFS and Lustre lack.
 `tests/checkpoint/crash` cuts the power at every call.
 """
 
+import abc
 import contextlib
 import json
 import os
@@ -25,9 +26,10 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from zerocast.checkpoint.regular_file import read_bounded
+from zerocast.checkpoint.store import Place, StorePath
 from zerocast.checkpoint.writer import Writer
 
 # Suffixes of temporary folders: of one that is being written, and of a complete one that is to
@@ -39,14 +41,32 @@ TEMPORARY = r"\.zerocast-([0-9a-f]{16})"
 MARKER = ".zerocast-writer"
 MARKER_BYTES = 2**12
 MANIFEST = "manifest.json"
+PlaceT = TypeVar("PlaceT", Path, StorePath)
 
 
-def _is_never_replaced(path: Path) -> bool:
+def has_manifest(folder: Place) -> bool:
+    """True if a folder has a manifest, which only zerocast writes."""
+    return (folder / MANIFEST).is_file()
+
+
+def is_unfinished(folder: Place) -> bool:
+    """True for a folder of a store that is being written or deleted, or was when that broke off."""
+    return isinstance(folder, StorePath) and (folder / MARKER).is_file()
+
+
+def sizes_of(folder: Place) -> dict[str, int]:
+    """The size in bytes of each file in a folder, by name."""
+    if isinstance(folder, StorePath):
+        return folder.sizes()
+    return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+def _is_never_replaced(path: Place) -> bool:
     return False
 
 
 @dataclass(frozen=True)
-class WholeFolder:
+class Folder(abc.ABC, Generic[PlaceT]):
     """The folder at `path`, which one process writes.
 
     Attributes:
@@ -57,9 +77,71 @@ class WholeFolder:
             share it.
     """
 
-    path: Path
-    may_replace: Callable[[Path], bool] = _is_never_replaced
+    path: PlaceT
+    may_replace: Callable[[PlaceT], bool] = _is_never_replaced
     token: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    @abc.abstractmethod
+    def partial(self) -> PlaceT:
+        """The folder that files are written into."""
+
+    @property
+    @abc.abstractmethod
+    def current_path(self) -> PlaceT:
+        """The path of the whole folder that was written last, which may be a temporary name; the
+        path if there is none.
+        """
+
+    @abc.abstractmethod
+    def begin(self) -> PlaceT:
+        """Delete what interrupted saves have left of this folder, and create `partial`, which is
+        returned. FileExistsError, with nothing changed, if something at the path may not be
+        replaced.
+        """
+
+    @abc.abstractmethod
+    def abandon(self) -> None:
+        """Delete what was written. Errors are ignored."""
+
+    @abc.abstractmethod
+    def commit(self) -> None:
+        """Make the folder, whose files are written, the one at the path, and delete what was there
+        before.
+        """
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Finish a replacement that was committed and then interrupted."""
+
+    @classmethod
+    @abc.abstractmethod
+    def remains(cls, parent: PlaceT, name: str) -> list[PlaceT]:
+        """The folders in `parent` that interrupted saves of folders whose name matches the pattern
+        `name` have left.
+        """
+
+    def holds_anything(self) -> bool:
+        """True if something other than an empty folder is at the path."""
+        return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
+
+    def _check_replaceable(self) -> None:
+        if self.holds_anything() and not self.may_replace(self.path):
+            raise FileExistsError(
+                f"{self.path} is there already: a checkpoint is not overwritten, nor is what zerocast has not written; delete it "
+                "or choose another place"
+            )
+
+    def _temporary(self, suffix: str) -> list[PlaceT]:
+        return temporary_folders(self.path.parent, re.escape(self.path.name), suffix)
+
+    def _beside(self, suffix: str) -> PlaceT:
+        return self.path.with_name(f"{self.path.name}.zerocast-{self.token}{suffix}")
+
+
+@dataclass(frozen=True)
+class WholeFolder(Folder[Path]):
+    """A folder of a local file system."""
 
     @property
     def partial(self) -> Path:
@@ -73,14 +155,15 @@ class WholeFolder:
         """
         return next(iter(self._temporary(NEW)), self.path)
 
-    def holds_anything(self) -> bool:
-        """True if something other than an empty folder is at the path."""
-        return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
+    @classmethod
+    def remains(cls, parent: Path, name: str) -> list[Path]:
+        """The partial folders of saves that were interrupted."""
+        return temporary_folders(parent, name, PARTIAL)
 
-    def begin(self) -> None:
+    def begin(self) -> Path:
         """Finish an interrupted replacement, delete partial folders of this name that dead
-        processes have left, and create `partial`. FileExistsError, with nothing changed, if
-        something at the path may not be replaced.
+        processes have left, and create `partial`, which is returned. FileExistsError, with nothing
+        changed, if something at the path may not be replaced.
         """
         self._check_replaceable()
         _make_parents(self.partial)
@@ -88,7 +171,8 @@ class WholeFolder:
         partial_folders = self._temporary(PARTIAL)
         discard([folder for folder in partial_folders if (writer := _writer_of(folder)) and writer.has_ended()])
         self.partial.mkdir()
-        _mark(self.partial, self.token)
+        mark(self.partial, self.token)
+        return self.partial
 
     def abandon(self) -> None:
         """Delete `partial`. Errors are ignored."""
@@ -115,21 +199,8 @@ class WholeFolder:
             discard(old)
             (self.path / MARKER).unlink(missing_ok=True)
 
-    def _check_replaceable(self) -> None:
-        if self.holds_anything() and not self.may_replace(self.path):
-            raise FileExistsError(
-                f"{self.path} is there already: a checkpoint is not overwritten, nor is what zerocast has not written; delete it "
-                "or choose another place"
-            )
 
-    def _temporary(self, suffix: str) -> list[Path]:
-        return temporary_folders(self.path.parent, re.escape(self.path.name), suffix)
-
-    def _beside(self, suffix: str) -> Path:
-        return self.path.with_name(f"{self.path.name}.zerocast-{self.token}{suffix}")
-
-
-def temporary_folders(parent: Path, name: str, suffix: str) -> list[Path]:
+def temporary_folders(parent: PlaceT, name: str, suffix: str) -> list[PlaceT]:
     """The temporary folders in `parent` of folders whose name matches the pattern `name`, if they
     are provably zerocast's.
     """
@@ -137,19 +208,22 @@ def temporary_folders(parent: Path, name: str, suffix: str) -> list[Path]:
     if not parent.is_dir():
         return []
     named = [(path, match[1]) for path in parent.iterdir() if (match := pattern.fullmatch(path.name))]
-    return sorted(path for path, token in named if _is_ours(path, token))
+    return sorted((path for path, token in named if _is_ours(path, token)), key=str)
 
 
-def retire(path: Path) -> Path:
-    """Rename a folder that zerocast wrote so that it no longer looks complete. Returns the new
-    path, for `discard`.
+def retire(path: PlaceT) -> PlaceT:
+    """Change a folder that zerocast wrote so that it no longer looks complete: rename it, or in a
+    store mark it. Returns its path then, for `discard`.
     """
+    if isinstance(path, StorePath):
+        mark(path, secrets.token_hex(8))
+        return path
     retired = path.with_name(f"{path.name}.zerocast-{secrets.token_hex(8)}{PARTIAL}")
     path.rename(retired)
     return retired
 
 
-def discard(folders: Iterable[Path]) -> None:
+def discard(folders: Iterable[Place]) -> None:
     """Delete temporary folders of one parent. Their names are synced first, so that after a power
     failure no half-deleted folder has its old name.
     """
@@ -159,19 +233,24 @@ def discard(folders: Iterable[Path]) -> None:
         _delete(folder)
 
 
-def sync_file(path: Path) -> None:
-    """Persist a file with fsync; another process or library may have written it."""
-    _sync(path, os.O_RDONLY)
+def sync_file(path: Place) -> None:
+    """Persist a file with fsync; another process or library may have written it. A store persists
+    what it has written.
+    """
+    if not isinstance(path, StorePath):
+        _sync(path, os.O_RDONLY)
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: Place) -> None:
     """Persist a directory with fsync: fsync of a file does not persist its directory entry."""
-    _sync(path, os.O_RDONLY | os.O_DIRECTORY)
+    if not isinstance(path, StorePath):
+        _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and its parents, and persist their names."""
-    _make_parents(path / MARKER)
+def make_folder(path: Place) -> None:
+    """Create a folder and its parents, and persist their names. A store makes them with a file."""
+    if not isinstance(path, StorePath):
+        _make_parents(path / MARKER)
 
 
 def _sync(path: Path, flags: int) -> None:
@@ -189,7 +268,7 @@ def _make_parents(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def _mark(folder: Path, token: str) -> None:
+def mark(folder: Place, token: str) -> None:
     """Write the marker and sync it, before anything else is in the folder."""
     content = {"token": token, "writer": asdict(Writer.this_process())}
     (folder / MARKER).write_text(json.dumps(content))
@@ -197,22 +276,27 @@ def _mark(folder: Path, token: str) -> None:
     sync_folder(folder)
 
 
-def _is_ours(folder: Path, token: str) -> bool:
+def marker_token(folder: Place) -> Any:
+    """The token in the marker of a folder; None if it has no marker."""
+    return _read_marker(folder).get("token")
+
+
+def _is_ours(folder: Place, token: str) -> bool:
     """True if zerocast made a folder with a temporary name: it has a marker with the token, or a
     manifest, or nothing besides a marker that a power failure damaged.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
-    marked = _read_marker(folder).get("token") == token
-    return marked or (folder / MANIFEST).is_file() or {path.name for path in folder.iterdir()} <= {MARKER}
+    marked = marker_token(folder) == token
+    return marked or has_manifest(folder) or {path.name for path in folder.iterdir()} <= {MARKER}
 
 
-def _writer_of(folder: Path) -> Writer | None:
+def _writer_of(folder: Place) -> Writer | None:
     """The process that wrote a temporary folder; None if its marker does not tell."""
     return Writer.of_content(_read_marker(folder).get("writer"))
 
 
-def _read_marker(folder: Path) -> dict[str, Any]:
+def _read_marker(folder: Place) -> dict[str, Any]:
     try:
         content = json.loads(read_bounded(folder / MARKER, MARKER_BYTES))
     except (OSError, ValueError):
@@ -220,10 +304,14 @@ def _read_marker(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _delete(folder: Path) -> None:
+def _delete(folder: Place) -> None:
     """Delete a temporary folder, ignoring errors. Its marker and manifest are deleted last, so that
     the next save recognizes the folder and can finish the deletion.
     """
+    if isinstance(folder, StorePath):
+        with contextlib.suppress(OSError):
+            folder.rmtree(last=MARKER)
+        return
     if not folder.is_dir():
         return
     for path in folder.iterdir():

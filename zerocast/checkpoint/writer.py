@@ -191,6 +191,22 @@ class WriterLease:
                     os.utime(self._file)
 
 
+class NoLease:
+    """The right to write into a folder of a store, which has neither exclusive creation nor times
+    that could be compared. Every process has it.
+    """
+
+    def poll(self) -> bool:
+        """Return True."""
+        return True
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def release(self) -> None:
+        """Do nothing."""
+
+
 @dataclass(frozen=True)
 class _Watched:
     """The lease of another writer, when it was first looked at.

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from zerocast.checkpoint.store import local_path
 from zerocast.cli import interrupts
 from zerocast.cli.options import ExportConfig
 from zerocast.cli.output import Progress
+from zerocast.export import COPY
 from zerocast.inspection import Chosen, Contents, choose
 from zerocast.inspection.contents import DTYPES
 from zerocast.serve.from_masters import Reading, cast_tensors, write_checkpoint
@@ -29,18 +31,19 @@ def export(config: ExportConfig) -> int:
 
 
 def _exported(config: ExportConfig) -> dict[str, Any]:
+    target = local_path(config.target, COPY)
     contents = Contents.of(config.source, whole_names=config.to == "hf")
     names = _names(config, contents)
     entries = {name: contents.entries[name] for name in names}
     chosen = choose(entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])
     progress = Progress(len(names))
     try:
-        files = _write(config, contents, names, chosen, progress.say)
+        files = _write(config, target, contents, names, chosen, progress.say)
     finally:
         progress.clear()
     return {
-        "source": str(config.source),
-        "target": str(config.target),
+        "source": config.source,
+        "target": config.target,
         "to": config.to,
         "naming": None if config.to == "checkpoint" else config.naming,
         "dtype": config.written_dtype,
@@ -68,22 +71,22 @@ def _names(config: ExportConfig, contents: Contents) -> list[str]:
 
 
 def _write(
-    config: ExportConfig, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
+    config: ExportConfig, target: Path, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
 ) -> Sequence[Path]:
     """Write the target; returns the paths of its files."""
     dtype = DTYPES[config.written_dtype]
     if config.to == "checkpoint":
-        write_checkpoint(contents, names, chosen, config.target, dtype, reading)
-        return sorted(config.target.iterdir())
+        write_checkpoint(contents, names, chosen, target, dtype, reading)
+        return sorted(target.iterdir())
     shard_bytes = SHARD_BYTES if config.shard_bytes is None else config.shard_bytes
     source = cast_tensors(contents, names, chosen, dtype, reading, config.share_amax)
     if config.to == "safetensors":
-        return write_safetensors(source, config.target, config.naming, shard_bytes)
-    model = config.model or config.source
+        return write_safetensors(source, target, config.naming, shard_bytes)
+    model = config.model or local_path(config.source, "name the model's config.json with --model")
     return write_hf(
         source,
         None,
-        config.target,
+        target,
         config.naming,
         config=model,
         files_from=model if model.is_dir() else None,

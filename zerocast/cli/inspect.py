@@ -39,7 +39,7 @@ def inspect(config: InspectConfig) -> int:
         statistics = [_measured(contents, chosen, name) for name in tracked(list(contents.entries))]
         if config.png and statistics:
             with written(config.png) as path:
-                _plot(statistics, f"{config.checkpoint}", path)
+                _plot(statistics, config.checkpoint, path)
     except (OSError, ValueError) as error:
         return _complain(error, 1)
     report = _as_dict(config, contents, chosen, statistics)
@@ -73,7 +73,7 @@ def _as_dict(
         if name not in contents.entries
     }
     return {
-        "checkpoint": str(config.checkpoint),
+        "checkpoint": config.checkpoint,
         "checked_files": len(manifest.files) if manifest else 0,
         "torch": manifest.torch if manifest else None,
         "step": contents.step,

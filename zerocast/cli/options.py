@@ -129,8 +129,8 @@ class InspectConfig:
     be met.
     """
 
-    checkpoint: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    checkpoint: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
+    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors (file, index or
     folder), or a file of torch.save.
     """
     format: str | None = None
@@ -158,11 +158,11 @@ class ExportConfig:
     Exit status: 0, or 2 if the source cannot be exported; the target is then not created.
     """
 
-    source: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="SOURCE")]
-    """A checkpoint of zerocast or of torch.distributed.checkpoint, safetensors (file, index or
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
+    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors (file, index or
     folder), or a file of torch.save.
     """
-    target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="TARGET")]
+    target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""
     to: Literal["hf", "safetensors", "checkpoint"] = "hf"
     """hf: a folder that transformers and engines load. safetensors: the weights alone, under their

@@ -6,7 +6,6 @@ import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from zerocast.checkpoint.manifest import Manifest, Stored, check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, open_source
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource
+from zerocast.checkpoint.store import AnyPath, as_place
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits
@@ -43,18 +43,19 @@ class Contents:
     manifest: Manifest | None
 
     @staticmethod
-    def of(path: Path, whole_names: bool = False) -> "Contents":
-        """Open a path, after comparing its files with their hashes if it has a manifest.
+    def of(path: AnyPath, whole_names: bool = False) -> "Contents":
+        """Open a path or a URL, after comparing its files with their hashes if it has a manifest.
 
         Parameter names are keys without the prefix "model." that a checkpoint has. With
         `whole_names` the keys of safetensors are not changed.
 
         Raises like `open_source`, and ValueError for a file that differs from its hash.
         """
-        manifest = Manifest.read(path)
+        place = as_place(path)
+        manifest = Manifest.read(place)
         if manifest is not None:
-            check_files(path, ONE_PROCESS)
-        source = open_source(path)
+            check_files(place, ONE_PROCESS)
+        source = open_source(place)
         entries = source.entries
         has_prefix = [key.startswith(MODEL) for key in entries]
         if isinstance(source, SafetensorsSource):

@@ -6,7 +6,6 @@ additional files in their checkpoints, and gradients that stay on the rank while
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,10 @@ from torch import nn
 
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.checkpoint import group_of, on_rank_0
-from zerocast.checkpoint.whole_folder import discard, retire
+from zerocast.checkpoint.manifest import LOADS, Manifest
+from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.whole_folder import discard, is_unfinished, retire
+from zerocast.distributed.agreement import from_rank_0
 from zerocast.optim import Checkpoints
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
@@ -95,26 +97,29 @@ def of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[Zero
     ]
 
 
-def save(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
+def save(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
     """Save masters and moments, and the frozen parameters and persistent buffers of the models.
 
-    Each rank writes its part. An earlier save in the folder is replaced. Collective. ValueError for
-    quantized models without a ZeroAdamW.
+    Each rank writes its part. An earlier save in the folder is replaced. `save_id`, the same on all
+    ranks, is what `load` must be given, so that files beside the folder are known to be of the same
+    save. Collective. ValueError for quantized models without a ZeroAdamW.
     """
     check_together(optimizers, models)
     group = group_of(optimizers[0]) if optimizers else None
     for index, optimizer in enumerate(optimizers):
         with Checkpoints(folder / str(index), keep=1) as checkpoints:
-            checkpoints.save(optimizer, 0, model=_beside(index, optimizers, models))
+            model = _beside(index, optimizers, models)
+            checkpoints.save(optimizer, 0, model=model, extra={"save_id": save_id})
     # An earlier save may have had more optimizers. `load` counts the folders, so theirs must go.
     if group is not None:
-        on_rank_0(group, lambda: discard(map(retire, _saved(folder)[len(optimizers) :])))
+        on_rank_0(group, lambda: discard([retire(path) for path in _saved(folder)[len(optimizers) :]]))
 
 
-def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
+def load(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
     """Load a folder that `save` wrote, on any number of ranks. Collective.
 
-    ValueError if it is missing or does not fit, for example with another number of ZeroAdamWs.
+    ValueError, with nothing changed, if it is missing or does not fit, for example with another
+    number of ZeroAdamWs, and if another save than that of `save_id` wrote it.
     """
     check_together(optimizers, models)
     saved = _saved(folder)
@@ -124,13 +129,26 @@ def load(folder: Path, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.
         raise ValueError(
             f"{folder} holds the states of {len(saved)} ZeroAdamWs, and {len(optimizers)} were given: give as many"
         )
+    if optimizers:
+        from_rank_0(group_of(optimizers[0]), lambda: _check_save_id(saved, save_id), LOADS)
     for index, (state_folder, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
         Checkpoints(state_folder, keep=1).load(optimizer, model=_beside(index, optimizers, models))
 
 
-def _saved(folder: Path) -> list[Path]:
+def _check_save_id(saved: Sequence[Place], save_id: str) -> None:
+    """ValueError for a folder that another save than that of `save_id` wrote."""
+    for folder in saved:
+        manifest = Manifest.of_step(Checkpoints(folder).path(0), 0)
+        if manifest.values.get("save_id") != save_id:
+            raise ValueError(
+                f"{folder} and the files beside it are of two saves, of which the second was interrupted: load another checkpoint"
+            )
+
+
+def _saved(folder: Place) -> list[Place]:
     """The folders of the saved ZeroAdamWs, in the order of the optimizers."""
-    numbered = [path for path in folder.glob("*") if path.name.isdecimal()]
+    inside: list[Place] = list(folder.iterdir()) if folder.is_dir() else []
+    numbered = [path for path in inside if path.name.isdecimal() and not is_unfinished(path)]
     return sorted(numbered, key=lambda path: int(path.name))
 
 

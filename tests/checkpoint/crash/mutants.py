@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from unittest import mock
 
+from torch.distributed.checkpoint.filesystem import FileSystem
+
 from zerocast.checkpoint import checkpoints, manifest, torch_checkpoint, whole_folder
 from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
 from zerocast.serve import write as export_write
@@ -21,8 +23,13 @@ def _nothing(*_: object) -> None:
 def _torch_syncs() -> None:
     """As torch does it, before the buffer is flushed."""
 
-    def init(self: torch_checkpoint.ClearWriter, path: Path) -> None:
-        torch_checkpoint.FileSystemWriter.__init__(self, path, sync_files=True)
+    class Unsynced(torch_checkpoint.HashedFiles, FileSystem):
+        pass
+
+    def init(self: torch_checkpoint.ClearWriter, folder: Path) -> None:
+        torch_checkpoint.FileSystemWriter.__init__(self, folder, sync_files=True)
+        self.fs = Unsynced()
+        self.path = folder
 
     _put(torch_checkpoint.ClearWriter, "__init__", init)()
 

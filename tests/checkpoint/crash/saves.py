@@ -174,7 +174,7 @@ def _exported(root: Path, path: Path) -> None:
     from zerocast.cli.export import export
     from zerocast.cli.options import ExportConfig
 
-    assert export(ExportConfig(root / "source.safetensors", path, to="checkpoint")) == 0
+    assert export(ExportConfig(str(root / "source.safetensors"), str(path), to="checkpoint")) == 0
 
 
 def _read_weights(path: Path) -> None:

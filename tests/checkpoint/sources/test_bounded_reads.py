@@ -146,12 +146,13 @@ def test_no_other_reads() -> None:
                 unbounded.append(f"{path.relative_to(root)}: {called}")
     assert sorted(unbounded) == [
         "bench/machine.py: Path('/proc/cpuinfo').read_text",
-        "checkpoint/manifest.py: (folder / NAME).open",  # to write it
         "checkpoint/moments.py: torch.load",  # of a part of a file that SafeReader has opened
         "checkpoint/regular_file.py: os.open",
+        "checkpoint/regular_file.py: path.open",  # of a store
         "checkpoint/sources/safetensors_files.py: safe_open",  # after check_regular
         "checkpoint/sources/state_dict.py: torch.load",  # after check_regular
         "checkpoint/sources/state_dict.py: zipfile.is_zipfile",
+        "checkpoint/store.py: fs.open",
         "checkpoint/whole_folder.py: os.open",  # to sync it
         "checkpoint/writer.py: os.open",  # to write it
         "cli/__init__.py: os.open",  # /dev/null, to write there

@@ -2,17 +2,17 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from zerocast.checkpoint.sources.dcp import DcpSource
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource, is_safetensors
 from zerocast.checkpoint.sources.source import HIGH_PRECISION, Entry, TensorSource
 from zerocast.checkpoint.sources.state_dict import StateDictSource
+from zerocast.checkpoint.store import AnyPath, StorePath, as_place
 
 __all__ = ["HIGH_PRECISION", "AnySource", "Entry", "TensorSource", "open_source"]
 
-AnySource = str | os.PathLike[str] | Mapping[str, Any] | TensorSource
+AnySource = AnyPath | Mapping[str, Any] | TensorSource
 
 
 def open_source(source: AnySource) -> TensorSource:
@@ -20,16 +20,19 @@ def open_source(source: AnySource) -> TensorSource:
     already is returned.
 
     A path is a safetensors file, an index or a folder of them; a folder of
-    torch.distributed.checkpoint; or a file of torch.save. Raises FileNotFoundError if there is
-    nothing, ValueError for a damaged file, pickle.UnpicklingError for metadata that would run code.
+    torch.distributed.checkpoint; or a file of torch.save. A URL is that of a checkpoint. Raises
+    FileNotFoundError if there is nothing, ValueError for a damaged file, pickle.UnpicklingError for
+    metadata that would run code.
     """
     if isinstance(source, Mapping):
         return StateDictSource(source)
-    if not isinstance(source, (str, os.PathLike)):
+    if not isinstance(source, (str, os.PathLike, StorePath)):
         return source
-    path = Path(source)
+    path = as_place(source)
     if not path.exists():
         raise FileNotFoundError(f"{path} is not there")
+    if isinstance(path, StorePath):
+        return DcpSource(path)
     if path.is_dir() and (path / ".metadata").is_file():
         return DcpSource(path)
     if is_safetensors(path):

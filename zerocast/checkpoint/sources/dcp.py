@@ -20,7 +20,7 @@ import pickle
 import pickletools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
 from zerocast.checkpoint.sources.source import Entry, dtype_name
+from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
 from zerocast.checkpoint.torch_checkpoint import load
 from zerocast.distributed.group import ONE_PROCESS
 
@@ -101,13 +102,24 @@ class SafeReader(FileSystemReader):
     and for chunks that overlap or leave out a part of a tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(path)
-        self.fs = _RegularFiles()
+    # Files of this host, or of a store.
+    fs: Any
+
+    def __init__(self, path: AnyPath) -> None:
+        self._folder = as_place(path)
+        super().__init__(str(self._folder))
+        if isinstance(self._folder, StorePath):
+            # It imports fsspec.
+            from zerocast.checkpoint.store_files import StoreFiles  # noqa: PLC0415
+
+            self.fs = StoreFiles()
+        else:
+            self.fs = _RegularFiles()
+        self.path = self.fs.init_path(str(self._folder))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read and check the checkpoint's metadata; raises as the class says."""
-        file = Path(self.path, ".metadata")
+        file = self._folder / ".metadata"
         content = read_bounded(file, MOST_BYTES)
         try:
             _check_memo(content)
@@ -137,7 +149,7 @@ class DcpSource:
     metadata that would run code, ValueError for damaged metadata.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Place) -> None:
         self.place = str(path)
         self._path = path
         self._entries = {

@@ -4,12 +4,12 @@ import fnmatch
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 from torch import Tensor
 
 from zerocast.checkpoint.manifest import check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
+from zerocast.checkpoint.store import StorePath, as_place
 from zerocast.checkpoint.torch_checkpoint import load_masters
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
@@ -36,8 +36,8 @@ def read_masters(
     manifest; FileNotFoundError, on several ranks as RuntimeError. Raises RuntimeError for damage
     that shows only while reading; masters are then partly overwritten.
     """
-    if isinstance(source, (str, os.PathLike)):
-        check_files(Path(source), group)
+    if isinstance(source, (str, os.PathLike, StorePath)):
+        check_files(as_place(source), group)
     opened = None
     prefix = ""
     problem: Exception | None = None

@@ -1,0 +1,405 @@
+"""Checkpoints in stores that fsspec opens by a URL: memory, and a store without renames that goes away at any change."""
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import zerocast
+from tests.checkpoint import plain_store
+from tests.checkpoint.plain_store import PlainStore, going_away
+from tests.workers import Ranks, error_of
+from zerocast import ZeroAdamW, ZeroMuon, optim
+from zerocast.checkpoint import torch_checkpoint
+from zerocast.checkpoint.lineage import Runs
+from zerocast.cli import main
+from zerocast.export import export_safetensors
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2 import load_masters as load_masters_of_fsdp2
+from zerocast.optim import Checkpoints
+
+URL = "plain://runs/one"
+
+
+def model_of(seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 32))
+
+
+class Training:
+    """A model and its optimizer, the same wherever they are made."""
+
+    def __init__(self, kind: Any = ZeroAdamW) -> None:
+        self.model = model_of()
+        zerocast.quantize_(self.model, zerocast.Recipe({"*.weight": "nvfp4"}))
+        named = list(self.model.named_parameters())
+        matrices, rest = [pair for pair in named if pair[1].dim() == 2], [pair for pair in named if pair[1].dim() < 2]
+        groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+        self.optimizer = kind(groups if kind is ZeroMuon else named, lr=1e-2)
+
+    def train(self, steps: int, first: int = 0) -> "Training":
+        for step in range(first, first + steps):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            inputs = torch.full((4, 32), 0.1 * (step + 1) + 0.01 * rank)
+            self.model(inputs).square().mean().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def value(self) -> list[bytes]:
+        return [tensor.numpy().tobytes() for tensor in leaves(self.optimizer.state_dict())]
+
+
+def leaves(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    for _, value in sorted(state.items()):
+        if isinstance(value, dict):
+            yield from leaves(value)
+        else:
+            yield value.detach().full_tensor() if isinstance(value, DTensor) else getattr(value, "flat", value)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    """A folder in the memory of this process."""
+    yield "memory://checkpoints/run"
+    fsspec.filesystem("memory").store.clear()
+    fsspec.filesystem("memory").pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """Where plain:// URLs are."""
+    plain_store.register(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [ZeroAdamW, ZeroMuon])
+def test_a_resume_from_memory_is_the_run(memory: str, kind: Any) -> None:
+    whole = Training(kind).train(5).value()
+    run = Training(kind).train(3)
+    with Checkpoints(memory, keep=2, asynchronous=True) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(run.optimizer, step, model=run.model, extra={"epoch": step})
+    assert checkpoints.steps() == [2, 3]
+    other, extra = Training(kind), {"epoch": 0}
+    assert Checkpoints(memory).load(other.optimizer, model=other.model, extra=extra) == 3 and extra == {"epoch": 3}
+    assert other.train(2, first=3).value() == whole
+
+
+def test_save_and_load_in_memory(memory: str) -> None:
+    run, other = Training().train(2), Training()
+    optim.save(run.optimizer, memory)
+    optim.load(other.optimizer, f"{memory}/")
+    assert other.value() == run.value()
+    optim.load_masters(other.optimizer, memory)
+    with pytest.raises(RuntimeError, match="is there already: a checkpoint is not overwritten"):
+        optim.save(run.optimizer, memory)
+    assert sorted(fsspec.filesystem("memory").store) == [
+        "/checkpoints/run/.metadata",
+        "/checkpoints/run/__0_0.distcp",
+        "/checkpoints/run/manifest.json",
+    ]
+
+
+class ShardedTraining(Training):
+    """The same under FSDP2."""
+
+    def __init__(self) -> None:
+        self.model = model_of()
+        zerocast.fsdp2.prepare(self.model, zerocast.Recipe({"*.weight": "nvfp4"}))
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.inner = FusedAdamW(self.model.parameters(), lr=1e-2)
+
+    @property
+    def optimizer(self) -> Any:
+        return TrainingState(self.model, self.inner)
+
+    def train(self, steps: int, first: int = 0) -> "ShardedTraining":
+        for step in range(first, first + steps):
+            self.model(torch.full((4, 32), 0.1 * (step + 1))).square().mean().backward()
+            self.inner.step()
+            self.inner.zero_grad()
+        return self
+
+
+def sharded(folder: str) -> tuple[list[bytes], list[bytes], list[bytes], list[bytes]]:
+    """A run, the one that was resumed; masters, and masters that were loaded."""
+    plain_store.register(folder)
+    whole, run, other = ShardedTraining().train(4), ShardedTraining().train(2), ShardedTraining()
+    optim.save(run.optimizer, URL)
+    optim.load(other.optimizer, URL)
+    fresh = ShardedTraining()
+    load_masters_of_fsdp2(fresh.model, URL)
+    found = [leaves(dict(one.model.named_parameters())) for one in (run, fresh)]
+    masters = [[tensor.detach().numpy().tobytes() for tensor in tensors] for tensors in found]
+    return whole.value(), other.train(2, first=2).value(), masters[0], masters[1]
+
+
+def test_fsdp2_resumes(ranks: Ranks, tmp_path: Path) -> None:
+    for whole, resumed_run, masters, loaded_masters in ranks(2)(sharded, str(tmp_path)):
+        assert whole == resumed_run and masters == loaded_masters
+
+
+def test_commands_take_urls(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    optim.save(Training().train(2).optimizer, memory)
+    assert main(["inspect", memory, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["checkpoint"] == memory and report["checked_files"] == 2 and report["step"] == 2
+    assert main(["export", memory, str(tmp_path / "out"), "--to", "safetensors"]) == 0
+    assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
+    capsys.readouterr()
+    assert main(["export", memory, "memory://out", "--to", "checkpoint"]) == 2
+    assert "memory://out is a URL, and a local path belongs here: export to one" in capsys.readouterr().err
+    assert main(["inspect", "memory://nothing"]) == 2
+    assert "memory://nothing is not there" in capsys.readouterr().err
+
+
+def resumed(folder: str, saved: list[int], steps: int) -> tuple[list[int], list[bytes]]:
+    """Go on from the last checkpoint, and save after these steps."""
+    plain_store.register(folder)
+    run = Training()
+    with Checkpoints(URL, keep=2) as checkpoints:
+        first = checkpoints.load(run.optimizer, model=run.model) if checkpoints.steps() else 0
+        for step in range(first, steps):
+            run.train(1, first=step)
+            if step + 1 in saved:
+                checkpoints.save(run.optimizer, step + 1, model=run.model)
+    return checkpoints.steps(), run.value()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_resume_without_renames_is_the_run(ranks: Ranks, tmp_path: Path, world: int) -> None:
+    whole = ranks(world)(resumed, str(tmp_path / "whole"), [], 5)
+    broken = ranks(world)(resumed, str(tmp_path / "run"), [1, 2, 3], 4)
+    assert [steps for steps, _ in broken] == [[2, 3]] * world
+    files = {path.name for path in (tmp_path / "run" / "runs" / "one" / "step_00000003").iterdir()}
+    assert files == {".metadata", "manifest.json", *(f"__{rank}_0.distcp" for rank in range(world))}
+    again = ranks(world)(resumed, str(tmp_path / "run"), [5], 5)
+    assert [value for _, value in again] == [value for _, value in whole]
+
+
+def loaded(folder: str) -> list[bytes]:
+    plain_store.register(folder)
+    run = Training()
+    Checkpoints(URL).load(run.optimizer)
+    state = optim.full_state_dict(run.model, run.optimizer)
+    return [tensor.numpy().tobytes() for tensor in leaves(state)]
+
+
+def test_other_numbers_of_ranks_load(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2)(resumed, str(tmp_path), [2], 2)
+    found = [ranks(world)(loaded, str(tmp_path))[0] for world in (1, 2, 3)]
+    assert found[0] and found[0] == found[1] == found[2]
+
+
+# What is there before a save, as (step, how often it was trained), and the save.
+SAVES: dict[str, tuple[list[tuple[int, int]], tuple[int, int]]] = {
+    "the first": ([], (1, 1)),
+    "the next, the one before goes": ([(1, 1), (2, 2)], (3, 3)),
+    "in place of itself": ([(1, 1)], (1, 2)),
+    "in place of itself again": ([(1, 1), (1, 2)], (1, 3)),
+    "in place of itself, beside others": ([(1, 1), (2, 2)], (2, 3)),
+}
+
+
+def saving(save: tuple[int, int]) -> None:
+    """What another process does."""
+    Runs._of_folders.clear()
+    Checkpoints(URL, keep=2).save(Training().train(save[1]).optimizer, save[0])
+
+
+def check_left(before: list[tuple[int, int]], save: tuple[int, int], where: str) -> str:
+    """What is left is the checkpoints of before, or with the new one; the next save works. Which one it was."""
+    expected = {steps: Training().train(steps).value() for steps in {save[1], *(steps for _, steps in before)}}
+    Runs._of_folders.clear()
+    reader, checkpoints = Training(), Checkpoints(URL, keep=2)
+    steps = checkpoints.steps()
+    assert steps or not before, f"{where}: no checkpoint is left"
+    kinds = []
+    for step in reversed(steps):
+        assert checkpoints.load(reader.optimizer, None if step == steps[-1] else step) == step, where
+        latest = [trained for number, trained in before if number == step][-1:]
+        allowed = [*latest, *([save[1]] if step == save[0] else [])]
+        kinds += [trained for trained in allowed if reader.value() == expected[trained]][-1:] or ["wrong"]
+    assert "wrong" not in kinds, f"{where}: {kinds}"
+    went_on = Training()
+    if steps:
+        checkpoints.load(went_on.optimizer)
+    checkpoints.save(went_on.optimizer, 9)
+    assert Checkpoints(URL).load(Training().optimizer) == 9 and len(checkpoints.steps()) <= 2, where
+    folders = {path.name for path in (PlainStore.root / "runs" / "one").iterdir() if any(path.iterdir())}
+    assert len(folders) == len(checkpoints.steps()), f"{where}: {folders} are left"
+    return "new" if save[1] in kinds else "old"
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_the_store_goes_away_at_any_change(tmp_path: Path, name: str) -> None:
+    before, save = SAVES[name]
+    plain_store.register(tmp_path / "before")
+    for each in before:
+        saving(each)
+    plain_store.register(tmp_path / "whole")
+    shutil.copytree(tmp_path / "before", tmp_path / "whole", dirs_exist_ok=True) if before else None
+    with going_away(None, False):
+        saving(save)
+        changes = list(PlainStore.changes)
+    left = []
+    for after in range(len(changes)):
+        for leaves_half in (False, True):
+            root = tmp_path / f"{after}_{leaves_half}"
+            root.mkdir()
+            shutil.copytree(tmp_path / "before", root, dirs_exist_ok=True) if before else None
+            plain_store.register(root)
+            with going_away(after, leaves_half):
+                said = error_of(lambda: saving(save))
+            left.append(check_left(before, save, f"{after} of {changes}, {'half' if leaves_half else 'whole'}"))
+            if "delete .zerocast-writer" not in changes[:after]:
+                assert "was not written" in said and "the store is gone" in said, said
+    whole = changes.index("delete .zerocast-writer")
+    assert changes[whole - 1] == "write manifest.json"
+    assert set(left[: 2 * whole + 2]) == {"old"} and set(left[2 * whole + 2 :]) <= {"new"}
+
+
+def gone_at(folder: str, rank: int, after: int) -> tuple[str, list[int]]:
+    """One rank loses the store in the middle of a save."""
+    plain_store.register(folder)
+    run = Training().train(1)
+    Checkpoints(URL).save(run.optimizer, 1)
+    run.train(1, first=1)
+    with going_away(after if dist.get_rank() == rank else None, True):
+        said = error_of(lambda: Checkpoints(URL).save(run.optimizer, 2))
+    dist.barrier()
+    reader = Training()
+    return said, [Checkpoints(URL).load(reader.optimizer), *Checkpoints(URL).steps()]
+
+
+@pytest.mark.parametrize(("rank", "after"), [(0, 0), (0, 1), (0, 4), (1, 0)])
+def test_one_rank_loses_the_store(ranks: Ranks, tmp_path: Path, rank: int, after: int) -> None:
+    """All ranks raise; a half-written checkpoint is not there."""
+    for said, steps in ranks(2)(gone_at, str(tmp_path), rank, after):
+        assert "the store is gone" in said and "was not written" in said
+        assert steps == [1, 1]
+
+
+def test_files_that_differ(plain: Path) -> None:
+    checkpoints, run = Checkpoints(URL), Training().train(1)
+    checkpoints.save(run.optimizer, 1)
+    good = run.value()
+    checkpoints.save(run.train(1, first=1).optimizer, 2)
+    folder = plain / "runs" / "one" / "step_00000002"
+    kept = {file.name: file.read_bytes() for file in folder.iterdir()}
+    flipped = bytes([kept["__0_0.distcp"][0] ^ 1]) + kept["__0_0.distcp"][1:]
+    damages: list[tuple[str, bytes | None, str]] = [
+        ("__0_0.distcp", flipped, "__0_0.distcp is damaged: its SHA-256 is"),
+        ("__0_0.distcp", kept["__0_0.distcp"][:-1], "bytes, and had .* when it was written"),
+        ("__0_0.distcp", None, "__0_0.distcp is missing; it had"),
+        (".metadata", None, r"\.metadata is missing; it had"),
+        ("manifest.json", kept["manifest.json"][:-9], "manifest.json is damaged"),
+        ("manifest.json", (plain / "runs/one/step_00000001/manifest.json").read_bytes(), "folders were exchanged"),
+    ]
+    for name, content, said in damages:
+        (folder / name).unlink() if content is None else (folder / name).write_bytes(content)
+        reader = Training()
+        with pytest.raises(ValueError, match=said):
+            checkpoints.load(reader.optimizer, 2)
+        assert checkpoints.load(reader.optimizer) == 1 and reader.value() == good
+        (folder / name).write_bytes(kept[name])
+    (folder / "manifest.json").unlink()  # damage, since no unfinished save leaves it so
+    with pytest.raises(ValueError, match=r"manifest.json is missing, which each of these checkpoints has"):
+        checkpoints.load(Training().optimizer, 2)
+    (folder / "manifest.json").write_bytes(kept["manifest.json"])
+    (folder / "__7_0.distcp").write_bytes(b"of nobody")  # is not read
+    reader = Training()
+    assert checkpoints.load(reader.optimizer) == 2 and reader.value() == run.value()
+
+
+def test_a_folder_without_a_manifest_is_refused(plain: Path) -> None:
+    run = Training().train(1)
+    optim.save(run.optimizer, URL)
+    (plain / "runs" / "one" / "manifest.json").unlink()
+    for call in (optim.load, optim.load_masters):
+        with pytest.raises(ValueError, match=r"one has no manifest.json, by which a whole checkpoint is known"):
+            call(Training().optimizer, URL)
+    with pytest.raises(RuntimeError, match="is there already"):
+        optim.save(run.optimizer, URL)  # no marker says that it is of an interrupted save
+    with pytest.raises(FileNotFoundError, match=r"plain://nothing/\.metadata is not there"):
+        optim.load(run.optimizer, "plain://nothing")
+
+
+def test_what_is_not_ours_stays(plain: Path) -> None:
+    (plain / "runs" / "one").mkdir(parents=True)
+    (plain / "runs" / "one" / "notes.txt").write_text("mine")
+    with pytest.raises(RuntimeError, match="plain://runs/one is there already"):
+        optim.save(Training().optimizer, URL)
+    (plain / "runs" / "one" / "step_00000001").mkdir()
+    (plain / "runs" / "one" / "step_00000001" / "notes.txt").write_text("mine")
+    Checkpoints(URL, keep=1).save(Training().optimizer, 2)
+    Checkpoints(URL, keep=1).save(Training().optimizer, 3)
+    assert [path.read_text() for path in sorted(plain.rglob("notes.txt"))] == ["mine", "mine"]
+    assert Checkpoints(URL).steps() == [3]
+
+
+def test_another_process_in_the_same_folder(plain: Path) -> None:
+    """It takes a half-written folder for what an interrupted save has left; the first one then raises."""
+    theirs, original = Training().train(1), torch_checkpoint.save
+
+    def disturbed(*arguments: Any) -> Any:
+        sums = original(*arguments)
+        patch.stop()
+        optim.save(theirs.optimizer, URL)
+        return sums
+
+    patch = mock.patch.object(torch_checkpoint, "save", disturbed)
+    patch.start()
+    with pytest.raises(RuntimeError, match="another process writes into plain://runs/one: give each run a folder"):
+        optim.save(Training().optimizer, URL)
+    reader = Training()
+    optim.load(reader.optimizer, URL)
+    assert reader.value() == theirs.value()
+
+
+def saved_in_memory() -> str:
+    return error_of(lambda: optim.save(Training().optimizer, "memory://run"))
+
+
+def test_a_store_that_each_rank_has_for_itself(ranks: Ranks) -> None:
+    for said in ranks(2)(saved_in_memory):
+        assert "__1_0.distcp has no bytes as rank 0 sees it" in said
+        assert "all ranks write into one folder that all of them see" in said
+
+
+def test_local_urls_are_paths(tmp_path: Path) -> None:
+    run = Training().train(1)
+    Checkpoints(f"file://{tmp_path}/run").save(run.optimizer, 1)
+    assert Checkpoints(tmp_path / "run").load(Training().optimizer) == 1
+    assert Checkpoints(f"file://{tmp_path}/run").path(1) == tmp_path / "run" / "step_00000001"
+
+
+def test_urls_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Training()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="memory:/run was a URL before it became a Path, which drops a slash"):
+        optim.save(run.optimizer, Path("memory://run"))
+    with pytest.raises(ValueError, match="is a chain of URLs"):
+        Checkpoints("simplecache::memory://run")
+    with pytest.raises(ValueError, match="Protocol not known: nosuch"):
+        Checkpoints("nosuch://run")
+    with pytest.raises(ValueError, match="memory://out is a URL, and a local path belongs here: export to one"):
+        export_safetensors(run.model, "memory://out")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(ModuleNotFoundError, match="memory://run is a URL, which fsspec opens: pip install fsspec"):
+        Checkpoints("memory://run")
+    optim.save(run.optimizer, "here:now")  # which no store is called
+    assert list(tmp_path.iterdir()) == [tmp_path / "here:now"]

@@ -1,0 +1,189 @@
+"""Lightning's Trainer and Fabric with checkpoints in a store, one process a rank: `-m tests.trainers.stores NAME FOLDER REPORT`.
+
+What each rank found is a list of (name, whether it is so).
+"""
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+import zerocast
+from tests.checkpoint import plain_store
+from tests.workers import error_of
+from zerocast.integrations import zero_run
+
+URL = "plain://runs"
+Found = list[tuple[str, bool]]
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 32))
+    return zerocast.quantize_(model, {"*.weight": "nvfp4"})
+
+
+def masters(model: torch.nn.Module, optimizer: Any) -> list[bytes]:
+    state = zerocast.optim.full_state_dict(model, optimizer)
+    return [tensor.numpy().tobytes() for _, tensor in sorted(state.items())]
+
+
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def module_class() -> Any:
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, raises: str = "") -> None:
+            super().__init__()
+            self.net, self.raises = net(), raises
+
+        def training_step(self, x: Tensor, index: int) -> Tensor:
+            self._raise("forward", 2)
+            return self.net(x * (1 + self.global_step)).square().mean()
+
+        def on_after_backward(self) -> None:
+            self._raise("backward", 2)
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self._raise("after a step", 3)
+
+        def configure_optimizers(self) -> Any:
+            return zerocast.ZeroAdamW(self.named_parameters(), lr=1e-2)
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader([torch.ones(32)] * 32, batch_size=2)
+
+        def _raise(self, where: str, step: int) -> None:
+            if where == self.raises and self.global_step == step:
+                raise ZeroDivisionError(where)
+
+    return Module
+
+
+def trainer(*callbacks: Any) -> Any:
+    import lightning
+
+    from zerocast.integrations.lightning import ZeroStrategy
+
+    of_run = {"accelerator": "cpu", "devices": ranks(), "max_steps": 5, "enable_checkpointing": bool(callbacks)}
+    return lightning.Trainer(strategy=ZeroStrategy(), callbacks=[*callbacks], **of_run, **QUIET)
+
+
+def fitted(*callbacks: Any, path: str | None = None) -> list[bytes]:
+    run, module = trainer(*callbacks), module_class()()
+    run.fit(module, ckpt_path=path)
+    return masters(module, run.optimizers[0])
+
+
+def lightning(folder: Path) -> Found:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    saving = ModelCheckpoint(URL, filename="{step}", every_n_train_steps=2, save_top_k=1, save_last=True)
+    whole = fitted(saving)
+    # save_top_k=1 has removed the folder of step 2.
+    names = sorted(path.name for path in (folder / "runs").iterdir() if any(path.iterdir()))
+    found = [("folders", names == ["last.ckpt", "step=4.ckpt"])]
+    found += [("resumed", fitted(path=saving.last_model_path) == whole), *exceptions(whole)]
+
+    # A second save of the same name that breaks off between Lightning's file and the masters.
+    run, module = trainer(), module_class()()
+    run.fit(module)
+    run.save_checkpoint(f"{URL}/again.ckpt")
+    with mock.patch.object(zero_run, "save", side_effect=OSError("the store is gone")):
+        error_of(lambda: run.save_checkpoint(f"{URL}/again.ckpt"))
+    said = error_of(lambda: fitted(path=f"{URL}/again.ckpt"))
+    return [*found, ("of two saves", "ValueError" in said and "are of two saves" in said)]
+
+
+def exceptions(whole: list[bytes]) -> Found:
+    """An exception ends a run on all ranks; the run goes on from what is saved then."""
+    from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+
+    class Kept(OnExceptionCheckpoint):
+        def teardown(self, *_: Any, **__: Any) -> None:
+            """The stock one deletes its checkpoint at the end of a fit, also when an exception was it."""
+
+    found = []
+    path = f"{URL}/on_exception.ckpt"
+    for where in ("forward", "backward", "after a step"):
+        for callback in (Kept(URL), ModelCheckpoint(URL, filename="on_exception", save_on_exception=True)):
+            run = trainer(callback)
+            said = error_of(functools.partial(run.fit, module_class()(where)))
+            found += [(f"raised {where}", said == f"ZeroDivisionError: {where}")]
+            found += [(f"resumed {where}", fitted(path=path) == whole)]
+            run.strategy.remove_checkpoint(path)
+    return found
+
+
+def fabric(folder: Path) -> Found:
+    import lightning
+
+    from zerocast.integrations.lightning import FabricZeroStrategy
+
+    runner = lightning.Fabric(accelerator="cpu", devices=ranks(), strategy=FabricZeroStrategy())
+    runner.launch()
+
+    def made() -> dict[str, Any]:
+        model = net()
+        module, optimizer = runner.setup(model, zerocast.ZeroAdamW(model.named_parameters(), lr=1e-2))
+        return {"model": module, "optimizer": optimizer, "step": 0}
+
+    def value(state: dict[str, Any]) -> list[bytes]:
+        return masters(state["model"], state["optimizer"].optimizer)
+
+    state, other = made(), made()
+    runner.backward(state["model"](torch.ones(2, 32)).square().mean())
+    state["optimizer"].step()
+    state["step"] = 1
+    runner.save(f"{URL}/fabric", state)
+    remaining = runner.load(f"{URL}/fabric", other)
+    found = [("resumed", value(other) == value(state) and other["step"] == 1), ("nothing remains", remaining == {})]
+    state["step"] = 2
+    with mock.patch.object(zero_run, "save", side_effect=OSError("the store is gone")):
+        error_of(lambda: runner.save(f"{URL}/fabric", state))
+    fresh = made()
+    before = value(fresh)
+    said = error_of(lambda: runner.load(f"{URL}/fabric", fresh))
+    return [*found, ("of two saves", "are of two saves" in said), ("as before", value(fresh) == before)]
+
+
+def transformers(folder: Path) -> Found:
+    """accelerate and transformers write and read local files, and say so."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from zerocast.integrations.huggingface import Accelerator, Trainer
+
+    small = LlamaConfig(hidden_size=32, intermediate_size=32, vocab_size=32, num_attention_heads=2, num_hidden_layers=1)
+    model = zerocast.quantize_(LlamaForCausalLM(small), {"*_proj.weight": "fp8_block"})
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+    quiet: dict[str, Any] = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "max_steps": 1}
+    at_url = TrainingArguments(URL, **quiet)
+    local = Trainer(model, TrainingArguments(str(folder), **quiet), train_dataset=rows)
+    accelerator = Accelerator(cpu=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "save_state": lambda: accelerator.save_state(URL),
+        "load_state": lambda: accelerator.load_state(URL),
+        "output_dir": lambda: Trainer(model, at_url, train_dataset=rows),
+        "resume_from_checkpoint": lambda: local.train(resume_from_checkpoint=f"{URL}/checkpoint-1"),
+    }
+    return [(name, "is a URL, and a local path belongs here" in error_of(call)) for name, call in calls.items()]
+
+
+if __name__ == "__main__":
+    name, folder, report = sys.argv[1:]
+    plain_store.register(folder)
+    found = globals()[name](Path(folder))
+    Path(f"{report}.{os.environ.get('RANK', '0')}").write_text(json.dumps(found))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

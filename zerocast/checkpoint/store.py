@@ -1,0 +1,183 @@
+"""StorePath: a file or folder of a store that fsspec opens by a URL, such as s3://bucket/run.
+
+A store is used with the operations that all of them have: read and write a whole file, list a
+folder, delete a file. It has no atomic rename, no fsync and no exclusive creation.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+# Protocols of the file system of this host, whose URLs are paths.
+_LOCAL = ("file", "local")
+# A URL that went through a Path, which leaves one slash of two.
+_ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
+
+
+@dataclass(frozen=True)
+class StorePath:
+    """A path of a store. It has the methods of `pathlib.Path` that checkpoints need.
+
+    Attributes:
+        url: the URL, without a slash at its end.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> "StorePath":
+        return StorePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the URL."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> "StorePath":
+        """The folder that the path is in."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> "StorePath":
+        """The path of another name in the same folder."""
+        return self.parent / name
+
+    def absolute(self) -> "StorePath":
+        """Itself: a URL depends on no working folder."""
+        return self
+
+    resolve = absolute
+
+    def exists(self) -> bool:
+        """True if there is a file or a folder."""
+        fs, path = self._opened()
+        return bool(fs.exists(path))
+
+    def is_file(self) -> bool:
+        """True if there is a file."""
+        fs, path = self._opened()
+        return bool(fs.isfile(path))
+
+    def is_dir(self) -> bool:
+        """True if there is a folder. Some stores have no empty folders."""
+        fs, path = self._opened()
+        return bool(fs.isdir(path))
+
+    def is_symlink(self) -> bool:
+        """Return False: a store has no links."""
+        return False
+
+    def iterdir(self) -> Iterator["StorePath"]:
+        """The files and folders in this folder; none if it does not exist."""
+        return (self / name for name in self._listed())
+
+    def sizes(self) -> dict[str, int]:
+        """The size in bytes of each file in this folder, by name."""
+        return {name: int(entry["size"]) for name, entry in self._listed().items() if entry["type"] == "file"}
+
+    def open(self) -> IO[bytes]:
+        """Open the file for reading. FileNotFoundError if it does not exist."""
+        fs, path = self._opened()
+        try:
+            stream: IO[bytes] = fs.open(path, "rb")
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{self} is not there") from None
+        return stream
+
+    def write_text(self, text: str) -> None:
+        """Write a whole file, and make its folder where the store has folders."""
+        fs, path = self._opened()
+        fs.makedirs(self.parent._opened()[1], exist_ok=True)
+        fs.pipe_file(path, text.encode())
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Delete the file."""
+        fs, path = self._opened()
+        try:
+            fs.rm_file(path)
+        except FileNotFoundError:
+            if not missing_ok:
+                raise
+
+    def rmtree(self, last: str) -> None:
+        """Delete the folder and all that is in it, the file called `last` after all others."""
+        fs, path = self._opened()
+        others = [f"{path}/{name}" for name in self._listed() if name != last]
+        if others:
+            fs.rm(others, recursive=True)
+        if fs.exists(path):
+            fs.rm(path, recursive=True)
+
+    def _listed(self) -> dict[str, dict[str, Any]]:
+        fs, path = self._opened()
+        try:
+            entries = fs.ls(path, detail=True)
+        except FileNotFoundError:
+            return {}
+        # Some stores list a folder as a part of itself.
+        inside = [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]
+        return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in inside}
+
+    def _opened(self) -> tuple[Any, str]:
+        """The file system and the path in it. It forgets what it knows of folders, which other
+        processes may have changed since.
+        """
+        from fsspec.core import url_to_fs  # noqa: PLC0415
+
+        fs, path = url_to_fs(self.url)
+        fs.invalidate_cache()
+        return fs, str(path)
+
+
+Place = Path | StorePath
+AnyPath = str | os.PathLike[str] | StorePath
+
+
+def as_place(path: AnyPath) -> Place:
+    """The path of a local file or folder, or the StorePath of a URL. `file://` URLs are local.
+
+    Raises ValueError for an unknown protocol, for a chain of URLs and for a URL in a Path;
+    ModuleNotFoundError without fsspec, ImportError without its package for the protocol.
+    """
+    if isinstance(path, StorePath):
+        return path
+    text = os.fspath(path)
+    if "://" not in text:
+        _check_slashes(text)
+        return Path(text)
+    if "::" in text:
+        raise ValueError(f"{text} is a chain of URLs: give one, to a store that can be written")
+    try:
+        from fsspec.core import url_to_fs  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{text} is a URL, which fsspec opens: pip install fsspec") from error
+    _, local_path = url_to_fs(text)
+    return Path(local_path) if text.partition("://")[0] in _LOCAL else StorePath(text.rstrip("/"))
+
+
+def local_path(path: AnyPath, remedy: str) -> Path:
+    """The path, where only a local one can be used. ValueError for a URL, with the remedy at the
+    end.
+    """
+    place = as_place(path)
+    if isinstance(place, StorePath):
+        raise ValueError(f"{path} is a URL, and a local path belongs here: {remedy}")
+    return place
+
+
+def _check_slashes(text: str) -> None:
+    """ValueError for a URL that has lost a slash in a Path: it would be a local folder `s3:`."""
+    match = _ONE_SLASH.match(text)
+    if match is None:
+        return
+    try:
+        from fsspec import available_protocols  # noqa: PLC0415
+    except ModuleNotFoundError:
+        return
+    if match[1] in available_protocols():
+        raise ValueError(f"{text} was a URL before it became a Path, which drops a slash: give its text")

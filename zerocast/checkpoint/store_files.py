@@ -1,0 +1,24 @@
+"""The files of torch.distributed.checkpoint in a store that fsspec opens. Importing this imports
+fsspec.
+"""
+
+import os
+from typing import Any
+
+from fsspec.core import url_to_fs
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem
+
+from zerocast.checkpoint.torch_checkpoint import HashedFiles
+
+
+class StoreFiles(FileSystem):
+    """Files of a store."""
+
+    def init_path(self, path: str | os.PathLike[str], **options: Any) -> str:
+        """Open the file system of a URL; the path in it, since not all of them take a URL."""
+        self.fs, inner = url_to_fs(os.fspath(path), **options)
+        return str(inner)
+
+
+class HashedStoreFiles(HashedFiles, StoreFiles):
+    """Files of a store, each of which is hashed while it is written."""
