@@ -114,7 +114,8 @@ class Checkpoints:
 
     def path(self, step: int) -> Place:
         """The folder of a step: `step_00000100`, or one with a longer name between a crash and the
-        next save, and at a URL after a step was saved again.
+        next save, and at a URL after a step was saved again. The text of the result is the path or
+        the URL.
         """
         path: Place = self._whole_folder(step).current_path
         return path

@@ -211,7 +211,7 @@ def temporary_folders(parent: PlaceT, name: str, suffix: str) -> list[PlaceT]:
     return sorted((path for path, token in named if _is_ours(path, token)), key=str)
 
 
-def retire(path: PlaceT) -> PlaceT:
+def retire(path: Place) -> Place:
     """Change a folder that zerocast wrote so that it no longer looks complete: rename it, or in a
     store mark it. Returns its path then, for `discard`.
     """
