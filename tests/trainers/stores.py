@@ -114,15 +114,15 @@ def exceptions(whole: list[bytes]) -> Found:
         def teardown(self, *_: Any, **__: Any) -> None:
             """The stock one deletes its checkpoint at the end of a fit, also when an exception was it."""
 
+    def saving(name: str) -> tuple[Any, ...]:
+        return Kept(URL, f"{name} 0"), ModelCheckpoint(URL, filename=f"{name} 1", save_on_exception=True)
+
     found = []
-    path = f"{URL}/on_exception.ckpt"
     for where in ("forward", "backward", "after a step"):
-        for callback in (Kept(URL), ModelCheckpoint(URL, filename="on_exception", save_on_exception=True)):
-            run = trainer(callback)
-            said = error_of(functools.partial(run.fit, module_class()(where)))
-            found += [(f"raised {where}", said == f"ZeroDivisionError: {where}")]
-            found += [(f"resumed {where}", fitted(path=path) == whole)]
-            run.strategy.remove_checkpoint(path)
+        for number, callback in enumerate(saving(where)):
+            said = error_of(functools.partial(trainer(callback).fit, module_class()(where)))
+            found += [(f"raised {where} {number}", said == f"ZeroDivisionError: {where}")]
+            found += [(f"resumed {where} {number}", fitted(path=f"{URL}/{where} {number}.ckpt") == whole)]
     return found
 
 
