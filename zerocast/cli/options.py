@@ -130,8 +130,8 @@ class InspectConfig:
     """
 
     checkpoint: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors (file, index or
-    folder), or a file of torch.save.
+    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors
+    (file, index or folder), or a file of torch.save.
     """
     format: str | None = None
     """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default the
@@ -159,8 +159,8 @@ class ExportConfig:
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors (file, index or
-    folder), or a file of torch.save.
+    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors
+    (file, index or folder), or a file of torch.save.
     """
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""
