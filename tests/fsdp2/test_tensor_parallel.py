@@ -167,6 +167,32 @@ def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
     assert ranks(2)(refusal, "mxfp8") == ["", ""]
 
 
+def experts(fmt: str, dim: int) -> str:
+    """What the first forward pass says of experts [4, 128, 64] that are sliced along a dimension; 'right' of right bytes."""
+    model, mesh = nn.Module(), models.mesh((1, 2), ("dp", "tp"))
+    value = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0))
+    model.w = nn.Parameter(distribute_tensor(value, mesh["tp"], [Shard(dim)], src_data_rank=None))
+    flat = mesh["dp", "tp"]._flatten("all_experts")
+    zerocast.fsdp2.prepare(model, {"w": fmt}, weight_mesh=flat)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16)
+    said = error_of(lambda: zerocast.fsdp2.refresh(model))
+    if said:
+        return said
+    expected = casts.unsharded(fmt, value.chunk(2, dim)[mesh["tp"].get_local_rank()], torch.bfloat16)
+    for _, weight in models.unsharded(model):
+        casts.assert_same_bytes(models.bytes_of(weight), expected)
+        said = "right"
+    return said
+
+
+@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4"])
+def test_slices_of_experts(ranks: Ranks, fmt: str) -> None:
+    """A slice of whole experts is fine, and one that cuts a block of each is not, although all its rows are whole blocks."""
+    assert ranks(2)(experts, fmt, 0) == ["right"] * 2
+    for said in ranks(2)(experts, fmt, 1):
+        assert "would span two tensor-parallel slices: a slice is [64, 64] and a block [128, 128]" in said
+
+
 @pytest.mark.parametrize(
     ("fmt", "hidden", "text"),
     [

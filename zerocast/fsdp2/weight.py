@@ -293,7 +293,8 @@ class FSDPWeight:
             self._check_slice(fmt, weight_mesh)
 
     def _check_slice(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
-        held, whole_weight = matrix_shape(self.shape), matrix_shape(self.param().sharded_param.shape)
+        # Of experts the last two dimensions, since blocks begin anew in each of them.
+        held, whole_weight = self.shape[-2:], self.param().sharded_param.shape[-2:]
         ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
         for block in (fmt.exchange_block, fmt.columnwise_block):
             if block and any(end % side for end, side in zip(ends, block, strict=True)):
