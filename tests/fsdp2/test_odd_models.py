@@ -163,6 +163,11 @@ def test_models(ranks: Ranks, name: str, moment_dtype: Any) -> None:
     assert ranks(2)(learnt, name, moment_dtype) == [[], []]
 
 
+@pytest.mark.slow
+def test_fewer_experts_than_ranks(ranks: Ranks) -> None:
+    assert ranks(4)(learnt, "experts in one weight", torch.float32) == [[]] * 4
+
+
 def parametrized() -> str:
     """What the first forward pass of a weight says that something else is computed of."""
     model = Net(("fp8_current",), 64, 96)

@@ -186,11 +186,15 @@ def test_what_is_refused() -> None:
         torch._grouped_mm(x, weight.transpose(1, 2), offs=offsets())
 
 
-@pytest.mark.parametrize("product", [grouped, batched, one_by_one])
+@pytest.mark.parametrize(
+    ("fmt", "product"), [("nvfp4", grouped), ("fp8_block", batched), ("nvfp4", one_by_one), ("fp8_block", one_by_one)]
+)
 @pytest.mark.parametrize("is_as_stored", [False, True])
-def test_a_compiled_product_keeps_no_plain_weight(product: Callable[[Tensor, Any], Tensor], is_as_stored: bool) -> None:
+def test_a_compiled_product_keeps_no_plain_weight(
+    fmt: str, product: Callable[[Tensor, Any], Tensor], is_as_stored: bool
+) -> None:
     """The bits of eager, and one op of ours for a product in each graph."""
-    weight: Any = experts("nvfp4")
+    weight: Any = experts(fmt)
     x, grad = (torch.randn(ENDS[-1], n, dtype=BF16) for n in ((M, K) if is_as_stored else (K, M)))
     function = lambda x, w: product(x, w if is_as_stored else w.transpose(-2, -1))  # noqa: E731
     compiled = test_compiled.compiled(function)
