@@ -1,4 +1,4 @@
-"""The numbers of README.md and of docs/concepts/speed.md are those of the stored reports and of `zerocast plan`."""
+"""The numbers of README.md and of the pages on speed are those of the stored reports and of `zerocast plan`."""
 
 import json
 import re
@@ -12,6 +12,8 @@ from zerocast.footprint.footprint import Setup, footprint
 from zerocast.footprint.shapes import read_model
 
 REPORTS = ROOT / "tests/benchmarks/reports"
+FIRST_PAGE = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs/performance.md").read_text()
 GIB = 2**30
 STEPS = {
     "FSDP2, bf16": "fsdp2:bf16",
@@ -31,8 +33,8 @@ CASTS = {
 
 
 def cells(name: str) -> list[str]:
-    """The first row of README.md with this name."""
-    found = re.search(rf"^\| {re.escape(name)} \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    """The first row of the page with this name."""
+    found = re.search(rf"^\| {re.escape(name)} \| (.*) \|$", PAGE, re.MULTILINE)
     assert found, name
     return found[1].split(" | ")
 
@@ -62,9 +64,40 @@ def test_no_row_of_a_training_step_is_left_out() -> None:
     assert set(STEPS.values()) == rows
 
 
-def test_the_first_paragraph() -> None:
+# Rows of the table of the first page: the row of the report, and that of the study.
+COMPARED = {
+    "bf16": ("FSDP2 bf16", "bf16"),
+    "torchao's float8, tensorwise": ("torchao's float8, tensorwise, FP8 all-gather", None),
+    "zerocast `fp8_current` (8 bits)": ("FSDP2 fp8_current, `fast=True`", "fp8_current, fast"),
+    "zerocast `nvfp4:exact_in_fp8` (4 bits)": (
+        "FSDP2 nvfp4:exact_in_fp8, `fast=True`",
+        "nvfp4 exact in FP8, fast",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_table_of_the_first_page(name: str) -> None:
+    """Speed and memory of a step beside the final loss of the same recipe."""
+    row, variant = COMPARED[name]
+    report = (REPORTS / "2026-11-27-nvidia-h200-step-x2-shapes.md").read_text()
+    steps = dict(re.findall(r"^\| (.+?) \| ([\d.]+ .*) \|$", report.partition("## C")[0], re.MULTILINE))
+    milliseconds, *_, peak, _ = steps[row].split(" | ")
+    speed = float(steps["FSDP2 bf16"].split(" | ")[0]) / float(milliseconds)
+    shown = f"{speed:.2f}x" + f" ({milliseconds} ms)" * (name == "bf16")
+    loss = "not studied"
+    if variant is not None:
+        study = json.loads((ROOT / "examples/gpt_pretrain/study/pairs/results.json").read_text())["variants"][variant]
+        loss = f"{study['validation_loss']:.3f}"
+        if name != "bf16":
+            loss += f": {study['gap']:+.3f} ± {study['gap_interval']:.3f}"
+            assert len(study["gaps"]) == 26
+    assert f"| {name} | {shown} | {peak} GiB | {loss} |" in FIRST_PAGE
+
+
+def test_what_fp8_weights_and_casts_take() -> None:
     """What it promises of FP8 weights and of casts is what the tables below it say of their best and worst rows."""
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join(PAGE.split())
     steps = {row["variant"]: row for row in stored("2026-11-23-nvidia-h200-step-x2.json") if row["mode"] == "compiled"}
     over = [row["over_bf16"][0] for name, row in steps.items() if ":fp8" in name]
     theirs, _ = steps["torchao:tensorwise"]["over_bf16"]
@@ -77,7 +110,8 @@ def test_the_first_paragraph() -> None:
     ratios = [
         rows[n, "transformer_engine"]["ms"] / rows[n, "cuda"]["ms"] for n in casts if (n, "transformer_engine") in rows
     ]
-    assert f"a cast takes {min(floors):.2f} to {max(floors):.2f} times as long as a copy of its bytes" in text
+    cast = f"A cast takes {min(floors):.2f} to {max(floors):.2f} times as long as a copy of its bytes"
+    assert cast in text and cast in " ".join(FIRST_PAGE.split())
     assert f"(TransformerEngine's: {min(ratios):.1f} to {max(ratios):.0f} times as long as ours)" in text
 
 
@@ -86,7 +120,7 @@ def test_missed_targets_are_named() -> None:
     report = json.loads((REPORTS / "2026-11-23-nvidia-h200-step-x2.json").read_text())
     measured = [target for target in report["targets"] if target["reached"] is not None]
     missed = {(t["reached"], t["limit"]) for t in measured if t["reached"] > t["limit"]}
-    text = " ".join((ROOT / "README.md").read_text().split())
+    text = " ".join(PAGE.split())
     said = text.partition(" targets are missed ")[2].partition("`mxfp4` is")[0]
     shown = [
         (float(reached), float(limit)) for reached, limit in re.findall(r"([\d.]+) times.*?, for ([\d.]+)[;.]", said)
@@ -100,8 +134,7 @@ def test_missed_targets_are_named() -> None:
 
 def test_the_first_page_is_short() -> None:
     """Words, without the rules of tables."""
-    text = (ROOT / "README.md").read_text()
-    assert len([word for word in text.split() if re.search(r"\w", word)]) <= 1000
+    assert len([word for word in FIRST_PAGE.split() if re.search(r"\w", word)]) <= 600
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -109,7 +142,7 @@ def test_casts(name: str) -> None:
     rows = {row["by"]: row for row in stored("2026-11-21-nvidia-h200-cuda.json") if row["row"] == CASTS[name]}
     theirs = f"{rows['transformer_engine']['ms']:.2f}" if "transformer_engine" in rows else "does not run on Hopper"
     ours = rows["cuda"]
-    found = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    found = re.findall(rf"^\| {re.escape(name)} \| (.*) \|$", PAGE, re.MULTILINE)
     assert f"{ours['ms']:.2f} | {ours['over_floor']:.2f} | {theirs}" in found
 
 
@@ -127,7 +160,7 @@ def test_bytes_a_parameter(name: str, fmt: str, config: ZeroConfig) -> None:
     resident = (planned.memory["weights"] + planned.memory["scales"]) / planned.numel
     gathered = planned.wire["all-gather"] * 8 / 7 / planned.numel
     row = f"| {name} | {resident:.2f} | {gathered:.2f} | {planned.total_memory / GIB:.1f} GiB |"
-    assert row in (ROOT / "README.md").read_text()
+    assert row in PAGE
 
 
 def test_why_a_cast_is_fast() -> None:
