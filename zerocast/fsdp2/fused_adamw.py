@@ -9,6 +9,7 @@ of one can be loaded into the other.
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
@@ -34,6 +35,7 @@ from zerocast.fsdp2.manager import CastManager, validity_of
 from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter, flat_local
 from zerocast.fsdp2.prepare import managers_behind
+from zerocast.fsdp2.weight import FSDPWeight
 from zerocast.optim.moments_8bit import Moments8bit
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
@@ -50,9 +52,35 @@ WITHIN_BACKWARD = (
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
 
 
+@dataclass(frozen=True)
+class SteppedShard:
+    """The shard of a parameter on this rank, as a step reads and writes it.
+
+    Attributes:
+        parameter: the parameter, whose gradient is read at each step.
+        master: its flat local part, f32.
+        state: its moments and step count by torch's names.
+        row: its row of the scalars of the step.
+        shape, span: `master` is the elements `span` of a weight of `shape`.
+        amaxes: the places of its amaxes in the packed buffer: rowwise, and of a columnwise grid.
+        flag: the place where the step writes 1 if the master becomes NaN or Inf. -1 for none.
+        codes: its kept codes, for a pass that casts. None if the pass writes no codes.
+    """
+
+    parameter: Any
+    master: Tensor
+    state: Mapping[str, Any]
+    row: int
+    shape: tuple[int, ...]
+    span: Span
+    amaxes: tuple[int, int]
+    flag: int = -1
+    codes: Tensor | None = None
+
+
 class AdamPass:
-    """Adam over the shards of weights of one kind, and the amaxes of the updated masters, in one
-    launch. If all weights have one set of codes, the pass can cast them too (`casts_in_one_pass`).
+    """Adam over shards of one kind, and the amaxes of the updated masters, in one launch. If all
+    weights have one set of codes, the pass can cast them too (`casts_in_one_pass`).
 
     FSDP2 gives every parameter, gradient and moment a separate tensor, so each shard is a separate
     base in the table.
@@ -65,63 +93,46 @@ class AdamPass:
         self._exp_avgs: list[Tensor] = []
         self._exp_avg_sqs: list[Tensor] = []
 
-    def add(
-        self,
-        parameter: Any,
-        master: Tensor,
-        state: Mapping[str, Any],
-        row: int,
-        shape: tuple[int, ...],
-        span: Span,
-        place: tuple[int, int],
-        flag: int,
-        codes: Tensor | None = None,
-    ) -> None:
-        """Append a parameter with its flat local part `master`, the elements `span` of a weight
-        of `shape`.
-
-        `state` has its moments, `row` is its row of the scalars, `place` says where its amaxes go,
-        rowwise and of an own columnwise grid, and `flag` where a 1 goes if it becomes NaN or Inf.
-        `codes` are its kept codes, for a pass that `casts`.
-        """
-        self._parameters.append(parameter)
+    def add(self, shard: SteppedShard) -> None:
+        """Append a shard. Called before `freeze`."""
+        master = shard.master
+        self._parameters.append(shard.parameter)
         for name, moments in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
-            moments.append(flat_local(state[name]))
+            moments.append(flat_local(shard.state[name]))
             check_plain(name, moments[-1], FLOATS, master.numel(), master.device)
-        self._table.add_master(master, shape, span, place, row, flag, codes)
+        self._table.add_master(master, shard.shape, shard.span, shard.amaxes, shard.row, shard.flag, shard.codes)
 
     def __len__(self) -> int:
         return len(self._parameters)
 
-    def freeze(self) -> "AdamPass":
+    def freeze(self) -> None:
         """Put the table on the device."""
         self._table.freeze()
-        return self
 
     def written(self) -> list[Tensor]:
         """Return the tensors that a step writes: the masters and their moments."""
         return [*self._table.masters.tensors, *self._exp_avgs, *self._exp_avg_sqs]
 
     def gradients(self) -> list[Tensor]:
-        """The gradients as they are now, flat."""
+        """Return the gradients as they are now, flat."""
         return [flat_local(parameter.grad) for parameter in self._parameters]
 
     def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
-        """Step all shards; their amaxes go into `packed`, which holds zeros there. If it `casts`,
-        the codes of whole rows of blocks go where they are kept.
+        """Step all shards and write their amaxes into `packed`, which holds zeros there. With
+        `casts`, also write the codes of whole rows of blocks.
         """
         moments = self._exp_avgs, self._exp_avg_sqs
         self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed, casts=casts)
 
     def finish(self) -> None:
-        """Do what waits for other ranks: nothing with FP32 moments."""
+        """Finish the step after the reduction of 8-bit moments. FP32 moments need none."""
 
 
 class Adam8bitPass(AdamPass):
-    """The same for one parameter, whose moments are kept in 8 bits. It casts nothing.
+    """Adam over the shard of one parameter whose moments are in 8 bits. It never casts.
 
     Args:
-        moments: those of the parameter.
+        moments: the moments of the parameter.
         clock: the number of its step, f32[].
     """
 
@@ -131,43 +142,32 @@ class Adam8bitPass(AdamPass):
         # The arguments of a step, until it is finished.
         self._update: tuple[AdamUpdate, Tensor] | None = None
 
-    def add(
-        self,
-        parameter: Any,
-        master: Tensor,
-        state: Mapping[str, Any],
-        row: int,
-        shape: tuple[int, ...],
-        span: Span,
-        place: tuple[int, int],
-        flag: int,
-        codes: Tensor | None = None,
-    ) -> None:
-        """As of an AdamPass. RuntimeError if `state` has other codes."""
-        self._parameters.append(parameter)
-        self._row = slice(row, row + 1)
+    def add(self, shard: SteppedShard) -> None:
+        """Set the shard that the pass steps. RuntimeError if its state has other codes."""
+        master = shard.master
+        self._parameters.append(shard.parameter)
+        self._row = slice(shard.row, shard.row + 1)
         check_plain("master", master, [torch.float32], self._moments.exp_avg.numel(), master.device)
         for name in ("exp_avg", "exp_avg_sq"):
             own_codes = getattr(self._moments, name)
-            if flat_local(state[name]).data_ptr() != own_codes.data_ptr():
+            if flat_local(shard.state[name]).data_ptr() != own_codes.data_ptr():
                 raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
             check_plain(name, own_codes, [own_codes.dtype], master.numel(), master.device)
         base, _ = self._table.masters.add_whole(master)
         for piece in self._moments.rows:
-            matrix: tuple[int, ...] = shape
-            own, columns = span, piece[Piece.COLUMNS]
+            shape, span, columns = shard.shape, shard.span, piece[Piece.COLUMNS]
             if shape[-1] != columns:
                 # The amax is not read, so any rows of the whole parameter will do.
-                own = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
-                matrix = -(-own.stop // columns), columns
-            self._table.add_span(matrix, own, place, flag, base, piece[Piece.OFFSET])
+                span = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
+                shape = -(-span.stop // columns), columns
+            self._table.add_span(shape, span, shard.amaxes, shard.flag, base, piece[Piece.OFFSET])
 
     def written(self) -> list[Tensor]:
         """Return the tensors that a step writes: the masters and their moments."""
         return [*self._table.masters.tensors, self._moments.exp_avg, self._moments.exp_avg_sq]
 
     def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
-        """Step the shard; its amaxes go into `packed`, which holds zeros there."""
+        """Step the shard and write its amaxes into `packed`, which holds zeros there."""
         (grad,), moments = grads, self._moments
         groups = moments.groups(self._clock.long().view(1))
         update = AdamUpdate(grad, moments.exp_avg, moments.exp_avg_sq, scalars[self._row], clip, groups)
@@ -175,29 +175,45 @@ class Adam8bitPass(AdamPass):
         self._table.adam_8bit(*self._update, skip=None, finishes=False)
 
     def finish(self) -> None:
-        """Round the moments of cut groups, whose largest values were reduced."""
+        """Round the moments of cut groups. Their largest values have been reduced by now."""
         assert self._update is not None
         self._table.adam_8bit(*self._update, skip=None, finishes=True)
         self._update = None
 
 
-class MomentsOnDemand(defaultdict[Any, Any]):
-    """The `state` of a FusedAdamW, which is never without a state.
+@dataclass
+class MeasuredWeights:
+    """The weights of a CastGroup whose amaxes a step leaves there for the next cast.
 
-    torch's `get_optimizer_state_dict` takes an empty state for that of an optimizer that was never
-    stepped, and steps it. `FusedAdamW.state_dict` has moments for all parameters without that.
+    Attributes:
+        names: the weights.
+        coded: the weights whose codes the step can write too.
+        passes: the launches of the step over them, by kind.
     """
 
-    # The moments in 8 bits, whose codes are the state; None if it holds FP32 moments.
+    group: CastGroup
+    names: frozenset[str] = frozenset()
+    coded: frozenset[str] = frozenset()
+    passes: dict[object, AdamPass] = field(default_factory=dict)
+
+
+class MomentsOnDemand(defaultdict[Any, Any]):
+    """The `state` of a FusedAdamW. It makes the moments of a parameter when they are first read.
+
+    torch's `get_optimizer_state_dict` steps an optimizer whose state is empty, to fill it. This
+    state is never empty, since `FusedAdamW.state_dict` has moments for all parameters anyway.
+    """
+
+    # Makes the 8-bit moments, whose codes are the state. None if moments are FP32.
     eight_bit: ShardedMoments | None = None
 
     def __bool__(self) -> bool:
-        """Return True, also while no parameter has moments yet."""
+        """Return True even if no parameter has moments yet."""
         return True
 
     def __missing__(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Make the moments of a parameter when they are first asked for: by its first step, or by
-        torch's `set_optimizer_state_dict`, which looks here for their names.
+        """Make the moments of a parameter for its first step, or for torch's
+        `set_optimizer_state_dict`, which reads their names.
         """
         moments = self[parameter] = (
             _zero_moments(parameter)
@@ -261,23 +277,26 @@ class FusedAdamW(torch.optim.Optimizer):
             self._lay_out_moments(group)
         self.state = MomentsOnDemand(dict)
         self.state.eight_bit = self._eight_bit
-        self._bound: list[list[int]] = []  # what the tables were made for
-        self._memory = Places(())  # of masters and moments then
+        # What the tables were made for, and where masters and moments were then.
+        self._bound: list[list[int]] = []
+        self._memory = Places(())
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
-        # here, since it imports the compiler
+        # Not at the module's import, since this imports the compiler.
         self._outside_of_graphs = torch.compiler.disable(FusedAdamW._step)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.AdamW's. All ranks that shard the parameters call it. TypeError for
-        parameters that are not FP32 and ValueError for those on another device, for options that
-        change AdamW (`maximize`), for hyper-parameters that are out of range, and for groups that
-        differ between ranks, with nothing added.
+        """Add a parameter group, as torch.optim.AdamW does. All ranks that shard the parameters
+        call it. Raises with nothing added: TypeError for parameters that are not FP32, ValueError
+        for parameters on another device, for options that change AdamW (`maximize`), for
+        hyper-parameters that are out of range, and for groups that differ between ranks.
         """
         if not self._is_built:
             self._add(param_group)
             return
-        (given,), count, problem = listed([param_group]), len(self.param_groups), None
+        (given,) = listed([param_group])
+        count = len(self.param_groups)
+        problem: Exception | None = None
         try:
             self._add(given)
         except (TypeError, ValueError) as error:
@@ -290,19 +309,31 @@ class FusedAdamW(torch.optim.Optimizer):
         self._lay_out_moments(given)
 
     def _add(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group that passes the checks of this rank alone."""
         super().add_param_group(param_group)
         try:
-            taken = [parameter for group in self.param_groups[:-1] for parameter in group["params"]]
-            _check([*taken[:1], *self.param_groups[-1]["params"]])
-            check_options(self.param_groups[-1:])
-            ADAMW.check(self.param_groups[-1])
-            if self._eight_bit is not None:
-                _check_8bit(self.param_groups[-1])
+            group = self.param_groups[-1]
+            for parameter in group["params"]:
+                if parameter.dtype != torch.float32:
+                    raise TypeError(
+                        f"masters are float32, a parameter is {parameter.dtype}: leave precision to FSDP2's policy"
+                    )
+            devices = {parameter.device for group in self.param_groups for parameter in group["params"]}
+            if len(devices) > 1:
+                raise ValueError(f"the parameters of one optimizer are on one device, got {sorted(map(str, devices))}")
+            check_options([group])
+            ADAMW.check(group)
+            if self._eight_bit is not None and "param_names" not in group:
+                raise ValueError(
+                    "moments in 8 bits are rounded by random numbers of each parameter's name: give FusedAdamW "
+                    "model.named_parameters()"
+                )
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
     def _lay_out_moments(self, group: Mapping[str, Any]) -> None:
+        """Lay out the 8-bit moments of a parameter group that all ranks have."""
         if self._eight_bit is not None:
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 self._eight_bit.add(name, parameter)
@@ -347,7 +378,8 @@ class FusedAdamW(torch.optim.Optimizer):
             self._take_part()
             raise
         for manager in self.managers:
-            # also by a step that raises half-way: all ranks cast before a gather tells them
+            # Before the launch: even if this rank's step raises half-way, all ranks cast before the
+            # next gather tells them.
             manager.make_due(self)
         with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
@@ -414,7 +446,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @property
     def managers(self) -> Sequence[CastManager]:
-        """The managers of the prepared models whose masters it steps."""
+        """The managers of the prepared models whose masters this optimizer steps."""
         return self._managers
 
     @property
@@ -424,40 +456,43 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def passes(self) -> list[AdamPass]:
         """The launches of a step."""
-        return [one for _, _, _, passes in self._measured for one in passes] + self._plain
+        measured = [adam for weights in self._measured for adam in weights.passes.values()]
+        return measured + self._plain
 
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
-        """The device's part of a step, with other `gradients` for some of its passes."""
+        """Do the device's part of a step. `gradients` replace those of some of its passes."""
         torch._foreach_add_(self._steps, 1)
         scalars = self._hyperparameters.scalars(torch.stack(self._clocks))
         if self._eight_bit is not None:
             self._eight_bit.begin()
 
-        def run(one: AdamPass, packed: Tensor, casts: bool = False) -> None:
-            grads = gradients.get(one)
-            one.run(one.gradients() if grads is None else grads, scalars, self._clip, packed, casts)
+        def run(adam: AdamPass, packed: Tensor, casts: bool = False) -> None:
+            grads = gradients.get(adam)
+            adam.run(adam.gradients() if grads is None else grads, scalars, self._clip, packed, casts)
 
-        for group, names, local, passes in self._measured:
-            # a backward pass may still gather the codes of its forward pass
+        for weights in self._measured:
+            group = weights.group
+            # A backward pass may still gather the codes of its forward pass.
             casts = group.keep_codes and torch_fsdp.backward_pass() is None
-            packed = group.amaxes.begin_step(names, local if casts else frozenset())
-            for one in passes:
-                run(one, packed, casts and one.casts_in_one_pass)
-        for one in self._plain:
-            run(one, self._unread)
+            packed = group.amaxes.begin_step(weights.names, weights.coded if casts else frozenset())
+            for adam in weights.passes.values():
+                run(adam, packed, casts and adam.casts_in_one_pass)
+        for adam in self._plain:
+            run(adam, self._unread)
         if self._eight_bit is not None:
             self._eight_bit.reduce()
-            for one in self.passes():
-                one.finish()
+            for adam in self.passes():
+                adam.finish()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW's. Step counts are copies, and parameters that were never stepped
-        have moments of zero. RuntimeError after a step or a load that raised half-way.
+        """Return the state as torch.optim.AdamW does. Step counts are copies, and parameters that
+        were never stepped have zeros for moments. RuntimeError after a step or a load that raised
+        half-way.
         """
         validity_of(self).check(Use.SAVE)
         with self._hooks_held_back("_optimizer_state_dict_post_hooks") as hooks:
             state_dict = super().state_dict()
-        # What callers keep there beside moments stays.
+        # Callers may keep more than moments there, which stays.
         state = dict(state_dict["state"])
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -501,7 +536,7 @@ class FusedAdamW(torch.optim.Optimizer):
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
         mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
         validate_across_ranks(_groups_of(mesh), [], problem, "loads the state of a FusedAdamW")
-        held = {id(value) for moments in self._all_moments().values() for value in moments.values()}
+        in_use = {id(value) for moments in self._all_moments().values() for value in moments.values()}
         self._bound = []
         with self._hooks_held_back("_optimizer_load_state_dict_post_hooks") as hooks:
             super().load_state_dict(dict(state_dict))
@@ -521,13 +556,13 @@ class FusedAdamW(torch.optim.Optimizer):
                 moments |= self._eight_bit.codes(parameter)
             else:
                 moments |= {
-                    key: value.clone() for key, value in moments.items() if key != "step" and id(value) not in held
+                    key: value.clone() for key, value in moments.items() if key != "step" and id(value) not in in_use
                 }
         for hook in hooks:
             hook(self)
 
     def _all_moments(self) -> dict[Tensor, dict[str, Any]]:
-        """Return the state of each parameter that has one, without what callers keep beside."""
+        """Return the state of each parameter that has one, without other entries of callers."""
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         return {parameter: self.state[parameter] for parameter in parameters if parameter in self.state}
 
@@ -537,7 +572,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in state_dict["param_groups"]:
             ADAMW.check(group)
         groups, saved = self.param_groups, state_dict["param_groups"]
-        here, there = ([len(group["params"]) for group in one] for one in (groups, saved))
+        here, there = ([len(group["params"]) for group in of_state] for of_state in (groups, saved))
         if here != there:
             raise ValueError(f"the state has parameter groups of {there} parameters, and this optimizer of {here}")
         indices = (index for group in saved for index in group["params"])
@@ -568,16 +603,20 @@ class FusedAdamW(torch.optim.Optimizer):
         if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             # If anything below raises, the next call makes all tables again.
             self._bound = []
-            _check_gradients(locals_)
+            for parameter, _ in locals_:
+                # `grad_dtype` of a parameter allows dtypes that no launch takes.
+                if parameter.grad.dtype not in GRADIENT_DTYPES:
+                    raise TypeError(
+                        f"gradients are float32 or bfloat16, one is {parameter.grad.dtype}: set grad_dtype of its parameter"
+                    )
             self._rows(indexed)
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
-            written = [tensor for one in self.passes() for tensor in one.written()]
-            self._memory = Places(written)
+            self._memory = Places([tensor for adam in self.passes() for tensor in adam.written()])
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
-        """List all that the tables depend on: parameters, their addresses, the tensors of their
-        state, and the dtypes of gradients.
+        """List what the tables depend on: parameters, their addresses, the tensors of their state,
+        and the dtypes of gradients.
         """
         return [[id(p), _plain(t).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
 
@@ -603,71 +642,68 @@ class FusedAdamW(torch.optim.Optimizer):
         self._clip = torch.ones(1, dtype=torch.float32, device=device)
 
     def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
+        """Make the passes over the local parts of parameters."""
         device = self._clip.device
         backend = backends.choose(device)
-        group_of = {weight: group for group in groups for weight in group.weights}
-        measured: dict[CastGroup, dict[object, AdamPass]] = {group: {} for group in groups}
-        names: dict[CastGroup, list[str]] = {group: [] for group in groups}
-        local: dict[CastGroup, list[str]] = {group: [] for group in groups}  # of these, cast in one pass
+        self._measured = [MeasuredWeights(group) for group in groups]
+        measured_of = {weight: measured for measured in self._measured for weight in measured.group.weights}
         plain: dict[object, AdamPass] = {}
-        for parameter, shard in locals_:
-            passes, key, span = plain, TableKey(backend, *PLAIN), Span(0, shard.numel())
-            shape: tuple[int, ...] = 1, shard.numel()
-            place, flag, codes, casts = None, -1, None, False
-            if isinstance(shard, MasterParameter) and self._measures(parameter, shard):
-                weight, geometry = shard.weight, shard.weight.geometry
-                group = group_of[weight]
-                shape, span = geometry.shape(geometry.cast_rows), geometry.span
-                place, flag = group.amaxes.offsets[weight.name], group.amaxes.flag_of[weight.name]
-                if span.numel:
-                    names[group].append(weight.name)
-                    passes, key = measured[group], TableKey(backend, weight.format, geometry.nominal)
-                    casts = weight.format.casts_in_one_pass and self._eight_bit is None
-                    if casts and group.keep_codes:
-                        local[group].append(weight.name)
-                        codes = group.kept_codes(weight.name)
-            if span.numel:
-                adam = self._pass_of(passes, parameter, key, casts)
-                master = _plain(shard).detach().view(-1)
-                state, row = self.state[parameter], self._row[parameter]
-                adam.add(parameter, master, state, row, shape, span, place or (len(adam), -1), flag, codes)
-        self._measured = [
-            (group, frozenset(names[group]), frozenset(local[group]), [one.freeze() for one in passes.values()])
-            for group, passes in measured.items()
-        ]
-        self._plain = [one.freeze() for one in plain.values() if len(one)]
-        self._unread = torch.zeros(max(map(len, plain.values()), default=0), dtype=torch.float32, device=device)
+        for parameter, local in locals_:
+            numel = local.numel()
+            if not numel:
+                continue
+            master, state, row = _plain(local).detach().view(-1), self.state[parameter], self._row[parameter]
+            if not isinstance(local, MasterParameter) or not self._measures(parameter, local.weight):
+                adam = self._pass_of(plain, parameter, TableKey(backend, *PLAIN), casts=False)
+                adam.add(SteppedShard(parameter, master, state, row, (1, numel), Span(0, numel), (len(adam), -1)))
+                continue
+            weight, geometry, measured = local.weight, local.weight.geometry, measured_of[local.weight]
+            casts = weight.format.casts_in_one_pass and self._eight_bit is None
+            adam = self._pass_of(measured.passes, parameter, TableKey(backend, weight.format, geometry.nominal), casts)
+            measured.names |= {weight.name}
+            codes = None
+            if casts and measured.group.keep_codes:
+                measured.coded |= {weight.name}
+                codes = measured.group.kept_codes(weight.name)
+            shape, amaxes = geometry.shape(geometry.cast_rows), measured.group.amaxes
+            places, flag = amaxes.offsets[weight.name], amaxes.flag_of[weight.name]
+            adam.add(SteppedShard(parameter, master, state, row, shape, geometry.span, places, flag, codes))
+        self._plain = list(plain.values())
+        for adam in self.passes():
+            adam.freeze()
+        self._unread = torch.zeros(max(map(len, self._plain), default=0), dtype=torch.float32, device=device)
 
     def _pass_of(self, passes: dict[object, AdamPass], parameter: Any, key: TableKey, casts: bool) -> AdamPass:
-        """The one of the passes that takes a parameter, made for the first one that it takes."""
+        """Return the pass that takes a parameter, and add it to `passes` if it is new."""
         device = parameter.device
         if self._eight_bit is not None:
             clock, moments = self._clocks[self._row[parameter]], self._eight_bit.of(parameter)
             return passes.setdefault(parameter, Adam8bitPass(key, device, moments, clock))
         return passes.setdefault((key, casts, parameter.grad.dtype), AdamPass(key, device, casts))
 
-    def _measures(self, parameter: Tensor, shard: MasterParameter) -> bool:
-        """True if the pass over a weight can leave its amaxes. Groups of moments in 8 bits must
-        begin with the rows of the part, which they do unless columns are sharded.
-        """
-        weight = shard.weight
-        if weight.format.amax_policy is AmaxPolicy.NONE or self._eight_bit is None:
-            return weight.format.amax_policy is not AmaxPolicy.NONE
+    def _measures(self, parameter: Tensor, weight: FSDPWeight) -> bool:
+        """Return whether the pass over a weight can leave its amaxes for the next cast."""
+        if weight.format.amax_policy is AmaxPolicy.NONE:
+            return False
+        if self._eight_bit is None:
+            return True
+        # Groups of 8-bit moments must begin with the rows of the shard. They do unless columns are
+        # sharded.
         pieces = self._eight_bit.of(parameter).rows
         return all(piece[Piece.COLUMNS] == weight.geometry.columns for piece in pieces)
 
 
 class StandIns(Protocol):
-    """Tensors in a graph that stand for others, whose addresses change from replay to replay."""
+    """Tensors with fixed addresses in a graph. They stand for tensors that move between replays."""
 
     tensors: list[Tensor]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Let the next replay use these, as many and as large as before."""
+        """Let the next replay read `tensors`. Their number and sizes stay those of the first."""
 
 
 class CapturableFusedStep(CapturableStep):
-    """A step of FusedAdamW and the cast after it as a CUDA graph holds them; gathers stay outside.
+    """A step of FusedAdamW and the cast after it, for a CUDA graph. Gathers stay outside.
 
     What changes from step to step is written to fixed addresses before a replay: hyper-parameters,
     and the addresses of the gradients, which FSDP2 allocates for each backward pass.
@@ -682,11 +718,11 @@ class CapturableFusedStep(CapturableStep):
 
     def __init__(self, optimizer: FusedAdamW, stand_ins: Callable[[Sequence[Tensor]], StandIns] | None = None) -> None:
         self._optimizer, self._make_stand_ins = optimizer, stand_ins
-        # The stand-ins of the gradients of each launch, for the life of the graph.
+        # Stand-ins for the gradients of each launch. They live as long as the graph.
         self._stand_ins: dict[AdamPass, StandIns] = {}
 
     def prepare(self) -> object:
-        """Prepare the step on the host. Returns what the optimizer's tables were made for."""
+        """Prepare the step on the host. Return what the optimizer's tables were made for."""
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
         places = self._optimizer.prepare()
@@ -697,7 +733,7 @@ class CapturableFusedStep(CapturableStep):
         return places
 
     def has_same_memory(self, now: object, recorded: object) -> bool:
-        """True if the optimizer's tables are those of the recording."""
+        """Return whether the optimizer's tables are those of the recording."""
         return now is recorded
 
     @property
@@ -724,29 +760,25 @@ class CapturableFusedStep(CapturableStep):
         for manager in managers:
             manager.before_captured_cast(self._optimizer)
         with transaction(self._optimizer.validities, "a captured step"):
-            self._fill_stand_ins()
+            if self._make_stand_ins is not None:
+                for adam in self._optimizer.passes():
+                    gradients = adam.gradients()
+                    if adam not in self._stand_ins:
+                        self._stand_ins[adam] = self._make_stand_ins(gradients)
+                    self._stand_ins[adam].fill(gradients)
             yield
             for manager in managers:
                 manager.after_captured_cast()
 
     def launch(self) -> None:
         """Step and cast all prepared weights."""
-        self._optimizer.launch({one: held.tensors for one, held in self._stand_ins.items()})
+        self._optimizer.launch({adam: stand_ins.tensors for adam, stand_ins in self._stand_ins.items()})
         for manager in self._optimizer.managers:
             manager.plan.launch(in_graph=True)
 
     def finish(self) -> None:
         """Tell torch's schedulers that the optimizer has stepped, which a call of `step` does."""
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010
-
-    def _fill_stand_ins(self) -> None:
-        if self._make_stand_ins is None:
-            return
-        for each in self._optimizer.passes():
-            gradients = each.gradients()
-            if each not in self._stand_ins:
-                self._stand_ins[each] = self._make_stand_ins(gradients)
-            self._stand_ins[each].fill(gradients)
 
 
 def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
@@ -756,45 +788,18 @@ def _zero_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _mesh_of(tensors: Iterable[Any]) -> DeviceMesh | None:
-    """The largest mesh that any of these tensors is sharded over; None if none is."""
+    """Return the largest mesh that any of these tensors is sharded over. None if none is."""
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     return max(meshes, key=DeviceMesh.size, default=None)
 
 
 def _groups_of(mesh: DeviceMesh | None) -> list[Group]:
-    """The groups of this rank along each dimension of a mesh."""
+    """Return the groups of this rank along each dimension of a mesh."""
     return [Group.of(group) for group in mesh.get_all_groups()] if mesh else []
 
 
-def _check(parameters: Sequence[Tensor]) -> None:
-    """TypeError and ValueError for parameters that one launch does not take."""
-    for parameter in parameters:
-        if parameter.dtype != torch.float32:
-            raise TypeError(f"masters are float32, a parameter is {parameter.dtype}: leave precision to FSDP2's policy")
-    devices = {parameter.device for parameter in parameters}
-    if len(devices) > 1:
-        raise ValueError(f"the parameters of one optimizer are on one device, got {sorted(map(str, devices))}")
-
-
-def _check_8bit(group: Mapping[str, Any]) -> None:
-    """ValueError for parameters without names."""
-    if "param_names" not in group:
-        raise ValueError(
-            "moments in 8 bits are rounded by random numbers of each parameter's name: give FusedAdamW model.named_parameters()"
-        )
-
-
-def _check_gradients(parameters: Sequence[tuple[Any, Tensor]]) -> None:
-    """TypeError for gradients that no launch takes, which `grad_dtype` of a parameter allows."""
-    for parameter, _ in parameters:
-        if parameter.grad.dtype not in GRADIENT_DTYPES:
-            raise TypeError(
-                f"gradients are float32 or bfloat16, one is {parameter.grad.dtype}: set grad_dtype of its parameter"
-            )
-
-
 def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The step number of each state, read from each device at once: the host waits for it."""
+    """Return the step number of each state. The host waits once for each device."""
     steps = [state.get("step", 0.0) for state in states]
     by_device: dict[torch.device, list[int]] = {}
     for index, step in enumerate(steps):
@@ -808,4 +813,5 @@ def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _plain(local: Tensor) -> Tensor:
+    """Return the plain tensor inside a MasterParameter, and any other tensor itself."""
     return local.plain if isinstance(local, MasterParameter) else local
