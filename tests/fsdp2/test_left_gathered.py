@@ -12,7 +12,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import ONE_RANK
 from tests.workers import Ranks
-from zerocast.fsdp2 import plan
+from zerocast.fsdp2.gather_status import GatherStatus
 
 FORMATS = "nvfp4", "fp8_block"  # whose products a refresh does not change
 
@@ -117,7 +117,7 @@ def without_questions() -> None:
     model = models.sharded(Rooted(), {"*weight": "nvfp4"})
     register_fsdp_forward_method(model, "loss")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with mock.patch.object(plan, "StatusExchange", side_effect=AssertionError("asked")):
+    with mock.patch.object(GatherStatus, "exchange", side_effect=AssertionError("asked")):
         for step in range(3):
             for part in range(2):
                 model.loss(models.batch(2 * step + part, 64)).backward()

@@ -8,7 +8,7 @@ them at the same place of the program: before a cast that none of them takes par
 without gradients, a state dict and `zerocast.verify` read what is unread, and wait for it.
 
 No gather comes for weights that a forward pass left gathered. Before the next forward pass the
-ranks exchange their statuses by themselves then (`StatusExchange`).
+ranks exchange the statuses of these in a collective of their own (`GatherStatus.exchange`).
 
 A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or
 until the state is asked for: gathers go on, since one of them may be for `zerocast.verify`.
@@ -32,34 +32,11 @@ from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 logger = logging.getLogger(__name__)
 
-# passes and gathers of one step, or of a loop that takes none, before the host reads the oldest
+# The passes and gathers of a step, or of a loop without steps, before the host reads the oldest.
 MOST_PASSES = 16
 MOST_GATHERS = 1024
-EXIT_SECONDS = 1.0  # for headers that are on their way when the process ends
-
-
-class SentHeaders:
-    """Headers of some gathers on their way to the host.
-
-    `gathers` are the names of the weights of each gather with their headers `[rows, 2]`, of which
-    each weight has as many as there are ranks.
-    """
-
-    def __init__(self, gathers: Sequence[tuple[tuple[str, ...], Tensor]]) -> None:
-        # Kept until they are read, since another stream than theirs may make the copy.
-        self._gathers = gathers
-        self._copy = LateCopy(torch.cat([headers for _, headers in gathers]))
-
-    @property
-    def has_arrived(self) -> bool:
-        """True once reading them waits for nothing."""
-        return self._copy.has_arrived
-
-    def read(self) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-        """The names and headers of the weights of each gather, on the host."""
-        by_gather = self._copy.read().split([len(headers) for _, headers in self._gathers])
-        for (names, _), headers in zip(self._gathers, by_gather, strict=True):
-            yield names, headers
+# How long a process that ends waits for headers on their way to the host.
+EXIT_SECONDS = 1.0
 
 
 class GatherStatus:
@@ -78,22 +55,60 @@ class GatherStatus:
     def __init__(self, validity: Validity) -> None:
         self._validity = validity
         self.problem: Exception | None = None
+        # Headers of gathers that no copy has been started of, with the names of their weights. Each
+        # weight has as many headers as there are ranks.
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
-        self._sent: deque[SentHeaders] = deque()
-        # weights whose masters were not finite, with the number of their cast; until it is told
+        # Headers with their copies for the host, oldest first. Another stream than theirs may make
+        # the copy, so the headers are kept until the host has read it.
+        self._sent: deque[tuple[list[tuple[tuple[str, ...], Tensor]], LateCopy]] = deque()
+        # Weights whose masters were not finite, with the number of their cast, until an error tells
+        # of them.
         self._not_finite: dict[str, int] = {}
-        self._told_cast, self._is_overlooked = 0, False
+        # The last cast whose masters an error has told of.
+        self._told_cast = 0
+        # True while a reader may overwrite masters that are not finite.
+        self._is_overlooked = False
 
-    def all_written(self, names: Sequence[str], headers: Tensor) -> bool:
-        """True if masters of some weight were written to since the last cast on every rank that has
-        rows of it.
+    def all_written(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
+        """Return True if masters of some weight were written to since the last cast on every rank
+        that has rows of it.
 
-        RuntimeError if they were on only some of these ranks, if masters of some are partial, if
-        some could not make the last cast, and for bytes of different casts.
+        Headers on a CPU are compared at once, as `_compare` says. The host waits for a GPU to read
+        headers, so a rank reads them now only if its own statuses allow that all were written to:
+        those of masters that changed outside of an optimizer, and of weights without rows here. It
+        reads the rest later, as all ranks do, and they raise then if they disagree.
 
         Args:
             names: the weights.
+            statuses: what this rank has reported of each weight.
             headers: int32 `[weights * ranks, 2]`, weight by weight.
+        """
+        if not self.reads_late(headers):
+            return self._compare(names, headers)
+        self.note(names, headers)
+        if not any(status.may_be_written for status in set(statuses)):
+            return False
+        by_weight = zip(headers.cpu().chunk(len(names)), statuses, strict=True)
+        return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
+
+    def exchange(
+        self, names: Sequence[str], statuses: Sequence[ShardStatus], generation: int, group: Group, device: str
+    ) -> bool:
+        """Do what `all_written` says by one all-gather of statuses, for weights that no gather has
+        brought headers of. Collective over `group`, on devices of type `device`.
+        """
+        here = torch.tensor([RankReport(status, generation) for status in statuses], dtype=torch.int32)
+        if device == "cuda":
+            here = here.pin_memory().to("cuda", non_blocking=True)
+        headers = torch.empty((group.size, *here.shape), dtype=here.dtype, device=here.device)
+        group.all_gather_into(headers.view(-1), here.view(-1), what="writes to weights that are gathered")
+        return self.all_written(tuple(names), statuses, headers.transpose(0, 1).flatten(0, 1))
+
+    def _compare(self, names: Sequence[str], headers: Tensor) -> bool:
+        """Return True if masters of some weight were written to on every rank that has rows of it.
+
+        RuntimeError if they were on only some of these ranks, if masters of some are partial, if
+        some could not make the last cast, and for bytes of different casts.
         """
         if Comparison.of_headers(headers).is_quiet:
             return False
@@ -102,7 +117,7 @@ class GatherStatus:
         return any(written)
 
     def _is_written(self, name: str, headers: Tensor) -> bool:
-        """Do what `all_written` says for the headers `[ranks, 2]` of one weight."""
+        """Do what `_compare` says for the headers `[ranks, 2]` of one weight."""
         comparison = Comparison.of_headers(headers)
         partial = comparison.ranks(ShardStatus.PARTIAL)
         if partial:
@@ -143,7 +158,7 @@ class GatherStatus:
 
     @staticmethod
     def reads_late(headers: Tensor) -> bool:
-        """True if the host would have to wait for these headers."""
+        """Return whether the host would have to wait for these headers."""
         return headers.is_cuda
 
     def note(self, names: tuple[str, ...], headers: Tensor) -> None:
@@ -156,14 +171,14 @@ class GatherStatus:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """Let the headers of a forward pass travel to the host."""
+        """Start the copy of a forward pass's headers to the host."""
         self._send()
         while len(self._sent) > MOST_PASSES:
             self._read_oldest()
 
     def next_step(self) -> None:
-        """RuntimeError, on every rank, where ranks disagree in any headers that were sent in the
-        step that ends, and where its masters were not finite; what it has gathered since is sent.
+        """Read the headers that were sent in the step that ends, and send those since. RuntimeError
+        on every rank if ranks disagree in them, or if masters of the step were not finite.
         """
         while self._sent:
             self._read_oldest()
@@ -171,8 +186,8 @@ class GatherStatus:
         self.check_finite()
 
     def check_finite(self) -> None:
-        """RuntimeError, on every rank and once a cast, for masters that were NaN or Inf by the
-        headers that were read.
+        """RuntimeError on every rank, once a cast, if headers that were read say that masters were
+        NaN or Inf.
         """
         if self._not_finite and not self._is_overlooked:
             names = list(self._not_finite)
@@ -181,21 +196,21 @@ class GatherStatus:
             raise not_finite_error(names, f"{len(names)} weights")
 
     def check(self) -> None:
-        """RuntimeError where ranks disagree in any headers. Waits for the device."""
+        """RuntimeError if ranks disagree in any headers. Waits for the device."""
         self._send()
         while self._sent:
             self._read_oldest()
 
     def forget(self) -> None:
-        """Drop what is unread: masters are about to be overwritten on all ranks."""
+        """Drop unread headers. Called when masters are about to be overwritten on all ranks."""
         self._unsent.clear()
         self._sent.clear()
         self._not_finite.clear()
 
     @contextlib.contextmanager
     def overlooked(self) -> Iterator[None]:
-        """Inside, nothing is said of what is unread so far: for a reader that may overwrite masters
-        on all ranks, and calls `forget` when it does. Afterwards it is unread again.
+        """Raise nothing for headers that are unread so far, while the context is open. It is for a
+        reader that may overwrite masters on all ranks, and that calls `forget` when it does.
         """
         sent, unsent = list(self._sent), self._unsent
         self._sent, self._unsent, self._is_overlooked = deque(), [], True
@@ -207,27 +222,30 @@ class GatherStatus:
             self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
-        """Log a disagreement, or masters that were not finite, if no call has raised for it yet;
-        headers that do not arrive are left.
+        """RuntimeError for a disagreement, or for masters that were not finite, if no call has
+        raised for it yet. Headers that do not arrive in EXIT_SECONDS are left.
         """
         self._send()
         until = time.monotonic() + EXIT_SECONDS
-        while self._sent and (self._sent[0].has_arrived or time.monotonic() < until):
-            if self._sent[0].has_arrived:
+        while self._sent and (self._sent[0][1].has_arrived or time.monotonic() < until):
+            if self._sent[0][1].has_arrived:
                 self._read_oldest()
         self.check_finite()
 
     def _send(self) -> None:
         if self._unsent:
-            self._sent.append(SentHeaders(self._unsent))
+            self._sent.append((self._unsent, LateCopy(torch.cat([headers for _, headers in self._unsent]))))
             self._unsent = []
 
     def _read_oldest(self) -> None:
+        gathers, copy = self._sent.popleft()
+        by_gather = copy.read().split([len(headers) for _, headers in gathers])
         try:
-            for names, headers in self._sent.popleft().read():
-                self.all_written(names, headers)
+            for (names, _), headers in zip(gathers, by_gather, strict=True):
+                self._compare(names, headers)
         except RuntimeError:
-            self.forget()  # the others tell of the same disagreement
+            # The others tell of the same disagreement.
+            self.forget()
             raise
 
 
@@ -241,37 +259,3 @@ def _report_unread() -> None:
             status.report_at_exit()
         except RuntimeError as error:
             logger.error("found as the process ended: %s", error)
-
-
-class StatusExchange:
-    """The statuses of the weights `names` on all ranks of a `group`: int32 `headers`
-    `[ranks, weights, 2]`, by one all-gather.
-    """
-
-    def __init__(
-        self, names: Sequence[str], statuses: Sequence[ShardStatus], generation: int, group: Group, device: str
-    ) -> None:
-        self._names, self._statuses = tuple(names), statuses
-        here = torch.tensor([RankReport(status, generation) for status in statuses], dtype=torch.int32)
-        if device == "cuda":
-            here = here.pin_memory().to("cuda", non_blocking=True)
-        self.headers = torch.empty((group.size, *here.shape), dtype=here.dtype, device=here.device)
-        group.all_gather_into(self.headers.view(-1), here.view(-1), what="writes to weights that are gathered")
-
-    def check(self, status: GatherStatus) -> None:
-        """RuntimeError on every rank where they disagree about a weight; on a GPU a step later."""
-        by_weight = self.headers.transpose(0, 1).flatten(0, 1)
-        if status.reads_late(self.headers):
-            status.note(self._names, by_weight)
-        else:
-            status.all_written(self._names, by_weight)
-
-    def any_written(self) -> bool:
-        """True if all ranks that have rows of some weight were written to. Waits for a GPU only
-        if they may have been.
-        """
-        here = [index for index, status in enumerate(self._statuses) if status.may_be_written]
-        if not here:
-            return False
-        by_weight = self.headers[:, here].cpu().unbind(1)
-        return any(Comparison.of_headers(headers).may_be_written for headers in by_weight)

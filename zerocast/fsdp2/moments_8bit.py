@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerocast.distributed.group import Group
-from zerocast.formats.layout import MOMENT_GROUP, Span
+from zerocast.formats.layout import Span, cut_moment_groups
 from zerocast.fsdp2.parameter import flat_local
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 
@@ -19,7 +19,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedMoments:
-    """The moments of some parameters, made when they are first asked for.
+    """The moments of some parameters. Those of a parameter are made when they are first read.
 
     Boundaries between ranks cut groups of vectors, and of matrices that are sharded by columns. The
     largest values of these are reduced over the ranks that such a parameter is sharded over.
@@ -45,7 +45,7 @@ class ShardedMoments:
         self._parts[parameter] = OwnedPart(name, shape[-1], _spans(parameter, shape), 0, 0, cut)
 
     def of(self, parameter: Tensor) -> Moments8bit:
-        """The moments of a parameter, zeros at first."""
+        """Return the moments of a parameter. They are zeros before its first step."""
         if parameter not in self._moments:
             part = self._parts[parameter]
             numel = sum(span.numel for span in part.spans)
@@ -53,19 +53,17 @@ class ShardedMoments:
         return self._moments[parameter]
 
     def codes(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The codes of both moments by name, cut as the parameter is."""
+        """Return the codes of both moments by name, sharded like the parameter."""
         moments = self.of(parameter)
         return {name: _cut_like(getattr(moments, name), parameter) for name in NAMES}
 
     def values(self, parameter: Tensor) -> dict[str, Tensor]:
-        """FP32 copies of both moments by name, cut as the parameter is."""
+        """Return FP32 copies of both moments by name, sharded like the parameter."""
         values = self.of(parameter).values(self._parts[parameter].name)
         return {name: _cut_like(value, parameter) for name, value in values.items()}
 
     def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], counts: Sequence[float]) -> None:
-        """Take over moments by parameter, after so many steps each, and forget all others.
-        Collective.
-        """
+        """Replace all moments by `states`, of parameters that took `counts` steps. Collective."""
         self._moments = {}
         self.begin()
         for finishes in (False, True):
@@ -87,7 +85,7 @@ class ShardedMoments:
 
 
 def _sharing(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """(the mesh of a parameter, the dimensions of it that cut the parameter)."""
+    """Return (the mesh of a parameter, the dimensions of it that shard the parameter)."""
     if not isinstance(parameter, DTensor):
         return None, ()
     cuts = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
@@ -95,16 +93,16 @@ def _sharing(parameter: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 
 
 def _cut_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """A flat local tensor as a tensor that is cut like the parameter."""
+    """Return a flat local tensor as a tensor that is sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return local.view(parameter.shape)
     mesh, placements = parameter.device_mesh, parameter.placements
-    own, shape, stride = local.view(parameter._local_tensor.shape), parameter.shape, parameter.stride()
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    shard, shape, stride = local.view(parameter._local_tensor.shape), parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
-    """The runs of elements of the whole parameter that this rank has, in order."""
+    """Return the runs of elements of the whole parameter that this rank has, in order."""
     offsets, sizes = (0,) * len(shape), shape
     if isinstance(parameter, DTensor) and parameter.dim():
         (chunk,) = parameter.__create_chunk_list__()
@@ -120,8 +118,8 @@ def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
 
 
 def _cut_groups(parameter: Tensor, shape: tuple[int, ...]) -> list[int]:
-    """The numbers of the groups that several ranks have parts of, alike on all ranks. Only cuts of
-    the last dimension divide rows, and all rows alike.
+    """Return the numbers of the groups that several ranks have parts of, the same on all ranks.
+    Only cuts of the last dimension divide rows, and they divide all rows at the same columns.
     """
     columns = shape[-1]
     ends = [columns]
@@ -131,13 +129,12 @@ def _cut_groups(parameter: Tensor, shape: tuple[int, ...]) -> list[int]:
         for placement, ranks in sorted(placements, key=lambda pair: hasattr(pair[0], "split_factor")):
             if getattr(placement, "dim", None) == len(shape) - 1:
                 ends = [*_ends_of_chunks(ends, ranks)]
-    cut = sorted({end // MOMENT_GROUP for end in ends if end < columns and end % MOMENT_GROUP})
-    across = -(-columns // MOMENT_GROUP)
-    return [row * across + group for row in range(math.prod(shape[:-1])) for group in cut]
+    rows = range(math.prod(shape[:-1]))
+    return cut_moment_groups((row * columns + end for row in rows for end in ends), columns)
 
 
 def _ends_of_chunks(ends: Iterable[int], chunks: int) -> Iterator[int]:
-    """The ends of runs that begin at 0, each divided as by torch.chunk."""
+    """Divide each run of elements as torch.chunk does. Yield the ends of the parts."""
     for start, end in itertools.pairwise((0, *ends)):
         size = -(-(end - start) // chunks)
         yield from (min(start + (chunk + 1) * size, end) for chunk in range(chunks))

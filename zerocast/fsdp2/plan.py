@@ -19,7 +19,7 @@ from zerocast.distributed.rank_report import ShardStatus
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_layout import ReductionGroup
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.gather_status import GatherStatus, StatusExchange
+from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living, shard_statuses
@@ -256,7 +256,11 @@ class ShardPlan(Plan):
             for weight in self.weights:
                 weight.locate()
             self.addresses = MasterAddresses({weight.name: weight.param for weight in self.weights})
-            keep, scaling = self._keeps_codes(), self._seeded_scaling()
+            keep = self.keep_codes
+            if keep is None:
+                keep = sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
+            keep = keep or any(weight.must_keep_codes for weight in self.weights)
+            scaling = self._seeded_scaling()
             # The memory of the old groups is free before the new ones take theirs.
             self.cast_groups = []
             self.cast_groups = [CastGroup(groups, reduction, keep, scaling) for reduction, groups in self.reductions]
@@ -285,13 +289,6 @@ class ShardPlan(Plan):
         for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
             states |= scaling.state_dict()
         return {name: states[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
-
-    def _keeps_codes(self) -> bool:
-        if any(weight.must_keep_codes for weight in self.weights):
-            return True
-        if self.keep_codes is not None:
-            return self.keep_codes
-        return sum(weight_layout(weight.geometry).codes_nbytes for weight in self.weights) <= MOST_KEPT
 
     def moved(self) -> bool:
         """True if masters are in other memory than at the last `bind`. A master that moves gets a
@@ -386,12 +383,12 @@ class ShardPlan(Plan):
         for reduction, weights, here in statuses:
             sent = here if problem is None else [ShardStatus.REFUSED] * len(here)
             names = [weight.name for weight in weights]
-            exchange = StatusExchange(names, sent, self.generation, reduction.group, reduction.device)
             try:
-                exchange.check(self.status)
+                written = self.status.exchange(names, sent, self.generation, reduction.group, reduction.device)
             except InvalidWeights as error:
                 problem = problem or error
-            any_written = exchange.any_written() or any_written
+            else:
+                any_written |= written
         if problem is not None:
             raise problem
         return any_written

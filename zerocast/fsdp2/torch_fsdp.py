@@ -154,16 +154,6 @@ def gathered(group: Any) -> Iterator[None]:
             group._to_sharded()
 
 
-def gathered_dtypes(params: Iterable[Any]) -> Sequence[torch.dtype]:
-    """The dtypes that modules see the gathered parameters of FSDPParams in."""
-    return [param.param_dtype or param.orig_dtype for param in params]
-
-
-def is_offloaded(param: Any) -> bool:
-    """True if an FSDPParam keeps its shard on the host."""
-    return bool(param.offload_to_cpu)
-
-
 def has_unreduced_gradient(param: Any) -> bool:
     """True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
-from zerocast.distributed.rank_report import Comparison, ShardStatus
+from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import AmaxPolicy, FormatSpec
 from zerocast.formats.layout import check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
@@ -53,12 +53,10 @@ class Presentation:
     """
 
     def check(self, fmt: FormatSpec) -> None:
-        """Raise ValueError, with nothing changed, for a format that the modules cannot compute
-        with.
-        """
+        """Raise ValueError for a format that the modules cannot compute with."""
 
     def attach(self, module: nn.Module, name: str) -> None:
-        """`module` holds the weight as parameter `name`. Called once for each, after all checks."""
+        """Called after all checks, once for each `module` with the weight as parameter `name`."""
 
     def show(self, weight: QuantizedWeight) -> Tensor:
         """Return a tensor over the buffers of `weight`, for the first gather; nothing is copied.
@@ -68,8 +66,8 @@ class Presentation:
         return weight
 
     def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
-        """The bytes behind `shown`, that parameter, are those of another gather: drop what was
-        derived from earlier ones.
+        """Drop what was derived from earlier bytes: another gather has filled the memory of
+        `shown`, FSDP2's parameter.
         """
 
     def live(self, shown: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
@@ -82,7 +80,7 @@ AS_QUANTIZED_WEIGHT = Presentation()
 
 
 class WeightPlan(Protocol):
-    """What a weight asks and tells of the plan by which it is cast. A ShardPlan is one.
+    """The part of a ShardPlan that its weights use.
 
     Attributes:
         generation: the number of casts so far. The same on all ranks, or gathers raise.
@@ -100,14 +98,14 @@ class WeightPlan(Protocol):
         """Called after an operator has written to a master."""
 
     def note_written(self, weight: "FSDPWeight") -> None:
-        """A master has changed since the last cast, as this rank knows from now on."""
+        """Called once this rank knows that a master has changed since the last cast."""
 
     def note_rewrapped(self) -> None:
         """Called when a master gets another wrapper, which may be over other memory."""
 
 
 class WeightHost(Protocol):
-    """What a weight asks and tells of the casts of its model. The CastManager is one.
+    """The part of a CastManager that its weights use.
 
     Attributes:
         memory: the memory of the shards of masters that FSDP2 allocates.
@@ -120,15 +118,14 @@ class WeightHost(Protocol):
         """The plan that casts the weight."""
 
     def before_gather(self) -> None:
-        """A gather begins: cast if that is due."""
+        """Cast if that is due. Called before each gather."""
 
     def cast_again(self) -> None:
         """Cast once more, since all ranks have written to a weight."""
 
 
 class FSDPWeight:
-    """A prepared weight by its parameter `name`. All MasterParameters that are made of it point
-    here.
+    """A prepared weight by its parameter `name`. All its MasterParameters refer to this object.
 
         sharded      `locate` finds the rows of this rank that FSDP2 cut, a cast encodes them
            │ send         with the first weight of a gather: casts if that is due; codes, scales
@@ -203,7 +200,7 @@ class FSDPWeight:
     # -- what FSDP2 decides
 
     def adopt(self, group: "ParamGroup", place: int, param: Any) -> None:
-        """FSDP2 has sharded the model: `param`, an FSDPParam, holds this weight."""
+        """Called once FSDP2 has sharded the model. `param`, an FSDPParam, holds this weight."""
         self.group = group
         self.place = place
         self.param = weakref.ref(param)
@@ -211,8 +208,8 @@ class FSDPWeight:
 
     @property
     def local(self) -> Any:
-        """The MasterParameter that is the local tensor of FSDP2's parameter; RuntimeError where
-        the wrapper was lost.
+        """The MasterParameter that is the local tensor of FSDP2's parameter. RuntimeError if the
+        wrapper was lost.
         """
         local = self.param()._sharded_local_tensor
         if getattr(local, "weight", None) is self:
@@ -246,7 +243,7 @@ class FSDPWeight:
 
     @property
     def sliced(self) -> bool:
-        """True where tensor parallelism gives this rank a slice, which FSDP2 shards."""
+        """True if tensor parallelism gives this rank a slice, which FSDP2 shards."""
         return tuple(self.param().sharded_param.shape) != self.shape
 
     @property
@@ -254,13 +251,13 @@ class FSDPWeight:
         """True if codes must be kept from one cast to the next, even if `keep_codes` is False: a
         single rank sends all as one output, and masters on the host are cast there.
         """
-        return self.shard_mesh.size() == 1 or torch_fsdp.is_offloaded(self.param())
+        return self.shard_mesh.size() == 1 or bool(self.param().offload_to_cpu)
 
     # -- checks
 
     @property
     def fingerprint(self) -> str:
-        """One line that all ranks must have alike."""
+        """One line that must be the same on all ranks."""
         shared = f" with the amax of {self.shared_amax}" if self.shared_amax else ""
         gradients = " with FP8 weight gradients" if self.fp8_weight_gradients else ""
         return f"{self.name} {self.format} {self.shape} {self.nominal}{shared}{gradients}"
@@ -289,18 +286,16 @@ class FSDPWeight:
             raise ValueError(problem)
         check_shape(fmt, self.shape)
         self.presentation.check(fmt)
-        if self.sliced:
-            self._check_slice(fmt, weight_mesh)
-
-    def _check_slice(self, fmt: FormatSpec, weight_mesh: DeviceMesh | None) -> None:
-        # Of experts the last two dimensions, since blocks begin anew in each of them.
-        held, whole_weight = self.shape[-2:], self.param().sharded_param.shape[-2:]
-        ends = [extent if extent != all_of_it else 0 for extent, all_of_it in zip(held, whole_weight, strict=True)]
-        for block in (fmt.exchange_block, fmt.columnwise_block):
-            if block and any(end % side for end, side in zip(ends, block, strict=True)):
+        if not self.sliced:
+            return
+        # The last two dimensions of experts, since blocks begin again in each of them.
+        extents, of_weight = self.shape[-2:], self.param().sharded_param.shape[-2:]
+        for block in filter(None, (fmt.exchange_block, fmt.columnwise_block)):
+            sides = zip(extents, of_weight, block, strict=True)
+            if any(extent != whole_extent and extent % side for extent, whole_extent, side in sides):
                 raise ValueError(
                     f"a block of {fmt} would span two tensor-parallel slices: a slice is "
-                    f"{list(held)} and a block {list(block)}"
+                    f"{list(extents)} and a block {list(block)}"
                 )
         has_one_amax = fmt.has_tensor_amax or fmt.amax_policy is AmaxPolicy.DELAYED
         if has_one_amax and weight_mesh is None:
@@ -312,8 +307,8 @@ class FSDPWeight:
     # -- sharded: this rank's rows
 
     def locate(self) -> None:
-        """Find the rows of this rank in the memory where they are now. TypeError if `Module.to` has
-        given them another dtype.
+        """Find the rows of this rank in memory. TypeError if `Module.to` has given them another
+        dtype.
         """
         try:
             self._check_dtypes()
@@ -333,8 +328,8 @@ class FSDPWeight:
         self.addresses = range(first, first + self.master.nbytes)
 
     def shard_over(self, codes: Sequence[Tensor], buffers: Mapping[str, Tensor]) -> MasterShard:
-        """The part that this rank casts, as the stages take it: a small weight over `codes`, by
-        direction and from its first element on this rank, and over scale `buffers`.
+        """Return the part that this rank casts as a small weight. Its `codes`, by direction, begin
+        with the first element on this rank. Its scales are in `buffers`.
         """
         geometry = self.geometry
         shape = geometry.shape(geometry.cast_rows)
@@ -346,29 +341,32 @@ class FSDPWeight:
     # -- written to
 
     def note_write(self, data: Tensor) -> None:
-        """An operator wrote to `data`, this master or something that FSDP2 or an optimizer made
-        like it.
+        """Called after an operator wrote to `data`: this master, or a tensor that FSDP2 or an
+        optimizer made like it.
         """
+        # Compiled code writes when it runs, not while it is traced. The optimizer's hook tells of
+        # that.
         if torch._guards.TracingContext.try_get() is not None:
-            return  # compiled: what runs later is not seen here, the optimizer's hook is
+            return
+        # A view without elements has no address.
         if data.data_ptr() not in self.addresses:
-            return  # also of a view of no elements
+            return
         self.host.plan.note_operator()
         self.mark_written()
 
     def mark_written(self) -> None:
-        """Say so at the next gather, unless a cast comes before."""
+        """Report the change in the header of the next gather, unless a cast comes first."""
         if not self.is_written:
             self.is_written = True
             self.host.plan.note_written(self)
             self.validity.finish = self._refuse
 
     def mark_cast(self) -> None:
-        """A cast has read the master as it is now."""
+        """Called after a cast has read the master."""
         self.is_written = False
 
     def mark_readable(self) -> None:
-        """What is left gathered may be read: all ranks know of writes since."""
+        """Allow reads of a weight that is left gathered: all ranks know of the writes to it."""
         self.validity.finish = None
 
     def _refuse(self, weight: Any) -> None:
@@ -380,30 +378,36 @@ class FSDPWeight:
     # -- gathered
 
     def send(self, device: torch.device) -> list[Tensor]:
-        """FSDP2 begins a gather: return the bytes of this rank, flat, on `device`."""
+        """Return the bytes of this rank for a gather that begins, flat, on `device`."""
         if self.place == 0:
             self.begin_gather(device)
         return self.group.take(self.place)
 
     def begin_gather(self, device: torch.device) -> None:
-        """Called with the first weight of a gather, before any is taken."""
+        """Called with the first weight of a gather, before FSDP2 takes the bytes of any."""
         self.host.before_gather()
         self.group.begin_gather(self.host.plan.generation, device)
 
     def receive(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """FSDP2 has gathered `outputs` for the first time: return (the weight as its module sees
-        it, buffers that FSDP2 allocates and frees with it).
+        """Make the weight over the `outputs` of the first gather. Return (the weight as its module
+        sees it, buffers that FSDP2 allocates and frees with it).
         """
-        buffers, inner = self.group.lay_in(self.place, outputs)
-        self._lay_in(buffers)
-        self.group.was_laid_in(self.place)
+        buffers, freed_with_it = self.group.buffers_over(self.place, outputs)
+        unsharded = QuantizedWeight.of_buffers(self.shape, self.format, self.geometry.nominal, buffers)
+        unsharded.state.columnwise_on_demand = True
+        unsharded.state.name = self.name
+        unsharded.state.validity = self.validity
+        unsharded.state.shared_amax = self.shared_amax
+        unsharded.state.fp8_weight_gradients = self.fp8_weight_gradients
+        unsharded.state.host_casts_gradient = True
+        self.unsharded = unsharded
+        self.group.note_unsharded(self.place)
         if self.place == 0:
             self.receive_group()
-        assert self.unsharded is not None
-        return self.presentation.show(self.unsharded), inner
+        return self.presentation.show(unsharded), freed_with_it
 
     def receive_group(self) -> None:
-        """Called with the first weight of a gather, once those of all have arrived."""
+        """Called with the first weight of a gather, once the bytes of all have arrived."""
         group = self.group
         if group.all_written() and group.sent == self.host.plan.generation:
             self.host.cast_again()
@@ -412,21 +416,9 @@ class FSDPWeight:
             group.all_written()  # raises if a rank could not make that cast
         group.has_received()
 
-    def _lay_in(self, buffers: Mapping[str, Tensor]) -> None:
-        """Make the weight over the buffers of FSDP2's first gather."""
-        geometry = self.geometry
-        unsharded = QuantizedWeight.of_buffers(self.shape, self.format, geometry.nominal, buffers)
-        unsharded.state.columnwise_on_demand = True
-        unsharded.state.name = self.name
-        unsharded.state.validity = self.validity
-        unsharded.state.shared_amax = self.shared_amax
-        unsharded.state.fp8_weight_gradients = self.fp8_weight_gradients
-        unsharded.state.host_casts_gradient = True
-        self.unsharded = unsharded
-
     def convert(self, fmt: FormatSpec) -> None:
-        """Be cast into another format from now on, unless it is the same. The next gather is like
-        the first in any case: this weight, or one that is gathered with it, is sent in another one.
+        """Cast into `fmt` from now on. The next gather is like the first even if the format stays,
+        since another weight of the group is sent in another one.
         """
         self.format = fmt
         self.unsharded = None
@@ -434,8 +426,8 @@ class FSDPWeight:
 
     @property
     def shown(self) -> Tensor | None:
-        """What FSDP2 made of the tensor that the presentation showed it, of a DTensor the local
-        tensor. None before the first gather.
+        """The parameter that FSDP2 made of the presentation's tensor, or its local tensor if that
+        is a DTensor. None before the first gather.
         """
         shown = getattr(self.param(), "_unsharded_param", None)
         local: Tensor | None = getattr(shown, "_local_tensor", shown)
@@ -443,7 +435,7 @@ class FSDPWeight:
 
     @property
     def live(self) -> QuantizedWeight:
-        """The gathered weight that a module computes with; there while its group is gathered."""
+        """The gathered weight that a module computes with, while its group is gathered."""
         shown = self.shown
         assert shown is not None, self.name
         assert self.unsharded is not None, self.name
@@ -496,7 +488,7 @@ class ParamGroup:
     cast_codes: Callable[[], Sequence[Sequence[Tensor]]] | None
 
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
-        """Gather these weights, each with its FSDPParam, from now on."""
+        """Gather `members`, weights with their FSDPParams, from now on."""
         self._group: Callable[[], Any] = weakref.ref(group)
         torch_fsdp.tell_group(group, self)
         self._status = status
@@ -514,10 +506,10 @@ class ParamGroup:
         self._statuses: list[ShardStatus] = []
         # The number of the cast after which a gather has last written headers.
         self._statuses_after = -1
-        # What the gather that begins sends of each weight, until FSDP2 has taken it.
+        # The tensors that the current gather sends of each weight, until FSDP2 has taken them.
         self._outgoing: list[list[Tensor]] = []
-        # What products read in place of gathered codes. None before the first gather, and after a
-        # switch of formats until the next one.
+        # Operands that products read in place of gathered codes. None before the first gather, and
+        # after a switch of formats until the next one.
         self._operands: list[GatheredOperands] = []
         self.side: GatheredSide | None = None
 
@@ -541,7 +533,7 @@ class ParamGroup:
         return None
 
     def gather_again(self) -> None:
-        """Gather in the same memory."""
+        """Free the weights and gather them again in the same memory."""
         torch_fsdp.gather_again(self._group())
 
     # -- sent
@@ -574,8 +566,8 @@ class ParamGroup:
         self.sent = cast
 
     def take(self, place: int) -> list[Tensor]:
-        """What the gather that has begun sends of the weight at `place`. After the last weight only
-        FSDP2 keeps the tensors.
+        """Return the tensors that the current gather sends of the weight at `place`. After the last
+        weight only FSDP2 keeps them.
         """
         outgoing = self._outgoing[place]
         if place == self._last_place:
@@ -608,12 +600,12 @@ class ParamGroup:
                     ranks.all_gather_into(output, part, what=f"the bytes of {weight.name}, which was written to")
 
     def has_received(self) -> None:
-        """Put the gathered scales where products read them, and let all weights be read."""
+        """Copy the gathered scales to where products read them, and allow reads of all weights."""
         assert self.side is not None
         weights = self.weights
-        dtypes = torch_fsdp.gathered_dtypes([weight.param() for weight in weights])
-        for weight, dtype in zip(weights, dtypes, strict=True):
-            nominal = weight.geometry.nominal
+        for weight in weights:
+            param, nominal = weight.param(), weight.geometry.nominal
+            dtype = param.param_dtype or param.orig_dtype
             if dtype != nominal:
                 raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
         self.side.fill()
@@ -625,9 +617,9 @@ class ParamGroup:
             if shown is not None and weight.unsharded is not None:
                 weight.presentation.refill(shown, weight.unsharded)
 
-    def lay_in(self, place: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """(the buffers of a weight by name, buffers that FSDP2 allocates and frees with it) over
-        the `outputs` of its first gather.
+    def buffers_over(self, place: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Return (the buffers of a weight by name, buffers that FSDP2 allocates and frees with it)
+        over the `outputs` of its first gather.
 
         Codes and scalars stay where FSDP2 gathered them. Scales get buffers of their own, in the
         layout that products read; those of all weights are allocated with the first one.
@@ -638,8 +630,10 @@ class ParamGroup:
         scales = self.side.scalars[place] | self.side.buffers[place]
         return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
 
-    def was_laid_in(self, place: int) -> None:
-        """The weight at `place` is over the memory of its gathers from now on."""
+    def note_unsharded(self, place: int) -> None:
+        """Called once the weight at `place` is over the memory of its gathers. After the last one,
+        products can share operands.
+        """
         if place == self._last_place:
             unsharded = [weight.unsharded for weight in self.weights]
             self._operands = GatheredOperands.of([weight.state for weight in unsharded if weight is not None])
@@ -650,26 +644,16 @@ class ParamGroup:
             operands.end_round()
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
-        """Cast some of its weights, by name, into other formats from now on."""
+        """Cast weights into other formats, by name, from now on."""
         self.side = None
         self._operands = []
         for weight in self.weights:
             weight.convert(formats.get(weight.name, weight.format))
 
     def all_written(self) -> bool:
-        """Look at the headers of a gather. Return True if all ranks have written to one of the
-        weights, so that all must cast again.
-
-        RuntimeError on all ranks where only some have. Reading headers makes the host wait for a
-        GPU: only a rank that was written to outside of an optimizer does, since all may have been,
-        and one without rows. If not all were, it learns of it with the others, later.
+        """Return True if the headers of a gather say that all ranks have written to one of the
+        weights, so that all must cast again. RuntimeError on all ranks if only some have.
         """
         assert self.side is not None
-        headers = torch.cat(self.side.headers)  # a copy, since FSDP2 may free them before they are read
-        if not self._status.reads_late(headers):
-            return self._status.all_written(self.names, headers)
-        self._status.note(self.names, headers)
-        if not any(status.may_be_written for status in set(self._statuses)):
-            return False
-        by_weight = zip(headers.chunk(len(self.names)), self._statuses, strict=True)
-        return any(Comparison.of_headers(own).may_be_written for own, status in by_weight if status.may_be_written)
+        # A copy, since FSDP2 may free the headers before they are read.
+        return self._status.all_written(self.names, self._statuses, torch.cat(self.side.headers))
