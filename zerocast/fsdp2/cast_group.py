@@ -20,10 +20,9 @@ from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import AmaxPolicy
-from zerocast.formats.layout import Buffer
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
-from zerocast.fsdp2.wire import GatherLayout, side_by_side
+from zerocast.fsdp2.wire import CODES, GatherLayout, side_by_side
 
 # Tables that are kept for sets of weights that steps have not measured. Which experts learn may
 # change with every step.
@@ -61,14 +60,16 @@ class CastGroup:
         # True while a graph holds the address of what a cast works in.
         self._holds_scales = False
         self.shards: dict[str, MasterShard] = {}
-        # In side channels, and in the buffers of the stages: the scales of owned block rows.
+        # The scales of owned block rows: their places in side channels, and in the buffers that the
+        # stages fill.
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._gather_casts: list[GatherCast] = []
         self._lay_out(groups)
         tables = functools.partial(_tables_of, self.shards, self.amaxes, self._device, self._backend)
         self._tables_without = TablesOfSets(lambda names: tables(without=names))
-        self._cut_rows_of = TablesOfSets(lambda names: _cut_rows(tables(of=names)))
+        # The rows of blocks that a boundary between shards cuts.
+        self._cut_rows_of = TablesOfSets(lambda names: [table.cut_rows for table in tables(of=names) if table.cut_rows])
         self._tables = self._tables_without.of(frozenset())
         self._free_scales()
 
@@ -88,13 +89,26 @@ class CastGroup:
             alike.setdefault(group.layout_of(self.keep_codes), []).append(group)
         sizes = [layout.kept_bytes * len(members) for layout, members in alike.items()]
         all_sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        # In the layout of the stages. It has memory during a cast, unless that is held.
-        self._scales, buffers = side_by_side([*_stage_scales(alike)], self._device)
+        # The scale buffers that the stages fill, with a first dimension of groups that are alike.
+        scale_specs = [
+            replace(spec, shape=(len(members), *spec.shape))
+            for layout, members in alike.items()
+            for weight in layout.weights
+            for _, spec in weight.scale_specs(weight.geometry.cast_rows)
+        ]
+        # They have memory during a cast only, unless that is held.
+        self._scales, buffers = side_by_side(scale_specs, self._device)
         for (layout, members), part in zip(alike.items(), all_sent.split(sizes), strict=True):
             sent = part.view(len(members), -1)
             self._lay_out_alike(layout, members, sent, buffers)
             for group, own in zip(members, sent, strict=True):
-                group.lay_out(layout, own, self._cast_at_gather(group, layout))
+                cast_codes = None
+                if not self.keep_codes:
+                    amaxes = self.amaxes.offsets, self.amaxes.buffer
+                    gather_cast = GatherCast(group.weights, layout, self.shards, *amaxes, self.delayed, self._backend)
+                    self._gather_casts.append(gather_cast)
+                    cast_codes = gather_cast.cast
+                group.lay_out(layout, own, cast_codes)
         self._sent = all_sent.view(torch.int32)
         # Headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are.
         statuses = [weight.status_after_cast for weight in self.weights]
@@ -120,7 +134,7 @@ class CastGroup:
                 codes, side = parts[index][place]
                 own = {name: buffer[index] for name, buffer in scales.items()} | of_weight.scalars(side)
                 own |= self._delayed_buffers.get(weight.name, {})
-                # No bytes stand for codes that are not kept.
+                # Codes that are not kept have no bytes here.
                 shard = weight.shard_over(codes, {"rowwise_data": side[:0], **own})
                 if weight.geometry.takes_part:
                     self.shards[weight.name] = shard
@@ -129,25 +143,15 @@ class CastGroup:
                     self._targets.append(target)
                     self._sources.append(source)
 
-    def _cast_at_gather(
-        self, group: ParamGroup, layout: GatherLayout
-    ) -> Callable[[], Sequence[Sequence[Tensor]]] | None:
-        """What gives the codes of a group for each gather; None where they are kept."""
-        if self.keep_codes:
-            return None
-        offsets, packed = self.amaxes.offsets, self.amaxes.buffer
-        cast = GatherCast(group.weights, layout, self.shards, offsets, packed, self.delayed, self._backend)
-        self._gather_casts.append(cast)
-        return cast.cast
-
     # -- casts
 
     @torch.no_grad()
     def cast(self, repeat: bool) -> None:
-        """Cast the masters as they are now into the bytes to send, of codes only those that are
-        kept; with `repeat` by the delayed scales of the last cast.
+        """Cast the masters as they are now into the bytes to send, without codes that are not kept.
+        With `repeat`, cast by the delayed scales of the last cast.
         """
-        self._allocate_scales()  # which tables that are built now are checked against
+        # Before any table is built, since that checks the buffers of its weights.
+        self._allocate_scales()
         unmeasured = self._tables_without.of(self.amaxes.measured)
         codes: list[WeightTable] = []
         if self.keep_codes:
@@ -161,19 +165,19 @@ class CastGroup:
             self._free_scales()
 
     def take_part(self) -> None:
-        """Reduce amaxes with the ranks that cast. This rank has none to give."""
+        """Reduce amaxes with the ranks that cast. This rank contributes zeros."""
         self.note_masters(are_there=False)
         self.amaxes.begin()
         self.amaxes.reduce()
 
     def note_masters(self, *, are_there: bool) -> None:
-        """Say whether gathers can read the masters. If not, they send zeros for codes."""
+        """Note whether gathers can read the masters. If not, they send zeros for codes."""
         for gather_cast in self._gather_casts:
             gather_cast.has_masters = are_there
 
     def stamp(self, generation: int | None) -> None:
-        """Write the headers of a cast, by default of the one after the last; as arguments of
-        kernels the numbers travel to a GPU without a wait.
+        """Write the headers of cast number `generation`. None is for the cast after the last one,
+        which a GPU counts by itself in a graph. The host waits for nothing.
         """
         self._headers[:, 0] = self._statuses + ShardStatus.NOT_FINITE * self.amaxes.flags
         if generation is None:
@@ -183,11 +187,11 @@ class CastGroup:
         self._sent.index_copy_(0, self._header_places, self._headers.view(-1))
 
     def statuses(self) -> list[ShardStatus]:
-        """The status of each weight that the last cast has left. Waits for the device."""
+        """Return the status that the last cast has left of each weight. Waits for the device."""
         return [ShardStatus(status) for status in self._headers[:, 0].tolist()]
 
     def kept_codes(self, name: str) -> Tensor:
-        """The codes that are kept of a weight with one set of them, from its first element here."""
+        """Return the kept codes of a weight with one set of codes, from its first element here."""
         codes = self.shards[name].shard_data
         assert isinstance(codes, Tensor), name
         return codes
@@ -201,20 +205,20 @@ class CastGroup:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for what was issued on this stream, where another one is to read it."""
+        """Wait for the work of this stream, before another stream reads its results."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     # -- graphs
 
     def hold_scales(self) -> None:
-        """Leave what a cast works in where it is: a graph is going to hold its address."""
+        """Keep the memory of scale buffers, since a graph is going to hold its address."""
         self._holds_scales = True
         self._allocate_scales()
 
     def hold_tables(self) -> None:
-        """Keep those of the coming cast as long as this group: a graph is going to hold their
-        addresses.
+        """Keep the tables of the coming cast as long as this group, since a graph is going to hold
+        their addresses.
         """
         self._allocate_scales()
         self._tables_without.hold(self.amaxes.measured)
@@ -232,19 +236,19 @@ class CastGroup:
 
 
 class TablesOfSets:
-    """The tables of sets of weights, which `make` makes: those of the last few sets, and those that
-    are held as long as this object.
+    """The tables that `make` builds for sets of weights. It keeps those of the last few sets, and
+    those of sets that are held as long as this object.
     """
 
     def __init__(self, make: Callable[[frozenset[str]], list[WeightTable]]) -> None:
         self._make = make
-        self.held = {frozenset[str](): make(frozenset())}
+        self._held = {frozenset[str](): make(frozenset())}
         self._recent: dict[frozenset[str], list[WeightTable]] = {}
 
     def of(self, names: frozenset[str]) -> list[WeightTable]:
-        """The tables of a set."""
-        if names in self.held:
-            return self.held[names]
+        """Return the tables of a set."""
+        if names in self._held:
+            return self._held[names]
         if names not in self._recent:
             if len(self._recent) >= MOST_TABLES:
                 self._recent.clear()
@@ -253,7 +257,7 @@ class TablesOfSets:
 
     def hold(self, names: frozenset[str]) -> None:
         """Keep the tables of a set."""
-        self.held[names] = self.of(names)
+        self._held[names] = self.of(names)
 
 
 class GatherCast:
@@ -293,8 +297,8 @@ class GatherCast:
     ) -> None:
         self._packed = packed
         self.has_masters = True
-        # The bytes of each set of codes and of the gap behind it, in memory for the codes of all
-        # weights, and which sets are those of each weight, by direction.
+        # One buffer has the codes of all weights. `_sizes` are the bytes of each set of codes and
+        # of the gap after it, `_sets` the sets of each weight, by direction.
         self._sizes: list[int] = []
         self._sets: list[slice] = []
         for of_weight in layout.weights:
@@ -304,7 +308,7 @@ class GatherCast:
                 self._sizes += [stop - start, end - stop]
             self._sets.append(slice(first, len(self._sizes) // 2))
         self._nbytes = sum(self._sizes)
-        # The codes that all gathers to come send.
+        # The codes that all gathers to come send. None while each gather casts its codes.
         self._held: list[Sequence[Tensor]] | None = None
         memory = torch.empty(self._nbytes, dtype=torch.uint8, device=packed.device)
         tables = WeightTables(packed.device, backend)
@@ -317,19 +321,19 @@ class GatherCast:
                 buffers["scale"] = scale
             tables.of(shard.weight).add_shard(weight.shard_over(codes, buffers), offsets[weight.name])
         self._tables = tables.freeze()
-        self._bases = [base for table in self._tables for base in _code_bases(table)]
+        self._bases = [base for table in self._tables for name in CODES for base in table.buffers[name].tensors]
         memory.untyped_storage().resize_(0)
         self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
 
     def _by_weight(self, memory: Tensor) -> list[Sequence[Tensor]]:
-        """The codes of each weight, by direction, in `memory`."""
+        """Return the codes of each weight, by direction, in `memory`."""
         codes = memory.split(self._sizes)[::2]
         return [codes[sets] for sets in self._sets]
 
     @torch.no_grad()
     def cast(self) -> list[Sequence[Tensor]]:
-        """The codes of each weight by direction, uint8, for one gather: cast from the masters as
-        they are now, by the scales of the last cast, unless codes are held.
+        """Return the codes of each weight by direction, uint8, for one gather. They are cast from
+        the masters as they are now, by the scales of the last cast, unless codes are held.
         """
         if self._held is not None:
             return self._held
@@ -351,10 +355,6 @@ class GatherCast:
         self._held = self.cast()
 
 
-def _code_bases(table: WeightTable) -> list[Tensor]:
-    return [base for name in ("rowwise_data", "columnwise_data") for base in table.buffers[name].tensors]
-
-
 def _tables_of(
     shards: Mapping[str, MasterShard],
     amaxes: StepAmaxes,
@@ -364,7 +364,7 @@ def _tables_of(
     of: Collection[str] | None = None,
     without: Collection[str] = (),
 ) -> list[WeightTable]:
-    """Tables of the weights `of` these names, by default of all, `without` some."""
+    """Build the tables of the weights in `of`, by default of all, that are not in `without`."""
     tables = WeightTables(device, backend)
     for name, shard in shards.items():
         if name not in without and (of is None or name in of):
@@ -372,22 +372,9 @@ def _tables_of(
     return tables.freeze()
 
 
-def _cut_rows(tables: Iterable[WeightTable]) -> list[WeightTable]:
-    """Tables of the rows of blocks that a boundary cuts."""
-    return [table.cut_rows for table in tables if table.cut_rows]
-
-
-def _stage_scales(alike: Mapping[GatherLayout, Sequence[ParamGroup]]) -> Iterator[Buffer]:
-    """The scale buffers that the stages fill, with a first dimension of groups that are alike."""
-    for layout, groups in alike.items():
-        for weight in layout.weights:
-            for _, spec in weight.scale_specs(weight.geometry.cast_rows):
-                yield replace(spec, shape=(len(groups), *spec.shape))
-
-
 def _delayed_buffers(weights: Iterable[FSDPWeight], device: torch.device) -> dict[str, dict[str, Tensor]]:
-    """`scale` and `amax_history` of the weights with delayed scaling, side by side, so that they
-    are few tensors to torch.
+    """Allocate `scale` and `amax_history` of the weights with delayed scaling, side by side in two
+    tensors.
     """
     delayed = [weight for weight in weights if weight.format.amax_policy is AmaxPolicy.DELAYED]
     lengths = [weight.format.amax_history_len for weight in delayed]

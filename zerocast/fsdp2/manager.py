@@ -68,11 +68,11 @@ class CastManager(Driver[ShardPlan]):
         super().__init__(ShardPlan(model, weight_mesh, keep_codes), GatheredByCaller())
         self._plain = plain
         self.memory = MasterMemory(sizes or {})
-        # How many casts came after an optimizer step, and how many of them before the last
+        # The number of casts that followed an optimizer step, and that number at the last
         # verification.
         self._steps = 0
         self._verified = 0
-        # True if the next gather casts, and if an optimizer step is the reason.
+        # True if the next gather casts, and True if it casts because of an optimizer step.
         self._is_due = True
         self._stepped = True
         # The optimizers that have stepped over masters so far. If there are several, a step does
@@ -99,7 +99,7 @@ class CastManager(Driver[ShardPlan]):
 
     @property
     def casts(self) -> tuple[int, bool]:
-        """(number of casts so far, True if the next gather makes another)."""
+        """(number of casts so far, True if the next gather casts)."""
         return self.plan.generation, self._is_due
 
     # -- casts

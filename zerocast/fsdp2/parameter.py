@@ -9,7 +9,6 @@ plain. It pickles as the plain tensor: checkpoints hold no class of ours.
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from zerocast.fsdp2.weight import NOT_SHARDED, FSDPWeight, WeightHost
 
 
 class _WrapsPlain(Tensor):
-    """What a MasterParameter keeps, in slots of a class above it: torch's staging of asynchronous
-    saves copies a tensor's memory, and then sets on the copy all that `__dict__` and `__slots__` of
-    the tensor list. The copy of a master is a plain tensor.
+    """Slots of a MasterParameter. They are in a base class because torch's staging of asynchronous
+    saves copies the attributes that a tensor's own class lists, and the copy of a master is a
+    plain tensor without them.
     """
 
     __slots__ = ("plain", "weight")
@@ -42,7 +41,7 @@ class MasterParameter(_WrapsPlain):
 
     @staticmethod
     def __new__(cls, plain: Tensor, weight: FSDPWeight, requires_grad: bool = False) -> "MasterParameter":
-        """Stand for `plain`; nothing is copied."""
+        """Wrap `plain`, the shard of `weight`. Nothing is copied."""
         master: MasterParameter = Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
@@ -54,7 +53,8 @@ class MasterParameter(_WrapsPlain):
         )
         master.plain = plain
         master.weight = weight
-        weight.host.plan.note_rewrapped()  # FSDP2 may replace the parameter by this one
+        # FSDP2 may replace the parameter by this one.
+        weight.host.plan.note_rewrapped()
         return master
 
     @property
@@ -87,11 +87,11 @@ class MasterParameter(_WrapsPlain):
 
     @property
     def master_owner(self) -> WeightHost:
-        """Who casts this master, and shows it to `zerocast.verify`."""
+        """The CastManager, which casts this master and shows it to `zerocast.verify`."""
         return self.weight.host
 
-    # By its memory FSDP2 sees that its flat view is still the parameter's, accelerate finds the
-    # parameters of an optimizer again, and others tell tied parameters.
+    # FSDP2 compares addresses to see that its flat view is still the parameter's, accelerate to
+    # find the parameters of an optimizer again, and others to recognize tied parameters.
 
     def data_ptr(self) -> int:
         """The address of the plain tensor."""
@@ -143,8 +143,8 @@ class MasterParameter(_WrapsPlain):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run on the plain tensors; note what is written, wrap what shares memory with a master
-        and what `_KEEP` names.
+        """Run the operator on plain tensors. Note writes to masters, and wrap results that share
+        memory with a master or that come from an operator in `_KEEP`.
         """
         kwargs = kwargs or {}
         if func is _aten.split.Tensor:
@@ -166,23 +166,26 @@ class MasterParameter(_WrapsPlain):
                 master.weight.note_write(master.plain)
             return _map(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
         first = args[0] if args else None
+        # Operators return views of their first argument only.
         if not isinstance(first, MasterParameter):
-            return result  # no operator gives a view of another argument than its first
+            return result
+        # The flat view that FSDP2 copies from is plain.
         if func is _aten.view.default and list(args[1]) == [-1] and torch_fsdp.is_reading_shard():
-            return result  # FSDP2's flat view is plain: it is memory, not a parameter
+            return result
         return _map(Tensor, functools.partial(_wrapped, func, first), result)
 
 
 def flat_local(tensor: Any) -> Tensor:
-    """The local part of a tensor, flat and unwrapped, for which DTensor may still be waiting."""
+    """Return the local part of a tensor, flat and unwrapped. Waits if a collective fills it."""
     local = getattr(tensor, "_local_tensor", tensor)
     local = local if type(local) in (Tensor, MasterParameter) else tensor.to_local()
     return (local.plain if isinstance(local, MasterParameter) else local).view(-1)
 
 
 def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
-    """`value`, the arguments or the result of an operator, with what `call` makes of each instance
-    of `kind` in it. An optimizer passes lists of all masters, for which torch's trees take long.
+    """Replace each instance of `kind` in `value`, the arguments or the result of an operator, by
+    what `call` returns for it. An optimizer passes lists of all masters, for which torch's trees
+    are slow.
     """
     if isinstance(value, kind):
         return call(value)
@@ -194,8 +197,8 @@ def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
-    """The memory of a shard: FSDP2 asks for rows like those of a parameter, a module that leaves
-    the meta device for all of it.
+    """Return a shard in the memory of the model's masters, or None for another request. FSDP2 asks
+    for rows like those of a parameter, and a module that leaves the meta device for a whole one.
     """
     size = like.shape if size is None and like.is_meta else size
     if size is None or list(size[1:]) != list(like.shape[1:]):
@@ -215,8 +218,8 @@ def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
 
 
 def _check_metadata(func: Any, master: Any) -> None:
-    """Refuse what gives a tensor another shape or other memory in place: the wrapper and what it
-    stands for would part.
+    """Refuse operators that give a master another shape or other memory in place: the wrapper would
+    no longer fit the tensor inside.
     """
     if isinstance(master, MasterParameter) and func is not _aten.detach_.default:
         raise RuntimeError(
@@ -246,15 +249,18 @@ def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
 
 
 def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
-    """Wrap what an operator on `source` returned if writes to it are writes to the master."""
+    """Wrap the result of an operator on `source` if a write to it is a write to the master."""
     if tensor is source.plain:
         return source
-    if func is _aten.detach.default and _counts_writes(source):
-        # DTensor detaches beneath autograd, which would count writes to the result apart
-        with _counted_views():
+    is_traced = torch._guards.TracingContext.try_get() is not None
+    is_inference = torch.is_inference_mode_enabled() or source.is_inference()
+    if func is _aten.detach.default and not is_traced and not is_inference:
+        # DTensor detaches beneath autograd, which would give the result a version counter of its
+        # own. An alias shares the counter of its base, which writes of compiled functions move too.
+        with _ExcludeGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             alias: Tensor = _aten.alias.default(source)
             return alias
-    if func is _aten.alias.default and torch._guards.TracingContext.try_get() is None:
+    if func is _aten.alias.default and not is_traced:
         return MasterParameter(source.plain, source.weight)
     # A twin has the shape of the parameter. What torch's staging gives memory of its own has none.
     is_twin = func in _KEEP and tensor.dim() == source.dim()
@@ -263,33 +269,19 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _counts_writes(master: MasterParameter) -> bool:
-    inferring = torch.is_inference_mode_enabled() or master.is_inference()
-    return not inferring and torch._guards.TracingContext.try_get() is None
-
-
-def _counted_views() -> AbstractContextManager[None]:
-    """Let autograd give a view and its base one version counter, which writes of compiled
-    functions move too.
-    """
-    guard: AbstractContextManager[None] = _ExcludeGuard(torch._C.DispatchKey.ADInplaceOrView, False)
-    return guard
-
-
 def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
-    """The wrappers among the arguments that an operator writes to."""
-    found: list[MasterParameter] = []
+    """Return the masters among the arguments that an operator writes to."""
+    masters: list[MasterParameter] = []
     for index, name in _written_arguments(func):
-        _map(MasterParameter, found.append, args[index] if index < len(args) else kwargs.get(name))
-    return found
+        _map(MasterParameter, masters.append, args[index] if index < len(args) else kwargs.get(name))
+    return masters
 
 
 @functools.cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Place and name of the arguments that an operator writes to; collectives on tensors do not
-    declare theirs.
-    """
+    """Return the place and name of each argument that an operator writes to."""
     arguments = enumerate(func._schema.arguments)
+    # Collectives do not declare the tensors that they write to.
     if func.namespace == "c10d":
         return [(index, argument.name) for index, argument in arguments]
     return [(i, argument.name) for i, argument in arguments if argument.alias_info and argument.alias_info.is_write]
@@ -314,8 +306,8 @@ _KEEP = {
     _aten._pin_memory.default,
 }
 
-# the functions by which torch's layers compute with weights; tests/fsdp2/test_unsharded.py has each
-# layer
+# The functions by which torch's layers compute with weights. tests/fsdp2/test_unsharded.py has each
+# layer.
 _NAMES = """
     mm addmm _addmm_activation bmm baddbmm addbmm mv addmv matmul linear einsum tensordot bilinear _trilinear mkldnn_linear
     linalg_multi_dot chain_matmul _grouped_mm _scaled_mm _scaled_mm_v2 _scaled_grouped_mm _scaled_grouped_mm_v2

@@ -52,14 +52,14 @@ from zerocast.weight.validity import Use
 _Ref = weakref.ReferenceType[CastManager]
 _prepared: "weakref.WeakKeyDictionary[nn.Module, _Ref]" = weakref.WeakKeyDictionary()
 _optimizer_hooks: list[RemovableHandle] = []
-# The prepared modules in a module, looked for once.
+# The managers of the prepared modules in a module, found once. Cleared by each `prepare`.
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
-# What presents the parameter of this name and module, or None where it is a QuantizedWeight.
-# ValueError for a parameter that it cannot present.
+# A function of (module, name of its parameter, parameter) that returns the Presentation of the
+# weight, or None for a QuantizedWeight. ValueError for a parameter that it cannot present.
 Present = Callable[[nn.Module, str, Tensor], Presentation | None]
 
-# Packages whose modules give kernels the memory of their own tensors, and what presents these.
+# Packages whose modules compute with tensors of their own, each with the function for `present`.
 OWN_TENSORS = {"transformer_engine": "zerocast.integrations.transformer_engine.present"}
 
 PICKLED = (
@@ -69,13 +69,13 @@ PICKLED = (
 
 
 def owner_of_tensors(module: nn.Module) -> str | None:
-    """The package in `OWN_TENSORS` that a class of the module, its own or a base, comes from."""
+    """Return the package in `OWN_TENSORS` that the class of a module, or a base class, is from."""
     packages = (kind.__module__.partition(".")[0] for kind in type(module).__mro__)
     return next((package for package in packages if package in OWN_TENSORS), None)
 
 
 def only_quantized_weights(module: nn.Module, name: str, parameter: Tensor) -> None:
-    """The `Present` of a model whose modules are torch's; ValueError for one of another host."""
+    """Present all weights as QuantizedWeights. ValueError for a module that cannot take one."""
     package = owner_of_tensors(module)
     if package is not None:
         raise ValueError(
@@ -148,14 +148,17 @@ def prepare(
     torch_fsdp.replicate_as_plain(MasterParameter)
     chosen: dict[Tensor, tuple[str, FormatSpec, Presentation]] = {}
     attached: list[tuple[Presentation, nn.Module, str]] = []
-    sharded, unfit = _sharded(model), read_without_products(model)
+    # The parameters that FSDP2 has sharded already.
+    sharded = {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
+    unfit = read_without_products(model)
     for name, parameter in weights.items():
         fmt = recipe.format_of(name)
         if fmt.element is None:
             continue
-        _check(model, name, parameter, sharded)
+        prefix, _, own_name = name.rpartition(".")
+        module = model.get_submodule(prefix)
+        _check(module, name, parameter, sharded)
         check_weight(unfit, name, parameter, fmt, _local(parameter).shape)
-        module, own_name = _holder(model, name)
         presentation = _present(module, own_name, name, parameter, fmt, present)
         first_name, first_format, first_presentation = chosen.setdefault(parameter, (name, fmt, presentation))
         if first_format != fmt:
@@ -255,12 +258,8 @@ def managers_behind(parameters: Iterable[Any]) -> list[CastManager]:
     return list(hosts.values())
 
 
-def _sharded(model: nn.Module) -> set[int]:
-    """The ids of parameters that FSDP2 has sharded."""
-    return {id(p) for m in model.modules() if isinstance(m, FSDPModule) for p in m.parameters()}
-
-
-def _check(model: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -> None:
+def _check(module: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -> None:
+    """ValueError or TypeError unless a parameter of `module` can become a master."""
     if isinstance(parameter, MasterParameter):
         raise ValueError(f"{name} is prepared already")
     if isinstance(parameter, QuantizedWeight):
@@ -272,19 +271,12 @@ def _check(model: nn.Module, name: str, parameter: Tensor, sharded: set[int]) ->
             f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and give fully_shard a "
             "MixedPrecisionPolicy with the dtype to compute in"
         )
-    beside = model.get_submodule(name.rpartition(".")[0]).named_parameters(recurse=False)
-    for other, p in beside:
+    for other, p in module.named_parameters(recurse=False):
         if p.requires_grad and parameter.requires_grad and p.dtype != parameter.dtype:
             raise TypeError(
                 f"{name} is {parameter.dtype} and {other} beside it {p.dtype}, and FSDP2 takes one dtype a group: make both "
                 "float32 and leave precision to its MixedPrecisionPolicy"
             )
-
-
-def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module that holds a parameter of the model, and the name that it has there."""
-    prefix, _, own_name = name.rpartition(".")
-    return model.get_submodule(prefix), own_name
 
 
 def _present(
@@ -306,27 +298,27 @@ def _present(
 
 
 def _replace(model: nn.Module, prepared: Mapping[Tensor, FSDPWeight]) -> None:
-    """Let modules hold the wrapped parameters, also when state is loaded."""
+    """Replace parameters by wrapped ones in all modules, and again after a load replaced them."""
     new = {parameter: _wrap(parameter, weight) for parameter, weight in prepared.items()}
     for module in model.modules():
-        held = module.named_parameters(recurse=False, remove_duplicate=False)
-        mine = {name: prepared[parameter] for name, parameter in held if parameter in prepared}
-        for name in mine:
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        weights = {name: prepared[parameter] for name, parameter in parameters if parameter in prepared}
+        for name in weights:
             module._parameters[name] = new[module._parameters[name]]  # type: ignore[index]
-        if mine:
+        if weights:
             show_formats(module)
-            module.register_load_state_dict_post_hook(_Loaded(mine))
+            module.register_load_state_dict_post_hook(_Loaded(weights))
             module.register_state_dict_post_hook(_unwrap_whole)
 
 
 def _local(parameter: Tensor) -> Tensor:
-    """The part on this rank of a parameter that tensor parallelism slices."""
+    """Return this rank's slice of a parameter if tensor parallelism slices it, else all of it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _wrap(parameter: Tensor, weight: FSDPWeight) -> nn.Parameter:
-    """The parameter over the same memory, its tensor wrapped; under tensor parallelism its local
-    tensor.
+    """Return a parameter over the same memory, whose tensor is a MasterParameter. Under tensor
+    parallelism its local tensor is one.
     """
     value = parameter.detach()
     if isinstance(value, DTensor):
@@ -337,16 +329,15 @@ def _wrap(parameter: Tensor, weight: FSDPWeight) -> nn.Parameter:
     else:
         value = MasterParameter(value, weight)
     new = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for name, said in vars(parameter).items():  # hosts write on parameters, as how they are sliced
+    # Hosts keep attributes on parameters, such as how tensor parallelism slices them.
+    for name, value_of_host in vars(parameter).items():
         if not hasattr(new, name):
-            setattr(new, name, said)
+            setattr(new, name, value_of_host)
     return new
 
 
 class PickledHook:
-    """A hook of a module that was pickled, whose parameters are plain ones: it warns once that
-    they train as such.
-    """
+    """The hook of a module that was pickled. It warns once that the parameters are plain now."""
 
     def __init__(self, warns: bool = False) -> None:
         self._warns = warns
@@ -360,14 +351,16 @@ class PickledHook:
 
 
 class _OutsideOfGraphs:
-    """A forward hook that calls `method` of a cast manager, as long as there is one."""
+    """A forward hook that calls `method` of a cast manager while the manager exists."""
 
     def __init__(self, manager: CastManager, method: Callable[..., None], *args: Any) -> None:
         self._manager, self._method, self._args = weakref.ref(manager), method, args
-        self._run_outside = torch.compiler.disable(self._run)  # here, since it imports the compiler
+        # Not at the module's import, since this imports the compiler.
+        self._run_outside = torch.compiler.disable(self._run)
 
     def __reduce__(self) -> Any:
-        return PickledHook, (self._method is CastManager.exchange_status,)  # one of them
+        # Only one of a module's hooks warns.
+        return PickledHook, (self._method is CastManager.exchange_status,)
 
     def __call__(self, module: nn.Module, *_: Any) -> None:
         self._run_outside()
@@ -379,7 +372,7 @@ class _OutsideOfGraphs:
 
 
 class _Loaded:
-    """After a state dict was loaded into a module: wraps what took the place of its masters.
+    """A hook that wraps tensors which took the place of masters when a state dict was loaded.
 
     Nothing is cast here, since one rank alone may load: the next gather notices what changed.
     """
@@ -388,7 +381,8 @@ class _Loaded:
         self._weights = weights
 
     def __reduce__(self) -> Any:
-        return _Loaded, ({},)  # parameters pickle as plain ones
+        # Parameters pickle as plain ones.
+        return _Loaded, ({},)
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
         for name, weight in self._weights.items():
@@ -396,7 +390,7 @@ class _Loaded:
             local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
             if isinstance(local, MasterParameter) or parameter is None:
                 continue
-            # load_state_dict(assign=True) puts other tensors in place
+            # load_state_dict(assign=True) replaces the tensors.
             wrapped = MasterParameter(local.detach().to(torch.float32), weight)
             if isinstance(parameter, DTensor):
                 parameter._local_tensor = wrapped
@@ -405,10 +399,11 @@ class _Loaded:
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """RuntimeError for masters that something has left half written, or that ranks disagree about:
-    they would be saved.
+    """RuntimeError for masters that are partly written, or that ranks disagree about, since they
+    would be saved.
     """
-    for manager in managers_of(module) if is_prepared(module) else ():  # not if it was pickled
+    # A module that was pickled is not prepared any more.
+    for manager in managers_of(module) if is_prepared(module) else ():
         manager.check(Use.SAVE)
 
 
@@ -432,8 +427,8 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """RuntimeError for an optimizer of any class whose state a load has left half written. The
-    other ranks step and cast, and so does this one cast if it goes on: then all raise.
+    """RuntimeError for an optimizer of any class whose state a load has left partly written. This
+    rank casts at the next gather, as the ranks that step do, so that all raise there.
     """
     if torch.compiler.is_compiling():
         return
