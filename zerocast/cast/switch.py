@@ -1,15 +1,15 @@
 """switch: other formats for the weights of a run, between two steps and from the same masters.
 
-Masters do not depend on formats, so bytes in another format are one cast away. What was built for
-the present ones (buffers, gathers, plans, captured graphs) is built again by the owner of the
-masters: each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same
+Masters do not depend on formats, so one cast makes the bytes in another format. The owner of the
+masters builds again what was built for the present format: buffers, gathers, plans, captured
+graphs. Each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same
 phases. Until the last phase every rank can still go back, and all do if one of them must.
 """
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -37,7 +37,7 @@ class SwitchPart:
         check: raises where a switch would be wrong now. Local.
         convert: gives the weights formats and storage. Local; it may run out of memory.
         recast: makes the bytes and all that depends on their addresses. Collective.
-        held: the objects that `convert` and `recast` change, which get their attributes back if
+        held: the objects that `convert` and `recast` change. Their attributes are restored if
             anything raises.
     """
 
@@ -50,7 +50,9 @@ class SwitchPart:
     held: Sequence[Any]
 
     def changes(self, recipe: Recipe) -> dict[str, FormatSpec]:
-        """The new formats of the weights whose format changes. ValueError for what cannot be."""
+        """The new formats of the weights whose format changes. ValueError for a plain parameter
+        that would be quantized, and for a shape that a format cannot take.
+        """
         for name in self.plain:
             if recipe.format_of(name).element is not None:
                 raise ValueError(
@@ -66,15 +68,6 @@ class SwitchPart:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         return changed
-
-
-@runtime_checkable
-class Switchable(Protocol):
-    """An owner of masters whose weights can change their formats."""
-
-    def switch_part(self) -> SwitchPart:
-        """Return its part in a switch that is made now."""
-        ...
 
 
 @torch.no_grad()
@@ -98,12 +91,12 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     within `average.swapped()`, and for a host whose buffers cannot change.
     """
     recipe = Recipe.of(recipe)
-    settled = [name for name, given in (("share_amax", recipe.share_amax), ("fast", recipe.fast)) if given]
-    if settled:
-        raise ValueError(
-            f"{settled[0]} is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
-        )
-    parts = [_part_of(owner) for owner in _owners_of(model_or_optimizer_or_plan)]
+    for name, is_given in (("share_amax", recipe.share_amax), ("fast", recipe.fast)):
+        if is_given:
+            raise ValueError(
+                f"{name} is settled when weights are quantized, and a switch keeps it: leave it out of the recipe of a switch"
+            )
+    parts = _parts_of(model_or_optimizer_or_plan)
     changes: list[Formats] = [{} for _ in parts]
     problem: Exception | None = None
     try:
@@ -129,26 +122,24 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
             part.recast(formats)
 
 
-def _owners_of(what: Any) -> list[Any]:
+def _parts_of(what: Any) -> list[SwitchPart]:
+    """The part of each owner of masters. Owners that can switch have a method `switch_part`."""
     owners, _, _ = owners_of(what)
     if not owners:
         raise TypeError(
             f"switch takes an optimizer, model or plan that owns masters, got {type(what).__name__}: build the optimizer first"
         )
-    return list(owners)
-
-
-def _part_of(owner: Any) -> SwitchPart:
-    if isinstance(owner, Switchable):
-        return owner.switch_part()
-    raise RuntimeError(
-        f"the weights of a {type(owner).__name__} lie in buffers that its host has cut for their present format: save a "
-        "checkpoint, which holds no format, build the model with the new recipe and load it"
-    )
+    for owner in owners:
+        if not hasattr(owner, "switch_part"):
+            raise RuntimeError(
+                f"the weights of a {type(owner).__name__} lie in buffers that its host has cut for their present format: save a "
+                "checkpoint, which holds no format, build the model with the new recipe and load it"
+            )
+    return [owner.switch_part() for owner in owners]
 
 
 def _validate(parts: Sequence[SwitchPart], changes: Sequence[Formats], problem: Exception | None) -> None:
-    """Raise on every rank what is wrong on any, once all groups have heard of it."""
+    """Raise the problem of any rank on every rank, after the ranks of all groups have been told."""
     errors: list[Exception] = []
     for part, formats in zip(parts, changes, strict=True):
         lines = [f"{name}, {fmt}, to become {formats.get(name, fmt)}" for name, (fmt, _) in part.weights.items()]
@@ -164,14 +155,14 @@ def _validate(parts: Sequence[SwitchPart], changes: Sequence[Formats], problem: 
 @contextlib.contextmanager
 def _restored(objects: Sequence[Any]) -> Iterator[None]:
     """Give the objects their present attributes back if the body raises."""
-    before = [dict(vars(each)) for each in objects]
+    saved = [dict(vars(changed)) for changed in objects]
     try:
         yield
     except BaseException:
-        for each, attributes in zip(objects, before, strict=True):
-            vars(each).clear()
-            vars(each).update(attributes)
-        for each in objects:
-            if isinstance(each, Validity):
-                each.moved()
+        for changed, attributes in zip(objects, saved, strict=True):
+            vars(changed).clear()
+            vars(changed).update(attributes)
+        for changed in objects:
+            if isinstance(changed, Validity):
+                changed.moved()
         raise

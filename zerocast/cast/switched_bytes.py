@@ -11,12 +11,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from zerocast.distributed.agreement import range_over_ranks
 from zerocast.distributed.group import Group
-from zerocast.distributed.rank_report import RankReport, ShardStatus, compare_each
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import InvalidWeights
 
-CASTS = 16  # of masters that do not change any byte, or without a gather; then nothing is compared
+# The comparison ends after so many casts that changed no byte or that no gather followed.
+CASTS = 16
 
 
 def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
@@ -26,19 +27,22 @@ def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
         for name in names:
             codes = weight.state.buffers[name]
             assert codes is not None, name
-            # a rank has zeros where others cast, so the largest byte is the one that was cast
+            # A rank has zeros where others cast, so the largest byte is the one that was cast.
             group.all_reduce_max(_bytes(codes), "the bytes of a switched weight")
 
 
 class SwitchedBytes:
-    """The codes of `weights`, by name, which are the same on all ranks of `group` now.
+    """Checks that all ranks hold the same codes of `weights`, by name, as they do when this is
+    made.
 
     Only rowwise codes are compared, since a caller that computes no gradients need not gather
     others.
     """
 
     def __init__(self, group: Group, weights: Mapping[str, QuantizedWeight]) -> None:
-        self._group, self._weights, self._casts = group, weights, 0
+        self._group, self._weights = group, weights
+        self._casts_compared = 0
+        # The sums of the bytes after the switch, and after the last gather. None before a gather.
         self._switched = self._sums()
         self._gathered: list[int] | None = None
 
@@ -53,22 +57,24 @@ class SwitchedBytes:
         """
         gathered, self._gathered = self._gathered, None
         sums = self._switched if gathered is None else gathered
-        status = ShardStatus.EMPTY if gathered is None else ShardStatus.CLEAN
-        # The reports beside the amaxes have one digest for all, and come when masters are written.
-        reports = [RankReport(status, total) for total in sums]
-        comparisons = compare_each(self._group, reports, "bytes of switched weights")
-        self._casts += 1
-        if any(comparison.ranks(ShardStatus.EMPTY) for comparison in comparisons):
-            return self._casts == CASTS
-        by_name = zip(self._weights, comparisons, strict=True)
-        differing = [name for name, comparison in by_name if not comparison.is_same_call]
+        # The reports of casts cannot carry this. They are compared after masters were written, and
+        # have one number of 7 bits for all weights.
+        values = [int(gathered is None), *sums]
+        (_, *smallest), (any_without_gather, *largest) = range_over_ranks(
+            self._group, values, "bytes of switched weights"
+        )
+        self._casts_compared += 1
+        if any_without_gather:
+            return self._casts_compared == CASTS
+        sums_by_name = zip(self._weights, smallest, largest, strict=True)
+        differing = [name for name, smallest_sum, largest_sum in sums_by_name if smallest_sum != largest_sum]
         if differing:
             raise InvalidWeights(
                 f"{len(differing)} weights hold other bytes on other ranks after their all-gather, the first is {differing[0]}",
                 "since zerocast.switch gave them new buffers",
                 "gather into what weight.rowwise_data is now, and forget what it was",
             )
-        return sums != self._switched or self._casts == CASTS
+        return sums != self._switched or self._casts_compared == CASTS
 
     def _sums(self) -> list[int]:
         codes = [_bytes(weight.rowwise_data) for weight in self._weights.values()]

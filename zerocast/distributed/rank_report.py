@@ -1,5 +1,5 @@
-"""RankReport: what a rank says of itself in a collective that it takes part in anyway. Ranks agree
-by comparing these reports (`Comparison`), and so need no collective for it.
+"""RankReport: the call and the status that a rank sends along with a collective of other data.
+Ranks compare these reports (`Comparison`), so they agree without another collective.
 
 A report is the number of a cast, or a digest of the call that the rank is in, and a status. It has
 two encodings:
@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import range_over_ranks, validate_across_ranks
+from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.distributed.late_copy import LateCopies
 from zerocast.weight.validity import InvalidWeights
@@ -76,7 +76,7 @@ class Comparison:
     """The reports of several ranks, compared."""
 
     def __init__(self, reports: Sequence[Sequence[int]]) -> None:
-        # Of numbers, since every gather is compared and few are looked at more closely.
+        # Plain numbers, since every gather is compared and few need more than `is_quiet`.
         self._reports = reports
 
     @functools.cached_property
@@ -117,17 +117,6 @@ class Comparison:
     def may_be_written(self) -> bool:
         """True if no rank rules out that all ranks with rows were written to."""
         return all(ShardStatus(report.status).may_be_written for report in self.reports)
-
-
-def compare_each(group: Group, reports: Sequence[RankReport], what: str) -> list[Comparison]:
-    """Compare the reports of all ranks, item by item, by one all-reduce. Collective.
-
-    Each rank has one report for each item. A comparison has only two, of the smallest and of the
-    largest status and call. `what` names the items in errors.
-    """
-    smallest, largest = range_over_ranks(group, [number for report in reports for number in report], what)
-    both = zip(smallest[::2], smallest[1::2], largest[::2], largest[1::2], strict=True)
-    return [Comparison([RankReport(*ends[:2]), RankReport(*ends[2:])]) for ends in both]
 
 
 class CastReports:
