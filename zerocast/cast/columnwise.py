@@ -1,6 +1,6 @@
 """ColumnwiseCopies: transposed data and scales that are kept, made from gathered rowwise bytes.
 
-Every gather of every host ends here: the copies are made, and the weights are marked as gathered.
+The gathers of all hosts end here: the copies are made, and the weights are marked as gathered.
 """
 
 import functools
@@ -20,10 +20,10 @@ class ColumnwiseCopies:
     copies have none here. One launch makes the copies of all weights of a format.
 
     Args:
-        weights: the weights, those without a copy included.
-        backend: makes the copies.
-        validity: the validity of all these weights if they have one of their own; it is then marked
-            at once. None to mark weight by weight.
+        weights: the weights that are gathered, also those without a copy.
+        backend: the name of the backend that makes the copies.
+        validity: the validity of these weights, if no others share it. It is then marked once. None
+            to mark weight by weight.
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight], backend: str, validity: Validity | None = None) -> None:
@@ -52,14 +52,10 @@ class ColumnwiseCopies:
 
     def tables(self) -> list[WeightTable]:
         """Return the tables for the present memory."""
-        if self._have_moved():
+        is_bound = self._places is not None and all(validity.places == places for validity, places in self._places)
+        if not is_bound or any(table.moved() for table in self._tables):
             self._bind()
         return self._tables
-
-    def _have_moved(self) -> bool:
-        if self._places is None or any(validity.places != places for validity, places in self._places):
-            return True
-        return any(table.moved() for table in self._tables)
 
     def _bind(self) -> None:
         self._weights = [w for w in self._transposed if not w.state.columnwise_on_demand]

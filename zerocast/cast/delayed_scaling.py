@@ -1,13 +1,13 @@
-"""DelayedScaling: scales and amax histories of weights that are cast with a scale of their past.
+"""DelayedScaling: the scales and amax histories of weights whose scale comes from earlier casts.
 
 A cast scales with `scale`, then rolls its amax into `amax_history` and computes the `scale` of the
-next cast from that (docs/formats/fp8_delayed.md). This class does what has to happen around it:
-remember the scale of the live bytes (`advance`), repeat a cast (`replay`), find a first scale
-(`seed`), put everything back when a cast raises (`rollback`), save and load.
+next cast from the history (docs/formats/fp8_delayed.md). This class remembers the scale of the live
+bytes (`advance`), repeats a cast (`replay`), computes the first scale (`seed`), restores the state
+if a cast raises (`rollback`), and saves and loads.
 
-The tensors stay where their owner has them: in the buffers of a QuantizedWeight, or anywhere. Where
-they are at equal distances in one storage (`flat_buffer.py` puts them so), each operation is one
-launch for any number of weights.
+The tensors stay in the memory of their owner, such as the buffers of a QuantizedWeight. If they are
+at equal distances in one storage (`into_flat_buffer`), each operation is one launch for any number
+of weights.
 """
 
 import contextlib
@@ -29,12 +29,13 @@ class DelayedScaling:
 
     Args:
         weights: by name a mapping with `scale`, f32[1], and `amax_history`, f32[amax_history_len],
-            such as the buffers of a weight. Where `amax_history` is None a host keeps the state:
-            its scale is read and never written, saved or rolled.
-        device: that of all tensors.
+            such as the buffers of a weight. If `amax_history` is None a host keeps the state, whose
+            scale is read and never written, saved or rolled.
+        device: the device of all tensors.
         unseeded: the names of weights whose scale was never set.
 
-    `unseeded` names the weights whose next cast computes the scale from its own amax.
+    Attributes:
+        unseeded: the names of the weights whose next cast computes the scale from its own amax.
     """
 
     def __init__(self, weights: Mapping[str, Buffers], device: torch.device, unseeded: Iterable[str] = ()) -> None:
@@ -44,26 +45,27 @@ class DelayedScaling:
         self.advance()
 
     def bind(self, weights: Mapping[str, Buffers]) -> None:
-        """Use these tensors from now on: the state of the same weights, in other memory."""
-        ours = {name: buffers for name, buffers in weights.items() if buffers["amax_history"] is not None}
-        self._weights = ours
-        external = [buffers for name, buffers in weights.items() if name not in ours]
-        order = [*ours, *(name for name in weights if name not in ours)]
-        self._places = {name: self._cast_scale[index : index + 1] for index, name in enumerate(order)}
-        self._scales = _runs(ours.values(), "scale")
-        self._histories = _runs(ours.values(), "amax_history")
-        self._external_scales = _runs(external, "scale")
+        """Use the tensors of the same weights in other memory from now on."""
+        self._weights = {name: buffers for name, buffers in weights.items() if buffers["amax_history"] is not None}
+        external = {name: buffers for name, buffers in weights.items() if buffers["amax_history"] is None}
+        order = [*self._weights, *external]
+        self._cast_scale_of = {name: self._cast_scale[index : index + 1] for index, name in enumerate(order)}
+        self._scales = _runs(self._weights.values(), "scale")
+        self._histories = _runs(self._weights.values(), "amax_history")
+        self._external_scales = _runs(external.values(), "scale")
 
     def __bool__(self) -> bool:
-        return bool(self._places)
+        return bool(self._cast_scale_of)
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """The scale, f32[1], that a weight's bytes were cast with; None without delayed scaling."""
-        return self._places.get(name)
+        """The scale, f32[1], of the last cast of a weight; None without delayed scaling."""
+        return self._cast_scale_of.get(name)
 
     def advance(self, skip: Tensor | None = None) -> None:
-        """Note that a cast by the present scales follows, unless `skip`, bool[1], holds True."""
-        if not self._places:
+        """Remember the present scales as those of the cast that follows, unless `skip`, bool[1],
+        holds True.
+        """
+        if not self._cast_scale_of:
             return
         scales = _read([*self._scales, *self._external_scales])
         if skip is None:
@@ -71,24 +73,21 @@ class DelayedScaling:
         else:
             torch.where(skip, self._cast_scale, scales, out=self._cast_scale)
 
-    def replay(self) -> AbstractContextManager[None]:
-        """Scale with the scales of the last cast in here; the present ones are there again after
-        it.
-        """
-        return self._replay() if self._places else NOTHING
-
     @contextlib.contextmanager
-    def _replay(self) -> Iterator[None]:
-        scales = _read(self._scales)
-        _write(self._scales, self._cast_scale[: scales.numel()])
+    def replay(self) -> Iterator[None]:
+        """Scale with the scales of the last cast while the context is open."""
+        scales = _read(self._scales) if self._scales else None
+        if scales is not None:
+            _write(self._scales, self._cast_scale[: scales.numel()])
         try:
             yield
         finally:
-            _write(self._scales, scales)
+            if scales is not None:
+                _write(self._scales, scales)
 
     def rollback(self) -> AbstractContextManager[None]:
-        """Put everything back if the body raises, as if this cast had never begun."""
-        return self._rollback() if self._places else NOTHING
+        """Restore the state if the body raises."""
+        return self._rollback() if self._cast_scale_of else NOTHING
 
     @contextlib.contextmanager
     def _rollback(self) -> Iterator[None]:
@@ -102,21 +101,21 @@ class DelayedScaling:
             raise
 
     def forget(self, names: Iterable[str] | None = None) -> None:
-        """Drop the state of these weights, by default of all: their next cast seeds it."""
+        """Drop the state of these weights, by default of all. Their next cast seeds it."""
         for name in self._weights if names is None else names:
             for tensor, value in zip(self._tensors(name), (1.0, 0.0, 1.0), strict=True):
                 tensor.fill_(value)
             self.unseeded.add(name)
 
     def seed(self, roll: Callable[[], None]) -> None:
-        """Scale the unseeded weights by the amaxes of the present cast: `roll` rolls all
-        weights, then those that were seeded before get their values back.
+        """Scale the unseeded weights by the amaxes of the present cast. `roll` rolls all weights;
+        then the weights that were seeded before get their values back.
         """
-        known = [tensor for name in self._weights if name not in self.unseeded for tensor in self._tensors(name)]
-        values = _read(known) if known else None
+        seeded = [tensor for name in self._weights if name not in self.unseeded for tensor in self._tensors(name)]
+        values = _read(seeded) if seeded else None
         roll()
         if values is not None:
-            _write(known, values)
+            _write(seeded, values)
         for name in self.unseeded:
             scale, _, cast_scale = self._tensors(name)
             cast_scale.copy_(scale)
@@ -140,8 +139,7 @@ class DelayedScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Go on from a saved state; returns the names of weights that it lacks, which are
-        forgotten.
+        """Load a saved state. Returns the names of weights that it lacks, whose state is dropped.
 
         A history of another length counts as lacking. Without a saved `cast_scale` the live bytes
         count as cast with `scale`.
@@ -162,16 +160,16 @@ class DelayedScaling:
     def _tensors(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         scale, history = self._weights[name]["scale"], self._weights[name]["amax_history"]
         assert scale is not None and history is not None, name
-        return scale, history, self._places[name]
+        return scale, history, self._cast_scale_of[name]
 
 
 def _runs(buffers: Iterable[Buffers], name: str) -> list[Tensor]:
-    """The buffers `name` as few tensors, flat or `[count, numel]`: one for each run at equal
-    distances.
+    """The buffers `name` as few tensors, flat or `[count, numel]`, one for each run of buffers at
+    equal distances.
     """
     runs: list[list[Tensor]] = []
-    for each in buffers:
-        tensor = each[name]
+    for of_weight in buffers:
+        tensor = of_weight[name]
         assert tensor is not None
         if runs and _continues(runs[-1], tensor):
             runs[-1].append(tensor)

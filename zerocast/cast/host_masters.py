@@ -1,17 +1,17 @@
 """Masters in host memory, of weights on another device: measured and cast there.
 
-The CPU backend's bytes are those of every backend, so it does what a cast does with elements. The
-device does the rest: it reduces, computes scales and rolls histories. Amaxes travel to the device
-before the reduction and back after it; codes travel in pieces, from two buffers of the host of at
-most `PIECE` elements each, of which one is filled while the other is copied. So 1 or half a byte an
-element crosses the bus, and the device holds no master.
+All backends make the same bytes, so the CPU backend measures and casts the elements. The device
+reduces amaxes, computes scales and rolls histories. Amaxes travel to the device before the
+reduction and back after it. Codes travel in pieces of at most `PIECE` elements through two buffers
+on the host: one is filled while the other is copied. So one byte an element or half of one crosses
+the bus, and the device stores no master.
 
-Of a byte with two codes of which one is owned, the other half is read from the device first.
+If a rank owns one of the two codes of a byte, the byte is read from the device first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,9 +23,8 @@ from zerocast.cast.tables import Places, TableKey, WeightTable, place_of_matrix
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import Span, amax_counts, byte_range
 
-PIECE = 1 << 22  # elements, a multiple of two; of 4 bytes each at most
-_HOST = torch.device("cpu")
-_DIRECTIONS = ("rowwise_data", "columnwise_data")
+# Elements that are staged together, an even number. Each has 4 bytes at most.
+PIECE = 1 << 22
 
 
 def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -34,28 +33,51 @@ def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def write_rounded(master: Tensor, rounded: Tensor) -> None:
-    """Write a master in host memory into a tensor on a device, in that one's dtype, and wait.
+    """Round a master in host memory to the dtype of a tensor on a device, write it there, and wait.
 
-    torch alone would round on the host, into memory that is not page-locked.
+    The device rounds. `rounded.copy_(master)` would round on the host, into memory that is not
+    page-locked.
     """
-    for there, here in zip(rounded.view(-1).split(PIECE), master.view(-1).split(PIECE), strict=True):
-        there.copy_(here.to(there.device, non_blocking=True))
+    for on_device, on_host in zip(rounded.view(-1).split(PIECE), master.view(-1).split(PIECE), strict=True):
+        on_device.copy_(on_host.to(on_device.device, non_blocking=True))
     if rounded.is_cuda:
         torch.cuda.current_stream(rounded.device).synchronize()
 
 
-class HostTable(WeightTable):
-    """A table of weights whose masters are on the host; a plan's other weights are in tables of the
-    device. Its rows hold the addresses of the weights on their device, and own nothing.
+class _HostShard(NamedTuple):
+    """A matrix whose master is on the host, with its places in the packed amaxes.
 
-    `packed` of a stage is on that device; `mirror` is a host tensor of its size, which all such
-    tables of a plan share.
+    Attributes:
+        shard: the matrix, and the elements that this rank owns.
+        place: where its rowwise amaxes begin, and those of a columnwise grid of its own.
+        shared: the place of the amax that it shares with other weights; -1 for none.
+        flag: the place of the number that becomes 1 where its master is not finite; -1 for none.
+    """
+
+    shard: MasterShard
+    place: Sequence[int]
+    shared: int
+    flag: int
+
+
+class HostTable(WeightTable):
+    """A table of weights whose masters are on the host. The other weights of a plan are in tables
+    of the device.
+
+    The rows of this table have the addresses of the weights on their device and own no elements.
+    Tables of the CPU backend measure and cast the masters.
+
+    Args:
+        key: the properties that all weights have in common.
+        device: the device of the weights and of the packed amaxes.
+        mirror: a host tensor of the size of the packed amaxes, which all such tables of a plan
+            share.
     """
 
     def __init__(self, key: TableKey, device: torch.device, mirror: Tensor) -> None:
         super().__init__(key, device)
         self._mirror = mirror
-        self._shards: list[tuple[MasterShard, int, Sequence[int], int]] = []
+        self._shards: list[_HostShard] = []
 
     def add_shard(
         self,
@@ -65,50 +87,61 @@ class HostTable(WeightTable):
         shared: int = -1,
         flag: int = -1,
     ) -> None:
-        """Append a weight, and what this rank owns of it for the host."""
+        """Append a weight with what this rank owns of it on the host."""
         assert shard.cuts is None, shard
         for number, matrix in enumerate(shard.matrices()):
-            of_matrix = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
-            self._shards.append((matrix, shared, of_matrix, flag))
-            self.add(matrix.weight, of_matrix, group, shared)
+            place_in_weight = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
+            self._shards.append(_HostShard(matrix, place_in_weight, shared, flag))
+            self.add(matrix.weight, place_in_weight, group, shared)
 
     def freeze(self) -> "HostTable":
-        """The device's part, and tables of the host's."""
+        """Make the table of the device, and the tables by which the host measures and casts."""
         super().freeze()
+        # Copies of the weights' amaxes and scales, one number for each row.
         self._state = {name: host_tensor(len(self._shards), torch.float32, self.device) for name in ("amax", "scale")}
-        self._measured, self._ranges = self._of_masters(), _merged(self._measured_places())
-        self._read = [*self._ranges, *_merged(Span(at, at + 1) for _, at, *_ in self._shards if at >= 0)]
-        self._pieces = list(self._cut())
-        size = max((piece.numel for piece in self._pieces), default=0)
-        self._staging = [host_tensor(size, torch.uint8, self.device) for _ in range(min(2, len(self._pieces)))]
+        self._masters_table = self._host_table()
+        for number, host_shard in enumerate(self._shards):
+            self._add_host_row(self._masters_table, number, host_shard.shard.span)
+        self._masters_table.freeze()
+        # The parts of the packed amaxes that this table writes, and those that its casts read.
+        self._measured = _merged(self._measured_places())
+        shared = _merged(Span(each.shared, each.shared + 1) for each in self._shards if each.shared >= 0)
+        self._reduced = [*self._measured, *shared]
+        self._pieces = list(self._cut_into_pieces())
+        size = max((piece.nbytes for piece in self._pieces), default=0)
+        staging = [host_tensor(size, torch.uint8, self.device) for _ in range(min(2, len(self._pieces)))]
         for number, piece in enumerate(self._pieces):
-            piece.put_in(self._staging[number % 2])
+            piece.stage_in(staging[number % 2])
+        # For each staging buffer, an event behind the last copy out of it.
         self._copied: list[Any] = [None, None]
-        self._stored = Places(tensor for shard, *_ in self._shards for tensor in shard.stored)
+        self._stored = Places(tensor for each in self._shards for tensor in each.shard.stored)
         return self
 
     def moved(self) -> bool:
-        """True if a weight, a master or the caller's storage was replaced since then."""
-        return super().moved() or self._measured.moved() or self._stored.moved()
+        """True if a weight, a master or the caller's storage was replaced since `freeze`."""
+        return super().moved() or self._masters_table.moved() or self._stored.moved()
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
-        """Amaxes of the masters, brought to the device."""
+        """Measure the masters on the host, and copy their amaxes to the device."""
         assert update is None, "CastPlan.launch refuses it"
-        for span in self._ranges:
+        for span in self._measured:
             self._mirror[span.start : span.stop].zero_()
-        self._measured.measure(self._mirror)
-        self._send(packed)
+        self._masters_table.measure(self._mirror)
+        for span in self._measured:
+            packed[span.start : span.stop].copy_(self._mirror[span.start : span.stop], non_blocking=True)
 
     def cast_rest(self, packed: Tensor, update: AdamUpdate | None, skip: Tensor | None) -> None:
-        """Codes of the owned elements, by what the device has reduced and computed."""
+        """Write the codes of the owned elements, by reduced amaxes and the scales of the device."""
         if not self._pieces or (skip is not None and bool(skip)):
             return
-        self._fetch(packed)
-        for name, known in self._state.items():
-            tensors = [shard.weight.state.buffers[name] for shard, *_ in self._shards]
-            held = [tensor for tensor in tensors if tensor is not None]
-            if held:
-                known.copy_(torch.cat([tensor.view(-1) for tensor in held]))
+        # These copies wait for the device, and for the copies that `measure` began.
+        for span in self._reduced:
+            self._mirror[span.start : span.stop].copy_(packed[span.start : span.stop])
+        for name, on_host in self._state.items():
+            buffers = [each.shard.weight.state.buffers[name] for each in self._shards]
+            on_device = [buffer.view(-1) for buffer in buffers if buffer is not None]
+            if on_device:
+                on_host.copy_(torch.cat(on_device))
         for number, piece in enumerate(self._pieces):
             copied = self._copied[number % 2]
             if copied is not None:
@@ -117,62 +150,47 @@ class HostTable(WeightTable):
             if self.device.type == "cuda":
                 self._copied[number % 2] = torch.cuda.current_stream(self.device).record_event()
 
-    def _send(self, packed: Tensor) -> None:
-        for span in self._ranges:
-            packed[span.start : span.stop].copy_(self._mirror[span.start : span.stop], non_blocking=True)
-
-    def _fetch(self, packed: Tensor) -> None:
-        for span in self._read:  # these wait for the device, and for copies out of the mirror
-            self._mirror[span.start : span.stop].copy_(packed[span.start : span.stop])
-
     def _measured_places(self) -> Iterator[Span]:
-        """The places of the amaxes of each weight in the packed buffer, and of its flag."""
-        for shard, _, place, flag in self._shards:
+        """The places of the amaxes of each matrix in the packed buffer, and of its flag."""
+        for shard, place, _, flag in self._shards:
             yield Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
             yield Span(flag, flag + (flag >= 0))
 
     def _host_table(self) -> WeightTable:
-        key = TableKey("cpu", self.key.fmt, self.key.nominal, self.key.master)
-        return WeightTable(key, _HOST)
+        return WeightTable(TableKey("cpu", self.key.fmt, self.key.nominal, self.key.master), torch.device("cpu"))
 
-    def _row_on_host(self, table: WeightTable, number: int, span: Span) -> list[int]:
-        """A row for some elements of a weight, with its tensor amax and scale on the host."""
-        shard, shared, place, flag = self._shards[number]
+    def _add_host_row(self, table: WeightTable, number: int, span: Span) -> list[int]:
+        """Add a row for some elements of a matrix, whose tensor amax and scale are on the host."""
+        shard, place, shared, flag = self._shards[number]
         row = table.add_row(shard.weight.matrix_shape, place, shared=shared)
         row[Column.NOT_FINITE] = flag
         row[Column.START], row[Column.NUMEL] = span.start, span.numel
         if shard.master is not None:
             base, offset = table.add_to_masters(shard.master)
             row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + span.start - shard.span.start
-        for name, known in self._state.items():
+        for name, on_host in self._state.items():
             if shard.weight.state.buffers[name] is not None:
                 base_at, offset_at = BUFFER_COLUMNS[name]
-                row[base_at], row[offset_at] = table.buffers[name].add(known[number : number + 1])
+                row[base_at], row[offset_at] = table.buffers[name].add(on_host[number : number + 1])
         return row
 
-    def _of_masters(self) -> WeightTable:
-        """The table by which all masters are measured."""
-        table = self._host_table()
-        for number, (shard, *_) in enumerate(self._shards):
-            self._row_on_host(table, number, shard.span)
-        return table.freeze()
-
-    def _cut(self) -> Iterator["_Piece"]:
-        """Pieces of at most PIECE elements, of one weight or several."""
-        piece, room = _Piece(self._host_table()), PIECE
+    def _cut_into_pieces(self) -> Iterator["_Piece"]:
+        """Yield pieces of at most PIECE elements. A piece may have elements of several matrices."""
+        piece, free = _Piece(self._host_table()), PIECE
         for number, (shard, *_) in enumerate(self._shards):
             start = shard.span.start
             while start < shard.span.stop:
-                stop = min(shard.span.stop, start + room)
+                stop = min(shard.span.stop, start + free)
                 if stop < shard.span.stop:
-                    stop -= stop % 2  # no byte in two pieces
+                    # No byte is in two pieces.
+                    stop -= stop % 2
                 if stop > start:
-                    row = self._row_on_host(piece.table, number, Span(start, stop))
+                    row = self._add_host_row(piece.table, number, Span(start, stop))
                     piece.add(row, shard, self.key.fmt, Span(start, stop))
-                    room -= stop - start
-                if stop < shard.span.stop or room < 2:
+                    free -= stop - start
+                if stop < shard.span.stop or free < 2:
                     yield piece
-                    piece, room = _Piece(self._host_table()), PIECE
+                    piece, free = _Piece(self._host_table()), PIECE
                 start = max(start, stop)
         if piece.parts:
             yield piece
@@ -180,63 +198,71 @@ class HostTable(WeightTable):
 
 @dataclass
 class _Piece:
-    """Some owned elements that are cast into host memory together, and where their codes go.
+    """Some owned elements that are cast into a staging buffer on the host together.
 
-    `parts` are (bytes on the device, where they lie in the staging buffer); `shared` those of
-    them, bytes with two codes, of which another one is not written.
+    Attributes:
+        table: a row for each matrix that has elements here.
+        parts: pairs of bytes on the device and their offset in the staging buffer.
+        shared_bytes: those of the bytes that have a code of this rank and one of another.
+        nbytes: the size of all parts.
     """
 
     table: WeightTable
     parts: list[tuple[Tensor, int]] = field(default_factory=list)
-    shared: list[tuple[Tensor, int]] = field(default_factory=list)
-    numel: int = 0
-    _data: list[tuple[list[int], str, int]] = field(default_factory=list)
+    shared_bytes: list[tuple[Tensor, int]] = field(default_factory=list)
+    nbytes: int = 0
+    # (row, buffer, offset in the staging buffer at which byte 0 of the matrix would be)
+    _origins: list[tuple[list[int], str, int]] = field(default_factory=list)
 
     def add(self, row: list[int], shard: MasterShard, fmt: FormatSpec, span: Span) -> None:
-        """Append the elements `span` of a weight, of which `row` is a row of the table."""
+        """Append the elements `span` of a matrix, for which the table has this `row`."""
         first, last = byte_range(fmt, shard.weight.matrix_shape, span, shard.weight.dtype)
-        origin, _ = byte_range(fmt, shard.weight.matrix_shape, shard.span, shard.weight.dtype)
-        stored = shard.stored
-        for direction in range(2 if fmt.columnwise is Columnwise.OWN_GRID else 1):
-            name = _DIRECTIONS[direction]
-            whole = stored[direction] if stored else shard.weight.state.buffers[name]
-            begins = origin if stored else 0
-            self.numel += -self.numel % 16 + first % 16  # as bytes lie on the device
-            assert whole is not None, name
-            codes = whole.detach().view(-1).view(torch.uint8)[first - begins : last - begins]
-            self.parts.append((codes, self.numel))
-            self._data.append((row, name, self.numel - first))
+        for direction, name in enumerate(("rowwise_data", "columnwise_data")):
+            if direction == 1 and fmt.columnwise is not Columnwise.OWN_GRID:
+                break
+            if shard.stored:
+                # Storage of the caller begins with the byte of the first owned element.
+                stored = shard.stored[direction]
+                origin, _ = byte_range(fmt, shard.weight.matrix_shape, shard.span, shard.weight.dtype)
+            else:
+                stored, origin = shard.weight.state.buffers[name], 0
+            assert stored is not None, name
+            codes = stored.detach().view(-1).view(torch.uint8)[first - origin : last - origin]
+            # A copy is fastest if both sides have the same alignment.
+            self.nbytes += -self.nbytes % 16 + first % 16
+            self.parts.append((codes, self.nbytes))
+            self._origins.append((row, name, self.nbytes - first))
             if fmt.elements_per_byte == 2:
                 if span.start % 2:
-                    self.shared.append((codes[:1], self.numel))
+                    self.shared_bytes.append((codes[:1], self.nbytes))
                 if span.stop % 2:
-                    self.shared.append((codes[-1:], self.numel + last - first - 1))
-            self.numel += last - first
+                    self.shared_bytes.append((codes[-1:], self.nbytes + last - first - 1))
+            self.nbytes += last - first
 
-    def put_in(self, staging: Tensor) -> None:
-        """Let the codes be written into `staging`, and prepare the stage."""
+    def stage_in(self, staging: Tensor) -> None:
+        """Let the table write the codes into `staging`, and freeze it."""
         self._staging = staging
-        for row, name, offset in self._data:
+        for row, name, origin in self._origins:
             base_at, offset_at = BUFFER_COLUMNS[name]
-            row[base_at], begins = self.table.buffers[name].add(staging)
-            row[offset_at] = begins + offset
+            row[base_at], begin = self.table.buffers[name].add(staging)
+            row[offset_at] = begin + origin
         self.table.freeze()
 
     def cast(self, packed: Tensor) -> None:
         """Cast into the staging buffer, and begin the copies of it to the device."""
-        for codes, at in self.shared:
-            self._staging[at : at + 1].copy_(codes)
+        for codes, offset in self.shared_bytes:
+            self._staging[offset : offset + 1].copy_(codes)
         self.table.partial_cast(packed, None)
-        for codes, at in self.parts:
-            codes.copy_(self._staging[at : at + codes.numel()], non_blocking=True)
+        for codes, offset in self.parts:
+            codes.copy_(self._staging[offset : offset + codes.numel()], non_blocking=True)
 
 
-def _merged(spans: Iterator[Span]) -> list[Span]:
+def _merged(spans: Iterable[Span]) -> list[Span]:
     """The same places as few spans."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted((span for span in spans if span.numel), key=lambda span: span.start):
-        if found and span.start <= found[-1].stop:
-            found[-1] = Span(found[-1].start, max(found[-1].stop, span.stop))
+        if merged and span.start <= merged[-1].stop:
+            merged[-1] = Span(merged[-1].start, max(merged[-1].stop, span.stop))
         else:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged
