@@ -1,9 +1,9 @@
-"""MasterShard: one weight with the master elements that this rank owns of it, checked on every rank
-together.
+"""MasterShard: a weight and the part of its master that this rank owns. Partition: the shards of
+all weights of a plan, checked on all ranks together.
 
-Nothing here reads or writes bytes. Each rank checks what it was given; then all compare digests of
-it, and raise together or not at all: a mistake on one rank is an error on every rank and never a
-hang. Last they find out who owns what (`zerocast.distributed.ownership`).
+Each rank checks its arguments. Then all ranks compare digests of them, and raise together or not at
+all, so a mistake on one rank is an error on every rank and never a hang. At the end they exchange
+who owns which elements (`zerocast.distributed.ownership`). Nothing here reads or writes weights.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,15 +24,20 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, check_unclaimed
 
 ShardData = Tensor | tuple[Tensor, Tensor]
+# Scale buffers are padded to a multiple of so many rows at most.
 ROW_PADDING = 128
 
 
 @dataclass(frozen=True)
 class MasterShard:
-    """A weight, the flat master of the span owned here (None when empty), and separate shard
-    storage if there is any.
+    """A weight, and the part of its master that this rank owns.
 
-    `cuts` are the elements at which spans of ranks meet, where the caller gathers scales too.
+    Attributes:
+        weight: the weight.
+        master: the flat master of the owned elements; None where this rank owns none.
+        span: the owned elements.
+        shard_data: storage for the owned codes alone. None if a cast writes those of the weight.
+        cuts: the elements at which spans of ranks meet, if the caller gathers scales too.
     """
 
     weight: QuantizedWeight
@@ -81,8 +86,9 @@ class MasterShard:
 
     @property
     def rows(self) -> Span:
-        """The rows of which this rank computes scales: all, or those around its span where scales
-        are gathered. Scale buffers are padded to so many rows at most, so none ends inside.
+        """The rows that this rank computes scales of: all, or those around its span if scales are
+        gathered. Both ends are at multiples of ROW_PADDING or at the end of the weight, so the
+        scale buffers can be cut there.
         """
         height, columns = self.weight.matrix_shape
         if self.cuts is None:
@@ -93,9 +99,13 @@ class MasterShard:
 
 @dataclass(frozen=True)
 class Partition:
-    """The shards of this rank, and who owns what on all ranks.
+    """The shards of this rank, and the owners of all elements.
 
-    `device` is that of the weights, `backend` the one chosen for it.
+    Attributes:
+        shards: one for each weight.
+        ownership: the owners on all ranks.
+        device: the device of the weights.
+        backend: the name of the backend that casts there.
     """
 
     shards: list[MasterShard]
@@ -109,13 +119,11 @@ class Partition:
         return any(shard.on_host for shard in self.shards)
 
     def owned_anywhere(self, index: int) -> bool:
-        """True if any rank holds a part of the master; a weight without one is frozen and stays
-        as it is.
-        """
+        """True if any rank has a part of the master. A weight without a master is frozen."""
         return self.ownership.owned[index] > 0
 
     def why_format_is_fixed(self, index: int) -> str | None:
-        """Why no cast of this rank can fill a weight in another format, if so."""
+        """Return the reason why casts cannot fill a weight in another format; None if they can."""
         shard = self.shards[index]
         if not self.ownership.covers(index):
             return "some of its elements have no master on any rank"
@@ -128,8 +136,8 @@ class Partition:
         master_weights: Sequence[Tensor | None],
         shard_data: Sequence[ShardData | None] | None,
     ) -> None:
-        """Take masters, and shard storage, that lie elsewhere now; storage stays without
-        `shard_data`. ValueError or TypeError, with nothing taken, for other spans.
+        """Use masters in other memory, and other shard storage unless `shard_data` is None.
+        ValueError or TypeError, with nothing changed, for masters of other spans.
         """
         data = [shard.shard_data for shard in self.shards] if shard_data is None else shard_data
         moved = []
@@ -162,12 +170,12 @@ def partition(
     *,
     gives_way: Callable[[Claim], bool] = lambda _: False,
 ) -> Partition:
-    """Check the arguments of a plan on all ranks; the only communication that a plan does before
+    """Check the arguments of a plan on all ranks. This is the only communication of a plan before
     its casts.
 
-    Raises on every rank what was wrong on any: TypeError, ValueError, or RuntimeError for a backend
-    that cannot be used, with the rank in the message when there are several. A claim
-    on these elements that does not give way (`gives_way`) is wrong.
+    Raises the error of any rank on every rank, with the rank in the message if there are several:
+    TypeError or ValueError for an argument, RuntimeError for a backend that cannot be used. A claim
+    on these elements for which `gives_way` is False is a ValueError.
     """
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""
@@ -178,7 +186,7 @@ def partition(
         check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], gives_way)
     except Exception as error:  # Of any kind: the other ranks must raise too.
         problem = error
-    lines = [_fingerprint(shard.weight) + _gathered(shard.cuts) for shard in shards]
+    lines = [_fingerprint(shard.weight, shard.cuts) for shard in shards]
     validate_across_ranks(group, lines, problem, "builds a CastPlan")
     weights = [shard.weight for shard in shards]
     items = [Item(w.numel(), w.format.elements_per_byte, line) for w, line in zip(weights, lines, strict=True)]
@@ -203,14 +211,12 @@ def _check_host_masters(shards: Sequence[MasterShard]) -> None:
         raise RuntimeError(f"masters on the host are cast by the backend 'cpu', which cannot be used: {reason}")
 
 
-def _fingerprint(weight: QuantizedWeight) -> str:
+def _fingerprint(weight: QuantizedWeight, cuts: range | None = None) -> str:
+    """The properties of a weight that all ranks must share."""
     shared = f" with the amax of {weight.state.shared_amax}" if weight.state.shared_amax else ""
     gradients = " with FP8 weight gradients" if weight.state.fp8_weight_gradients else ""
-    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}{shared}{gradients}"
-
-
-def _gathered(cuts: range | None) -> str:
-    return "" if cuts is None else f" with gathered scales, cut at {cuts}"
+    gathered = "" if cuts is None else f" with gathered scales, cut at {cuts}"
+    return f"{weight.format} {tuple(weight.shape)} {weight.dtype}{shared}{gradients}{gathered}"
 
 
 def _check(
@@ -220,7 +226,10 @@ def _check(
     shard_data: Sequence[ShardData | None] | None,
     scale_cuts: Sequence[range | None] | None,
 ) -> list[MasterShard]:
-    _check_are_lists(model_weights=model_weights, master_weights=master_weights, start_offsets=start_offsets)
+    lists = {"model_weights": model_weights, "master_weights": master_weights, "start_offsets": start_offsets}
+    for name, argument in lists.items():
+        if not isinstance(argument, Sequence):
+            raise TypeError(f"{name} is a list with one entry a weight, got a {type(argument).__name__}")
     data = [None] * len(model_weights) if shard_data is None else shard_data
     cuts = [None] * len(model_weights) if scale_cuts is None else scale_cuts
     if len({len(model_weights), len(master_weights), len(start_offsets), len(data), len(cuts)}) > 1:
@@ -236,15 +245,13 @@ def _check(
             shards.append(_with_cuts(_check_shard(weight, master, start, part), cut))
         except (TypeError, ValueError) as error:
             raise type(error)(f"weight {index} ({_fingerprint(weight)}): {error}") from None
-    _check_devices(shards)
+    devices = {shard.weight.device for shard in shards}
+    if len(devices) > 1:
+        raise ValueError(f"the weights of one plan are on one device, got {sorted(map(str, devices))}")
+    if torch.device("meta") in devices:
+        raise ValueError("the weights are on the meta device: give them storage before the plan is built")
     _check_host_masters(shards)
     return shards
-
-
-def _check_are_lists(**arguments: object) -> None:
-    for name, given in arguments.items():
-        if not isinstance(given, Sequence):
-            raise TypeError(f"{name} is a list with one entry a weight, got a {type(given).__name__}")
 
 
 def _check_weights(model_weights: Sequence[Any]) -> None:
@@ -256,14 +263,6 @@ def _check_weights(model_weights: Sequence[Any]) -> None:
         first = seen.setdefault(id(weight.state), index)
         if first != index:
             raise ValueError(f"model weights {first} and {index} are the same weight")
-
-
-def _check_devices(shards: Sequence[MasterShard]) -> None:
-    devices = {shard.weight.device for shard in shards}
-    if len(devices) > 1:
-        raise ValueError(f"the weights of one plan are on one device, got {sorted(map(str, devices))}")
-    if torch.device("meta") in devices:
-        raise ValueError("the weights are on the meta device: give them storage before the plan is built")
 
 
 def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:

@@ -1,7 +1,7 @@
-"""The pipeline of a cast: partial amaxes, one reduction, scales, codes. All weights and formats
-together.
+"""The pipeline of a cast: partial amaxes, one reduction, scales, codes. Weights of all formats are
+cast together.
 
-Hosts differ in what has to be reduced and in nothing else (`zerocast.cast.amaxes`).
+Training hosts differ only in what has to be reduced (`zerocast.cast.amaxes`).
 """
 
 from collections.abc import Sequence
@@ -28,22 +28,22 @@ def cast(
     update: AdamUpdate | None = None,
     repeat: bool = False,
 ) -> None:
-    """Cast the owned masters of `tables` into their weights, as they are or, with `update`, as it
-    makes them.
+    """Cast the owned masters of `tables` into their weights.
 
     Args:
         tables: all weights.
-        amaxes: where they are measured, and how they are reduced.
-        delayed: the weights of `tables` that scale by their past. It moves on by one cast.
-        unmeasured: the weights to measure, where a step has measured the others; None for all.
-        codes: the weights to write codes of, where the others' are written later; None for all.
-        boundary: weights whose other elements come with the reduction, beside odd cuts.
-        skip: bool[1] on the device. Where it holds True nothing is written; the collective runs all
-            the same.
-        update: an optimizer step that the masters take first, in the pass that measures them. Where
+        amaxes: the buffer of their amaxes, which reduces itself over the ranks.
+        delayed: the delayed scaling of those weights of `tables` that use it.
+        unmeasured: the weights to measure, if a step has measured the others; None for all.
+        codes: the weights to write codes of, if those of the others are written later; None for
+            all.
+        boundary: the elements of other ranks that this rank writes, whose values come with the
+            reduction.
+        skip: bool[1] on the device. If it holds True nothing is written, but the collective runs.
+        update: an optimizer step that the masters take first, in the pass that measures them. If
             scales are local (`FormatSpec.casts_in_one_pass`) that pass writes the codes too, except
-            of the rows of blocks that a boundary cuts.
-        repeat: do the last cast once more, by its delayed scales; histories do not roll.
+            those of rows of blocks that a boundary between ranks cuts.
+        repeat: True to repeat the last cast with its delayed scales. Histories do not roll.
     """
     # This is torch.no_grad() in half of its host time.
     with torch.set_grad_enabled(False):

@@ -211,8 +211,8 @@ class CastPlan(Plan):
             scale_cuts,
             gives_way=lambda other: other is claim,
         )
-        # Compares bytes between ranks after a switch of formats, until a gather has brought the new
-        # bytes to all ranks. None otherwise.
+        # After a switch of formats, until a gather has given all ranks the same new bytes. None
+        # otherwise.
         self._switched: SwitchedBytes | None = None
         self._step_of_caller = " {}" if given.caller else ""
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
@@ -301,14 +301,14 @@ class CastPlan(Plan):
         what: str = "a cast that not every rank could make",
         masters: bool = False,
     ) -> NoReturn:
-        """Take part in the cast that the other ranks make, and raise why this one cannot.
+        """Take part in the cast that the other ranks make, and raise the problem of this rank.
 
-        On a CPU all ranks raise it in the reduction of amaxes, on a GPU the others at their next
-        cast. Nothing has changed if no rank could make the cast. Else weights count as partial.
+        On a CPU all ranks raise it in the reduction of amaxes; on a GPU the others raise it at
+        their next cast. Weights count as partial, unless no rank could make the cast.
 
         Args:
             gather: takes part in the gather that the others begin after the cast.
-            what: what is partial then.
+            what: the write that has left the weights partial, for errors.
             masters: True if masters are partial too.
         """
         problem, self.problem = self.problem, None
@@ -434,9 +434,15 @@ class CastPlan(Plan):
         Weights with gaps are left out. RuntimeError for weights that are partial.
         """
         self.validity.check(Use.VERIFY)
-        shown = [i for i in range(len(self.weights)) if self._partition.ownership.covers(i)]
-        left_out = tuple(self._names[i] for i in range(len(self.weights)) if i not in shown)
-        return (MasterViews(self.group, tuple(map(self._owned, shown)), left_out),)
+        views, left_out = [], []
+        for index, (name, shard) in enumerate(zip(self._names, self._partition.shards, strict=True)):
+            if self._partition.ownership.covers(index):
+                scale = self.delayed.cast_scale(name)
+                shown_name = name if self._is_named else None
+                views.append(MasterView(shown_name, shard.weight, shard.master, shard.span, scale))
+            else:
+                left_out.append(name)
+        return (MasterViews(self.group, tuple(views), tuple(left_out)),)
 
     def switch_part(self) -> SwitchPart:
         """Return the part of this plan in `zerocast.switch`, which gathers the new bytes once.
@@ -446,15 +452,15 @@ class CastPlan(Plan):
         without a master on any rank keep their formats.
         """
         names = self._names if self._is_named else [w.state.name for w in self.weights]
-        unique = names if all(names) and len({*names}) == len(names) else self._names
-        places = {unique[index]: index for index in self._cast}
+        unique_names = names if all(names) and len({*names}) == len(names) else self._names
+        index_of = {unique_names[index]: index for index in self._cast}
         return SwitchPart(
             groups=(self.group,),
-            weights={name: (self.weights[i].format, tuple(self.weights[i].shape)) for name, i in places.items()},
+            weights={name: (self.weights[i].format, tuple(self.weights[i].shape)) for name, i in index_of.items()},
             plain=(),
-            check=lambda formats: self._check_switch({name: places[name] for name in formats}),
-            convert=lambda formats: self._convert({places[name]: fmt for name, fmt in formats.items()}),
-            recast=lambda formats: self._recast_switched([places[name] for name in formats]),
+            check=lambda formats: self._check_switch({name: index_of[name] for name in formats}),
+            convert=lambda formats: self._convert({index_of[name]: fmt for name, fmt in formats.items()}),
+            recast=lambda formats: self._recast_switched([index_of[name] for name in formats]),
             held=self.held,
         )
 
@@ -471,9 +477,9 @@ class CastPlan(Plan):
         if self.validity.is_writing:
             raise RuntimeError(f"{use.value} belongs between two steps, and masters and weights are being written now")
 
-    def _check_switch(self, places: Mapping[str, int]) -> None:
+    def _check_switch(self, index_of: Mapping[str, int]) -> None:
         self.check_between_steps(Use.SWITCH)
-        for name, index in places.items():
+        for name, index in index_of.items():
             problem = self._partition.why_format_is_fixed(index)
             if problem:
                 raise RuntimeError(
@@ -507,7 +513,7 @@ class CastPlan(Plan):
         """
         self.weights = self.weights if weights is None else list(weights)
         shards, to_seed = self._partition.shards, self.delayed.unseeded | {*changed}
-        kept = {name: state for name, state in self.delayed.state_dict().items() if name not in to_seed}
+        delayed_state = {name: state for name, state in self.delayed.state_dict().items() if name not in to_seed}
         cuts = [shard.cuts for shard in shards] if scale_cuts is None else scale_cuts
         self._partition = partition(
             self.group,
@@ -521,7 +527,7 @@ class CastPlan(Plan):
         )
         self._step_hooks.partition = self._partition
         self._lay_out()
-        self.delayed.load_state_dict(kept)
+        self.delayed.load_state_dict(delayed_state)
 
     def check_call(self, use: Use | None = None) -> None:
         """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of
@@ -551,22 +557,19 @@ class CastPlan(Plan):
         masters = [shard.master for shard in self._partition.shards if shard.master is not None]
         self.validity.watch(masters, sharded=self.group.size > 1)
 
-    def _owned(self, index: int) -> MasterView:
-        shard = self._partition.shards[index]
-        scale = self.delayed.cast_scale(self._names[index])
-        name = self._names[index] if self._is_named else None
-        return MasterView(name, shard.weight, shard.master, shard.span, scale)
-
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
         """The buffers of the weights that are cast with delayed scaling, by name."""
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _lay_out(self) -> None:
-        """Derive from the partition, which says who owns what, all that a cast needs: which blocks
-        are cut, the layout of all amaxes, and the tables of where weights and masters are now.
+        """Derive from the partition all that a cast needs: which blocks are cut, the layout of all
+        amaxes, and the tables of the memory that weights and masters are in now.
         """
-        # The text that ranks compare. The caller's step is filled in.
-        self._call = _numbered(self.group) + self._step_of_caller
+        # The text that ranks compare, into which each cast fills the caller's step. All ranks build
+        # the plans of a group together, so their numbers agree.
+        group_name = "" if self.group.handle is None else self.group.handle.group_name
+        _built[group_name] += 1
+        self._call = f"casts by plan {_built[group_name]} of its group{self._step_of_caller}"
         shards, is_alone = self._partition.shards, self.group.size == 1
         cut = CutBlocks.of(self._partition, self._cast)
         layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
@@ -577,8 +580,8 @@ class CastPlan(Plan):
 
     def _follow(self) -> None:
         """Wait for gathers, and make the tables again if a weight or a master has moved, or another
-        plan has taken a weight over. ValueError or TypeError, on this rank alone, if a plan could
-        not be built for what the masters are now.
+        plan has taken a weight over. ValueError or TypeError, on this rank alone, for masters that
+        no plan could be built for.
         """
         for w in self.weights if self.validity.finish else ():
             w.wait()
@@ -589,7 +592,7 @@ class CastPlan(Plan):
             self._bind()
 
     def _take_weights(self) -> None:
-        """Let the weights count the casts of this plan, and no longer those of another plan."""
+        """Give the weights the validity of this plan in place of that of another plan."""
         cast = set(self._cast)
         for index, w in enumerate(self.weights):
             if w.state.validity is not self.validity:
@@ -603,24 +606,14 @@ class CastPlan(Plan):
         self._places = self.validity.places
 
 
-def _numbered(group: Group) -> str:
-    """Return the text by which ranks compare the casts of a plan that is being built.
-
-    All ranks build the plans of a group together, so their numbers agree.
-    """
-    name = "" if group.handle is None else group.handle.group_name
-    _built[name] += 1
-    return f"casts by plan {_built[name]} of its group"
-
-
 @dataclass(frozen=True)
 class CastTables:
-    """The tables that a cast works by, for the memory that weights and masters are in now.
+    """The tables of a cast, for the memory that weights and masters are in now.
 
     Attributes:
         owned: the weights that this rank computes scales of, with the elements that it owns.
-        boundary: the elements of other ranks that it writes beside its own, where two ranks share a
-            byte.
+        boundary: the elements of other ranks that this rank writes, since they share a byte with
+            one of its own.
         on_host: True if any masters are on the host, and the weights on another device.
     """
 
@@ -647,24 +640,14 @@ class CastTables:
             table = tables.of(shard.weight, master, takes_updates=group is not None)
             shared, flag = amaxes.shared.get(index, -1), amaxes.flag_of.get(index, -1)
             table.add_shard(shard, amaxes.offsets[index], group or 0, shared, flag)
-        boundary = _boundary_tables(partition, amaxes)
+        boundary = WeightTables(device, backend)
+        for index, element, slot in amaxes.boundary.others if amaxes.boundary else ():
+            shard = partition.shards[index]
+            fmt, shape = shard.weight.format, shard.weight.shape
+            _, (rows, columns) = shard.weight.stored_matrices
+            number, position = divmod(element, rows * columns)
+            matrix = shard.matrices()[number]
+            table = boundary.of(shard.weight)
+            row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
+            table.set_span(row, matrix, Span(position, position + 1), amaxes.boundary.received[slot : slot + 1])
         return CastTables([*of_device.freeze(), *of_host.freeze()], boundary.freeze(), on_host)
-
-
-def _boundary_tables(partition: Partition, amaxes: PlanAmaxes) -> WeightTables:
-    """Tables of the elements of other ranks that this rank writes beside its own."""
-    tables = WeightTables(partition.device, partition.backend)
-    elements = amaxes.boundary
-    if elements is None:
-        return tables
-    for index, element, slot in elements.others:
-        shard = partition.shards[index]
-        _, (rows, columns) = shard.weight.stored_matrices
-        number, position = divmod(element, rows * columns)
-        matrix = shard.matrices()[number]
-        table = tables.of(shard.weight)
-        row = table.add(
-            matrix.weight, place_of_matrix(shard.weight.format, shard.weight.shape, amaxes.offsets[index], number)
-        )
-        table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
-    return tables

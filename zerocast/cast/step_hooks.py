@@ -1,7 +1,7 @@
 """StepHooks: the optimizers after whose steps a plan casts, and the plan's claim on its weights.
 
-An optimizer that steps over none of a plan's masters would leave its weights as they are, silently;
-so `attach` refuses it, and the first step reports masters over which no attached optimizer steps.
+An optimizer that steps over none of a plan's masters would silently leave its weights as they are.
+So `attach` refuses it, and the first step logs the masters that no attached optimizer steps over.
 """
 
 import logging
@@ -25,8 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepHooks:
-    """The hooks of one plan on optimizers. `cast` are the indices of the weights that the plan
-    casts, `owner` is the claim of whoever it casts them for; `partition` is that of the plan now.
+    """The hooks of one plan on optimizers.
+
+    Args:
+        partition: the partition of the plan. A switch of formats replaces it.
+        cast: the indices of the weights that the plan casts.
+        group: the ranks of the plan.
+        owner: the claim of the plan's owner; None while the plan has none.
     """
 
     def __init__(self, partition: Partition, cast: Sequence[int], group: Group, owner: Claim | None) -> None:
@@ -34,14 +39,17 @@ class StepHooks:
         self._hooks: weakref.WeakSet[_CastAfterStep] = weakref.WeakSet()
 
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
-        """Call `cast` after every step of the optimizer. ValueError on every rank where that
-        cannot be.
+        """Call `cast` after every step of the optimizer. Collective.
+
+        ValueError on every rank for an optimizer that steps over none of the masters or that has
+        this hook, and for weights that another owner writes.
         """
         problem: ValueError | None = None
         try:
             self._check_steps(optimizer)
             self.check_unclaimed()
-        except ValueError as error:  # the other ranks must hear of it
+        except ValueError as error:
+            # The other ranks must raise it too.
             problem = error
         validate_across_ranks(self._group, [], problem, "attaches a CastPlan to an optimizer")
         claim = self.claim(f"a CastPlan that is attached to {type(optimizer).__name__}")
@@ -56,18 +64,18 @@ class StepHooks:
         return len(self._hooks) == 1
 
     def claim(self, who: str) -> Claim:
-        """Hold the weights for an owner. ValueError, on this rank alone, while another owner
+        """Claim the weights for an owner. ValueError, on this rank alone, while another owner
         writes any of these elements.
         """
         self.check_unclaimed()
-        return Claim(who, self._held(), by=self)
+        return Claim(who, self._elements(), by=self)
 
     def check_unclaimed(self) -> None:
         """ValueError, on this rank alone, while another owner writes any of these elements."""
-        check_unclaimed(self._held(), self.gives_way)
+        check_unclaimed(self._elements(), self.gives_way)
 
     def gives_way(self, claim: Claim) -> bool:
-        """True if a claim is of the plan itself, or of the owner that it casts for."""
+        """True for a claim of the plan itself or of its owner."""
         return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:
@@ -76,7 +84,8 @@ class StepHooks:
         if idle:
             logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
-    def _held(self) -> list[tuple[WeightState, list[Span]]]:
+    def _elements(self) -> list[tuple[WeightState, list[Span]]]:
+        """The elements of each weight that casts of this plan write on any rank."""
         shards, ownership = self.partition.shards, self.partition.ownership
         return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
@@ -95,14 +104,16 @@ class StepHooks:
             )
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
-        """The weights whose masters are in none of these storages."""
-        held = [(index, shard.master) for index, shard in enumerate(self.partition.shards) if shard.master is not None]
-        return [] if None in stepped else [index for index, master in held if not _storages_of([master]) & stepped]
+        """The indices of weights whose masters are in none of these storages."""
+        if None in stepped:
+            return []
+        masters = [(index, shard.master) for index, shard in enumerate(self.partition.shards)]
+        return [index for index, master in masters if master is not None and not _storages_of([master]) & stepped]
 
 
 class _CastAfterStep:
-    """One hook. It keeps the plan, by `cast`, and the claim, which so lasts as long as the
-    optimizer has the hook.
+    """The hook of one optimizer. It refers to the plan, by `cast`, and to the claim, so both live
+    as long as the optimizer has the hook.
     """
 
     def __init__(self, hooks: StepHooks, cast: Callable[[], None], claim: Claim, stepped: set[int | None]) -> None:
@@ -117,32 +128,30 @@ class _CastAfterStep:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
-    """The storages that an optimizer may write: parameters, and its state, which holds masters
-    where parameters are rounded.
+    """The storages that an optimizer may write: those of its parameters, and of its state, which
+    has the masters of parameters in low precision.
     """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
-    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
-    return _storages_of([*kept, *(tensor for group in optimizer.param_groups for tensor in group["params"])])
+    of_state = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return _storages_of([*of_state, *(tensor for group in optimizer.param_groups for tensor in group["params"])])
 
 
 def _storages_of(tensors: Iterable[Tensor]) -> set[int | None]:
-    """The addresses of the storages that these tensors have elements in; None stands for one that
-    cannot be known.
+    """The addresses of the storages of these tensors, without those that have no elements here.
 
-    A DTensor lies where its local tensor does, a QuantizedWeight where its codes do. Tensors on the
-    meta device, and other subclasses without storage, are not known.
+    The storage of a DTensor is that of its local tensor, the storage of a QuantizedWeight that of
+    its codes. None stands for the storage of a tensor on the meta device, and of other subclasses
+    without memory.
     """
-    return {_storage_of(tensor) for tensor in tensors} - {0}
-
-
-def _storage_of(tensor: Tensor) -> int | None:
-    """Zero for a tensor without elements on this rank."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    if not local.numel():
-        return 0
-    if isinstance(local, QuantizedWeight):
-        local = local.state.rowwise_data
-    try:
-        return local.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
-        return None
+    storages: set[int | None] = set()
+    for tensor in tensors:
+        local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if not local.numel():
+            continue
+        if isinstance(local, QuantizedWeight):
+            local = local.state.rowwise_data
+        try:
+            storages.add(local.untyped_storage().data_ptr() or None)
+        except (NotImplementedError, RuntimeError):
+            storages.add(None)
+    return storages
