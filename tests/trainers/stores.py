@@ -92,8 +92,8 @@ def lightning(folder: Path) -> Found:
     saving = ModelCheckpoint(URL, filename="{step}", every_n_train_steps=2, save_top_k=1, save_last=True)
     whole = fitted(saving)
     # save_top_k=1 has removed the folder of step 2.
-    names = sorted(path.name for path in (folder / "runs").iterdir() if any(path.iterdir()))
-    found = [("folders", names == ["last.ckpt", "step=4.ckpt"])]
+    names = {path.relative_to(folder / "runs").parts[0] for path in folder.rglob("*") if path.is_file()}
+    found = [("folders", names == {"last.ckpt", "step=4.ckpt"})]
     found += [("resumed", fitted(path=saving.last_model_path) == whole), *exceptions(whole)]
 
     # A second save of the same name that breaks off between Lightning's file and the masters.
