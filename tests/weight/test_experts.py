@@ -129,6 +129,16 @@ def test_a_host_accumulates_what_an_expert_learns() -> None:
     assert torch.equal(weight.main_grad, torch.tensor([1.0, 1.0, 5.0])[:, None, None].expand(EXPERTS, M, K))
 
 
+def test_a_detached_reading_gives_no_gradient() -> None:
+    weight: Any = experts("nvfp4")
+    x = torch.randn(ROWS, K, dtype=BF16, requires_grad=True)
+    for operand in (weight[1].t().detach(), weight[1].detach().t(), weight.mT.detach()[1]):
+        (x @ operand).sum().backward()
+        assert weight.grad is None and x.grad is not None
+    (x @ weight[1].t()).sum().backward()
+    assert weight.grad[1].any() and not weight.grad[0].any()
+
+
 def test_autocast() -> None:
     weight: Any = experts("fp8_current", dtype=torch.float32)
     x = torch.randn(EXPERTS, ROWS, K)
@@ -174,6 +184,7 @@ def test_what_is_refused() -> None:
         (lambda: torch.bmm(x.float().view(EXPERTS, ROWS, K), turned), "the input is torch.float32"),
         (lambda: torch.bmm(weight, turned), "takes one QuantizedWeight"),
         (lambda: weight[torch.tensor([0, 1])], "experts_implementation='grouped_mm'"),
+        (lambda: torch.func.vmap(lambda row: nn.functional.linear(row, weight[0]))(x), "no products of single experts"),
         (lambda: weight[:1], "call dequantize"),
         (lambda: weight[0][0], "call dequantize"),
     ):

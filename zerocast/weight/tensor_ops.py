@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocast.weight import linear, owners, unsupported
+from zerocast.weight.experts import ExpertOf
 from zerocast.weight.gathered_operands import forget_operands
 from zerocast.weight.validity import Use
 from zerocast.weight.weight import QuantizedWeight, define, define_function
@@ -95,6 +96,16 @@ def _same_strides(
     return _same_shape(weight, size)
 
 
+def _detach(weight: QuantizedWeight) -> QuantizedWeight:
+    """Share the storage, and leave the weight that gradients of a reading would go to."""
+    other = weight.share()
+    if weight.transposed_of is not None:
+        other.transposed_of = _detach(weight.transposed_of)
+    if weight.expert_of is not None:
+        other.expert_of = ExpertOf(_detach(weight.expert_of.weight), weight.expert_of.number)
+    return other
+
+
 def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
     """The `t` operator, below autograd. Returns a new tensor object in either case, since autograd
     would mark the weight itself as the output of the operator.
@@ -104,7 +115,7 @@ def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
 
 define_function(torch.Tensor.data.__set__, _set_data)  # type: ignore[attr-defined]
 _aten = torch.ops.aten
-define(_aten.detach.default, QuantizedWeight.share)
+define(_aten.detach.default, _detach)
 define(_aten.alias.default, QuantizedWeight.share)
 define(_aten.view.default, _same_shape)
 define(_aten.as_strided.default, _same_strides)
