@@ -149,21 +149,46 @@ def parameters(given: Any) -> list[Any]:
     return [given] if isinstance(given, torch.Tensor) else list(given)
 
 
-def optimize_by(ours: Any, *replaced: str, name: Callable[[Any], Any] = as_is) -> None:
+ADAMW = ("betas", "eps", "weight_decay")
+MUON = ("momentum", "nesterov", "weight_decay")
+
+
+def optimize_by(ours: Any, *replaced: str, name: Callable[[Any], Any] = as_is, taken: tuple[str, ...] = ADAMW) -> None:
     """Let each of these classes of torch.optim be a class of ours, with those options that it has."""
 
     def initialise(self: Any, params: Any, lr: Any = 1e-3, **options: Any) -> None:
-        kept = {key: value for key, value in options.items() if key in ("betas", "eps", "weight_decay")}
+        kept = {key: value for key, value in options.items() if key in taken}
         ours.__init__(self, name(params), lr=lr, **kept)
 
+    def add_param_group(self: Any, param_group: dict[str, Any]) -> None:
+        given = parameters(param_group["params"])
+        if name is not as_is:
+            number = len(self.param_groups)
+            given = [p if isinstance(p, tuple) else (f"{number}.{index}", p) for index, p in enumerate(given)]
+        (group,) = name([{**param_group, "params": given}])
+        ours.add_param_group(self, group)
+
     for each in replaced:
-        setattr(torch.optim, each, type(each, (ours,), {"__init__": initialise}))
+        setattr(torch.optim, each, type(each, (ours,), {"__init__": initialise, "add_param_group": add_param_group}))
 
 
 def zero_adamw() -> None:
     import zerocast
 
     optimize_by(zerocast.ZeroAdamW, "SGD", "Adam", "AdamW", name=named)
+
+
+def with_rules(params: Any) -> list[Any]:
+    """Return parameters in groups that say what updates them: Muon, if all of a group are matrices."""
+    given = named(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    return [{**group, "use_muon": all(p.dim() in (2, 3) for _, p in group["params"])} for group in groups]
+
+
+def zero_muon() -> None:
+    import zerocast
+
+    optimize_by(zerocast.ZeroMuon, "SGD", "Adam", "AdamW", name=with_rules, taken=MUON)
 
 
 def fused_adamw() -> None:
@@ -202,12 +227,40 @@ def our_accelerator_with_zero_adamw() -> None:
     zero_adamw()
 
 
+def zero_strategy() -> None:
+    """Let Lightning's models be quantized, and its Trainer use ZeroStrategy where no strategy is asked for."""
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    import zerocast
+    from zerocast.integrations.lightning import ZeroStrategy
+
+    zero_adamw()
+    made, started = BoringModel.__init__, Trainer.__init__
+
+    @functools.wraps(made)
+    def quantized(self: Any) -> None:
+        made(self)
+        zerocast.quantize_(self, {"layer.weight": "fp8_current"})
+
+    @functools.wraps(started)
+    def with_strategy(self: Any, *args: Any, **options: Any) -> None:
+        if options.get("strategy", "auto") == "auto" and options.get("accelerator", "auto") in ("auto", "cpu"):
+            options |= {"strategy": ZeroStrategy(), "accelerator": "cpu", "devices": 1}
+        started(self, *args, **options)
+
+    BoringModel.__init__ = quantized
+    Trainer.__init__ = with_strategy
+
+
 CHANGES: dict[str, Callable[[], None]] = {
     "gloo": turn_to_cpu,
     "torch_npu": stand_in_for_torch_npu,
     "prepare": prepare_before_fully_shard,
     "zero_adamw": zero_adamw,
+    "zero_muon": zero_muon,
     "fused_adamw": fused_adamw,
+    "zero_strategy": zero_strategy,
     "averages": average_prepared_models,
     "accelerator": our_accelerator,
     "accelerator_zero_adamw": our_accelerator_with_zero_adamw,

@@ -53,14 +53,30 @@ ACCELERATE = tuple(
 )
 TRAINER = tuple(f"tests/trainer/test_trainer{name}.py" for name in ("", "_callback", "_utils"))
 LIGHTNING = (
+    "tests_pytorch/callbacks/test_finetuning_callback.py",
+    "tests_pytorch/callbacks/test_gradient_accumulation_scheduler.py",
+    "tests_pytorch/callbacks/test_lr_monitor.py",
+    "tests_pytorch/callbacks/test_stochastic_weight_avg.py",
+    "tests_pytorch/callbacks/test_weight_averaging.py",
     "tests_pytorch/checkpointing/test_checkpoint_callback_frequency.py",
+    "tests_pytorch/checkpointing/test_model_checkpoint.py",
     "tests_pytorch/checkpointing/test_torch_saving.py",
     "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
     "tests_pytorch/core/test_lightning_optimizer.py",
     "tests_pytorch/loops/optimization",
     "tests_pytorch/strategies/test_common.py",
     "tests_pytorch/strategies/test_custom_strategy.py",
+    "tests_pytorch/models/test_restore.py",
     "tests_pytorch/strategies/test_single_device.py",
+    "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
+    "tests_pytorch/trainer/optimization",
+    "tests_pytorch/tuner/test_lr_finder.py",
+)
+# Not those that count or read the files of a checkpoint, which is a folder under ZeroStrategy.
+ZERO_STRATEGY = (
+    "tests_pytorch/checkpointing/test_trainer_checkpoint.py",
+    "tests_pytorch/core/test_lightning_optimizer.py",
+    "tests_pytorch/loops/optimization",
     "tests_pytorch/trainer/connectors/test_checkpoint_connector.py",
     "tests_pytorch/trainer/optimization",
 )
@@ -70,12 +86,22 @@ GLUE = {f"        {name},\n": "" for name in ("GlueDataset", "GlueDataTrainingAr
 SUITES = (
     Suite("fsdp2", "torch_npu", "test", FSDP2, "prepare", CPU, DEVICE),
     Suite("schedulers", "torch_npu", "test", SCHEDULERS, "zero_adamw", CPU, DEVICE),
+    Suite("schedulers, ZeroMuon", "torch_npu", "test", SCHEDULERS, "zero_muon", CPU, DEVICE),
     Suite("schedulers, fused", "torch_npu", "test", SCHEDULERS, "fused_adamw", CPU, DEVICE),
     Suite("optimizers", "torch_npu", "test", ("optim/test_optim.py",), "zero_adamw", CPU, DEVICE, ADAMW),
+    Suite("optimizers, ZeroMuon", "torch_npu", "test", ("optim/test_optim.py",), "zero_muon", CPU, DEVICE, ADAMW),
     Suite("optimizers, fused", "torch_npu", "test", ("optim/test_optim.py",), "fused_adamw", CPU, DEVICE, ADAMW),
     Suite("averages", "torch_npu", "test", ("optim/test_swa_utils.py",), "averages", CPU, DEVICE),
     Suite("accelerate", "accelerate", ".", ACCELERATE, "accelerator"),
     Suite("accelerate, ZeroAdamW", "accelerate", ".", ACCELERATE, "accelerator_zero_adamw"),
     Suite("transformers", "transformers", ".", TRAINER, "zero_adamw", (), GLUE),
     Suite("Lightning", "lightning", "tests", LIGHTNING, "zero_adamw"),
+    Suite(
+        "Lightning, ZeroStrategy",
+        "lightning",
+        "tests",
+        ZERO_STRATEGY,
+        "zero_strategy",
+        selected="not fsspec and not cross_device and not storage_options",
+    ),
 )

@@ -121,7 +121,7 @@ class MasterParameter(_WrapsPlain):
         """
         raise RuntimeError(
             "a parameter prepared for FSDP2 is not copied: copy the model before zerocast.fsdp2.prepare and prepare the "
-            "copy as well, or keep its state_dict"
+            "copy as well, or keep its state_dict; an average of the weights needs no copied model (docs/quickstart/ema.md)"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
