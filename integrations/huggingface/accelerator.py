@@ -11,7 +11,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from zerocast import fsdp2
 from zerocast.checkpoint.store import local_path
+from zerocast.formats.recipe import RecipeLike
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
 from zerocast.optim import full_state_dict
@@ -31,10 +33,56 @@ class Accelerator(accelerate.Accelerator):
     not. The rest of accelerate stays: data loaders, `accumulate`, `clip_grad_norm_`, `autocast`,
     schedulers, trackers, `save_state` and `load_state`. Models without QuantizedWeights and other
     optimizers are prepared as ever.
+
+    Args:
+        fsdp2_recipe: with accelerate configured for `fsdp_version: 2`, the formats in which FSDP2
+            gathers the weights of the model that is prepared (`zerocast.fsdp2.prepare`). The model
+            is not quantized beforehand, and the optimizer is any of torch, or
+            `zerocast.fsdp2.FusedAdamW`. ValueError without that configuration, and with
+            `cpu_ram_efficient_loading`, which makes other parameters.
+        args, kwargs: those of accelerate's.
     """
 
     # True if `check_owners` has passed since the last model or optimizer was prepared.
     _owners_checked = False
+
+    def __init__(self, *args: Any, fsdp2_recipe: RecipeLike | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._fsdp2_recipe = fsdp2_recipe
+        if fsdp2_recipe is None:
+            return
+        if not self.is_fsdp2:
+            raise ValueError(
+                f"fsdp2_recipe is for accelerate configured with fsdp_version: 2, here it is for {self.distributed_type.value}: "
+                "call zerocast.quantize_ and give the parameters to ZeroAdamW"
+            )
+        if self.state.fsdp_plugin.cpu_ram_efficient_loading:
+            raise ValueError(
+                "cpu_ram_efficient_loading makes other parameters than those that zerocast.fsdp2.prepare has prepared: set "
+                "fsdp_cpu_ram_efficient_loading: false"
+            )
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare objects like accelerate. Under `fsdp_version: 2` the model is first prepared by
+        `fsdp2_recipe`. RuntimeError there for a model that `quantize_` has changed, and for an
+        optimizer that is laid out for unsharded parameters: ZeroAdamW, ZeroMuon, and FusedAdamW
+        with moments in 8 bits.
+        """
+        for item in args if self.is_fsdp2 else ():
+            if isinstance(item, nn.Module) and is_quantized(item):
+                raise RuntimeError(
+                    "accelerate is configured for FSDP2, which cannot shard what quantize_ has made: give this Accelerator "
+                    "fsdp2_recipe=recipe and a model in FP32"
+                )
+            if isinstance(item, ZeroOptimizer) or getattr(getattr(item, "state", None), "eight_bit", None) is not None:
+                raise RuntimeError(
+                    f"accelerate is configured for FSDP2 and shards parameters after the optimizer is built, for which this "
+                    f"{type(item).__name__} is laid out: use torch.optim.AdamW, or zerocast.fsdp2.FusedAdamW with FP32 moments"
+                )
+        if self._fsdp2_recipe is not None:
+            for model in (item for item in args if isinstance(item, nn.Module)):
+                fsdp2.prepare(model, self._fsdp2_recipe)
+        return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -50,15 +98,19 @@ class Accelerator(accelerate.Accelerator):
         if self.distributed_type in SHARDED:
             raise RuntimeError(
                 f"accelerate is configured for {self.distributed_type.value}, and ZeroAdamW shards quantized models by itself: "
-                "configure no such plugin; for FSDP2 call zerocast.fsdp2.prepare in a loop of your own"
+                "configure no such plugin; for FSDP2 set fsdp_version: 2 and give this Accelerator fsdp2_recipe"
             )
         check_place(model, self.device)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Prepare an optimizer like accelerate. The state of a ZeroAdamW stays on its device."""
+        """Prepare an optimizer like accelerate. The state of one of zerocast's stays on its device,
+        and FusedAdamW is not asked for its state, for which it would make moments of parameters
+        that are still to be sharded.
+        """
         self._owners_checked = False
-        return super().prepare_optimizer(optimizer, False if isinstance(optimizer, ZeroOptimizer) else device_placement)
+        is_ours = isinstance(optimizer, ZeroOptimizer | fsdp2.FusedAdamW)
+        return super().prepare_optimizer(optimizer, False if is_ours else device_placement)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass like accelerate.
