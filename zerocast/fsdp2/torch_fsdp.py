@@ -1,7 +1,7 @@
-"""All that zerocast reads of FSDP2's insides, in one place: versions of torch differ there.
+"""Internals of FSDP2 that differ between versions of torch.
 
-`MasterMemory` is where the shards lie that FSDP2 allocates, `MasterAddresses` how a cast finds out
-that they moved or were written to.
+`MasterMemory` allocates the shards of masters. `MasterAddresses` tells a cast whether masters have
+moved or were written to.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.formats.memory import check_storage
 
-# so many that FSDP2, which frees a parameter once it is cut, never finds the memory of all shards
-# taken beforehand
+# The number of tensors that masters share. FSDP2 frees each parameter after it has sharded it, so
+# one tensor for all shards would have to be allocated while all parameters are still there.
 PIECES = 8
 
 
@@ -45,17 +45,18 @@ def groups_at(module: nn.Module) -> Iterator[Any]:
     """The parameter groups of one FSDP module; none of another module."""
     if isinstance(module, FSDPModule):
         state: Any = module._get_fsdp_state()
-        found = getattr(state, "_fsdp_param_groups", None)  # torch 2.13
-        yield from (group for group in ([state._fsdp_param_group] if found is None else found) if group is not None)
+        # Torch 2.13 has several groups a module, earlier versions have one or None.
+        param_groups = getattr(state, "_fsdp_param_groups", None)
+        yield from filter(None, [state._fsdp_param_group] if param_groups is None else param_groups)
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dtype]]:
-    """(name, parameter, the dtype that it computes in), each once, sharded also where a forward
-    pass has left it gathered.
+    """Yield (name, parameter, the dtype that it computes in) of each parameter once. A parameter
+    that a forward pass has left gathered is sharded here too.
     """
-    held = [param for group in groups(model) for param in group.fsdp_params]
-    sharded = {id(getattr(param, "_unsharded_param", param.sharded_param)): param for param in held}
-    sharded |= {id(param.sharded_param): param for param in held}
+    params = [param for group in groups(model) for param in group.fsdp_params]
+    sharded = {id(getattr(param, "_unsharded_param", param.sharded_param)): param for param in params}
+    sharded |= {id(param.sharded_param): param for param in params}
     for name, parameter in model.named_parameters():
         param = sharded.get(id(parameter))
         if param is None:
@@ -77,40 +78,37 @@ def default_reduce_scatter() -> Any:
 
 
 def reshard(groups: Iterable[Any]) -> None:
-    """Free what is left gathered from an earlier forward pass, so that the next one gathers
-    again.
-    """
+    """Free the groups that a forward pass has left gathered, so that the next one gathers again."""
     for group in groups:
         if group.is_unsharded:
             group._to_sharded()
 
 
 def discard_gathers(groups: Iterable[Any]) -> None:
-    """Forget gathers that a pass which broke off has left: the next one would take their bytes
-    and not gather again.
+    """Drop the unread results of gathers after a pass that broke off. The next pass would take
+    their bytes and not gather again.
     """
     for group in groups:
-        left = group._all_gather_result
-        if left is not None:
-            if left.all_gather_event is not None:
-                torch.accelerator.current_stream().wait_event(left.all_gather_event)
-            if isinstance(left.all_gather_work, dist.Work):
-                left.all_gather_work.wait()
+        result = group._all_gather_result
+        if result is not None:
+            if result.all_gather_event is not None:
+                torch.accelerator.current_stream().wait_event(result.all_gather_event)
+            if isinstance(result.all_gather_work, dist.Work):
+                result.all_gather_work.wait()
             group._all_gather_result = None
 
 
 def gather_again(group: Any) -> None:
-    """Free and gather a group, whose forward pass may have begun."""
+    """Free a group and gather it again. Its forward pass may have begun."""
     group._to_sharded()
     group.unshard()
     group.wait_for_unshard()
 
 
 def is_reading_shard() -> bool:
-    """True if FSDP2 is asking for the memory of a shard, from inside of its own parameter.
+    """Return whether FSDP2's own code is asking for the memory of a shard.
 
-    It compares that memory with the parameter's, and does so for plain tensors alone; whatever else
-    it finds it copies.
+    It compares this memory with the parameter's. It compares plain tensors only, and copies others.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None:
@@ -121,20 +119,20 @@ def is_reading_shard() -> bool:
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that autograd is running, as it is for hooks of gradients;
-    None outside of any.
+    """Return the number of the backward pass that autograd is running, for example when a hook of
+    a gradient is called. None outside of a backward pass.
     """
     running: int = getattr(torch._C, "_current_graph_task_id")()  # noqa: B009
     return None if running == -1 else running
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Let the backward pass that is running end with this."""
+    """Call `call` at the end of the backward pass that is running."""
     getattr(torch.autograd.Variable, "_execution_engine").queue_callback(call)  # noqa: B009
 
 
 def is_idle(group: Any) -> bool:
-    """True if a parameter group is in no pass."""
+    """Return whether a parameter group is neither in a forward nor in a backward pass."""
     return bool(group._training_state.name == "IDLE")
 
 
@@ -143,33 +141,33 @@ def gathered(group: Any) -> Iterator[None]:
     """Gather the parameters of a group for the body, and free them after it unless they were
     gathered before.
     """
-    before = group.is_unsharded
+    was_gathered = group.is_unsharded
     group.lazy_init()
     group.unshard()
     group.wait_for_unshard()
     try:
         yield
     finally:
-        if not before:
+        if not was_gathered:
             group._to_sharded()
 
 
 def has_unreduced_gradient(param: Any) -> bool:
     """True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)
-    # apart from the parameter before torch 2.15, which keeps the name for others
+    # Before torch 2.15. That version uses this name for parameters of others.
     accumulated = getattr(param, "unsharded_accumulated_grad", None)
     with torch._C.DisableTorchFunctionSubclass():
         return accumulated is not None or (gathered is not None and gathered.grad is not None)
 
 
 class GatheredByGroup(FSDPParam):
-    """The FSDPParam of a prepared weight, whose ParamGroup makes the bytes of a gather, and takes
-    what was gathered, for all its weights at once.
+    """The FSDPParam of a prepared weight. Its ParamGroup makes the bytes that a gather sends, and
+    handles the gathered bytes, for all its weights at once.
 
-    FSDP2's hooks do both for one weight, and around each call of a hook FSDP2 looks its signature
-    up and takes sizes and views, which costs the host more than the hook. Only the first gather is
-    by hooks: it makes the memory, and the parameter that modules see.
+    FSDP2's hooks do this for one weight at a time. Around each call FSDP2 inspects the hook's
+    signature and takes sizes and views, which costs the host more than the hook itself. Only the
+    first gather uses hooks: it allocates the memory and the parameter that modules see.
     """
 
     @property
@@ -197,22 +195,22 @@ class GatheredByGroup(FSDPParam):
             weight.receive_group()
 
 
-# (the gathered parameter, the weight) of an FSDPParam. AttributeError before the first gather, and
-# for a parameter that something has replaced by a plain one, which FSDP2 gathers as such.
+# Gets (the gathered parameter, the weight) of an FSDPParam. AttributeError before the first gather,
+# and if something has replaced the parameter by a plain one, which FSDP2 gathers as such.
 _gathered_before = operator.attrgetter("_unsharded_param", "sharded_param._local_tensor.weight")
 
 
 def gather_by_group(param: Any) -> None:
-    """Let the weight of an FSDPParam make and take the bytes of its gathers after the first."""
+    """Let the weight of an FSDPParam handle the bytes of its gathers after the first."""
     param.__class__ = GatheredByGroup
 
 
 class GroupOfWeights(FSDPParamGroup):
-    """An FSDPParamGroup of prepared weights. It tells `weights`, a reference to their ParamGroup,
-    when products of theirs have ended.
+    """An FSDPParamGroup of prepared weights. It tells `weights`, a weak reference to their
+    ParamGroup, when their products of a pass have ended.
 
-    FSDP2 asks gathered parameters for their gradients, which goes through the override of functions
-    of torch for each of them. They have none that matters here.
+    FSDP2 reads the gradients of gathered parameters, which would call `__torch_function__` of each.
+    Their class has nothing to do there, so that is disabled.
     """
 
     weights: Callable[[], Any]
@@ -228,7 +226,7 @@ class GroupOfWeights(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients, and shard the parameters unless they stay gathered."""
         runs_hooks = self._all_reduce_hook is not None or any(map(_gradient_hooks, self.fsdp_params))
-        # Hooks of users are not FSDP2's own questions.
+        # Hooks of users may need the functions of the class.
         with contextlib.nullcontext() if runs_hooks else torch._C.DisableTorchFunctionSubclass():
             super().post_backward(*unused)
         self._end_round()
@@ -249,22 +247,21 @@ def tell_group(group: Any, weights: Any) -> None:
 
 
 def forget_gathered(param: Any) -> None:
-    """Let the next gather of an FSDPParam be like its first, which makes memory and parameter for
-    what is sent then.
+    """Let the next gather of an FSDPParam be like its first, which allocates memory and parameter.
 
     A backward pass of an earlier forward pass raises, as after any other write in place.
     """
     gathered = vars(param).pop("_unsharded_param", None)
-    read = [gathered, getattr(gathered, "_local_tensor", None), *param.all_gather_outputs]
-    for tensor in (*read, *getattr(param, "_unsharded_inner_tensors", ())):
+    saved_by_autograd = [gathered, getattr(gathered, "_local_tensor", None), *param.all_gather_outputs]
+    for tensor in (*saved_by_autograd, *getattr(param, "_unsharded_inner_tensors", ())):
         if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     param.all_gather_outputs, param._unsharded_inner_tensors = [], []
 
 
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """Hide writes to `tensors` from autograd, as FSDP2 hides its own: what autograd saved for a
-    backward pass is filled again.
+    """Hide writes to `tensors` from autograd, as FSDP2 hides its own. They fill memory again that
+    autograd has saved for a backward pass.
     """
     counted = tuple(tensor for tensor in tensors if not tensor.is_inference())
     context: AbstractContextManager[None] = getattr(torch.autograd, "_unsafe_preserve_version_counter")(counted)  # noqa: B009
@@ -272,12 +269,12 @@ def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
 
 
 def key_graphs_by_local_tensors() -> None:
-    """Let torch's cache of compiled graphs look into DTensors, whose own key has their mesh and
-    placements only.
+    """Add the local tensor to the key of a DTensor in torch's cache of compiled graphs. Torch's own
+    key has the mesh and placements only.
 
-    A step or a layer compiled for plain FSDP2 was else taken from the cache for masters and
-    quantized weights, and the other way about: kernels that read memory which is not there. Torch
-    2.13 has that cache on disk by default.
+    Otherwise a step or a layer that was compiled for plain FSDP2 would be taken from the cache for
+    masters and quantized weights, or the other way about, and its kernels would read memory that
+    does not exist. Torch 2.13 has that cache on disk by default.
 
     This replaces a method of torch for the whole process, since the cache asks the class. A test
     fails once torch needs it no longer (`tests/fsdp2/test_optimizers.py`).
@@ -297,11 +294,11 @@ def key_graphs_by_local_tensors() -> None:
 
 
 def replicate_as_plain(kind: type[Tensor]) -> None:
-    """Let what DTensors make of local tensors of class `kind` for every rank hold plain ones, as
-    `full_tensor` does.
+    """Let replicated DTensors hold plain tensors if their shards are of class `kind`, for example
+    those of `full_tensor`.
 
-    Over one rank nothing is gathered: torch hands out the shard itself, which is a copy from now
-    on, as it is over several.
+    Over one rank torch gathers nothing and returns the shard itself. From now on it returns a copy,
+    as it does over several ranks.
 
     This replaces a method of torch for the whole process: `full_tensor` and torch's own getters of
     full states call it, and a shard cannot tell their call from one that wants the master. A test
@@ -327,8 +324,8 @@ _KEY = "_stable_hash_for_caching"
 
 
 class MasterMemory:
-    """The shards of a model's masters side by side in a few tensors, so that a stage is given few,
-    however many weights.
+    """Memory for the shards of a model's masters, side by side in a few tensors, so that kernels
+    are given few tensors however many weights there are.
 
     FSDP2 allocates a shard when it cuts a parameter, and where that was on the meta device when the
     module is given storage. Both ask the parameter for a tensor like it (`parameter.py`), which
@@ -338,52 +335,57 @@ class MasterMemory:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
+        # Weights whose shard has no memory yet.
         self._waiting = dict(sizes)
         self._piece = -(-sum(sizes.values()) // PIECES)
+        # The unused rest of the current piece.
         self._rest: Tensor | None = None
-        self._padded: dict[str, int] = {}  # elements of a shard on the meta device
+        # The elements of shards on the meta device.
+        self._padded: dict[str, int] = {}
 
     def take(self, name: str, size: Sequence[int], device: torch.device) -> Tensor | None:
-        """Zeros f32 `size` for a shard of a weight; None where the weight has its place already,
-        or needs none.
+        """Return zeros f32 `size` for a shard of a weight. None if the weight has its memory
+        already, or needs none.
         """
         numel = math.prod(size)
         if device.type == "meta":
             self._padded[name] = numel
+        # FSDP2 asks for a short shard again once it pads it.
         if name not in self._waiting or not numel or device.type == "meta" or numel < self._padded.get(name, 0):
-            return None  # a short shard comes again, once FSDP2 pads it
-        # no view of a piece: a write to it is no write to the others
-        place = torch.empty(0, dtype=torch.float32, device=device)
-        room = round_up(numel, BUFFER_ALIGNMENT_ELEMENTS)
-        if self._rest is None or self._rest.device != place.device or self._rest.numel() < room:
-            piece = self._next_piece(numel / self._waiting[name], room)
+            return None
+        # A tensor over the storage and no view of it, so that autograd counts writes to each shard
+        # apart.
+        shard = torch.empty(0, dtype=torch.float32, device=device)
+        padded = round_up(numel, BUFFER_ALIGNMENT_ELEMENTS)
+        if self._rest is None or self._rest.device != shard.device or self._rest.numel() < padded:
+            piece = self._next_piece(numel / self._waiting[name], padded)
             self._rest = torch.empty(piece, dtype=torch.float32, device=device)
         del self._waiting[name]
         offset, storage = self._rest.storage_offset(), self._rest.untyped_storage()
-        self._rest = self._rest[room:] if self._waiting else None
-        place.set_(storage, offset, (numel,), (1,))
-        return place.zero_().view(tuple(size))
+        self._rest = self._rest[padded:] if self._waiting else None
+        shard.set_(storage, offset, (numel,), (1,))
+        return shard.zero_().view(tuple(size))
 
-    def _next_piece(self, part: float, least: int) -> int:
-        """Elements of the shards to come, each the same `part` of its weight, until a piece is
-        full.
+    def _next_piece(self, fraction: float, minimum: int) -> int:
+        """Return the elements of the next piece: the shards to come, each the same `fraction` of
+        its weight, until their weights fill a piece.
         """
-        whole, elements = 0, 0
+        elements, elements_of_weights = 0, 0
         for size in self._waiting.values():
-            if whole >= self._piece:
+            if elements_of_weights >= self._piece:
                 break
-            whole += size
-            elements += round_up(math.ceil(size * part), BUFFER_ALIGNMENT_ELEMENTS)
-        return max(elements, least)
+            elements_of_weights += size
+            elements += round_up(math.ceil(size * fraction), BUFFER_ALIGNMENT_ELEMENTS)
+        return max(elements, minimum)
 
 
 class MasterAddresses:
-    """Addresses and version counters of the masters in `params`, FSDPParams by the name of the
-    weight, which are referred to weakly.
+    """Addresses and version counters of the masters in `params`, weak references to FSDPParams by
+    the name of the weight.
 
-    They are kept as lists, so that a refresh needs no Python loop over parameters. Masters know of
-    this through their weight, so they are referred to weakly: a view of a master holds its base
-    where the garbage collector does not look, and the two would never be freed.
+    They are lists, so that a check needs no Python loop over parameters. Masters refer to this
+    object through their weight, so it refers to them weakly. A view of a master holds its base
+    where the garbage collector does not look, and a circle through it would never be freed.
     """
 
     def __init__(self, params: Mapping[str, Callable[[], Any]]) -> None:
@@ -393,22 +395,22 @@ class MasterAddresses:
         plains = [local.plain for local in locals_]
         self._locals = list(map(weakref.ref, locals_))
         self._addresses = list(map(Tensor.data_ptr, plains))
-        # One master of each storage, and the bytes of that: a shard shares its storage with many.
+        # The bytes of each storage, by the index of one of the masters in it.
         first = {plain.untyped_storage().data_ptr(): index for index, plain in enumerate(plains)}
         self._sizes = {index: plains[index].untyped_storage().nbytes() for index in first.values()}
         self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
         self.note()
 
     def moved(self) -> bool:
-        """True if a parameter was replaced since, or its memory."""
-        found = list(map(_local_tensor, [param() for param in self._params]))
-        same = all(map(operator.is_, found, [local() for local in self._locals]))
-        return not same or list(map(Tensor.data_ptr, map(_plain, found))) != self._addresses
+        """Return whether a parameter was replaced since, or its memory."""
+        locals_ = list(map(_local_tensor, [param() for param in self._params]))
+        same = all(map(operator.is_, locals_, [local() for local in self._locals]))
+        return not same or list(map(Tensor.data_ptr, map(_plain, locals_))) != self._addresses
 
     def moved_names(self) -> set[str]:
-        """The weights whose masters are in other memory now."""
-        found = [_local_tensor(param()).plain.data_ptr() for param in self._params]
-        return {name for name, index in self._index.items() if found[index] != self._addresses[index]}
+        """Return the weights whose masters are in other memory now."""
+        addresses = [_local_tensor(param()).plain.data_ptr() for param in self._params]
+        return {name for name, index in self._index.items() if addresses[index] != self._addresses[index]}
 
     def check_memory(self) -> None:
         """ValueError for a master whose storage was freed or made smaller since."""
@@ -418,18 +420,18 @@ class MasterAddresses:
                 check_storage(self._params[index]()._param_fqn or "a master", local.plain)
 
     def note(self) -> None:
-        """Writes that autograd has counted so far were cast. Dispatch sees all but those of
-        compiled functions, which it counts.
+        """Remember the version counters. Called after a cast has read the masters. Dispatch sees
+        all writes but those of compiled functions, and autograd counts these.
         """
         self._counted = self._count()
 
     def any_written(self) -> bool:
-        """True if autograd has counted a write since `note`."""
+        """Return whether autograd has counted a write since `note`."""
         return self._count() != self._counted
 
     def written(self, names: Sequence[str]) -> set[str]:
-        """The weights, of those with these names, to whose masters autograd has counted a write
-        since `note`.
+        """Return those of the weights `names` whose masters had a write since `note` that autograd
+        has counted.
         """
         written = set()
         for counters, versions in zip(self._counters, self._counted, strict=True):
@@ -450,10 +452,10 @@ _uncounted = torch.empty(0)
 
 
 def _versions(tensors: Sequence[Callable[[], Tensor | None]]) -> list[int]:
-    """The version counters; -1 of a tensor that is no more, which another has replaced."""
+    """Return the version counters. -1 for a tensor that no longer exists."""
     return [-1 if (tensor := reference()) is None else tensor._version for reference in tensors]
 
 
 def _counting(tensor: Tensor) -> Tensor:
-    """The tensor, or one that stays as it is in place of one for which autograd counts nothing."""
+    """Return the tensor, or one that never changes if autograd counts no writes to this one."""
     return _uncounted if tensor.is_inference() else tensor
