@@ -1,4 +1,4 @@
-"""Checkpoints of an FSDP2 model under the keys of `zerocast.optim.state`.
+"""TrainingState: checkpoints of an FSDP2 model under the keys of `zerocast.optim.state`.
 
     model.<name>                              f32 master, logical shape
     optim.state.<name>.{exp_avg,...,step}     what the optimizers keep
@@ -66,11 +66,11 @@ class Stepped:
 
     @property
     def moments(self) -> Mapping[str, Any]:
-        """The state that the optimizer keeps of it; empty before its first step."""
+        """The state of the parameter in its optimizer. Empty before its first step."""
         if isinstance(self.optimizer, FusedAdamW):
             return self.optimizer.moments(self.parameter)
-        found: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
-        return found
+        moments: Mapping[str, Any] = self.optimizer.state.get(self.parameter, {})
+        return moments
 
 
 class TrainingState:
@@ -80,7 +80,8 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
-        watch_optimizers()  # without a prepared model too: no optimizer steps what a load left half written
+        # Without a prepared model too: no optimizer may step what a load left partly written.
+        watch_optimizers()
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
         # The moments that were made for a reader, which a load takes over without a copy.
@@ -93,12 +94,12 @@ class TrainingState:
 
     @property
     def model(self) -> nn.Module:
-        """The model, whose frozen parameters are saved with the others, and its buffers too."""
+        """The model. A checkpoint has its frozen parameters and its buffers too."""
         return self._model
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """None beside those of the model."""
+        """Always empty: frozen parameters are saved with the others of the model."""
         return {}
 
     @property
@@ -138,12 +139,13 @@ class TrainingState:
             return self._as_dict(kept)
 
     def _as_dict(self, kept: SavedMoments | None) -> dict[str, Any]:
-        model: dict[str, Any] = get_model_state_dict(self._model)  # shards what is gathered
+        # Shards parameters that are gathered.
+        model: dict[str, Any] = get_model_state_dict(self._model)
         names = [name for name, _ in self._model.named_parameters()]
         state, groups = {}, {}
-        for one in self._stepped():
-            state[one.name] = self._moments(one, (kept or {}).get(one.name, {}))
-            groups[one.name] = hyperparameters(one.group, rule_of_torch(one.group))
+        for stepped in self._stepped():
+            state[stepped.name] = self._moments(stepped, (kept or {}).get(stepped.name, {}))
+            groups[stepped.name] = hyperparameters(stepped.group, rule_of_torch(stepped.group))
         return {
             "model": {name: model[name] for name in names},
             "optim": {"state": state, "param_groups": groups},
@@ -151,32 +153,40 @@ class TrainingState:
         }
 
     def _stepped(self) -> list[Stepped]:
-        """The parameters of all optimizers, once the model is sharded."""
+        """Return the parameters of all optimizers. Called while the model is sharded."""
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        found = [
-            (p, group, optimizer)
+        stepped = [
+            Stepped(names.get(id(parameter), ""), parameter, group, optimizer)
             for optimizer in self._optimizers
             for group in optimizer.param_groups
-            for p in group["params"]
+            for parameter in group["params"]
         ]
-        if unknown := [tuple(p.shape) for p, _, _ in found if id(p) not in names]:
+        if unknown := [tuple(of_other.parameter.shape) for of_other in stepped if not of_other.name]:
             raise ValueError(f"an optimizer steps parameters that the model does not have, of shapes {unknown[:4]}")
-        return [Stepped(names[id(p)], p, group, optimizer) for p, group, optimizer in found]
+        return stepped
 
-    def _moments(self, one: Stepped, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Any]:
-        """The moments of a parameter, or those that a reader needs for what is `kept`."""
-        held = {key: _apart(value) for key, value in one.moments.items()}
-        if NEVER_STEPPED in kept or not (held or kept):
+    def _moments(self, stepped: Stepped, kept: Mapping[str, TensorStorageMetadata]) -> dict[str, Any]:
+        """Return the moments of a parameter. If it has none yet, make those that a checkpoint has
+        `kept`, for a reader to fill.
+        """
+        # Step counts are copies, all other tensors those in use.
+        moments = {
+            key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
+            for key, value in stepped.moments.items()
+        }
+        if NEVER_STEPPED in kept or not (moments or kept):
             return never_stepped()
-        if not held:
-            held = {key: _zeros(one.parameter, entry) for key, entry in kept.items()}
-            for tensor in held.values():
+        if not moments:
+            moments = {key: _zeros(stepped.parameter, entry) for key, entry in kept.items()}
+            for tensor in moments.values():
                 self._made[tensor] = None
-        return held
+        return moments
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
-        """Overwrite the state in here; what raises leaves it partial until it is loaded again."""
+        """Overwrite the state while the context is open. If that raises, the state is partial until
+        it is loaded again.
+        """
         validities = self._validities()
         if any(validity.partial for validity in validities):
             for optimizer in self._optimizers:
@@ -205,9 +215,9 @@ class TrainingState:
         self._loaded_groups(state)
 
     def _validities(self) -> list[Validity]:
-        """The validities of all that is written together."""
-        managers = [manager.plan.validity for manager in self._managers()]
-        return [validity_of(self._model), *map(validity_of, self._optimizers), *managers]
+        """Return the validities of model, optimizers and masters, which are written together."""
+        of_masters = [manager.plan.validity for manager in self._managers()]
+        return [validity_of(self._model), *map(validity_of, self._optimizers), *of_masters]
 
     def _managers(self) -> list[CastManager]:
         return managers_of(self._model) if is_prepared(self._model) else []
@@ -215,79 +225,90 @@ class TrainingState:
     def _check(self, state: Mapping[str, Any]) -> None:
         """ValueError or KeyError, on this rank alone, for a state that does not fit."""
         with _overlooked(self._validities(), self._managers()):
-            self._model.state_dict()  # shards what is gathered
+            # Shards parameters that are gathered.
+            self._model.state_dict()
         saved, moments = state["model"], state["optim"]["state"]
-        stepped = {one.name: one for one in self._stepped()}
+        by_name = {stepped.name: stepped for stepped in self._stepped()}
         parameters = dict(self._model.named_parameters())
         second_names = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         _check_names(saved, {*parameters}, second_names)
-        _check_names(moments, {*stepped}, {*stepped})
+        _check_names(moments, {*by_name}, {*by_name})
         for name, parameter in parameters.items():
             _check_fits(name, saved[name], parameter)
-        for name, one in stepped.items():
-            check_moments(name, moments[name], self._wanted(one, stepped, moments))
+        for name, stepped in by_name.items():
+            check_moments(name, moments[name], self._expected(stepped, by_name, moments))
             for key, value in moments[name].items():
-                like = one.moments.get(key, one.parameter if key in MOMENTS else None)
+                like = stepped.moments.get(key, stepped.parameter if key in MOMENTS else None)
                 if isinstance(like, Tensor) and NEVER_STEPPED not in moments[name] and key != STEP:
                     _check_fits(name, value, like)
         self.check_numbers(state)
 
-    def _wanted(self, one: Stepped, stepped: Mapping[str, Stepped], saved: Mapping[str, Any]) -> Collection[str] | None:
-        """The keys of the moments that the update of a parameter keeps: those it has here, those of
-        Adam, or those of a parameter beside it.
+    def _expected(
+        self, stepped: Stepped, by_name: Mapping[str, Stepped], saved: Mapping[str, Any]
+    ) -> Collection[str] | None:
+        """Return the keys of the moments that the update of a parameter keeps: those it has here,
+        those of Adam, or those of a similar parameter in its group. None if that is not known.
         """
-        if one.moments:
-            return one.moments.keys()
-        if isinstance(one.optimizer, (torch.optim.Adam, FusedAdamW)):
-            return ADAM_STATE | ({"max_exp_avg_sq"} if one.group.get("amsgrad") else set())
-        alike = (
-            other
-            for other in stepped.values()
-            if other.group is one.group and other.parameter.dim() == one.parameter.dim()
-        )
-        return next((saved[other.name].keys() for other in alike if NEVER_STEPPED not in saved[other.name]), None)
+        if stepped.moments:
+            return stepped.moments.keys()
+        if isinstance(stepped.optimizer, (torch.optim.Adam, FusedAdamW)):
+            return ADAM_STATE | ({"max_exp_avg_sq"} if stepped.group.get("amsgrad") else set())
+        dims = stepped.parameter.dim()
+        of_group = [other for other in by_name.values() if other.group is stepped.group]
+        similar = (saved[other.name] for other in of_group if other.parameter.dim() == dims)
+        return next((moments.keys() for moments in similar if NEVER_STEPPED not in moments), None)
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The saved hyper-parameters of each group of all optimizers; none without any."""
+        """Return the saved hyper-parameters of each group of all optimizers. Those of a group are
+        empty if the state has none.
+        """
         saved = state["optim"].get("param_groups", {})
         names: dict[int, list[str]] = {}
-        for one in self._stepped():
-            names.setdefault(id(one.group), []).append(one.name)
+        for stepped in self._stepped():
+            names.setdefault(id(stepped.group), []).append(stepped.name)
         if saved:
-            _check_names(saved, {name for own in names.values() for name in own}, {*saved})
-        groups = self.param_groups
-        return [loaded_hyperparameters(names.get(id(one), []), one, rule_of_torch(one), saved) for one in groups]
+            _check_names(saved, {name for of_group in names.values() for name in of_group}, {*saved})
+        return [
+            loaded_hyperparameters(names.get(id(group), []), group, rule_of_torch(group), saved)
+            for group in self.param_groups
+        ]
 
     def _load(self, state: Mapping[str, Any]) -> None:
-        stepped = {id(one.parameter): one for one in self._stepped()}
+        by_id = {id(stepped.parameter): stepped for stepped in self._stepped()}
         parameters = dict(self._model.named_parameters())
-        loaded = iter(self._loaded_groups(state))
+        loaded_groups = iter(self._loaded_groups(state))
         for optimizer in self._optimizers:
             groups, moments, count = [], {}, itertools.count()
             for group in optimizer.param_groups:
-                numbers = {next(count): stepped[id(parameter)] for parameter in group["params"]}
-                groups.append({**group, **_as_before(group, next(loaded)), "params": [*numbers]})
-                for at, one in numbers.items():
-                    saved = state["optim"]["state"][one.name]
+                # Hyper-parameters that are tensors stay tensors.
+                loaded = {
+                    name: torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
+                    for name, value in next(loaded_groups).items()
+                }
+                numbers = {next(count): by_id[id(parameter)] for parameter in group["params"]}
+                groups.append({**group, **loaded, "params": [*numbers]})
+                for number, stepped in numbers.items():
+                    saved = state["optim"]["state"][stepped.name]
                     if NEVER_STEPPED not in saved:
-                        moments[at] = {key: self._own(one, key, value) for key, value in saved.items()}
+                        moments[number] = {key: self._own(stepped, key, value) for key, value in saved.items()}
             optimizer.load_state_dict({"state": moments, "param_groups": groups})
         model: dict[str, Any] = {
             name: _cut_like(state["model"][name], parameter) for name, parameter in parameters.items()
         }
-        options = StateDictOptions(strict=False)  # a shared weight is there once
-        set_model_state_dict(self._model, model, options=options)
+        # Not strict, since a shared weight has only its first name there.
+        set_model_state_dict(self._model, model, options=StateDictOptions(strict=False))
         if is_prepared(self._model):
             load_state_dict(self._model, state.get("zerocast", {}))
 
-    def _own(self, one: Stepped, key: str, value: Any) -> Any:
-        """A loaded moment as the optimizer's own: a copy, unless it is that already."""
+    def _own(self, stepped: Stepped, key: str, value: Any) -> Any:
+        """Return a loaded moment as the optimizer's own: a copy, unless the optimizer has it."""
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        if value is one.moments.get(key) or value in self._made:
+        if value is stepped.moments.get(key) or value in self._made:
             return value
-        cut = _cut_like(value.detach(), one.parameter)
-        return cut if isinstance(one.optimizer, FusedAdamW) else cut.clone()  # which copies itself
+        shard = _cut_like(value.detach(), stepped.parameter)
+        # FusedAdamW makes the copy itself.
+        return shard if isinstance(stepped.optimizer, FusedAdamW) else shard.clone()
 
 
 @torch.no_grad()
@@ -305,29 +326,32 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     managers = managers_of(model)
     validities = [validity_of(model), *(manager.plan.validity for manager in managers)]
     with _overlooked(validities, managers):
-        state_dict(model)  # casts what is due, and finds the shards
+        # Casts if that is due, and finds the shards.
+        state_dict(model)
         state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
-    held = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
-    again = [name for name in state if name not in held]
+    tensors = {name: tensor.detach() for name, tensor in state.items() if first[id(tensor)] == name}
+    second_names = [name for name in state if name not in tensors]
+    ignored = [*ignore, *second_names, *(f"model.{name}" for name in second_names)]
     with contextlib.ExitStack() as stack:
         begin = partial(stack.enter_context, _overwriting(managers, validities, "loading masters"))
-        read_masters(held, source, [*ignore, *again, *(f"model.{name}" for name in again)], Group.of(None), begin)
+        read_masters(tensors, source, ignored, Group.of(None), begin)
         load_state_dict(model, {})
 
 
 @contextlib.contextmanager
 def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity], what: str) -> Iterator[None]:
     for manager in managers:
-        manager.make_due()  # On all ranks, even if one is in the middle of a step.
+        # On all ranks, even if one is in the middle of a step.
+        manager.make_due()
         manager.plan.status.forget()
     with transaction(validities, what):
         yield
 
 
 def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager]) -> contextlib.ExitStack:
-    """Let a reader that is going to overwrite everything on all ranks, unless it is refused, read
-    what is partial, or what ranks disagreed about.
+    """Allow reads of masters that are partial, or that ranks disagree about. It is for a reader
+    that is going to overwrite everything on all ranks, unless it is refused.
     """
     stack = contextlib.ExitStack()
     for manager in managers:
@@ -337,13 +361,8 @@ def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager])
     return stack
 
 
-def _apart(value: Any) -> Any:
-    """Return a copy of a step count, and any other tensor itself."""
-    return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
-
-
 def _zeros(parameter: Tensor, entry: TensorStorageMetadata) -> Tensor:
-    """Return a moment of a parameter as an optimizer makes it, for one that a checkpoint holds."""
+    """Return zeros, as an optimizer makes them, for a moment that a checkpoint has."""
     if not isinstance(entry, TensorStorageMetadata):
         raise ValueError("the moments of a parameter are tensors, the checkpoint holds something else")
     if not entry.size:
@@ -382,11 +401,3 @@ def _cut_like(value: Tensor, parameter: Tensor) -> Tensor:
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
     return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-
-
-def _as_before(group: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return loaded hyper-parameters, as tensors where the group has tensors."""
-    return {
-        name: torch.full_like(group[name], value) if isinstance(group[name], Tensor) else value
-        for name, value in loaded.items()
-    }
