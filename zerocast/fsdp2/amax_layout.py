@@ -33,7 +33,7 @@ class ReductionGroup:
 
 
 def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> AmaxLayout[str]:
-    """The layout of the amaxes of the weights, by name: own amaxes, flags, and what is reduced.
+    """Lay out the amaxes of the weights, by name: own amaxes, flags, and reduced amaxes.
 
     The reduced ones are the largest amaxes of groups, amaxes of single tensors, and the block rows
     that a boundary cuts. A weight with two-level scales that shares its amax with no other is a
@@ -53,21 +53,16 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
     first = layout.size
     layout.place_maxima(groups)
     for weight in weights:
-        _reduce_tensor_amax(layout, weight)
+        places = [layout.offsets[weight.name][0] + index for index in weight.geometry.tensor_amaxes]
+        if weight.name in layout.shared:
+            layout.takers += [(place, layout.shared[weight.name]) for place in places]
+        elif weight.geometry.has_tensor_amax:
+            target = layout.reserve(1).start
+            for place in places:
+                layout.reduce_at(torch.tensor([place]), torch.tensor([target]))
         _reduce_cut_rows(layout, weight, reduction)
     layout.reduced = Span(first, layout.size)
     return layout
-
-
-def _reduce_tensor_amax(layout: AmaxLayout[str], weight: FSDPWeight) -> None:
-    """Reduce the amax of a tensor, or take that of its group."""
-    own_places = [layout.offsets[weight.name][0] + index for index in weight.geometry.tensor_amaxes]
-    if weight.name in layout.shared:
-        layout.takers += [(place, layout.shared[weight.name]) for place in own_places]
-    elif weight.geometry.has_tensor_amax:
-        target = layout.reserve(1).start
-        for place in own_places:
-            layout.reduce_at(torch.tensor([place]), torch.tensor([target]))
 
 
 def _reduce_cut_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: ReductionGroup) -> None:
@@ -105,8 +100,8 @@ class StepAmaxes(PackedAmaxes[str]):
 
     @property
     def coded(self) -> frozenset[str]:
-        """The measured weights whose codes the step has written too, except of the block rows that
-        a boundary cuts.
+        """The measured weights whose codes the step has written too, except those of block rows
+        that a boundary cuts.
         """
         return self._coded & self.measured
 
@@ -122,8 +117,8 @@ class StepAmaxes(PackedAmaxes[str]):
         return self.buffer
 
     def begin(self) -> None:
-        """Put zeros where amaxes are about to be measured or reduced. Those that steps have
-        measured are left for this cast alone: after one that raises, all are measured again.
+        """Put zeros where amaxes are about to be measured or reduced. Amaxes that steps have
+        measured stay for this cast only. If the cast raises, the next one measures all masters.
         """
         if self.measured:
             self._reduced.zero_()

@@ -107,7 +107,7 @@ class ShardPlan(Plan):
         """The weights whose masters were known to have changed before the last cast."""
         return living(self._changed)
 
-    # -- told by masters
+    # -- events of masters
 
     def note_operator(self) -> None:
         """Called after an operator has written to a master. Amaxes that a step has left are old."""
@@ -250,8 +250,7 @@ class ShardPlan(Plan):
         if self._must_bind or self.moved():
             self._must_bind = True
             for weight in self.weights:
-                # The buffers to send are new. A cast fills them, or the next gather says that none
-                # did.
+                # Their buffers will be new. The next gather reports this unless a cast fills them.
                 weight.mark_written()
             for weight in self.weights:
                 weight.locate()
@@ -282,8 +281,8 @@ class ShardPlan(Plan):
         return scaling.cast_scale(name) if scaling else None
 
     def _seeded_scaling(self) -> dict[str, dict[str, Tensor]]:
-        """The state of delayed scaling by weight, for the next cast groups to go on from. Weights
-        whose scale no cast has found yet are left out.
+        """Return the state of delayed scaling by weight, for the next cast groups to go on from.
+        Weights whose scale no cast has found yet are left out.
         """
         states: dict[str, dict[str, Tensor]] = {}
         for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
@@ -297,8 +296,8 @@ class ShardPlan(Plan):
         return (self._is_rewrapped or debugging()) and self.addresses.moved()
 
     def mark_moved(self) -> None:
-        """Let headers say which masters are in other memory than at the last cast, since other
-        tensors have replaced them.
+        """Report masters that other tensors have replaced since the last cast in the headers of
+        the next gather.
         """
         self.may_have_moved = False
         moved = self.addresses.moved_names()
@@ -350,11 +349,11 @@ class ShardPlan(Plan):
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
         return self.weight_mesh if self.weight_mesh is not None else weight.shard_mesh
 
-    # -- what ranks tell each other without a gather
+    # -- exchanges between ranks without a gather
 
     def exchange_finite(self) -> None:
-        """Let all ranks know of masters that are not finite in a cast that no gather has sent.
-        RuntimeError on all of them where they disagree; on a GPU a step later.
+        """Report masters that are not finite in a cast that no gather has sent to all ranks.
+        RuntimeError on all of them if they disagree, on a GPU a step later.
         """
         self._exchange(
             (reduction, group.weights, group.statuses())
@@ -363,8 +362,8 @@ class ShardPlan(Plan):
         )
 
     def exchange_statuses(self) -> bool:
-        """Let all ranks know of masters that were written to. Returns True if all ranks that have
-        rows of some weight were. RuntimeError as above.
+        """Report masters that were written to to all ranks. Return True if masters of some weight
+        were on all ranks that have rows of it. RuntimeError as in `exchange_finite`.
         """
         of_reductions = [
             (reduction, [weight for group in groups for weight in group.weights])

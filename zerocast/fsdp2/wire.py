@@ -47,12 +47,14 @@ from zerocast.formats.layout import (
 )
 from zerocast.fsdp2 import torch_fsdp
 
-HEADER = OPERAND_ALIGNMENT_BYTES  # bytes: two int32 and room
-UNIT = 8  # bytes: scales are copied by so many where rows are multiples of it
+# The bytes of a header: two int32, padded so that scalars and scales after it are aligned.
+HEADER = OPERAND_ALIGNMENT_BYTES
+# Rows of scales that are multiples of so many bytes are copied by one index_select of int64.
+UNIT = 8
 CODES = "rowwise_data", "columnwise_data"
 SCALES = "rowwise_scale_inv", "columnwise_scale_inv"
-# Bytes: codes of a rank that are kept unless `keep_codes` is given; for so few the launches of
-# casts for each gather cost more than the memory is worth
+# A rank keeps up to so many bytes of codes between gathers unless `keep_codes` is given. For so few
+# the launches of casts for each gather cost more than the memory is worth.
 MOST_KEPT = 64 * 2**20
 
 
@@ -80,7 +82,8 @@ class RowShards:
 
     def most_owned(self, height: int) -> int:
         """The number of block rows that any rank owns at most."""
-        return self.owned(0, height).numel  # no other shard begins with a block row for sure
+        # The first shard begins with a block row. Others may begin inside of one.
+        return self.owned(0, height).numel
 
     def cut(self, height: int) -> tuple[int, ...]:
         """The block rows that more than one rank holds rows of, in order."""
@@ -162,24 +165,25 @@ class ShardGeometry:
         """Rows of the small weight, of the ghost too."""
         if self.matrix_rows is not None:
             return self.shards.span(self.rank).numel
-        held = min(self.rows, self._touched.stop * self._height) - self.first_row if self._touched.numel else 0
+        touched = self._touched
+        rows = min(self.rows, touched.stop * self._height) - self.first_row if touched.numel else 0
         if self._blocks:
-            return held + (self._height if self.has_ghost else 0)
-        return max(1, held)
+            return rows + (self._height if self.has_ghost else 0)
+        return max(1, rows)
 
     @property
     def takes_part(self) -> bool:
-        """True if this rank has anything to compute: for scales of blocks alone, only where it
-        has rows.
+        """True if this rank has anything to compute. With scales of blocks only, it does if it has
+        rows.
         """
         return self.cast_rows > 0
 
     @functools.cached_property
     def span(self) -> Span:
         """The elements of the small weight that this rank holds."""
-        held = self.shards.span(self.rank)
-        start = (held.start - self.first_row) * self.columns
-        return Span(start, start + held.numel * self.columns) if held.numel else Span(0, 0)
+        rows = self.shards.span(self.rank)
+        start = (rows.start - self.first_row) * self.columns
+        return Span(start, start + rows.numel * self.columns) if rows.numel else Span(0, 0)
 
     @property
     def span_in_weight(self) -> Span:
@@ -195,22 +199,22 @@ class ShardGeometry:
         return weight_amax_counts(self.format, self.shape(self.cast_rows)) if self.takes_part else (0, 0)
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """(height, amaxes, first amax among this weight's) of the rows of exchange blocks of each
-        grid, which a boundary can cut; the last row may have fewer amaxes.
+        """Return (height, amaxes, first amax among those of this weight) of a row of exchange
+        blocks, for each grid. The last row of a grid may have fewer amaxes.
         """
-        found, fmt = [], self.format
+        grids, fmt = [], self.format
         if fmt.block and fmt.exchange_block:
             height = fmt.exchange_block[0]
             across = amax_grid(fmt.block, self.rows, self.columns)[1]
-            found.append((height, height // fmt.block[0] * across, 0))
-        if self.format.columnwise_block:
-            found.append((self.format.columnwise_block[0], self.columns, self.amax_counts[0]))
-        return found
+            grids.append((height, height // fmt.block[0] * across, 0))
+        if fmt.columnwise_block:
+            grids.append((fmt.columnwise_block[0], self.columns, self.amax_counts[0]))
+        return grids
 
     @property
     def tensor_amaxes(self) -> list[int]:
-        """The amaxes among this weight's that the reduced one of the tensor is put in: with one
-        scale a tensor its own, with two levels one in the ghost.
+        """The amaxes of this weight that take the reduced amax of the tensor: its only one if it
+        has one scale, and one in the ghost if it has two-level scales.
         """
         fmt, (count, _) = self.format, self.amax_counts
         if fmt.scale_rule is ScaleRule.TWO_LEVEL:
@@ -247,7 +251,7 @@ class ScaleRegion:
     count: int
 
     def of(self, side: Tensor) -> Tensor:
-        """`[..., count, across]` of side channels `[..., bytes]`."""
+        """Return the scales `[..., count, across]` in side channels `[..., bytes]`."""
         nbytes = self.count * self.across * self.dtype.itemsize
         entries = side[..., self.offset : self.offset + nbytes].view(self.dtype)
         return entries.view(*side.shape[:-1], self.count, self.across)
@@ -276,8 +280,8 @@ class RowsOfScales:
         return len(self.owners[0]) * self.height
 
     def sources(self, stride: int) -> Tensor:
-        """int64: where each row of the buffer comes from, in units of UNIT bytes of what was
-        gathered. The side channels of a rank are `stride` bytes.
+        """Return the place of each row of the buffer in the gathered bytes, int64, in units of UNIT
+        bytes. The side channels of a rank are `stride` bytes.
         """
         ranks, places = (torch.tensor(owner) for owner in self.owners)
         begin = self.offset + ranks * stride + places * self.row_bytes
@@ -316,7 +320,8 @@ class WeightLayout:
         self._add_scales(SCALES[0], fmt.block)
         self._add_scales(SCALES[1], fmt.columnwise_block)
         self._sent = list(self.scales)
-        if fmt.columnwise is Columnwise.SHARED:  # the scales that are sent fill both buffers
+        # With shared scales, those that are sent fill both buffers.
+        if fmt.columnwise is Columnwise.SHARED:
             repeat = fmt.scale_repeat(columnwise=True)
             self.scales.append(replace(self.scales[0], name=SCALES[1], repeat=repeat))
 
@@ -344,50 +349,52 @@ class WeightLayout:
         self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count))
 
     def codes_in(self, buffer: Tensor) -> list[Tensor]:
-        """The codes by direction at the beginning of buffers `[..., bytes]`."""
+        """Return the codes by direction at the beginning of buffers `[..., bytes]`."""
         return [buffer[..., start:stop] for start, stop in self.code_spans]
 
     def gathered_codes(self, codes: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The buffers of codes of the gathered weight by name, in the codes of all ranks, one
-        behind another, by direction.
+        """Return the buffers of codes of the gathered weight by name. `codes` are those of all
+        ranks in order, by direction.
         """
-        rows, width = self.geometry.rows, self._row_bytes
-        whole = [one.view(-1)[: rows * width].view(self._code_dtype).view(rows, -1) for one in codes]
-        return dict(zip(CODES, whole, strict=False))
+        rows, nbytes = self.geometry.rows, self.geometry.rows * self._row_bytes
+        matrices = [flat.view(-1)[:nbytes].view(self._code_dtype).view(rows, -1) for flat in codes]
+        return dict(zip(CODES, matrices, strict=False))
 
     def scalars(self, side: Tensor) -> dict[str, Tensor]:
-        """The scalars of the tensor in a side channel `[bytes]`, f32[1] by the names of buffers."""
-        return {name: side[at : at + 4].view(torch.float32) for name, at in self.scalar_offsets.items()}
+        """Return the scalars in a side channel `[bytes]`, f32[1] by the names of buffers."""
+        offsets = self.scalar_offsets.items()
+        return {name: side[offset : offset + 4].view(torch.float32) for name, offset in offsets}
 
-    def outgoing_scales(self, side: Tensor, made: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(targets in the side channels, sources) of the scales of the block rows that this rank
-        owns.
+    def outgoing_scales(self, side: Tensor, scales: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs (target in the side channels, source) for the scales of the block rows that
+        this rank owns.
 
-        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `made`
-        `[weights, ...]` belong to weights of this layout.
+        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `scales` by name,
+        `[weights, ...]`, are those of weights of this layout.
         """
         pairs = []
         for region in self._sent:
             owned = self.geometry.scale_shards.owned(self.geometry.rank, region.height)
             is_one_matrix = self.geometry.matrix_rows is None
             first = owned.start - self.geometry.first_row // region.height if is_one_matrix else 0
-            source = made[region.name][:, :: region.repeat[0], :: region.repeat[1]]
+            source = scales[region.name][:, :: region.repeat[0], :: region.repeat[1]]
             if owned.numel:
                 source = source[:, first : first + owned.numel, : region.across]
                 pairs.append((region.of(side)[:, : owned.numel], source))
         return pairs
 
     def scale_specs(self, rows: int) -> list[tuple[ScaleRegion, Buffer]]:
-        """The regions of scales, each with its buffer in a weight of so many rows: those of the
-        whole weight, or those that the stages cast on this rank.
+        """Return each region of scales with its buffer in a weight of so many `rows`: the rows of
+        the whole weight, or those that this rank casts.
         """
         specs = buffers(self.geometry.format, self.geometry.shape(rows), self.geometry.nominal)
         return [(region, spec) for region in self.scales if (spec := specs[region.name]) is not None]
 
     def scale_rows(self, region: ScaleRegion, spec: Buffer, place: int, first: int) -> RowsOfScales | None:
-        """How one indexed copy fills the buffer of a region of the weight at `place`, whose side
-        channel begins at byte `first` of all; None where the buffer has padding, or a scale fills
-        several columns.
+        """Return the rows by which one indexed copy fills the buffer of a region. None if the
+        buffer has padding, or a scale fills several columns.
+
+        The region is of the weight at `place`, whose side channel begins at byte `first` of all.
         """
         shards = self.geometry.scale_shards
         height, width = region.repeat
@@ -443,40 +450,38 @@ class GatherLayout:
         return self.geometries[0].shards.world == 1
 
     def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], Tensor]]:
-        """For each weight (codes by direction, none if they are not kept, its side channel) of a
-        rank's `buffer`, or of buffers `[..., kept_bytes]`.
+        """Return (codes by direction, side channel) of each weight in buffers `[..., kept_bytes]`.
+        There are no codes if they are not kept.
         """
         first, *others = self._code_sizes
-        sides = [weight.side_bytes for weight in self.weights]
         *codes_of_others, codes_of_first = buffer[..., : -self._side_bytes].split([*others, first], -1)
-        codes = [codes_of_first, *codes_of_others]
+        all_codes = [codes_of_first, *codes_of_others]
+        sides = buffer[..., -self._side_bytes :].split([weight.side_bytes for weight in self.weights], -1)
         return [
-            (weight.codes_in(own) if self.keep_codes else [], side)
-            for weight, own, side in zip(
-                self.weights, codes, buffer[..., -self._side_bytes :].split(sides, -1), strict=True
-            )
+            (weight.codes_in(codes) if self.keep_codes else [], side)
+            for weight, codes, side in zip(self.weights, all_codes, sides, strict=True)
         ]
 
     def outputs(self, buffer: Tensor) -> list[tuple[Tensor, ...]]:
-        """For each weight the tensors of `buffer` that its hook hands to FSDP2, behind codes that
-        are not kept.
+        """Return the tensors of `buffer` that the hook of each weight hands to FSDP2. Codes that
+        are not kept go before them.
         """
         if self._takes_one_output:
             first, *others = self._code_sizes
-            *codes, rest = buffer.split([*others, first + self._side_bytes])
-            return [(rest,), *((own,) for own in codes)]
+            *codes_of_others, of_first = buffer.split([*others, first + self._side_bytes])
+            return [(of_first,), *((codes,) for codes in codes_of_others)]
         (codes_of_first, _), *parts = self.parts(buffer)
         return [(*codes_of_first, buffer[-self._side_bytes :]), *(tuple(codes) for codes, _ in parts)]
 
     def gathered_codes(self, place: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The buffers of codes, by name, of the weight at `place` in what FSDP2 gathered of it."""
+        """Return the buffers of codes, by name, of the weight at `place` in its `outputs`."""
         weight = self.weights[place]
         codes = weight.codes_in(outputs[0].view(-1)) if self._takes_one_output else outputs[: weight.directions]
         return weight.gathered_codes(codes)
 
     def gathered_side(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The side channels `[world, bytes]` of all weights, one behind another, in what FSDP2
-        gathered of the first one.
+        """Return the side channels `[world, bytes]` of all weights in order, in the gathered
+        `outputs` of the first weight.
         """
         side = outputs[-1].view(-1)
         if self._takes_one_output:
@@ -485,17 +490,19 @@ class GatherLayout:
 
 
 def side_by_side(specs: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
-    """Allocate (memory, uninitialized buffers in it), uint8 and aligned as allocations are."""
+    """Allocate buffers in one tensor, aligned as allocations are. Return (the tensor, uint8; the
+    uninitialized buffers).
+    """
     sizes = [math.prod(spec.shape) * spec.dtype.itemsize for spec in specs]
-    rooms = [round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes]
-    memory = torch.empty(sum(rooms), dtype=torch.uint8, device=device)
-    buffers = zip(memory.split(rooms), sizes, specs, strict=True)
-    return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in buffers)
+    padded_sizes = [round_up(size, ALLOCATION_ALIGNMENT_BYTES) for size in sizes]
+    memory = torch.empty(sum(padded_sizes), dtype=torch.uint8, device=device)
+    parts = zip(memory.split(padded_sizes), sizes, specs, strict=True)
+    return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in parts)
 
 
 def header_of(side: Tensor) -> Tensor:
-    """int32 `[..., 2]`, the status of a rank and the number of its cast, of side channels
-    `[..., bytes]`.
+    """Return the headers of side channels `[..., bytes]`: int32 `[..., 2]`, the status of a rank
+    and the number of its cast.
     """
     return side[..., :8].view(torch.int32)
 
@@ -516,7 +523,7 @@ class ScaleFill:
         sent = region.of(side).unsqueeze(-1)
         used = buffer[: blocks * height, : region.across * width]
         target = used.unflatten(1, (region.across, width)).unflatten(0, (blocks, height))
-        # Rank and place of each block row, where boundaries cut some.
+        # The rank and place of each block row. None if no boundary cuts any.
         self._owners: tuple[Tensor, ...] | None = None
         if shards.cut(region.height):
             self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(region.height))
@@ -530,15 +537,15 @@ class ScaleFill:
         self._copies = [(target, sent.expand_as(target)) for target, sent in self._copies]
 
     def copies(self) -> list[tuple[Tensor, Tensor]]:
-        """(target, source) of the copies that fill the buffer with the scales of the last gather,
-        padding apart.
+        """Return pairs (target, source) whose copies fill the buffer, except padding, with the
+        scales of the last gather.
         """
         if self._owners is None:
             return self._copies
         return [(target, sent[self._owners].unsqueeze(1).expand_as(target)) for target, sent in self._copies]
 
     def pad(self) -> None:
-        """Fill the buffer with padding, where it has any."""
+        """Fill the buffer with its padding value if it has padding."""
         if self._pads:
             self._buffer.fill_(self._padding)
 
@@ -562,13 +569,13 @@ class RowFill:
         torch.index_select(self._sources, 0, self.index, out=self._rows)
 
 
-# Those in use, which equal layers share.
+# The indices in use. Equal layers share them.
 _indices: "weakref.WeakValueDictionary[Any, Tensor]" = weakref.WeakValueDictionary()
 
 
 def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device) -> Tensor:
-    """int32: where the rows of some buffers come from (`RowsOfScales.sources`), those of one buffer
-    behind those of another.
+    """Return the places that the rows of some buffers, in order, are copied from, int32
+    (`RowsOfScales.sources`).
     """
     key = rows, stride, device
     index = _indices.get(key)
@@ -579,16 +586,17 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
 
 
 class GatheredSide:
-    """The side channels of some weights where FSDP2 gathers them, `side` `[world, bytes]`. It gives
-    the same tensors memory at every gather.
+    """The gathered side channels of some weights, `side` `[world, bytes]`, and the scale buffers
+    that they fill. FSDP2 gives the same tensors memory at every gather.
 
     Attributes:
-        headers: those of each weight, int32 `[world, 2]`.
+        headers: the headers of each weight, int32 `[world, 2]`.
         scalars: the scalars of each weight, by the names of buffers.
         buffers: the scale buffers of each weight, by name.
-        memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees; none
-            without buffers. `fill` fills them: `row_fills` do, for all rows of one length of
-            any weights, and a ScaleFill for each buffer that has padding.
+        memory: the memory of all scale buffers, one tensor, which FSDP2 allocates and frees. Empty
+            if there are no buffers.
+        row_fills: the copies that fill the buffers without padding, one for all rows of a length.
+            Each other buffer has a ScaleFill.
     """
 
     def __init__(self, layouts: Sequence[WeightLayout], side: Tensor) -> None:
@@ -601,7 +609,7 @@ class GatheredSide:
         self.row_fills: list[RowFill] = []
         self._scale_fills: list[ScaleFill] = []
         by_length: dict[int, list[RowsOfScales]] = {}
-        # Buffers that are filled one by one: place, region, and the bytes of the weight.
+        # Buffers that are filled one by one: place of the weight, region, and its side channel.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
         first = 0
@@ -627,17 +635,14 @@ class GatheredSide:
             shards = layouts[place].geometry.scale_shards
             self._scale_fills.append(ScaleFill(region, shards, own_side, buffer, spec.padding))
         for of_length, part in zip(by_length.values(), parts, strict=True):
-            self._add_rows(side, part, of_length)
-
-    def _add_rows(self, side: Tensor, memory: Tensor, all_rows: Sequence[RowsOfScales]) -> None:
-        """Make the buffers of rows of one length one behind another in `memory` `[rows, bytes]`."""
-        for rows, part in zip(all_rows, memory.split([rows.rows for rows in all_rows]), strict=True):
-            self.buffers[rows.place][rows.name] = part.view(rows.dtype)
-        self.row_fills.append(RowFill(side, memory, _index_of(tuple(all_rows), side.shape[1], side.device)))
+            for rows, buffer in zip(of_length, part.split([rows.rows for rows in of_length]), strict=True):
+                self.buffers[rows.place][rows.name] = buffer.view(rows.dtype)
+            index = _index_of(tuple(of_length), side.shape[1], side.device)
+            self.row_fills.append(RowFill(side, part, index))
 
     def fill(self) -> None:
-        """Fill all buffers with the scales of the last gather. Autograd does not count it: FSDP2
-        fills memory again that was saved for a backward pass.
+        """Fill all buffers with the scales of the last gather. Autograd does not count the writes,
+        since they fill memory again that it has saved for a backward pass.
         """
         if not self.memory:
             return
