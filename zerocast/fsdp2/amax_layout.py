@@ -22,8 +22,8 @@ from zerocast.fsdp2.weight import FSDPWeight
 class ReductionGroup:
     """The `group` that amaxes are reduced over, on devices of type `device`.
 
-    Tensor parallelism makes `tp_size` slices of a weight, each sharded by ranks of its own; this
-    rank has slice `tp_rank`. Slices share the amax of the tensor and no block row.
+    Tensor parallelism makes `tp_size` slices of a weight. Each is sharded over other ranks, and
+    this rank has slice `tp_rank`. Slices share the amax of the tensor and no block row.
     """
 
     group: Group

@@ -98,8 +98,8 @@ class CastGroup:
         ]
         # They have memory during a cast only, unless that is held.
         self._scales, buffers = side_by_side(scale_specs, self._device)
-        for (layout, members), part in zip(alike.items(), all_sent.split(sizes), strict=True):
-            sent = part.view(len(members), -1)
+        for (layout, members), flat in zip(alike.items(), all_sent.split(sizes), strict=True):
+            sent = flat.view(len(members), -1)
             self._lay_out_alike(layout, members, sent, buffers)
             for group, own in zip(members, sent, strict=True):
                 cast_codes = None
@@ -110,9 +110,11 @@ class CastGroup:
                     cast_codes = gather_cast.cast
                 group.lay_out(layout, own, cast_codes)
         self._sent = all_sent.view(torch.int32)
-        # Headers to be sent, int32 `[headers, 2]`, and where in `_sent` their halves are.
+        # The statuses that a cast of finite masters leaves in headers.
         statuses = [weight.status_after_cast for weight in self.weights]
-        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)  # of finite masters
+        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)
+        # The headers of the next cast, int32 `[headers, 2]`, and the places of their numbers in
+        # `_sent`.
         self._headers = torch.stack([self._statuses, torch.zeros_like(self._statuses)], 1)
         headers = [header for group in groups for header in group.headers]
         places = [header.storage_offset() + half for header in headers for half in (0, 1)]

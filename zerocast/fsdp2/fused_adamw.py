@@ -48,7 +48,7 @@ PLAIN = get_format("fp8_current"), torch.float32
 WITHIN_BACKWARD = (
     "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
 )
-# The dtypes that gradients may have. Each has launches of its own.
+# The dtypes that gradients may have. Gradients of one launch have the same dtype.
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
 
 
@@ -235,13 +235,14 @@ class FusedAdamW(torch.optim.Optimizer):
             boundaries between ranks cut, and steps each parameter by a launch. States hold FP32
             moments; the attribute `state` holds codes.
 
-    Made after `fully_shard`, as any optimizer. A parameter without gradient is left as it is. The
-    update is that of ZeroAdamW, to the bit (`zerocast/backends/README.md`); a gradient that is not
-    finite is not looked for, and the masters that it makes NaN are told of after the next cast.
-    All ranks that shard the parameters build it. Raises on all of them, with nothing changed:
-    TypeError for parameters that are not FP32 and ValueError for parameters on several devices, or
-    without names where these are needed, and for parameters, `moment_dtype` and hyper-parameters
-    that differ between ranks.
+    Build it after `fully_shard`, like any optimizer, on all ranks that shard the parameters. It
+    does not step parameters without a gradient. The update is that of ZeroAdamW to the bit
+    (`zerocast/backends/README.md`). It does not check gradients: if one makes masters NaN or Inf,
+    an error tells of them after the next cast.
+
+    Raises on all ranks, with nothing changed: TypeError for parameters that are not FP32,
+    ValueError for parameters on several devices, or without names if names are needed, and for
+    parameters, `moment_dtype` and hyper-parameters that differ between ranks.
     """
 
     def __init__(
@@ -257,8 +258,8 @@ class FusedAdamW(torch.optim.Optimizer):
         self._is_built = False
         # The moments in 8 bits; None if they are FP32.
         self._eight_bit = ShardedMoments() if moment_dtype == "8bit" else None
-        # The other options of torch.optim.AdamW are in the groups too, each with the one value that
-        # this update has, so that states have the same keys.
+        # Groups have all options of torch.optim.AdamW, so that states have the same keys. Those
+        # that are no arguments here have the one value that this update allows.
         options = torch.optim.AdamW([torch.zeros(0)]).defaults
         given = params if isinstance(params, Tensor) else listed(params)
         problem: Exception | None = None
@@ -268,10 +269,10 @@ class FusedAdamW(torch.optim.Optimizer):
             super().__init__(given, {**options, "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         except (TypeError, ValueError) as error:
             problem = error
-        mesh, what = _mesh_of(tree_leaves(given)), "builds a FusedAdamW"
-        # Before the parameters, which need names with moments in 8 bits alone.
-        validate_across_ranks(_groups_of(mesh), [], problem, what, {"moment_dtype": moment_dtype})
-        self._agree(mesh, None, what)
+        mesh, action = _mesh_of(tree_leaves(given)), "builds a FusedAdamW"
+        # Before parameters are compared, since `moment_dtype` says whether that needs their names.
+        validate_across_ranks(_groups_of(mesh), [], problem, action, {"moment_dtype": moment_dtype})
+        self._agree(mesh, None, action)
         self._is_built = True
         for group in self.param_groups:
             self._lay_out_moments(group)
@@ -338,9 +339,9 @@ class FusedAdamW(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True):
                 self._eight_bit.add(name, parameter)
 
-    def _agree(self, mesh: DeviceMesh | None, problem: Exception | None, what: str) -> None:
-        """Raise on all ranks of a mesh if there is a problem on any of them, or if they have other
-        parameters on it or other hyper-parameters.
+    def _agree(self, mesh: DeviceMesh | None, problem: Exception | None, action: str) -> None:
+        """Raise on all ranks of a mesh if any of them has a problem, or if they differ in the
+        parameters on it or in hyper-parameters.
         """
         lines: list[str] = []
         for index, group in enumerate(self.param_groups):
@@ -351,16 +352,17 @@ class FusedAdamW(torch.optim.Optimizer):
                 for name, parameter in zip(names, group["params"], strict=True)
                 if isinstance(parameter, DTensor) and parameter.device_mesh == mesh
             ]
-        validate_across_ranks(_groups_of(mesh), lines, problem, what, hyperparameters_by_name(self.param_groups))
+        validate_across_ranks(_groups_of(mesh), lines, problem, action, hyperparameters_by_name(self.param_groups))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of masters and moments; returns what `closure` returned, or None.
+        """Update masters and moments. Return the result of `closure`, or None.
 
-        What raises before masters are written changes nothing. What raises later leaves an
-        optimizer and a model that say so at every call, and cannot be saved, until a state is
-        loaded through `zerocast.fsdp2.TrainingState`. So do hyper-parameters that are out of range
-        where masters are sharded: other ranks may have stepped, so all raise at the next gather.
+        An error before masters are written changes nothing. After an error while they are written,
+        the optimizer and the model raise at every call, and cannot be saved, until a state is
+        loaded through `zerocast.fsdp2.TrainingState`. Hyper-parameters that are out of range have
+        the same effect if masters are sharded: other ranks may have stepped, so all ranks raise at
+        the next gather.
         """
         return self._outside_of_graphs(self, closure)
 
@@ -390,15 +392,15 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def _take_part(self) -> None:
-        """Take part in the collective of a step that this rank does not make."""
+        """Take part in the collective of a step that this rank does not take."""
         if self._eight_bit is not None:
             self._eight_bit.begin()
             self._eight_bit.reduce()
 
     @torch.no_grad()
     def capture(self) -> CapturedStep:
-        """`step()` and the cast that follows it as one CUDA graph: call what this returns in place
-        of `step()`.
+        """Return `step()` and the cast that follows it as one CUDA graph, to be called in place of
+        `step()`.
 
         All ranks call it, and then all ranks call that; the gradients are reduced by then, and
         clipped. Its first call is an ordinary step, its second one records. Schedulers, ordinary
@@ -426,9 +428,8 @@ class FusedAdamW(torch.optim.Optimizer):
     def prepare(self) -> object:
         """Do the host's part of a step, before the device's.
 
-        Returns the places that the tables were made for: another object once anything has moved,
-        empty without gradients. None if this rank takes no step, for which all ranks raise at the
-        next gather.
+        Return what the tables were made for: another object once anything has moved, empty without
+        gradients. None if this rank takes no step. All ranks raise for that at the next gather.
         """
         self._bind()
         try:
@@ -584,8 +585,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 check_shapes(f"parameter {index}", moments, parameter)
 
     def _bind(self) -> None:
-        """Make the tables again if any tensor of theirs was replaced or other parameters have
-        gradients.
+        """Make the tables again if any of their tensors was replaced, or if other parameters have
+        gradients now.
         """
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
@@ -595,7 +596,7 @@ class FusedAdamW(torch.optim.Optimizer):
             try:
                 manager.plan.bind()
             except (RuntimeError, TypeError, ValueError):
-                # The other ranks step and cast. If this one goes on it casts too, and all raise.
+                # The other ranks step and cast. If this rank goes on it casts too, and all raise.
                 manager.make_due(self)
                 raise
             manager.measuring.add(self)
@@ -622,7 +623,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _rows(self, indexed: list[tuple[int, Any]]) -> None:
         """Make a row of scalars for each parameter group and number of steps taken. All parameters
-        of a row have the same step count, each in a tensor of its own, and the first one is read.
+        of a row have the same step count, each in a separate tensor, and the first one is read.
         """
         states = [self.state[parameter] for _, parameter in indexed]
         device = indexed[0][1].device if indexed else torch.device("cpu")

@@ -61,8 +61,8 @@ class GatherStatus:
         # Headers with their copies for the host, oldest first. Another stream than theirs may make
         # the copy, so the headers are kept until the host has read it.
         self._sent: deque[tuple[list[tuple[tuple[str, ...], Tensor]], LateCopy]] = deque()
-        # Weights whose masters were not finite, with the number of their cast, until an error tells
-        # of them.
+        # Weights whose masters were not finite, with the number of their cast. An error that names
+        # them clears this.
         self._not_finite: dict[str, int] = {}
         # The last cast whose masters an error has told of.
         self._told_cast = 0

@@ -1,11 +1,11 @@
 """CastManager decides when the prepared weights of a model are cast. It is FSDP2's Driver.
 
-An optimizer step makes a cast due on every rank; the next gather, which is a collective and so
-comes on every rank, casts all weights first, however many optimizers stepped. Any other write to a
-master is known only where it happens, and no collective may depend on that. So a rank that was
-written to gathers all the same and says so in the header of its bytes (`gather_status.py`). After
-the gather every rank knows what all said: if all were written to, all cast and gather once more; if
-only some were, all raise.
+An optimizer step makes a cast due on every rank. The next gather is a collective, so it comes on
+every rank, and casts all weights first, however many optimizers stepped. Only one rank knows of any
+other write to a master, and no collective may depend on that. So this rank gathers all the same,
+and reports the write in the header of its bytes (`gather_status.py`). After the gather every rank
+knows the reports of all: if all were written to, all cast and gather again. If only some were, all
+raise.
 """
 
 import warnings
@@ -303,8 +303,8 @@ class CastManager(Driver[ShardPlan]):
         plan = self.plan
         plan.check_sharded()
         plan.param_groups.before_forward(plan.model)
-        left = plan.param_groups.left_gathered()
-        if not left:
+        left_gathered = plan.param_groups.left_gathered()
+        if not left_gathered:
             return
         if plan.moved():
             for weight in self.weights:
@@ -313,7 +313,7 @@ class CastManager(Driver[ShardPlan]):
         for weight in self.weights:
             weight.mark_readable()
         if is_written:
-            for group in left:
+            for group in left_gathered:
                 group.gather_again()
 
     # -- verification

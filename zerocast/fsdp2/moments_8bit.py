@@ -1,5 +1,5 @@
-"""ShardedMoments: AdamW's moments in 8 bits (`zerocast.optim.moments_8bit`) of parameters that lie
-in a tensor each, whole or sharded.
+"""ShardedMoments: AdamW's moments in 8 bits (`zerocast.optim.moments_8bit`) of parameters that are
+separate tensors, whole or sharded.
 """
 
 import itertools
@@ -109,7 +109,7 @@ def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     if not math.prod(sizes):
         return []
-    # Dimensions after the last one that is cut are whole, so their elements lie in one run.
+    # Dimensions after the last sharded one are whole, so their elements are one run.
     last = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
     outer = itertools.product(*(range(offsets[dim], offsets[dim] + sizes[dim]) for dim in range(last)))

@@ -1,10 +1,11 @@
-"""MasterParameter: a thin wrapper around an FP32 shard, which makes it FSDP2's parameter and tells
-when it is written to.
+"""MasterParameter: a thin wrapper around an FP32 shard. It gives FSDP2 the all-gather hooks of the
+parameter, and notes writes to it.
 
-Everything that computes gets the plain FP32 tensor inside. The wrapper is kept where torch replaces
-a parameter by an empty twin of it, so that FSDP2 still finds the two all-gather hooks, and around
-every view: a write through a view of a view is a write to the master. What has memory of its own is
-plain. It pickles as the plain tensor: checkpoints hold no class of ours.
+Operators compute with the plain FP32 tensor inside. Their results are plain too, with two
+exceptions. Torch replaces a parameter by an empty twin at times, which must have the two hooks as
+well. And views of a master are wrapped, since a write through a view, or a view of a view, is a
+write to the master. A master pickles as the plain tensor, so checkpoints contain no class of
+zerocast.
 """
 
 import functools
@@ -262,7 +263,8 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
             return alias
     if func is _aten.alias.default and not is_traced:
         return MasterParameter(source.plain, source.weight)
-    # A twin has the shape of the parameter. What torch's staging gives memory of its own has none.
+    # A twin has as many dimensions as the parameter. Tensors that
+    # torch's staging is going to fill have none yet.
     is_twin = func in _KEEP and tensor.dim() == source.dim()
     if is_twin or _is_alias_of(tensor, source.plain):
         return MasterParameter(tensor, source.weight)

@@ -68,8 +68,8 @@ class ShardPlan(Plan):
         # The delayed scaling of each weight that has it, in its last cast group.
         self._scaling: dict[str, DelayedScaling] = {}
         self.generation = 0
-        # The weights whose masters are known to have changed since the last cast, and those of
-        # which this was known before it.
+        # The weights whose masters are known to have changed since the last cast. The last cast
+        # moved those before it to `_changed`.
         self._written: list[weakref.ref[FSDPWeight]] = []
         self._changed: list[weakref.ref[FSDPWeight]] = []
         # True if a master has another wrapper since the last `bind`, and may be in other memory.
@@ -145,8 +145,8 @@ class ShardPlan(Plan):
 
     @contextlib.contextmanager
     def _writing(self, masters: bool) -> Iterator[None]:
-        # A cast that breaks off is due until one completes, and every gather makes it first, so
-        # that nothing partial is read: there is no transaction to leave open.
+        # A cast that raises stays due, and every gather casts first, so nothing reads partial bytes
+        # and no transaction has to stay open.
         with contextlib.ExitStack() as stack:
             for group in self.cast_groups:
                 stack.enter_context(group.delayed.rollback())

@@ -100,9 +100,9 @@ def prepare(
     an optimizer and a checkpoint see, as the FP32 master. After a step of any torch optimizer the
     next forward pass casts all masters first. It notices other changes too, such as a load, when
     they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in
-    the `param_dtype` of their MixedPrecisionPolicy, FP32 without one. The module that FSDP2 shards
-    is `model` or lies in it; a forward pass while a prepared weight lies in none raises
-    RuntimeError, as one within DistributedDataParallel does.
+    the `param_dtype` of their MixedPrecisionPolicy, FP32 without one. Shard `model` or modules in
+    it such that they contain all prepared weights. A forward pass raises RuntimeError otherwise,
+    and within DistributedDataParallel.
 
     `Recipe(fast=True)` compiles blocks in place. `fully_shard` and the optimizer stay the caller's;
     `FusedAdamW` is the fastest.
@@ -131,8 +131,8 @@ def prepare(
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
     format cannot take, an embedding, a convolution, a weight that is sharded or quantized already,
     a fast recipe for a model without blocks and weights that `serve` could not read; TypeError for
-    one that is not FP32 or lies beside one that is not. What only FSDP2 decides is checked at the
-    first gather. RuntimeError for a torch that lacks what is read of it
+    one that is not FP32, or whose module has another that is not. The first gather checks what
+    depends on FSDP2. RuntimeError for a torch that lacks what is read of it
     (`zerocast/torch_names.py`), and a warning for a release that was never tested.
     """
     if verify_every is not None and verify_every < 1:

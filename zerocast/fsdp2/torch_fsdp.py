@@ -155,7 +155,8 @@ def gathered(group: Any) -> Iterator[None]:
 def has_unreduced_gradient(param: Any) -> bool:
     """True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)
-    # Before torch 2.15. That version uses this name for parameters of others.
+    # Before torch 2.15 this gradient is apart from the parameter. Later versions use the name for
+    # something else.
     accumulated = getattr(param, "unsharded_accumulated_grad", None)
     with torch._C.DisableTorchFunctionSubclass():
         return accumulated is not None or (gathered is not None and gathered.grad is not None)
@@ -330,8 +331,8 @@ class MasterMemory:
     FSDP2 allocates a shard when it cuts a parameter, and where that was on the meta device when the
     module is given storage. Both ask the parameter for a tensor like it (`parameter.py`), which
     comes from here the first time. A shard that is moved later (to another device, by
-    `load_state_dict(assign=True)`) has memory of its own. `sizes` are the elements of whole weights
-    by name.
+    `load_state_dict(assign=True)`) has other memory. `sizes` are the elements of whole weights by
+    name.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:

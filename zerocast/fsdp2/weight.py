@@ -46,10 +46,10 @@ NOT_SHARDED = (
 
 
 class Presentation:
-    """How modules see one weight: as a QuantizedWeight, which torch's layers compute with.
+    """The tensor that modules see of one weight. Here it is the QuantizedWeight itself.
 
-    A host whose layers compute with tensors of their own overrides this: the same bytes, as its
-    tensor.
+    A host whose layers compute with another class of tensors overrides this to return one over the
+    same bytes.
     """
 
     def check(self, fmt: FormatSpec) -> None:
@@ -344,8 +344,8 @@ class FSDPWeight:
         """Called after an operator wrote to `data`: this master, or a tensor that FSDP2 or an
         optimizer made like it.
         """
-        # Compiled code writes when it runs, not while it is traced. The optimizer's hook tells of
-        # that.
+        # Tracing writes nothing, and compiled code does not come here. The optimizer's hook reports
+        # its writes.
         if torch._guards.TracingContext.try_get() is not None:
             return
         # A view without elements has no address.

@@ -7,20 +7,21 @@ those of the weight as a matrix. A rank sends:
 
     codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | side channels of 0, 1, 2, ...
 
-The codes of each weight are an output of their own for each direction, so that gathered codes lie
-in the order of the weight and need no copy. All side channels travel as one output, the last one of
-the first weight, since the host works for every output. A side channel is a header (the status of
-the rank and the number of its cast), the scalars of the tensor, and the scales of the block rows
-that the rank owns, without the padding and replication of docs/formats/common.md, which are made
-after the gather. In a shard group of one rank FSDP2 takes only the first output of a weight (torch
-2.11 to 2.13): the codes of both directions are one there, with the side channels behind those of
+The codes of each weight and direction are a separate output of its hook, so that gathered codes are
+in the order of the weight and need no copy. All side channels are one output, the last one of the
+first weight, since each output costs the host time. A side channel is a header (the status of the
+rank and the number of its cast), the scalars of the tensor, and the scales of the block rows that
+the rank owns. Padding and replication of scales (docs/formats/common.md) are added after the
+gather. In a shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to
+2.13), so there the codes of both directions are one output, and the side channels follow those of
 the first weight.
 
-Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in what FSDP2
-gathers: products take the scalars where they are, and cuBLASLt wants operands and their scales so.
+Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in the
+gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales
+aligned.
 
-Layouts are values that depend on shapes, formats and ranks alone. Where codes are cast at each
-gather (`cast_group.py`), a rank keeps side channels between gathers and no codes.
+Layouts depend on shapes, formats and ranks only. If codes are cast at each gather
+(`cast_group.py`), a rank keeps side channels between gathers and no codes.
 """
 
 import functools
@@ -103,13 +104,13 @@ def _cut(rows: int, chunk: int, height: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ShardGeometry:
-    """The part of a weight of `columns` columns that `rank` casts, as a small weight of its own;
-    equal shards compare equal.
+    """The part of a weight of `columns` columns that `rank` casts, as a separate small weight.
+    Equal shards compare equal.
 
     The small weight has the block rows that the shard touches, so that the stages need to know
-    nothing of FSDP2. Two-level scales come from the tensor amax, which the stage takes as the
-    largest amax of the weight it is given: a ghost block row, one of no elements at the end whose
-    amaxes hold the reduced tensor amax, makes it find that.
+    nothing of FSDP2. The stage of two-level scales takes the largest amax of its weight for the
+    tensor amax. A ghost block row without elements follows at the end. One of its amaxes is the
+    reduced tensor amax, so the stage finds it.
     """
 
     format: FormatSpec
