@@ -86,7 +86,8 @@ class CastGroup:
         """
         alike: dict[GatherLayout, list[ParamGroup]] = {}
         for group in groups:
-            alike.setdefault(group.layout_of(self.keep_codes), []).append(group)
+            layout = GatherLayout(tuple(weight.geometry for weight in group.weights), self.keep_codes)
+            alike.setdefault(layout, []).append(group)
         sizes = [layout.kept_bytes * len(members) for layout, members in alike.items()]
         all_sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
         # The scale buffers that the stages fill, with a first dimension of groups that are alike.
@@ -239,18 +240,18 @@ class CastGroup:
 
 class TablesOfSets:
     """The tables that `make` builds for sets of weights. It keeps those of the last few sets, and
-    those of sets that are held as long as this object.
+    those of sets that are `held` as long as this object.
     """
 
     def __init__(self, make: Callable[[frozenset[str]], list[WeightTable]]) -> None:
         self._make = make
-        self._held = {frozenset[str](): make(frozenset())}
+        self.held = {frozenset[str](): make(frozenset())}
         self._recent: dict[frozenset[str], list[WeightTable]] = {}
 
     def of(self, names: frozenset[str]) -> list[WeightTable]:
         """Return the tables of a set."""
-        if names in self._held:
-            return self._held[names]
+        if names in self.held:
+            return self.held[names]
         if names not in self._recent:
             if len(self._recent) >= MOST_TABLES:
                 self._recent.clear()
@@ -259,7 +260,7 @@ class TablesOfSets:
 
     def hold(self, names: frozenset[str]) -> None:
         """Keep the tables of a set."""
-        self._held[names] = self.of(names)
+        self.held[names] = self.of(names)
 
 
 class GatherCast:

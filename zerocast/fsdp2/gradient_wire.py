@@ -69,9 +69,8 @@ class _ReduceScatter:
                 "scale the loss, or set_grad_wire(model, None)"
             )
         reduction = QuantizedReduceScatter(input_tensor, Group.of(group), None, "the gradients of an FSDP unit")
-        if output_tensor.dtype is torch.float32:
-            reduction.land(output_tensor, divisor, adds=False)
-            return
-        exact = torch.empty_like(output_tensor, dtype=torch.float32)
+        is_exact = output_tensor.dtype is torch.float32
+        exact = output_tensor if is_exact else torch.empty_like(output_tensor, dtype=torch.float32)
         reduction.land(exact, divisor, adds=False)
-        output_tensor.copy_(exact)
+        if not is_exact:
+            output_tensor.copy_(exact)

@@ -152,12 +152,14 @@ class MasterParameter(_WrapsPlain):
             _check_split(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             _check_metadata(func, args[0])
-        _check_product(func, args, kwargs)
         if func in _ALLOCATE and (shard := _allocated(*args, **kwargs)) is not None:
             return shard
         wrappers: dict[int, MasterParameter] = {}
+        is_product = func.namespace == "aten" and func._schema.name[6:] in PRODUCTS
 
         def unwrap(master: MasterParameter) -> Tensor:
+            if is_product:
+                _check_product(func, master)
             wrappers.setdefault(id(master.plain), master)
             return master.plain
 
@@ -229,24 +231,15 @@ def _check_metadata(func: Any, master: Any) -> None:
         )
 
 
-def _check_product(func: Any, args: Any, kwargs: Any) -> None:
+def _check_product(func: Any, master: MasterParameter) -> None:
     """Refuse a product with a master that was never cast: FSDP2 does not manage the weight, or the
-    model would not see it.
-
-    A prepared weight reaches a product as a QuantizedWeight, once FSDP2 has gathered it. Shapes may
-    be probed on the meta device.
+    model would see a QuantizedWeight. Shapes may be probed on the meta device.
     """
-    if func.namespace == "aten" and func._schema.name[6:] in PRODUCTS:
-        _map(MasterParameter, functools.partial(_check_cast, func), (args, kwargs))
-
-
-def _check_cast(func: Any, master: MasterParameter) -> MasterParameter:
     if not master.weight.is_located and not master.is_meta:
         raise RuntimeError(
             f"{master.weight.name} is prepared, and {func} would compute with its FP32 master, since FSDP2 did not gather it: "
             f"{NOT_SHARDED}"
         )
-    return master
 
 
 def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
@@ -263,8 +256,8 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
             return alias
     if func is _aten.alias.default and not is_traced:
         return MasterParameter(source.plain, source.weight)
-    # A twin has as many dimensions as the parameter. Tensors that
-    # torch's staging is going to fill have none yet.
+    # A twin has as many dimensions as the parameter. Tensors that torch's staging is going to fill
+    # have none yet.
     is_twin = func in _KEEP and tensor.dim() == source.dim()
     if is_twin or _is_alias_of(tensor, source.plain):
         return MasterParameter(tensor, source.weight)

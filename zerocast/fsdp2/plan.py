@@ -176,7 +176,7 @@ class ShardPlan(Plan):
         self._changed = self._written
         self._written = []
         for weight in self.changed:
-            weight.mark_cast()
+            weight.is_written = False
         for weight in self.weights if debugging() else ():
             weight.validity.cast()
 

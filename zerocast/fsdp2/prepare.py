@@ -427,27 +427,22 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """RuntimeError for an optimizer of any class whose state a load has left partly written. This
-    rank casts at the next gather, as the ranks that step do, so that all raise there.
+    """RuntimeError for an optimizer that must not step: one of any class whose state a load has
+    left partly written, one that lists a master twice, and one over parameters that the model has
+    no longer, or had before `fully_shard`, so that others get the gradients.
+
+    This rank casts at the next gather, as the ranks that step do, so that all raise there.
     """
     if torch.compiler.is_compiling():
         return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    managers = managers_behind(parameters)
     if torch_fsdp.backward_pass() is not None:
-        for manager in _managers_of(optimizer):
+        for manager in managers:
             manager.plan.hold_codes()
     if validity_of(optimizer).partial:
         _after_step(optimizer)
     validity_of(optimizer).check(Use.STEP)
-    _check_gradients(optimizer)
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    """RuntimeError for an optimizer of masters that the model has no longer, or had before
-    `fully_shard`: other parameters in their place get the gradients. Likewise for one that would
-    step a master twice.
-    """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    managers = managers_behind(parameters)
     different = len({id(parameter) for parameter in parameters})
     if managers and different < len(parameters):
         raise RuntimeError(
@@ -468,9 +463,5 @@ def _check_gradients(optimizer: Optimizer) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    for manager in _managers_of(optimizer):
+    for manager in managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"]):
         manager.make_due(optimizer)
-
-
-def _managers_of(optimizer: Optimizer) -> list[CastManager]:
-    return managers_behind(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -361,10 +361,6 @@ class FSDPWeight:
             self.host.plan.note_written(self)
             self.validity.finish = self._refuse
 
-    def mark_cast(self) -> None:
-        """Called after a cast has read the master."""
-        self.is_written = False
-
     def mark_readable(self) -> None:
         """Allow reads of a weight that is left gathered: all ranks know of the writes to it."""
         self.validity.finish = None
@@ -537,11 +533,6 @@ class ParamGroup:
         torch_fsdp.gather_again(self._group())
 
     # -- sent
-
-    def layout_of(self, keep_codes: bool) -> GatherLayout:
-        """The layout of what this rank sends of the weights as they are located now."""
-        geometries = tuple(weight.geometry for weight in self.weights)
-        return GatherLayout(geometries, keep_codes)
 
     def lay_out(
         self, layout: GatherLayout, buffer: Tensor, cast_codes: Callable[[], Sequence[Sequence[Tensor]]] | None

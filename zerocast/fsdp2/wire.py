@@ -81,11 +81,6 @@ class RowShards:
         span = self.span(rank)
         return Span(-(-span.start // height), -(-span.stop // height))
 
-    def most_owned(self, height: int) -> int:
-        """The number of block rows that any rank owns at most."""
-        # The first shard begins with a block row. Others may begin inside of one.
-        return self.owned(0, height).numel
-
     def cut(self, height: int) -> tuple[int, ...]:
         """The block rows that more than one rank holds rows of, in order."""
         return _cut(self.rows, self.chunk, height)
@@ -344,7 +339,8 @@ class WeightLayout:
         fmt, shards = self.geometry.format, self.geometry.scale_shards
         dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         across = amax_grid(block, shards.rows, self.geometry.columns)[1]
-        count = shards.most_owned(block[0])
+        # Rank 0 owns the most block rows, since its shard begins with one.
+        count = shards.owned(0, block[0]).numel
         offset = self._reserve(count * across * dtype.itemsize)
         repeat = fmt.scale_repeat(columnwise=block is fmt.columnwise_block)
         self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count))
