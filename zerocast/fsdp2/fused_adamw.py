@@ -628,7 +628,8 @@ class FusedAdamW(torch.optim.Optimizer):
         states = [self.state[parameter] for _, parameter in indexed]
         device = indexed[0][1].device if indexed else torch.device("cpu")
         rows: dict[tuple[int, float], int] = {}
-        self._row = {}
+        # The row of each parameter. It and all attributes below live as long as the tables.
+        self._row: dict[Any, int] = {}
         # The step counts: the one that is read for each row, and those of all parameters.
         self._clocks: list[Tensor] = []
         self._steps: list[Tensor] = []
@@ -643,7 +644,9 @@ class FusedAdamW(torch.optim.Optimizer):
         self._clip = torch.ones(1, dtype=torch.float32, device=device)
 
     def _build(self, locals_: list[tuple[Any, Tensor]], groups: list[CastGroup]) -> None:
-        """Make the passes over the local parts of parameters."""
+        """Make the passes over the local parts of parameters. They live until the next `_bind` that
+        finds anything moved.
+        """
         device = self._clip.device
         backend = backends.choose(device)
         self._measured = [MeasuredWeights(group) for group in groups]
@@ -672,6 +675,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._plain = list(plain.values())
         for adam in self.passes():
             adam.freeze()
+        # Plain parameters leave their amaxes here. Nothing reads them.
         self._unread = torch.zeros(max(map(len, self._plain), default=0), dtype=torch.float32, device=device)
 
     def _pass_of(self, passes: dict[object, AdamPass], parameter: Any, key: TableKey, casts: bool) -> AdamPass:

@@ -23,8 +23,8 @@ class ParamGroups:
         self.prepared: list[ParamGroup] = []
         # All groups of the model, those without prepared weights too.
         self._groups: list[weakref.ref[Any]] = []
-        # The groups that the last forward pass left gathered, each with the number of gathers that
-        # had arrived by then.
+        # The groups that the last forward pass left gathered, each with the number of its gathers
+        # until then.
         self._left: list[tuple[ParamGroup, int]] = []
         # The backward pass within which an optimizer has stepped, from a gradient's hook, until the
         # next cast.
@@ -33,29 +33,34 @@ class ParamGroups:
     def find(self, model: nn.Module, weights: Collection[FSDPWeight], status: GatherStatus) -> None:
         """Find the groups of a sharded model, and which of `weights` each of them gathers."""
         groups = list(torch_fsdp.groups(model))
-        self._groups = [weakref.ref(group) for group in groups]
+        self._groups = list(map(weakref.ref, groups))
         members = [(group, prepared_params(group, weights)) for group in groups]
         self.prepared = [ParamGroup(group, params, status) for group, params in members if params]
 
-    # -- what is left gathered
+    @property
+    def _fsdp_groups(self) -> list[Any]:
+        """All FSDPParamGroups, which the model keeps alive."""
+        return [group for reference in self._groups if (group := reference()) is not None]
+
+    # -- groups that are left gathered
 
     def note_left_gathered(self) -> None:
-        """Remember the groups that a forward pass, which ends now, has left gathered."""
+        """Remember the groups that are gathered. Called at the end of a forward pass."""
         self._left = [(group, group.received) for group in self.prepared if group.is_unsharded]
 
     def left_gathered(self) -> list[ParamGroup]:
-        """The groups that are still as the last forward pass left them, and were not gathered
-        again. The same on all ranks.
+        """Return the groups that the last forward pass left gathered, and that no pass has freed or
+        gathered again since. They are the same on all ranks.
         """
         return [group for group, received in self._left if group.is_unsharded and group.received == received]
 
     def free(self) -> None:
         """Free all groups that are gathered, so that the next forward pass gathers them again."""
-        torch_fsdp.reshard(group() for group in self._groups)
+        torch_fsdp.reshard(self._fsdp_groups)
 
     def discard(self) -> None:
         """Free all groups, and drop gathers of a pass that broke off."""
-        torch_fsdp.discard_gathers(group() for group in self._groups)
+        torch_fsdp.discard_gathers(self._fsdp_groups)
         self.free()
         self._stepped_in = None
 
@@ -77,8 +82,7 @@ class ParamGroups:
     @property
     def is_in_pass(self) -> bool:
         """True while a module is in its forward or backward pass."""
-        groups = (group() for group in self._groups)
-        return any(group is not None and not torch_fsdp.is_idle(group) for group in groups)
+        return not all(map(torch_fsdp.is_idle, self._fsdp_groups))
 
     @property
     def step_goes_on(self) -> bool:
@@ -90,8 +94,8 @@ class ParamGroups:
         it. The weights of `model` itself stay, since FSDP2 has gathered them by now for this pass.
         """
         if self._stepped_in is not None and torch_fsdp.backward_pass() is None:
-            own = list(torch_fsdp.groups_at(model))
-            below = [group for group in (group() for group in self._groups) if group not in own]
+            of_model = list(torch_fsdp.groups_at(model))
+            below = [group for group in self._fsdp_groups if group not in of_model]
             torch_fsdp.discard_gathers(below)
             torch_fsdp.reshard(below)
             self._stepped_in = None
@@ -104,7 +108,7 @@ class ParamGroups:
         """Free the groups that are in no pass. Called at the end of a backward pass, which may be
         that of recomputed modules within another one.
         """
-        torch_fsdp.reshard(group for group in (group() for group in self._groups) if torch_fsdp.is_idle(group))
+        torch_fsdp.reshard(filter(torch_fsdp.is_idle, self._fsdp_groups))
 
 
 def prepared_params(group: Any, weights: Collection[FSDPWeight]) -> list[tuple[FSDPWeight, Any]]:
