@@ -1,7 +1,7 @@
-"""CastGroup: the cast of weights whose amaxes are reduced together, in the steps of every host
-(`zerocast.cast.pipeline`), into the bytes that they send.
+"""CastGroup: the cast of weights whose amaxes are reduced together (`zerocast.cast.pipeline`), into
+the bytes that gathers send.
 
-The layers of a model repeat their shapes. If they are sharded alike, the bytes to send are at equal
+The layers of a model repeat their shapes. If they are sharded alike, their bytes are at equal
 distances in memory, and so are the scale buffers that the stages fill. One strided copy then takes
 the scales of all layers from these buffers to the bytes.
 """
@@ -30,15 +30,16 @@ MOST_TABLES = 8
 
 
 class CastGroup:
-    """The weights of some parameter groups, with one reduction, the same list on every rank, all on
-    one device, and the bytes that they send. It lasts until masters move or formats change.
+    """The cast of the weights of some parameter groups, on one device, with one reduction. All
+    ranks have the same weights in the same order. A CastGroup lives until masters move or formats
+    change.
 
     Args:
-        groups: the parameter groups, whose weights are located.
-        reduction: who reduces amaxes.
+        groups: the parameter groups. Their weights are located.
+        reduction: the ranks that reduce amaxes.
         keep_codes: True if a cast makes all bytes that are sent, False if each gather makes its
             codes.
-        scaling: the state of delayed scaling by weight, as far as there is any.
+        scaling: the state of delayed scaling, by the names of weights that have one.
     """
 
     def __init__(
@@ -264,13 +265,13 @@ class TablesOfSets:
 
 
 class GatherCast:
-    """The codes of a parameter group, cast when FSDP2 gathers it, gone once they are sent.
+    """The cast of the codes of a parameter group when FSDP2 gathers it. They are freed once sent.
 
     The codes of a shard are most of what a rank sends, and nothing reads them between two gathers.
-    A cast therefore leaves amaxes, scales and headers, and FSDP2's hook of a group casts its codes
-    from the masters by these: one launch for the group's weights of a format, on the stream that
-    FSDP2 copies from. A gather then reads 4 bytes an element and writes a code, as FSDP2 does
-    without zerocast to send bf16.
+    So a cast makes amaxes, scales and headers only, and FSDP2's hook casts the codes of a group
+    from its masters by these: one launch for the weights of a format, on the stream that FSDP2
+    copies from. A gather then reads 4 bytes an element and writes a code, as plain FSDP2 does to
+    send bf16.
 
     Optimizers that step within a backward pass write masters while the pass still gathers the
     weights of its forward pass: `hold` keeps their codes until the next cast.

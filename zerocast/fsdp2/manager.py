@@ -176,8 +176,8 @@ class CastManager(Driver[ShardPlan]):
     # -- a step that casts at once (`CapturableFusedStep`)
 
     def before_first_step(self) -> None:
-        """Prepare the ordinary step that a graph repeats. Casts work in the same memory from now
-        on, and only amaxes of that step count, as in the graph.
+        """Prepare the ordinary step that a graph is going to repeat. From now on casts work in the
+        same memory. Amaxes of earlier steps are forgotten, as the graph does not use them.
         """
         self.plan.forget_amaxes()
         for group in self.plan.cast_groups:
@@ -201,7 +201,7 @@ class CastManager(Driver[ShardPlan]):
         self.plan.forget_amaxes()
 
     def after_captured_cast(self) -> None:
-        """Do the host's part after such a graph."""
+        """Do the host's part after a graph of a step and its cast."""
         self.plan.done()
         self.has_cast(repeat=False)
 
@@ -257,10 +257,10 @@ class CastManager(Driver[ShardPlan]):
         return {name: state for group in self.plan.cast_groups for name, state in group.delayed.state_dict().items()}
 
     def load_delayed(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Go on from a saved state: the next cast repeats its last one. A weight without a saved
+        """Continue from a saved state: the next cast uses its last scales. A weight without a saved
         state starts from its amax, with a warning.
 
-        Casts nothing, since `state` may be the state in use, filled by a reader.
+        It casts nothing, since `state` may be the state in use, which a reader has filled.
         """
         self.plan.bind()
         for group in self.plan.cast_groups:

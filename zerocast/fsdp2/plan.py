@@ -110,7 +110,7 @@ class ShardPlan(Plan):
     # -- events of masters
 
     def note_operator(self) -> None:
-        """Called after an operator has written to a master. Amaxes that a step has left are old."""
+        """Called after an operator has written to a master. Measured amaxes are old then."""
         self._amaxes_are_old = True
 
     def note_written(self, weight: FSDPWeight) -> None:
@@ -197,8 +197,8 @@ class ShardPlan(Plan):
     # -- amaxes that optimizer steps leave
 
     def forget_old_amaxes(self) -> None:
-        """Forget the amaxes that steps have left, if masters were written to since. Called before
-        a step leaves others and before a cast uses them.
+        """Forget measured amaxes if masters were written to since. Called before a step measures
+        others, and before a cast uses them.
         """
         measured = any(group.amaxes.measured for group in self.cast_groups)
         if measured and (self._amaxes_are_old or self.addresses.any_written()):
@@ -227,13 +227,13 @@ class ShardPlan(Plan):
             group.hold_codes()
 
     def synchronize(self) -> None:
-        """Let the host wait for the last cast."""
+        """Wait for the last cast."""
         for group in self.cast_groups:
             group.synchronize()
 
     @property
     def must_seed(self) -> bool:
-        """True if the next cast finds first scales of delayed scaling, which takes the host."""
+        """True if the next cast finds the first scales of delayed scaling, which needs the host."""
         return any(group.delayed.unseeded for group in self.cast_groups)
 
     # -- where masters are
