@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+import re
 import secrets
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 import torch
 
 from tests.devices import HERE, gpu_params
-from tests.hosts.record import pytest_addoption, pytest_configure  # noqa: F401
+from tests.hosts import record
+from tests.hosts.record import pytest_configure  # noqa: F401
 from tests.strategies import is_interpreted
 from tests.workers import Pool, Ranks, freeze_modules
 from zerocast.weight import owners
@@ -25,6 +27,12 @@ ROOT = Path(__file__).resolve().parents[1]
 hypothesis.settings.register_profile("zerocast", deadline=None, print_blob=True, max_examples=60)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=3000)
 hypothesis.settings.load_profile("zerocast")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of this suite."""
+    record.pytest_addoption(parser)
+    parser.addoption("--expect-skips", metavar="REGEX", help="fail if a test is skipped for a reason without a match")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -81,10 +89,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """Warnings of other packages are not ours to mend: only those from files of this tree are shown."""
+    """Warnings of other packages are not ours to mend: only those from files of this tree are shown.
+    A skip that `--expect-skips` does not allow fails the run.
+    """
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and "warnings" in reporter.stats:
         reporter.stats["warnings"] = [warning for warning in reporter.stats["warnings"] if is_ours(warning.fslocation)]
+    if reporter is not None and unexpected_skips(reporter) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     return (yield)
 
 
@@ -95,12 +107,29 @@ def is_ours(place: tuple[str, int] | None) -> bool:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The last thing before the verdict: what was skipped, one line a reason."""
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
-    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
-    if reasons:
-        terminalreporter.section("skipped")
-    for reason, count in reasons.most_common():
-        terminalreporter.write_line(f"{count:>6,}  {reason}")
+    for title, reasons in (
+        ("skipped", skip_reasons(terminalreporter)),
+        ("failed: skips that --expect-skips does not allow", unexpected_skips(terminalreporter)),
+    ):
+        if reasons:
+            terminalreporter.section(title)
+        for reason, count in reasons.most_common():
+            terminalreporter.write_line(f"{count:>6,}  {reason}")
+
+
+def skip_reasons(reporter: pytest.TerminalReporter) -> Counter[str]:
+    """Return how many tests were skipped, by reason."""
+    skipped = [report for report in reporter.stats.get("skipped", []) if isinstance(report.longrepr, tuple)]
+    return Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+
+
+def unexpected_skips(reporter: pytest.TerminalReporter) -> Counter[str]:
+    """Return those of them that `--expect-skips` does not allow; none without that option."""
+    expected = reporter.config.getoption("--expect-skips")
+    if expected is None:
+        return Counter()
+    reasons = skip_reasons(reporter)
+    return Counter({reason: count for reason, count in reasons.items() if not re.search(expected, reason)})
 
 
 @pytest.fixture(scope="session")
