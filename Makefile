@@ -10,15 +10,17 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow suites hosts readers hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow test-hosts suites hosts readers hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
 
 # Three processes on two cores: each waits a part of its time for ranks and for commands that it starts.
+# HOSTS= leaves out what other packages are needed for; OPTIONS are pytest's.
 SUITE := -m "not slow" --numprocesses 3 --dist loadfile
-test: $(VENV)/.dev hosts readers
-	$(BIN)/python -m pytest $(SUITE)
+HOSTS := hosts readers
+test: $(VENV)/.dev $(HOSTS)
+	$(BIN)/python -m pytest $(SUITE) $(OPTIONS)
 
 # The same suite with its lines counted, which takes a third longer; fails below 90 %.
 coverage: $(VENV)/.dev hosts readers
@@ -32,6 +34,29 @@ test-slow: $(VENV)/.docs hosts readers
 suites: $(VENV)/.dev hosts readers
 	$(INSTALL) --requirement tests/suites/requirements.txt
 	$(BIN)/python -m tests.suites "$(SOURCES)"
+
+# The tests of hosts that an index does not have, or not for this environment. Each lies in build/hosts; what cannot be had
+# from here is said, and its tests are skipped. NVIDIA's Apex comes from its repository: the index's `apex` is another project.
+OTHER := $(CURDIR)/build/hosts
+APEX := 6424da3b4faa6c8f062da4a48c424fff3f02d42d
+MEGATRON_LM := 5be9626709af2722333bf54797c954c09edeada3# core_v0.19.0
+checkout = @test -e $(OTHER)/$(1) || { echo "fetching $(2) into build/hosts"; git init --quiet $(OTHER)/$(1) && cd $(OTHER)/$(1) \
+  && git fetch --quiet --depth 1 https://github.com/$(2) $(3) && git -c advice.detachedHead=false checkout --quiet FETCH_HEAD; } \
+  || { rm -rf $(OTHER)/$(1); echo "$(2) could not be fetched: its tests will be skipped"; }
+test-hosts: $(VENV)/.dev hosts
+	$(call checkout,apex,NVIDIA/apex,$(APEX))
+	$(call checkout,Megatron-LM,NVIDIA/Megatron-LM,$(MEGATRON_LM))
+	@test -e $(OTHER)/te || { echo "installing TransformerEngine's Python into build/hosts"; \
+	  $(INSTALL) --no-deps --target $(OTHER)/te transformer-engine-cu13 && find $(OTHER)/te -name '*.so*' -delete; } \
+	  || { rm -rf $(OTHER)/te; echo "TransformerEngine could not be installed: its tests will be skipped"; }
+	@test -e $(OTHER)/torchtitan || { echo "installing torchtitan 0.3 and torch 2.14 or newer into build/hosts"; \
+	  $(PYTHON) -m venv $(OTHER)/torchtitan && cd $(OTHER)/torchtitan && bin/python -m pip install --quiet 'torch>=2.14' einops \
+	    hypothesis numpy pillow pytest pytest-cov pytest-timeout safetensors tensorboard tyro \
+	  && bin/python -m pip install --quiet --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tokenizers torch_checkpointing torchdata; } \
+	  || { rm -rf $(OTHER)/torchtitan; echo "torchtitan 0.3 could not be installed: its tests will be skipped"; }
+	ZEROCAST_APEX=$(OTHER)/apex ZEROCAST_MEGATRON=$(OTHER)/Megatron-LM ZEROCAST_TE=$(OTHER)/te \
+	  ZEROCAST_TORCHTITAN=$(OTHER)/torchtitan $(BIN)/python -m pytest $(SUITE) $(OPTIONS) tests/apex tests/hosts tests/megatron \
+	  tests/torchtitan/test_environments.py tests/transformer_engine
 
 # With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
 bench: $(VENV)/.dev
@@ -128,7 +153,7 @@ $(VENV)/.dev: $(VENV)/.python $(BUILT_FROM)
 	touch $@ $(VENV)/.demo
 
 $(VENV)/.docs: $(VENV)/.dev
-	@echo "installing what builds the site into $(VENV)"
+	@echo "installing what builds the site and runs the notebook into $(VENV)"
 	$(INSTALL) 'zerocast[docs]'
 	touch $@
 

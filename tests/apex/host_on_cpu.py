@@ -50,7 +50,7 @@ with importable():
     try:
         from zerocast.integrations.apex import host
     except ImportError as error:
-        WHY_NOT = f"{error} (ZEROCAST_APEX names the folder of a checkout)"
+        WHY_NOT = f"{error} (ZEROCAST_APEX names the folder of a checkout: make test-hosts)"
     else:
         apex: Any = sys.modules[host.MODULE]
 

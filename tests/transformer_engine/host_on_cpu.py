@@ -111,7 +111,7 @@ if WITH_GPU:
     except Exception as error:
         WHY_NOT = f"TransformerEngine cannot be imported: {error}"
 elif not os.path.isdir(os.path.join(os.environ.get("ZEROCAST_TE", ""), "transformer_engine")):
-    WHY_NOT = "ZEROCAST_TE names no folder that holds transformer_engine"
+    WHY_NOT = "ZEROCAST_TE names no folder that holds transformer_engine: make test-hosts"
 else:
     try:
         MODULES = _import()
