@@ -51,6 +51,8 @@ ACCELERATE = tuple(
         "state_checkpointing",
     )
 )
+# A test compares the memory that is free on the whole machine.
+ALONE = "not free_memory"
 TRAINER = tuple(f"tests/trainer/test_trainer{name}.py" for name in ("", "_callback", "_utils"))
 LIGHTNING = (
     "tests_pytorch/callbacks/test_finetuning_callback.py",
@@ -92,8 +94,8 @@ SUITES = (
     Suite("optimizers, ZeroMuon", "torch_npu", "test", ("optim/test_optim.py",), "zero_muon", CPU, DEVICE, ADAMW),
     Suite("optimizers, fused", "torch_npu", "test", ("optim/test_optim.py",), "fused_adamw", CPU, DEVICE, ADAMW),
     Suite("averages", "torch_npu", "test", ("optim/test_swa_utils.py",), "averages", CPU, DEVICE),
-    Suite("accelerate", "accelerate", ".", ACCELERATE, "accelerator"),
-    Suite("accelerate, ZeroAdamW", "accelerate", ".", ACCELERATE, "accelerator_zero_adamw"),
+    Suite("accelerate", "accelerate", ".", ACCELERATE, "accelerator", selected=ALONE),
+    Suite("accelerate, ZeroAdamW", "accelerate", ".", ACCELERATE, "accelerator_zero_adamw", selected=ALONE),
     Suite("transformers", "transformers", ".", TRAINER, "zero_adamw", (), GLUE),
     Suite("Lightning", "lightning", "tests", LIGHTNING, "zero_adamw"),
     Suite(
