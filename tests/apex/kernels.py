@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.adam import adamw
-from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.adam_update import Hyperparameters
 
 Lists = Sequence[Sequence[Tensor]]  # masters, both moments, gradients, results: a tensor a fragment
 

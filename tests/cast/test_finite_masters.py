@@ -12,8 +12,7 @@ import zerocast
 from tests import casts, devices
 from tests.workers import error_of
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, ZeroMuon
-from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.adam_update import AdamUpdate, Hyperparameters
 
 TOLD = r"the masters of 1 of 3 weights were NaN or Inf in the last cast: weight 1\."
 VALUES = [float("nan"), float("inf"), -float("inf")]

@@ -27,7 +27,7 @@ from tests.optim.probe import FP32
 from tests.optim.runs import Run, Trainer, weight_bytes
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
-from zerocast.cast.hyperparameters import COLUMNS, Hyperparameters
+from zerocast.cast.adam_update import COLUMNS, Hyperparameters
 from zerocast.fsdp2 import FusedAdamW
 
 NAN = float("nan")

@@ -10,8 +10,7 @@ from torch import Tensor
 from zerocast.backends import ops
 from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.workload import Job, Place, Workload
-from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.hyperparameters import Hyperparameters
+from zerocast.cast.adam_update import AdamUpdate, Hyperparameters
 from zerocast.cast.tables import WeightTable
 from zerocast.formats.layout import GradientMessage
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart

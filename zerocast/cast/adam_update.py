@@ -1,19 +1,29 @@
-"""AdamUpdate: an AdamW step that a cast takes on its masters, so that they are updated and
-measured in one pass.
+"""AdamUpdate: an AdamW step that a cast takes on its masters, so that one pass updates and measures
+them. Hyperparameters: those of all parameter groups on the device, and the scalars of a step.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from zerocast.distributed.late_copy import LateCopies
+
+# Options of torch.optim.AdamW that this update has with one value only.
+FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+# The hyperparameters by column, each with its exclusive upper bound.
+COLUMNS = {"lr": math.inf, "weight_decay": math.inf, "beta1": 1.0, "beta2": 1.0, "eps": math.inf}
 
 
 @dataclass(frozen=True)
 class MomentGroups:
-    """The groups of moments in 8 bits (docs/formats/moments_8bit.md) that a step works on.
+    """The groups of moments in 8 bits (docs/formats/moments_8bit.md) of one step.
 
     Attributes:
-        scales: f32 `[2, groups]`, of either moment, written in place.
+        scales: f32 `[2, groups]`, the scales of both moments, written in place.
         pieces: a row for each part of a weight (`Piece` of `zerocast/backends/descriptor.py`), at
             offsets of the masters. The same list in all steps.
         step: i64[1], the number of the step.
@@ -31,17 +41,18 @@ class MomentGroups:
 
 @dataclass(frozen=True)
 class AdamUpdate:
-    """One step for the masters of a plan that take it, which are views of one flat FP32 tensor.
+    """An AdamW step of the masters of a plan, which are views of one flat FP32 tensor.
+
+    A cast takes it in the pass that measures the masters.
 
     Attributes:
-        grad: flat, an element for each of that tensor as far as masters take the step, FP32 or
-            bf16; what lies behind is not read.
-        exp_avg, exp_avg_sq: the moments, likewise, written in place; i8 and u8 codes if they are in
-            8 bits.
-        scalars: f32 `[g, 8]`, a row a parameter group, in the order of
-            `zerocast/backends/README.md`.
-        clip: f32[1], what gradients are multiplied by.
-        groups: those of moments in 8 bits; None if they are of another dtype.
+        grad: FP32 or bf16, flat, parallel to the tensor of the masters up to the last one that
+            takes the step. Later elements are not read.
+        exp_avg, exp_avg_sq: the moments, likewise, written in place: FP32 or bf16, or i8 and u8
+            codes.
+        scalars: f32 `[groups, 8]`, a row for each parameter group (`Hyperparameters.scalars`).
+        clip: f32[1], the factor of the gradients.
+        groups: the groups of moments in 8 bits; None for moments of another dtype.
     """
 
     grad: Tensor
@@ -52,8 +63,89 @@ class AdamUpdate:
     groups: MomentGroups | None = None
 
     def reduce(self) -> None:
-        """Reduce what ranks must know of each other before they keep moments. Collective if there
-        is anything.
+        """Reduce the groups of moments that several ranks have parts of. Collective for moments in
+        8 bits.
         """
         if self.groups is not None:
             self.groups.reduce()
+
+
+def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
+    """ValueError for options of torch.optim.AdamW that would have no effect here."""
+    for group in param_groups:
+        for name, value in FIXED.items():
+            if group.get(name, value) != value:
+                raise ValueError(
+                    f"{name}={group[name]} in a parameter group has no effect here: this is AdamW without it"
+                )
+
+
+class Hyperparameters:
+    """Learning rate, weight decay, betas and eps, f64 `[groups, 5]` on the device.
+
+    `refresh` is the host's part of a step. It fills in the numbers that have changed, by launches
+    that carry them, and copies tensors on the device. So it neither waits nor uploads anything, and
+    a step, or a CUDA graph of one, reads one tensor. Tensors on a GPU are checked one step later.
+
+    Attributes:
+        description: the numbers in six digits, which all ranks must share. The last bits may differ
+            between processors.
+    """
+
+    def __init__(self, groups: int, device: torch.device) -> None:
+        self._values = torch.zeros(groups, 5, dtype=torch.float64, device=device)
+        self._known = [[0.0] * 5 for _ in range(groups)]
+        self.description = ""
+        self._late = LateCopies(self._values)
+
+    def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Read the present hyperparameters of the parameter groups. ValueError for options that
+        `check_options` refuses, and for tensors on a GPU that were out of range in the last step.
+        """
+        check_options(param_groups)
+        for last_values in self._late.take():
+            _check_range(last_values.tolist())
+        changed, has_tensors = not self.description, False
+        for row, group in enumerate(param_groups):
+            for column, value in enumerate((group["lr"], group["weight_decay"], *group["betas"], group["eps"])):
+                if isinstance(value, Tensor) and value.device.type != "cpu":
+                    # NaN differs from every number, so a number that replaces the tensor is filled
+                    # in.
+                    self._known[row][column] = math.nan
+                    has_tensors = True
+                    self._values[row, column].copy_(value.detach().view(()))
+                elif float(value) != self._known[row][column]:
+                    self._values[row, column].fill_(float(value))
+                    # Only after the launch, which may raise.
+                    self._known[row][column] = float(value)
+                    changed = True
+        if changed:
+            self.description = "; ".join(
+                f"lr {lr:.6g}, weight_decay {weight_decay:.6g}, betas {beta1:.6g} {beta2:.6g}, eps {eps:.6g}"
+                for lr, weight_decay, beta1, beta2, eps in self._known
+            )
+        if has_tensors and self._values.is_cuda:
+            self._late.send()
+
+    def scalars(self, step: Tensor) -> Tensor:
+        """The scalars of a step, f32 `[groups, 8]`, in the order of `zerocast/backends/README.md`.
+
+        `step` is the number of the step counted from 1, `[1]` or one for each group. Scalars are
+        computed in f64 on the device, and each is rounded to f32 once.
+        """
+        lr, weight_decay, beta1, beta2, eps = self._values.unbind(1)
+        t = step.double()
+        c1, c2 = 1 - torch.pow(beta1, t), 1 - torch.pow(beta2, t)
+        columns = [1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, lr / c1, c2.sqrt(), eps]
+        return torch.stack(columns, 1).float()
+
+
+def _check_range(values: Sequence[Sequence[float]]) -> None:
+    """ValueError for hyperparameters of a step, by group and column, that are out of range."""
+    for group, row in enumerate(values):
+        for (name, end), value in zip(COLUMNS.items(), row, strict=True):
+            if not 0.0 <= value < end:
+                raise ValueError(
+                    f"{name} of parameter group {group}, a tensor on a GPU, was out of range in the last step: {value}. Masters "
+                    "have taken that step: load a checkpoint"
+                )

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.backends.descriptor import Piece
-from zerocast.cast.adam_update import AdamUpdate
+from zerocast.cast.adam_update import AdamUpdate, Hyperparameters, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
-from zerocast.cast.hyperparameters import Hyperparameters, check_options
 from zerocast.cast.tables import Places, TableKey, WeightTable
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zerocast.cast.adam_update import Hyperparameters
 from zerocast.cast.captured_step import CapturableStep
-from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group

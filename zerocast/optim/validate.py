@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerocast.cast.hyperparameters import check_options
+from zerocast.cast.adam_update import check_options
 from zerocast.formats.layout import Span
 from zerocast.optim.update_rule import rule_of
 from zerocast.weight import QuantizedWeight

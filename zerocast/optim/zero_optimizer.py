@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.cast.adam_update import Hyperparameters
 from zerocast.cast.captured_step import CapturedStep, check_capturable
 from zerocast.cast.host import CastDriver
-from zerocast.cast.hyperparameters import Hyperparameters
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import SwitchPart
 from zerocast.checkpoint.checkpoint import SavedMoments
