@@ -13,8 +13,7 @@ from zerocast.formats.layout import check_shape
 from zerocast.formats.recipe import Recipe, RecipeLike
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.models import remember
-from zerocast.weight.owners import Claim
+from zerocast.weight.owners import Claim, remember_model
 
 # A cast holds FP32 copies of values that are given in another dtype. So a plan casts weights of
 # about this many elements, and further weights are cast by further plans.
@@ -84,7 +83,7 @@ def quantize_(
                 setattr(module, name, quantized[parameter])
                 show_formats(module)
     compile_blocks(blocks)
-    remember(model)
+    remember_model(model)
     return model
 
 

@@ -22,8 +22,8 @@ from torch.fx import GraphModule
 
 import zerocast
 from zerocast import QuantizedWeight, gemm, get_format
-from zerocast.weight import graph_key
-from zerocast.weight.graph_key import digest_of_sources
+from zerocast.weight import compiled_ops
+from zerocast.weight.compiled_ops import digest_of_sources
 
 BF16 = torch.bfloat16
 ROWS, WIDTH, HIDDEN = 256, 128, 384
@@ -213,7 +213,7 @@ def test_a_graph_of_other_sources_is_compiled_again(tmp_path: Path, monkeypatch:
     zerocast.quantize_(model, zerocast.Recipe({"weight": "fp8_current"}))
     found = []
     for digest in ("one", "one", "another"):
-        monkeypatch.setattr(graph_key, "digest_of_sources", lambda digest=digest: digest)
+        monkeypatch.setattr(compiled_ops, "digest_of_sources", lambda digest=digest: digest)
         torch._dynamo.reset()
         counters.clear()
         torch.compile(model, fullgraph=True)(x).sum().backward()

@@ -1,9 +1,9 @@
-"""Tables: where the weights of a cast are in memory, and the stages of a cast over all of them at
-once.
+"""WeightTable: the addresses of many weights and their masters, and the stages of a cast over all
+of them.
 
-Weights of one format and dtype are the rows of one WeightTable. A row says where the weight and its
-master are, as offsets into the few storages that hold them (StorageTable), and which elements this
-rank owns. Each stage is then one call for any number of weights.
+Weights of one format and dtype are the rows of one table. A row has the addresses of a weight and
+its master, as offsets into a few storages (StorageTable), and the span of elements that this rank
+owns. Each stage is one call for any number of weights.
 """
 
 import bisect
@@ -42,10 +42,8 @@ MEASURED_AS = get_format("fp8_current")
 
 
 class Places:
-    """The addresses of tensors when this was made, to find out later whether one was given other
+    """The addresses of tensors when this was made, which tell later whether one was given other
     memory (`.data =`), or its storage another size (`untyped_storage().resize_`).
-
-    Each tensor is compared by address and size, each storage behind one once.
     """
 
     def __init__(self, tensors: Iterable[Tensor], storages: Iterable[Tensor] = ()) -> None:
@@ -57,7 +55,7 @@ class Places:
         self._noted = self._look()
 
     def moved(self) -> bool:
-        """True if any of them has other memory than when this was made."""
+        """True if any tensor has other memory than when this was made."""
         return self._look() != self._noted
 
     def _look(self) -> list[object]:
@@ -147,10 +145,11 @@ class WeightTable:
 
     def __init__(self, key: TableKey, device: torch.device, of_whole_weights: bool = False) -> None:
         self.key, self.device = key, device
-        # True where stages read all codes of a weight, and not those of its owned elements alone.
+        # True if stages read all codes of a weight, not only those of its owned elements.
         self._of_whole_weights = of_whole_weights
         self._rows: list[list[int]] = []
-        self._groups: list[int] = []  # the parameter group of each row
+        # The parameter group of each row.
+        self._groups: list[int] = []
         # The pieces of an update with moments in 8 bits, and those of the rows, for the life of the
         # table. None before the first such update.
         self._pieces_of: tuple[Sequence[list[int]], Tensor] | None = None
@@ -278,8 +277,8 @@ class WeightTable:
         return self.masters.add(master, follow=not master._is_view())
 
     def _narrow(self, row: list[int], shard: MasterShard) -> None:
-        """Let a row stand for the rows of a weight whose scales this rank computes, as if they were
-        a weight of their own.
+        """Narrow a row of the table to the rows of its weight that this rank computes scales of, as
+        if these were a whole weight.
         """
         (rows, columns), narrow = shard.weight.matrix_shape, shard.rows
         row[Column.ROWS] = narrow.numel
@@ -302,7 +301,7 @@ class WeightTable:
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
         owned = [(row, group) for row, group in zip(self._rows, self._groups, strict=True) if row[Column.NUMEL]]
-        # How far an AdamUpdate reaches, in elements beside the masters and in rows of scalars.
+        # The least number of elements, and of rows of scalars, that an AdamUpdate must have.
         self._end = max((row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row, _ in owned), default=0)
         self._group_count = 1 + max((group for _, group in owned), default=-1)
         followed = itertools.chain.from_iterable(storages.followed for storages in self._storages())
@@ -319,18 +318,14 @@ class WeightTable:
 
     def has_same_memory(self, other: "WeightTable") -> bool:
         """True if both tables describe the same weights in the same memory."""
-        return (self.key, self._rows, self._groups, self._bases()) == (
-            other.key,
-            other._rows,
-            other._groups,
-            other._bases(),
-        )
+        return self._memory() == other._memory()
+
+    def _memory(self) -> tuple[object, ...]:
+        bases = [[tensor.data_ptr() for tensor in storages.tensors] for storages in self._storages()]
+        return self.key, self._rows, self._groups, bases
 
     def _storages(self) -> list[StorageTable]:
         return [self.masters, *self.buffers.values()]
-
-    def _bases(self) -> list[list[int]]:
-        return [[tensor.data_ptr() for tensor in storages.tensors] for storages in self._storages()]
 
     # -- rows of blocks that this rank owns in whole, and those that a boundary between ranks cuts
 
@@ -552,13 +547,13 @@ def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int],
 
 
 def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
-    """The piece of an update's moments that a row of a table has, or its part of one: a row may be
-    one of the matrices that a weight is stored in. These begin with a group of moments.
+    """The piece of an update's moments for a row of a table, or its part of a piece, if the row is
+    one of several matrices that a weight is stored in. Each matrix begins with a group of moments.
 
     `pieces` are in the order of their offsets.
     """
-    at = bisect.bisect_right(pieces, row[Column.MASTER_OFFSET], key=operator.itemgetter(Piece.OFFSET)) - 1
-    piece = pieces[at].copy()
+    index = bisect.bisect_right(pieces, row[Column.MASTER_OFFSET], key=operator.itemgetter(Piece.OFFSET)) - 1
+    piece = pieces[index].copy()
     before = row[Column.MASTER_OFFSET] - piece[Piece.OFFSET]
     after = piece[Piece.NUMEL] - before - row[Column.NUMEL]
     if not before and not after:

@@ -21,8 +21,7 @@ from torch import Tensor
 from zerocast.distributed.agreement import largest_of_ranks
 from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.models import models_of
-from zerocast.weight.owners import is_trained
+from zerocast.weight.owners import is_trained, models_of
 
 logger = logging.getLogger(__name__)
 # The number of names that a message lists.

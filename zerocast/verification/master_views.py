@@ -46,17 +46,17 @@ class MasterView:
         count, (rows, columns) = self.weight.stored_matrices
         if count == 1:
             return [self]
-        return [
-            self._of_matrix(number, weight, Span(number * rows * columns, (number + 1) * rows * columns))
-            for number, weight in enumerate(self.weight.matrices())
-        ]
-
-    def _of_matrix(self, number: int, weight: QuantizedWeight, elements: Span) -> "MasterView":
-        own = self.span.intersect(elements)
-        master = None if self.master is None else self.master[own.start - self.span.start : own.stop - self.span.start]
-        span = Span(own.start - elements.start, own.stop - elements.start) if own.numel else Span(0, 0)
-        name = None if self.name is None else f"{self.name}[{number}]"
-        return replace(self, name=name, weight=weight, master=master, span=span)
+        views = []
+        for number, weight in enumerate(self.weight.matrices()):
+            begin = number * rows * columns
+            own = self.span.intersect(Span(begin, begin + rows * columns))
+            master = self.master
+            if master is not None:
+                master = master[own.start - self.span.start : own.stop - self.span.start]
+            span = Span(own.start - begin, own.stop - begin) if own.numel else Span(0, 0)
+            name = None if self.name is None else f"{self.name}[{number}]"
+            views.append(replace(self, name=name, weight=weight, master=master, span=span))
+        return views
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ host keeps them.
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,46 +72,58 @@ def verify(model_or_optimizer: Any, group: GroupLike = None, *, allow_nonfinite:
 
 def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
     """The report of one MasterViews, the same on every rank of `ranks`."""
-    named = [_named(view, index, names) for index, view in enumerate(views.masters)]
+    named = [
+        view
+        if view.name is not None
+        else dataclasses.replace(view, name=names.get(id(view.weight.state), f"weight {index}"))
+        for index, view in enumerate(views.masters)
+    ]
     # Ranks with different weights would wait for each other in the collectives below.
-    validate_across_ranks(views.group, [_describe(view) for view in named], None, "verifies")
+    weights = [(view.name, view.weight) for view in named]
+    lines = [f"{name}: {weight.format} {tuple(weight.shape)} {weight.dtype}" for name, weight in weights]
+    validate_across_ranks(views.group, lines, None, "verifies")
     shared = _shared_amaxes(named, views.group)
     compared = [_compare_matrices(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
-    own_differences = [dataclasses.replace(d, rank=ranks.rank) for differences, *_ in compared for d in differences]
+    own_differences = [dataclasses.replace(d, rank=ranks.rank) for weight in compared for d in weight.differences]
     by_rank = ranks.all_gather_object(own_differences, "what ranks found as they verify")
-    not_finite = [(str(view.name), count) for view, (_, _, count) in zip(named, compared, strict=True) if count]
+    counts = [(str(view.name), weight.not_finite) for view, weight in zip(named, compared, strict=True)]
     return VerifyReport(
         weights=len(named),
-        nbytes=sum(nbytes for _, nbytes, _ in compared),
+        nbytes=sum(weight.nbytes for weight in compared),
         ranks=ranks.size,
         differences=tuple(difference for differences in by_rank for difference in differences),
         without_masters=views.left_out,
-        not_finite=tuple(not_finite),
+        not_finite=tuple((name, count) for name, count in counts if count),
     )
 
 
-def _named(view: MasterView, index: int, names: Mapping[int, str]) -> MasterView:
-    """The view with a name: its own, that of the model's parameter, or a number."""
-    if view.name is not None:
-        return view
-    return dataclasses.replace(view, name=names.get(id(view.weight.state), f"weight {index}"))
+class _Compared(NamedTuple):
+    """The comparison of a weight on this rank.
+
+    Attributes:
+        differences: the buffers that differ.
+        nbytes: the number of bytes compared.
+        not_finite: the number of elements of the master that are NaN or Inf.
+    """
+
+    differences: list[Difference]
+    nbytes: int
+    not_finite: int
 
 
-def _describe(view: MasterView) -> str:
-    weight = view.weight
-    return f"{view.name}: {weight.format} {tuple(weight.shape)} {weight.dtype}"
-
-
-def _compare_matrices(view: MasterView, group: Group, shared: Tensor | None) -> tuple[list[Difference], int, int]:
-    """The result of `_compare` for all matrices that a weight is stored in."""
+def _compare_matrices(view: MasterView, group: Group, shared: Tensor | None) -> _Compared:
+    """Compare all matrices that a weight is stored in."""
     view.weight.wait()
-    matrices = [_compare(matrix, group, shared) for matrix in view.matrices()]
-    differences = [difference for found, *_ in matrices for difference in found]
-    return differences, sum(nbytes for _, nbytes, _ in matrices), sum(count for *_, count in matrices)
+    compared = [_compare(matrix, group, shared) for matrix in view.matrices()]
+    return _Compared(
+        differences=[difference for matrix in compared for difference in matrix.differences],
+        nbytes=sum(matrix.nbytes for matrix in compared),
+        not_finite=sum(matrix.not_finite for matrix in compared),
+    )
 
 
-def _compare(view: MasterView, group: Group, shared: Tensor | None) -> tuple[list[Difference], int, int]:
-    """(differences on this rank, bytes compared, elements of the master that are not finite).
+def _compare(view: MasterView, group: Group, shared: Tensor | None) -> _Compared:
+    """Compare a weight that is stored in one matrix. Collective.
 
     `shared` is the tensor amax that the weight shares with others; None for a weight that shares
     none.
@@ -147,7 +159,7 @@ def _compare(view: MasterView, group: Group, shared: Tensor | None) -> tuple[lis
     differences = [
         comparison.difference(name, fmt, buffer) for buffer, comparison in comparisons.items() if comparison.wrong
     ]
-    return differences, sum(comparison.compared for comparison in comparisons.values()), not_finite
+    return _Compared(differences, sum(comparison.compared for comparison in comparisons.values()), not_finite)
 
 
 def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:

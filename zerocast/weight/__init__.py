@@ -2,9 +2,7 @@
 its storage, the validity of its bytes, and its products.
 """
 
-# Both modules are imported for their side effects. `compiled_ops` registers the products as
-# torch.library ops, `tensor_ops` the handlers that `__torch_dispatch__` calls.
-from zerocast.weight import compiled_ops as _compiled_ops  # noqa: F401
+# Imported for its side effect: it registers the handlers that `__torch_dispatch__` calls.
 from zerocast.weight import tensor_ops as _tensor_ops  # noqa: F401
 from zerocast.weight.weight import QuantizedWeight, _restore
 

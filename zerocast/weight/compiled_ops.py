@@ -4,9 +4,15 @@ A path of `zerocast.gemm` that multiplies codes by one operator of torch (`torch
 that operator in the graph. The other paths become the ops below. An op takes the plain buffers of a
 weight and is opaque: a compiler cannot inline the dequantized weight, and cannot keep it, or a
 transposed copy, for the backward pass. So a compiled backward pass holds quantized bytes, too.
+
+torch keys a graph in its caches by the operations that Dynamo traced and by its inputs. The code of
+this package is not among them, so `digest_of_sources` is a part of the key.
 """
 
+import functools
+import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,11 +25,27 @@ from zerocast.weight import experts
 from zerocast.weight.gathered_operands import gathered_operand
 from zerocast.weight.stored import StoredWeight
 
+PACKAGE = Path(__file__).parent.parent
+# The sources that are traced into graphs, and those with the shapes that graphs rely on. The first
+# has the version.
+TRACED = ("__init__.py", "backends", "formats", "fsdp2", "gemm", "weight")
+
 # The schema of `QuantizedWeight.as_arguments()`, from which an op makes a `StoredWeight`.
 _WEIGHT = (
     "int[] shape, str format, ScalarType nominal, bool on_demand, "
     "Tensor row_data, Tensor? row_scale, Tensor? column_data, Tensor? column_scale, Tensor? amax"
 )
+
+
+@functools.cache
+def digest_of_sources(package: Path = PACKAGE) -> str:
+    """The SHA-256 of the traced sources, which are read once in a process."""
+    digest = hashlib.sha256()
+    for entry in TRACED:
+        path = package / entry
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def _multiply(

@@ -16,7 +16,7 @@ cores like those of other matrices. Its gradient is that of the whole weight, ze
 experts.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -196,10 +196,6 @@ def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
     return tuple(select(input, dim, number) for number in range(input.shape[dim]))
 
 
-def _iterate(weight: Any) -> Iterator[Any]:
-    return iter(unbind(weight))
-
-
 def transpose(weight: Any, dim0: int, dim1: int) -> Any:
     """torch.transpose of the last two dimensions. Nothing moves: the result is a transposed reading
     of the same weight.
@@ -223,6 +219,6 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__getitem__: index,
     torch.unbind: unbind,
     torch.Tensor.unbind: unbind,
-    torch.Tensor.__iter__: _iterate,
+    torch.Tensor.__iter__: lambda weight: iter(unbind(weight)),
     **{getattr(module, name): grouped_mm for module, name in _GROUPED if hasattr(module, name)},
 }

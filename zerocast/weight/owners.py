@@ -8,6 +8,9 @@ unnoticed, since the loss still falls by what the other parameters learn. A weig
 requires a gradient and has no owner is therefore remembered until the next step of any torch
 optimizer. If it has a gradient by then, that step raises. An owned weight costs one lookup per
 read, and nothing per step.
+
+An optimizer is given parameters only. From the record of models with quantized weights it learns
+the parameters and buffers of its model that it was not given.
 """
 
 import functools
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -36,6 +39,9 @@ _numbers = itertools.count()
 _trained: dict[int, int] = {}
 # id -> weights without an owner that were read since the last optimizer step.
 _read: dict[int, "weakref.ref[Any]"] = {}
+# The models that hold quantized weights, in the order in which they were quantized. Ranks quantize
+# in the same order, so a walk over this dict visits models in the same order on all ranks.
+_models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()
 # The hook before every step of a torch optimizer. Empty until the first such weight is read.
 _hooks: list[RemovableHandle] = []
 # The hook before every step of a torch optimizer, by which those over weights are refused.
@@ -191,7 +197,8 @@ def check_gradients() -> None:
     _read.clear()
     # Without this each attribute of a weight takes microseconds, through `__torch_function__`.
     with torch._C.DisableTorchFunctionSubclass():
-        orphans = [weight for weight in alive if _got_gradient(weight) and not _is_owned(weight)]
+        with_gradient = [w for w in alive if w.requires_grad and w.is_leaf and w.grad is not None]
+        orphans = [w for w in with_gradient if not is_trained(w) and not w.state.validity.has_masters]
     if orphans:
         first = orphans[0]
         raise RuntimeError(
@@ -206,12 +213,15 @@ def is_trained(parameter: Tensor) -> bool:
     return id(parameter) in _trained
 
 
-def _is_owned(weight: Any) -> bool:
-    return is_trained(weight) or weight.state.validity.has_masters
+def remember_model(model: nn.Module) -> None:
+    """Remember a model with quantized weights as long as it exists."""
+    _models[model] = None
 
 
-def _got_gradient(weight: Any) -> bool:
-    return weight.requires_grad and weight.is_leaf and weight.grad is not None
+def models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
+    """The remembered models that have any of these parameters."""
+    ids = set(map(id, parameters))
+    return [model for model in list(_models) if any(id(parameter) in ids for parameter in model.parameters())]
 
 
 def _forget(ids: Sequence[int], number: int) -> None:

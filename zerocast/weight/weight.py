@@ -18,7 +18,7 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import graph_key, linear, owners, unsupported
+from zerocast.weight import compiled_ops, linear, owners, unsupported
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
@@ -390,7 +390,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         _, context = self.__tensor_flatten__()
         buffers = self.state.buffers.items()
         inner = [(name, tuple(b.shape), b.stride(), b.dtype) for name, b in buffers if b is not None]
-        return f"QuantizedWeight of {self.device} {context} {inner} by {graph_key.digest_of_sources()}"
+        return f"QuantizedWeight of {self.device} {context} {inner} by {compiled_ops.digest_of_sources()}"
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
