@@ -1,30 +1,31 @@
-"""PackedAmaxes: the amaxes of all weights that are cast together in one buffer, and the one
+"""PackedAmaxes: one buffer with the amaxes of all weights that are cast together, and the one
 reduction of a cast.
 
-MAX is exact, and an amax of bf16-rounded elements is exact in bf16, so the buffer is bf16 when
-every nominal dtype is, else FP32. A NaN never enters a MAX; it is sent as a flag.
+MAX is exact, and an amax of bf16-rounded elements is exact in bf16. So the buffer is bf16 if every
+nominal dtype is bf16, else FP32. A NaN never enters a MAX; a flag is sent for it.
 
-Hosts differ in what has to be reduced and in nothing else. An AmaxLayout says it. In a plan, whose
-ranks hold any spans of a weight, it looks like this (`layout_of_plan`):
+Training hosts differ only in what has to be reduced, which an AmaxLayout describes. The layout of a
+plan, whose ranks hold any spans of a weight (`layout_of_plan`):
 
     | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes, unread |
     |<------------------------- reduced -------------------------->|<--- not reduced ---->|
 
-* amaxes: of the weights that every rank computes all scales of. The NVFP4 tensor amax is the
-  maximum of the reduced block amaxes and needs no collective of its own.
+* amaxes: those of weights that every rank computes all scales of. The NVFP4 tensor amax is the
+  maximum of the reduced block amaxes and needs no other collective.
 * shared: one place for each group of weights that share a tensor amax. Each rank enters the largest
-  that it has measured of any of them.
-* own amaxes: of weights whose scales the caller gathers. A rank needs only those of the rows around
-  its span, so every rank has different ones. Rows of blocks that a cut divides are copied to places
-  among the reduced ones that all ranks know, and back.
+  amax that it has measured of any weight of the group.
+* own amaxes: those of weights whose scales the caller gathers. A rank needs only the amaxes of the
+  rows around its span, so they differ between ranks.
+* cut rows of blocks: own amaxes of rows that a boundary between ranks cuts. They are copied here,
+  to places that all ranks know, reduced, and copied back.
 * boundary: elements beside odd NVFP4 cuts (`BoundaryElements`).
 * flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
   weights without amaxes have a flag too: the step measures them, and their amaxes go to one place
   at the end, which nothing reads.
-* call: two numbers by which ranks that are in different calls find out (`CastReports`).
+* call: two numbers that differ if ranks are in different calls (`CastReports`).
 
-FSDP2, whose ranks hold whole rows, has own amaxes and flags alone, and reduces tensor amaxes and
-the block rows that a boundary between ranks cuts (`zerocast.fsdp2.amax_layout`).
+Under FSDP2, whose ranks hold whole rows, all amaxes are own amaxes, and only tensor amaxes and cut
+rows of blocks are reduced (`zerocast.fsdp2.amax_layout`).
 """
 
 import itertools
@@ -195,8 +196,12 @@ def _index(places: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class CutRows:
-    """The rows of blocks, i64 `cuts`, that a cut divides in one grid of a weight; each has `height`
-    rows of elements and `across` amaxes.
+    """The rows of blocks that boundaries between ranks cut in one grid of a weight.
+
+    Attributes:
+        cuts: i64, the indices of these rows of blocks.
+        height: the rows of elements in each.
+        across: the number of amaxes in each.
     """
 
     cuts: Tensor
@@ -210,7 +215,9 @@ class CutRows:
 
 
 def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
-    """The rows of blocks that cuts divide in the rowwise grid, and in an own columnwise one."""
+    """The rows of blocks that cuts divide in the rowwise grid, and in the columnwise grid of a
+    format that has another.
+    """
     rows, columns = matrix
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
     places = torch.tensor(cuts, dtype=torch.int64)
@@ -244,7 +251,7 @@ def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """The blocks and bytes of a plan's weights that a boundary between ranks cuts; alike on all
+    """The blocks and bytes of a plan's weights that a boundary between ranks cuts, the same on all
     ranks.
 
     Attributes:
@@ -317,8 +324,8 @@ def layout_of_plan(
 def _reduce_cut_rows(
     layout: AmaxLayout[int], index: int, shard: MasterShard, grids: Sequence[CutRows], places: Sequence[Span]
 ) -> None:
-    """Reduce the amaxes of a weight's cut rows of blocks, of those that this rank has a part of, at
-    the `places` of each grid.
+    """Reduce the amaxes of the cut rows of blocks that this rank has a part of, at the `places` of
+    each grid.
     """
     columns = shard.weight.matrix_shape[1]
     for rows, first, place in zip(grids, layout.offsets[index], places, strict=False):
@@ -332,7 +339,7 @@ def _reduce_cut_rows(
 
 
 def _has_amaxes(shard: MasterShard) -> bool:
-    """True if any rank has, so that all agree."""
+    """True if the format has amaxes. All ranks agree on it, also those without elements."""
     return shard.weight.format.amax_policy is not AmaxPolicy.NONE
 
 
@@ -348,7 +355,7 @@ class PlanAmaxes(PackedAmaxes[int]):
 
     Attributes:
         boundary: the elements beside odd cuts; None without any.
-        reports: what ranks say of their call, and of masters that are not finite.
+        reports: the reports of the ranks on their call, and on masters that are not finite.
     """
 
     def __init__(
@@ -361,14 +368,14 @@ class PlanAmaxes(PackedAmaxes[int]):
         names: Sequence[str],
     ) -> None:
         shards = partition.shards
-        kept_by_host = [index for index in cast if shards[index].weight.state.external_scaling_state]
+        with_host_amax = [index for index in cast if shards[index].weight.state.external_scaling_state]
         with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
         # Amaxes that a host keeps are FP32.
-        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not kept_by_host
+        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not with_host_amax
         dtype = torch.bfloat16 if with_amaxes and is_bf16 else torch.float32
         super().__init__(layout, dtype, partition.device, group)
-        self._kept_by_host = [shards[index].weight for index in kept_by_host]
-        self._host_places = _index([layout.offsets[index][0] for index in kept_by_host], partition.device)
+        self._with_host_amax = [shards[index].weight for index in with_host_amax]
+        self._host_places = _index([layout.offsets[index][0] for index in with_host_amax], partition.device)
         self.boundary: BoundaryElements | None = None
         if cut.bytes:
             self.boundary = BoundaryElements(shards, cut.bytes, group.rank, self._part(layout.boundary))
@@ -379,9 +386,9 @@ class PlanAmaxes(PackedAmaxes[int]):
         """Reduce the measured amaxes over the ranks, with the amaxes that hosts keep, as they have
         grown so far, and the elements beside odd cuts.
         """
-        if self._kept_by_host:
-            kept = torch.cat([weight.amax for weight in self._kept_by_host if weight.amax is not None])
-            self.buffer[self._host_places] = self.buffer[self._host_places].maximum(kept)
+        if self._with_host_amax:
+            host_amaxes = torch.cat([weight.amax for weight in self._with_host_amax if weight.amax is not None])
+            self.buffer[self._host_places] = self.buffer[self._host_places].maximum(host_amaxes)
         if self.boundary:
             self.boundary.enter()
         super().reduce()
@@ -390,9 +397,9 @@ class PlanAmaxes(PackedAmaxes[int]):
             self.boundary.leave()
 
     def refuse(self, problem: Exception) -> None:
-        """Take part in the reduction of a cast that this rank cannot make, so that the others hear
-        of the problem instead of waiting. On a CPU all ranks raise it here; on a GPU the others
-        raise it at their next cast.
+        """Take part in the reduction of a cast that this rank cannot make, so that the others do
+        not wait for it. On a CPU all ranks raise the problem here; on a GPU the others raise it at
+        their next cast.
         """
         self.begin()
         self.reports.refuse(problem)
@@ -402,8 +409,8 @@ class PlanAmaxes(PackedAmaxes[int]):
 
 
 class BoundaryElements:
-    """The elements next to odd NVFP4 cuts: two owners share such a byte and both write the whole of
-    it, so each needs the other's element.
+    """The elements beside odd cuts of 4-bit codes. Two ranks share such a byte, and both write the
+    whole byte, so each needs the other's element.
 
     Attributes:
         others: (weight, element, slot) of the elements of other ranks that this rank writes beside

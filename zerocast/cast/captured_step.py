@@ -1,8 +1,8 @@
 """CapturedStep: an optimizer step and its cast as one CUDA graph, for every optimizer.
 
-The graph holds all that a step does on the device, at fixed addresses: scalars from learning rates
-and step counts there, the update with its amaxes, their all-reduce, scales and codes. The
-host's part stays outside, and is the same as for an ordinary step.
+The graph contains the device's part of a step, at fixed addresses: scalars from learning rates and
+step counts, the update with its amaxes, their all-reduce, scales and codes. The host's part is not
+in the graph and is that of an ordinary step.
 """
 
 import abc
@@ -46,24 +46,24 @@ class CapturableStep(abc.ABC):
 
     @abc.abstractmethod
     def warm_up(self) -> Any:
-        """Run the device's part once without a graph, so that what is made at first use exists when
-        it is recorded. Returns what `prepare` returns. Collective.
+        """Run the device's part once without a graph, since some memory and kernels are only made
+        at their first use. Returns the description of `prepare`. Collective.
         """
 
     @property
     def must_warm_up(self) -> bool:
-        """True if the coming step does what no graph can hold, so that it has to be ordinary."""
+        """True if no graph can contain the next step, which is then an ordinary one."""
         return False
 
     @abc.abstractmethod
     def around_launch(self) -> contextlib.AbstractContextManager[None]:
-        """Do the host's part right before and right after the device's. What raises inside leaves
+        """Do the host's part right before and right after the device's. An exception inside leaves
         masters and weights partial.
         """
 
     @abc.abstractmethod
     def launch(self) -> None:
-        """The device's part. It neither waits for the device nor asks the host."""
+        """Run the device's part. It neither waits for the device nor depends on values there."""
 
     @abc.abstractmethod
     def finish(self) -> Tensor | None:

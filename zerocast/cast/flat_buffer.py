@@ -14,17 +14,18 @@ from zerocast.weight import QuantizedWeight
 
 
 def into_flat_buffer(weights: Sequence[QuantizedWeight], name: str) -> list[Tensor]:
-    """Move buffer `name` of every weight that has one into one flat tensor a dtype; returns these.
+    """Move the buffer `name` of all weights into flat tensors, and return one for each dtype.
 
-    Weights whose format has the buffer but which have none yet get uninitialised storage.
+    Weights whose format has no such buffer are left out. Storage of a buffer that does not exist
+    yet is uninitialised.
     """
-    wanted: dict[torch.dtype, list[tuple[QuantizedWeight, layout.Buffer]]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[QuantizedWeight, layout.Buffer]]] = {}
     for weight in weights:
         buffer = layout.buffers(weight.format, weight.shape, weight.dtype)[name]
         if buffer is not None:
-            wanted.setdefault(buffer.dtype, []).append((weight, buffer))
+            by_dtype.setdefault(buffer.dtype, []).append((weight, buffer))
     flats = []
-    for dtype, members in wanted.items():
+    for dtype, members in by_dtype.items():
         sizes = [round_up(math.prod(buffer.shape), BUFFER_ALIGNMENT_ELEMENTS) for _, buffer in members]
         flat = torch.empty(sum(sizes), dtype=dtype, device=members[0][0].device)
         for (weight, buffer), part in zip(members, flat.split(sizes), strict=True):

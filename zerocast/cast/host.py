@@ -1,12 +1,12 @@
-"""Driver: the casts of every training host. Host: what a CastDriver needs to know of one that owns
-its buffers, as a table of facts.
+"""Driver: the casts of every training host. Host: the facts of a host that owns its buffers, by
+which a CastDriver casts.
 
-A host owns FP32 masters and the buffers in which weights travel between ranks: ZeroAdamW, Megatron,
-Apex, TransformerEngine's callers. It states who writes the weights, which part of its weight each
-master is, which ranks share masters, and how bytes are gathered. A CastDriver casts after a step or
-from masters that were written by hand, gathers, follows masters to other memory, and gives
-`zerocast.verify` the masters. FSDP2 cuts and gathers parameters itself, so it has the same Driver
-with a plan of its own (`zerocast.fsdp2.plan`).
+ZeroAdamW, Megatron, Apex and the callers of TransformerEngine are such hosts. They own FP32 masters
+and the buffers that are gathered. A host states who writes the weights, which part of its weight
+each master is, which ranks share masters, and how bytes are gathered. A CastDriver casts after a
+step or from masters that were written by hand, gathers, follows masters to other memory, and shows
+the masters to `zerocast.verify`. FSDP2 cuts and gathers parameters itself, so its Driver has
+another plan (`zerocast.fsdp2.plan`).
 """
 
 import abc
@@ -40,22 +40,22 @@ class Gather(abc.ABC):
     """The all-gathers of a host, and the storage in which they send and receive bytes."""
 
     def prepare(self) -> None:  # noqa: B027 (most hosts have nothing to do)
-        """Called before every cast. Completes gathers in flight, and brings weights that were given
-        other storage back to where the host gathers.
+        """Called before every cast. Completes gathers in flight, and moves weights that were given
+        other storage back to the buffers of the host.
 
         Raises RuntimeError if the weights hold values that the cast would lose.
         """
 
     def reclaim(self) -> None:
-        """Called in place of `prepare` before masters are cast that were loaded or written by hand.
-        Values that the weights hold are lost on purpose then.
+        """Called in place of `prepare` before a cast of masters that were loaded or written by
+        hand, which replaces the values of the weights on purpose.
         """
         self.prepare()
 
     @abc.abstractmethod
     def start(self, plan: CastPlan) -> None:
-        """All-gather the bytes of the last cast, and make the columnwise copies of them, all at
-        once by `plan.post_all_gather` or in parts by `ColumnwiseCopies.make`. Collective.
+        """All-gather the bytes of the last cast, and make their columnwise copies, all at once by
+        `plan.post_all_gather` or in parts by `ColumnwiseCopies.make`. Collective.
 
         A gather may still be in flight when this returns. Then `plan.validity.finish` completes it.
         """
@@ -67,7 +67,7 @@ class Gather(abc.ABC):
 
 
 class GatheredByCaller(Gather):
-    """The gathers of a host that makes them itself, whenever it wants to."""
+    """The gathers of a host that makes them itself."""
 
     def start(self, plan: CastPlan) -> None:
         """Leave the gather to the host, which makes it after the call that casts."""
@@ -263,11 +263,11 @@ class CastDriver(Driver[CastPlan]):
         """
         if self.plan.problem is not None:
 
-            def rest() -> None:
+            def gather() -> None:
                 take_part()
                 self._gather()
 
-            self.plan.take_part(rest, "an optimizer step", masters=True)
+            self.plan.take_part(gather, "an optimizer step", masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():
                 launch()
@@ -343,7 +343,7 @@ class CastDriver(Driver[CastPlan]):
     def follow_masters(self) -> None:
         """Give the plan the present memory of the masters.
 
-        A host may set `master.data`. A flat view of the master then still has the old memory.
+        If a host sets `master.data`, a flat view of the master still has the old memory.
         """
         if any(view.data_ptr() != master.data_ptr() for master, view in self._views):
             flat = [_flat(master) for master in self.host.masters]
@@ -367,5 +367,5 @@ class CastDriver(Driver[CastPlan]):
 
 
 def _flat(master: Tensor | None) -> Tensor | None:
-    """A master in the shape that a plan needs: itself, or a flat view with its version counter."""
+    """The master itself if it is flat, else a flat view, which shares its version counter."""
     return master if master is None or master.dim() == 1 else master.detach().view(-1)

@@ -220,6 +220,7 @@ class _Piece:
         for direction, name in enumerate(("rowwise_data", "columnwise_data")):
             if direction == 1 and fmt.columnwise is not Columnwise.OWN_GRID:
                 break
+            stored: Tensor | None
             if shard.stored:
                 # Storage of the caller begins with the byte of the first owned element.
                 stored = shard.stored[direction]

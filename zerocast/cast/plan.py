@@ -640,14 +640,15 @@ class CastTables:
             table = tables.of(shard.weight, master, takes_updates=group is not None)
             shared, flag = amaxes.shared.get(index, -1), amaxes.flag_of.get(index, -1)
             table.add_shard(shard, amaxes.offsets[index], group or 0, shared, flag)
-        boundary = WeightTables(device, backend)
-        for index, element, slot in amaxes.boundary.others if amaxes.boundary else ():
-            shard = partition.shards[index]
-            fmt, shape = shard.weight.format, shard.weight.shape
-            _, (rows, columns) = shard.weight.stored_matrices
-            number, position = divmod(element, rows * columns)
-            matrix = shard.matrices()[number]
-            table = boundary.of(shard.weight)
-            row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
-            table.set_span(row, matrix, Span(position, position + 1), amaxes.boundary.received[slot : slot + 1])
+        boundary, elements = WeightTables(device, backend), amaxes.boundary
+        if elements is not None:
+            for index, element, slot in elements.others:
+                shard = partition.shards[index]
+                fmt, shape = shard.weight.format, shard.weight.shape
+                _, (rows, columns) = shard.weight.stored_matrices
+                number, position = divmod(element, rows * columns)
+                matrix = shard.matrices()[number]
+                table = boundary.of(shard.weight)
+                row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
+                table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
         return CastTables([*of_device.freeze(), *of_host.freeze()], boundary.freeze(), on_host)

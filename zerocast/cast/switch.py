@@ -129,13 +129,16 @@ def _parts_of(what: Any) -> list[SwitchPart]:
         raise TypeError(
             f"switch takes an optimizer, model or plan that owns masters, got {type(what).__name__}: build the optimizer first"
         )
+    parts = []
     for owner in owners:
-        if not hasattr(owner, "switch_part"):
+        switch_part: Callable[[], SwitchPart] | None = getattr(owner, "switch_part", None)
+        if switch_part is None:
             raise RuntimeError(
                 f"the weights of a {type(owner).__name__} lie in buffers that its host has cut for their present format: save a "
                 "checkpoint, which holds no format, build the model with the new recipe and load it"
             )
-    return [owner.switch_part() for owner in owners]
+        parts.append(switch_part())
+    return parts
 
 
 def _validate(parts: Sequence[SwitchPart], changes: Sequence[Formats], problem: Exception | None) -> None:
