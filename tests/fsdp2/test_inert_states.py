@@ -14,7 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    _init_optim_state,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -419,7 +423,20 @@ def by_training_state(source: Training, target: Training) -> None:
     target.state.load_state_dict(source.state.state_dict())
 
 
-ROUTES = (by_state, by_torch_save, by_torchs_getter, by_dcp, by_training_state)
+def by_live_names(source: Training, target: Training) -> None:
+    """As torchtitan 0.3 loads: what the live state has, once it was asked whether it is empty, says which moments to take."""
+    _init_optim_state(target.optimizer)
+    saved, live = source.optimizer.state_dict(), target.optimizer.state
+    parameters = [parameter for group in target.optimizer.param_groups for parameter in group["params"]]
+    state = {
+        index: {name: saved["state"][index][name] for name in live[parameter]}
+        for index, parameter in enumerate(parameters)
+        if parameter in live
+    }
+    target.optimizer.load_state_dict(given({**saved, "state": state}, target))
+
+
+ROUTES = (by_state, by_torch_save, by_torchs_getter, by_dcp, by_training_state, by_live_names)
 
 
 def numbers(training: Training) -> dict[str, str]:

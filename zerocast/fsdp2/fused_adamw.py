@@ -199,15 +199,22 @@ class MeasuredWeights:
 class MomentsOnDemand(defaultdict[Any, Any]):
     """The `state` of a FusedAdamW. It makes the moments of a parameter when they are first read.
 
-    torch's `get_optimizer_state_dict` steps an optimizer whose state is empty, to fill it. This
-    state is never empty, since `FusedAdamW.state_dict` has moments for all parameters anyway.
+    torch's `get_optimizer_state_dict` and torchtitan step an optimizer whose state is empty, to
+    fill it, and then look up the moments that they save or load. This state is filled with zeros
+    when they ask whether it is empty.
     """
 
+    # Those of the optimizer, which has a new list after a load.
+    param_groups: Sequence[Mapping[str, Any]] = ()
     # Makes the 8-bit moments, whose codes are the state. None if moments are FP32.
     eight_bit: ShardedMoments | None = None
 
     def __bool__(self) -> bool:
-        """Return True even if no parameter has moments yet."""
+        """Make the moments of all trained parameters, and return True."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self:
+                    self.__missing__(parameter)
         return True
 
     def __missing__(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -275,8 +282,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._is_built = True
         for group in self.param_groups:
             self._lay_out_moments(group)
-        self.state = MomentsOnDemand(dict)
-        self.state.eight_bit = self._eight_bit
+        self.state = self._moments_on_demand({})
         # What the tables were made for, and where masters and moments were then.
         self._bound: list[list[int]] = []
         self._memory = Places(())
@@ -540,8 +546,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._bound = []
         with self._hooks_held_back("_optimizer_load_state_dict_post_hooks") as hooks:
             super().load_state_dict(dict(state_dict))
-        self.state = MomentsOnDemand(dict, self.state)
-        self.state.eight_bit = self._eight_bit
+        self.state = self._moments_on_demand(self.state)
         loaded = self._all_moments()
         if self._eight_bit is not None:
             try:
@@ -560,6 +565,13 @@ class FusedAdamW(torch.optim.Optimizer):
                 }
         for hook in hooks:
             hook(self)
+
+    def _moments_on_demand(self, present: Mapping[Any, Any]) -> MomentsOnDemand:
+        """Return a state with what is present, which makes the rest."""
+        state = MomentsOnDemand(dict, present)
+        state.param_groups = self.param_groups
+        state.eight_bit = self._eight_bit
+        return state
 
     def _all_moments(self) -> dict[Tensor, dict[str, Any]]:
         """Return the state of each parameter that has one, without other entries of callers."""
