@@ -101,6 +101,9 @@ _TRACED = "a public query of the tracing context"
 # What the rest of the package uses.
 OTHERS = (
     PrivateName("_C", "torch", "the bindings below", "public names of them"),
+    PrivateName(
+        "_fsspec_filesystem", "torch.distributed.checkpoint", "checkpoints at URLs", "a public name of its FileSystem"
+    ),
     PrivateName("_guards", "torch", "know that a compiler traces", _TRACED),
     PrivateName("_ops", "torch", "the types of operators", "torch.library names"),
     PrivateName("_dynamo", "torch", "reset compiled functions between benchmarks", "torch.compiler.reset"),

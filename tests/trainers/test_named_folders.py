@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.trainers.host_on_cpu import WHY_NOT, host_on_cpu
-from tests.trainers.runs import Seen, optimizer_of
+from tests.trainers.runs import Seen
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
@@ -23,12 +23,13 @@ def test_the_newest_named_folder_is_loaded(tmp_path: Path) -> None:
     with host_on_cpu():
         from accelerate.utils import ProjectConfiguration
 
+        import zerocast
         from zerocast.integrations.huggingface import Accelerator
 
         named = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
         accelerator = Accelerator(cpu=True, project_config=named)
         model = Seen()
-        optimizer, _ = optimizer_of(model)
+        optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-2)
         accelerator.prepare(model, optimizer)
         for _ in range(2):
             train_once(model, optimizer)
