@@ -101,11 +101,12 @@ def check_layers(formats: Mapping[str, FormatSpec]) -> None:
                 "with 'identity'"
             )
     for names in _layers(formats):
-        found = {formats[name].name: name for name in reversed(names)}
-        if len(found) > 1:
+        # One weight of each format, the first.
+        name_of = {formats[name].name: name for name in reversed(names)}
+        if len(name_of) > 1:
             described = " and ".join(
                 f"{name} is {'not quantized' if formats[name].element is None else formats[name]}"
-                for name in sorted(found.values(), key=names.index)
+                for name in sorted(name_of.values(), key=names.index)
             )
             raise ValueError(
                 f"{described}: engines compute the {len(names)} weights of this layer at once and read them in one format, so "
