@@ -38,6 +38,14 @@ print(all(getattr(zerocast, name) for name in zerocast.__all__), zerocast.serve.
     assert after == "True Sender False"
 
 
+def test_options_of_commands_need_no_torch() -> None:
+    """Help and mistyped options are answered before anything heavy is imported."""
+    script = (
+        "import sys, zerocast.cli.options, zerocast.bench.config; print('torch' in sys.modules, 'tyro' in sys.modules)"
+    )
+    assert printed(script) == "False True\n"
+
+
 CHANGES = """
 import torch
 from torch.distributed.tensor import DTensor

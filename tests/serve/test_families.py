@@ -50,7 +50,7 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
 }
 # By the last part of a module's path: routers, which no engine quantizes.
 ROUTERS = ("gate", "router", "wg", "layer", "shared_expert_gate", "classifier")
-QUICK = ("gpt_neox", "llama", "mixtral", "phimoe", "apertus", "bamba")
+QUICK = ("gpt_neox", "llama", "mixtral", "hunyuan_v1_moe", "phimoe", "apertus", "bamba")
 
 
 def small(family: str) -> Any:
@@ -147,7 +147,7 @@ LEAST = {"deepseek": 130, "compressed-tensors": 100, "bf16": 150}
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_some_families(tmp_path: Path, family: str, case: tuple[str, str]) -> None:
     said = outcome(family, *case, tmp_path / "out")
-    has_experts = family in ("mixtral", "phimoe")
+    has_experts = family in ("mixtral", "hunyuan_v1_moe", "phimoe")
     assert said == "equal" or (has_experts and case[0] == "compressed-tensors" and "experts of this format" in said), (
         said
     )
