@@ -27,8 +27,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests.mutants.nearest import Imports, enclosing_function
 from tests.mutants.sites import Site, sites
@@ -222,6 +224,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, required=True, help="minutes of this run")
     parser.add_argument("--count", type=int, default=200, help="mutants in the sample")
     parser.add_argument("--only", default="", help="a folder or file of the product")
+    parser.add_argument(
+        "--at-once", type=int, default=1, help="mutants that are asked at the same time, each in a copy"
+    )
     parser.add_argument("--seconds", type=float, default=150.0, help="for the tests of one mutant")
     chosen = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * chosen.budget
@@ -234,15 +239,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     known = {(answer.path, answer.line) for answer in answers.known}
     for answer in answers.known:
         print(answer, flush=True)
+    missing = [site for site in sample if (site.path, site.line) not in known]
     with tempfile.TemporaryDirectory(prefix="zerocast-mutants-") as folder:
-        copy = Copy(Path(folder), chosen.seed)
-        for site in sample:
-            if (site.path, site.line) not in known and time.monotonic() < deadline:
-                function = enclosing_function(site.path, (copy.folder / site.path).read_bytes(), site.line)
-                tests = imports.nearest_tests(site.path, function)
-                answers.add(copy.ask(site, tests, chosen.seconds))
-                print(answers.known[-1], flush=True)
-        final = list(sound(copy, answers.known))
+        copies: SimpleQueue[Copy] = SimpleQueue()
+        for place in range(chosen.at_once):
+            copies.put(Copy(Path(folder) / str(place), chosen.seed))
+
+        def ask(site: Site) -> Answer | None:
+            if time.monotonic() >= deadline:
+                return None
+            function = enclosing_function(site.path, (ROOT / site.path).read_bytes(), site.line)
+            tests, copy = imports.nearest_tests(site.path, function), copies.get()
+            try:
+                return copy.ask(site, tests, chosen.seconds)
+            finally:
+                copies.put(copy)
+
+        with ThreadPoolExecutor(chosen.at_once) as pool:
+            for asked in as_completed([pool.submit(ask, site) for site in missing]):
+                answer = asked.result()
+                if answer is not None:
+                    answers.add(answer)
+                    print(answer, flush=True)
+        final = list(sound(copies.get(), answers.known))
     print("\nNot killed:")
     print(*(answer for answer in final if answer.status in (SURVIVED, NOT_BY_MUTANT)), sep="\n")
     counts = Counter(answer.status for answer in final)
