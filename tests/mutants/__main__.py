@@ -208,10 +208,11 @@ class Answers:
             file.write(json.dumps(asdict(answer)) + "\n")
 
 
-def sound(copy: Copy, answers: Sequence[Answer]) -> Iterator[Answer]:
+def sound(copy: Copy, answers: Sequence[Answer], at_once: int) -> Iterator[Answer]:
     """Yield the answers. Those by a test that fails without a mutant as well say nothing, and get a status that tells so."""
     killers = sorted({answer.by for answer in answers if answer.status == KILLED})
-    _, output = copy.pytest(["--maxfail=0", *killers], SECONDS_OF_A_TEST * len(killers)) if killers else (0, "")
+    options = ["--maxfail=0", "-n", str(at_once)]
+    _, output = copy.pytest([*options, *killers], SECONDS_OF_A_TEST * len(killers)) if killers else (0, "")
     failing = {*FAILURE.findall(output)}
     for answer in answers:
         yield replace(answer, status=NOT_BY_MUTANT) if answer.by in failing else answer
@@ -261,7 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if answer is not None:
                     answers.add(answer)
                     print(answer, flush=True)
-        final = list(sound(copies.get(), answers.known))
+        final = list(sound(copies.get(), answers.known, chosen.at_once))
     print("\nNot killed:")
     print(*(answer for answer in final if answer.status in (SURVIVED, NOT_BY_MUTANT)), sep="\n")
     counts = Counter(answer.status for answer in final)
