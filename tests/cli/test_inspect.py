@@ -17,6 +17,7 @@ from zerocast import QuantizedWeight, get_format, optim
 from zerocast.checkpoint.sources import source
 from zerocast.cli import main
 from zerocast.inspection import cast_statistics
+from zerocast.integrations import zero_run
 from zerocast.quantize import cast_whole
 
 FORMATS = [fmt for fmt in casts.FORMATS if fmt != "identity"]
@@ -112,6 +113,24 @@ def test_a_checkpoint_with_its_formats(capsys: Any, tmp_path: Path) -> None:
     assert main(["inspect", str(tmp_path / "c")]) == 0
     text = capsys.readouterr().out
     assert "2 files as their hashes say" in text and "after 3 steps" in text
+
+
+def test_the_folder_of_a_trainer(capsys: Any, tmp_path: Path) -> None:
+    """The masters are read, and not the rounded weights that are beside them; of a run, the last ones."""
+    trainer = Trainer(Run())
+    for step in (2, 10):
+        trainer.train(range(1))
+        folder = tmp_path / f"checkpoint-{step}"
+        zero_run.save(folder / "zerocast", [trainer.optimizer], [trainer.probe])
+        save_file({"w": torch.ones(2, 2)}, folder / "model.safetensors")
+    for path in (folder, tmp_path):
+        found = report(capsys, path)
+        assert Path(found["checkpoint"]).parent == folder / "zerocast/0"
+        assert found["step"] == 2
+        assert found["masters"]["tensors"] == len(MIXED)
+    zero_run.save(folder / "zerocast", [trainer.optimizer, Trainer(Run(MIXED[:2])).optimizer], [trainer.probe])
+    assert main(["inspect", str(folder)]) == 1
+    assert "holds the masters of 2 optimizers, name one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["file", "safetensors_folder", "dcp"])

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerocast.cli import interrupts, main
-from zerocast.cli import plan as plan_module
+from zerocast.cli import interrupts, main, plan_report
 from zerocast.serve import write
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,7 +170,7 @@ def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: 
         press()
         path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_module, "_plot", plot)
+    monkeypatch.setattr(plan_report, "_plot", plot)
     (tmp_path / "plan.png").write_bytes(b"an older one")
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
@@ -238,7 +237,7 @@ def test_a_second_press_does_not_interrupt_the_cleanup(tmp_path: Path, monkeypat
         path.write_bytes(b"half")
         press()
 
-    monkeypatch.setattr(plan_module, "_plot", plot)
+    monkeypatch.setattr(plan_report, "_plot", plot)
     monkeypatch.setattr(Path, "unlink", slow_unlink)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert list(tmp_path.iterdir()) == []
@@ -254,7 +253,7 @@ def test_an_interrupt_that_something_took_for_itself(tmp_path: Path, monkeypatch
         except KeyboardInterrupt:
             path.write_bytes(b"whole")
 
-    monkeypatch.setattr(plan_module, "_plot", plot)
+    monkeypatch.setattr(plan_report, "_plot", plot)
     assert main(["plan", "--model", "llama3-8b", "--png", str(tmp_path / "plan.png")]) == 130
     assert capfd.readouterr().err == "zerocast: interrupted\n"
 

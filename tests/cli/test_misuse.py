@@ -19,7 +19,7 @@ COMMANDS = {
     "--verison": "did you mean '--version'?",
     "": "usage: zerocast COMMAND",
     "plan": "name one model, as in zerocast plan llama3-8b",
-    "plan llama3-8": "is no model (llama3-8b, llama3-405b, gpt3-175b, deepseek-v3) and no file: did you mean 'llama3-8b'?",
+    "plan llama3-8": "gpt-oss-120b) and no file: did you mean 'llama3-8b'?",
     "plan llama3-8b --format nvfp": "unknown format 'nvfp'; did you mean 'nvfp4'? known:",
     "plan .": "zerocast plan: . has no config.json",
     "plan llama3-8b --model llama3-8b": "name one model",

@@ -156,7 +156,7 @@ def test_casts(name: str) -> None:
     ],
 )
 def test_bytes_a_parameter(name: str, fmt: str, config: ZeroConfig) -> None:
-    planned = footprint(read_model("llama3-8b"), fmt, Setup("zero2", 8, config=config))
+    planned = footprint(read_model("llama3-8b").parameters, fmt, Setup("zero2", 8, config=config))
     resident = (planned.memory["weights"] + planned.memory["scales"]) / planned.numel
     gathered = planned.wire["all-gather"] * 8 / 7 / planned.numel
     row = f"| {name} | {resident:.2f} | {gathered:.2f} | {planned.total_memory / GIB:.1f} GiB |"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
-from zerocast.footprint.shapes import PRESETS
+from zerocast.footprint.shapes import presets
 
 # Dtypes of masters and of nominal weights, by name.
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -55,11 +55,11 @@ class DoctorConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Show the bytes of a rank in memory and in a step's communication, compared with FP8 and BF16
-    weights.
+    """Show the bytes per rank in memory and in a step's communication, compared with FP8 and BF16
+    weights, and what they leave of an H100, H200 and B200 for activations.
 
     Laid out on the meta device by the code that training uses, so padding is counted. Activations
-    are left out.
+    are not counted.
 
     Example: zerocast plan llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
     plan.png
@@ -68,8 +68,9 @@ class PlanConfig:
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")] = ""
-    """A preset (llama3-8b, llama3-405b, deepseek-v3, gpt3-175b), a model's config.json or its
-    folder, or a JSON file with a list of parameters.
+    """A preset (llama3-8b, llama3-70b, llama3-405b, qwen3-8b, qwen3-235b-a22b, mixtral-8x7b,
+    deepseek-v3, gpt-oss-20b, gpt-oss-120b), a config.json of any model that transformers builds, or
+    its folder, or a JSON file with a list of parameters.
     """
     named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
     ranks: int = 8
@@ -108,8 +109,8 @@ class PlanConfig:
     def __post_init__(self) -> None:
         """Raise ValueError unless one model is named."""
         if bool(self.model) == bool(self.named):
-            presets = ", ".join(PRESETS)
-            raise ValueError(f"name one model, as in zerocast plan {next(iter(PRESETS))}: {presets}, or a config.json")
+            names = ", ".join(presets())
+            raise ValueError(f"name one model, as in zerocast plan llama3-8b: {names}, or a config.json")
         object.__setattr__(self, "model", self.model or self.named)
 
 
@@ -130,8 +131,8 @@ class InspectConfig:
     """
 
     checkpoint: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
-    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors
-    (file, index or folder), or a file of torch.save.
+    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, the folder
+    of a trainer or of its run, safetensors (file, index or folder), or a file of torch.save.
     """
     format: str | None = None
     """Format to cast to, options inline as in fp8_block:power_of_2_scale=False. By default the
@@ -159,8 +160,8 @@ class ExportConfig:
     """
 
     source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE")]
-    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, safetensors
-    (file, index or folder), or a file of torch.save.
+    """A checkpoint of zerocast, also by its URL, or of torch.distributed.checkpoint, the folder
+    of a trainer or of its run, safetensors (file, index or folder), or a file of torch.save.
     """
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""

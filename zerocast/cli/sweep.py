@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from zerocast.cli.output import tracked
 from zerocast.footprint.footprint import Footprint, Setup, footprint
 from zerocast.footprint.shapes import Parameter
@@ -52,7 +50,7 @@ class Sweep:
         lines: list[str] = []
         for name, by_ranks in self.footprints.items():
             header = {ranks: f"{ranks:,} ranks" for ranks in by_ranks}
-            lines += ["", f"{name:<{LABEL}}{_cells(header)}"]
+            lines += ["", f"{f'{name}, sent per rank':<{LABEL}}{_cells(header)}"]
             lines += [f"  {label:<{LABEL - 2}}{_cells(cells)}" for label, cells in self._rows(by_ranks)]
         return "\n".join(lines)
 
@@ -64,10 +62,13 @@ class Sweep:
                 sent = {ranks: _bytes(each.sent) for ranks, each in zip(by_ranks, collectives, strict=True)}
                 yield f"{largest}, {calls}", sent
         memory = {ranks: f"{planned.total_memory / 2**30:,.2f} GiB" for ranks, planned in by_ranks.items()}
-        yield "memory, without activations", memory
+        yield "memory per rank, without activations", memory
 
     def plot(self, title: str, path: Path) -> None:
         """Write a PNG: on the left the bytes that a rank sends, on the right its memory."""
+        # matplotlib takes a second to import.
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
         figure = Figure(figsize=(11, 4.5), layout="constrained")
         traffic, memory = figure.subplots(1, 2)
         for (name, by_ranks), color in zip(self.footprints.items(), COLORS, strict=True):
@@ -75,8 +76,8 @@ class Sweep:
             style = {"color": color, "marker": "o", "markersize": 4}
             traffic.plot(ranks, [planned.total_wire / 1e9 for planned in by_ranks.values()], label=name, **style)
             memory.plot(ranks, [planned.total_memory / 2**30 for planned in by_ranks.values()], label=name, **style)
-        traffic.set_ylabel("GB that a rank sends in a step")
-        memory.set_ylabel("GiB a rank, without activations")
+        traffic.set_ylabel("GB sent per rank and step")
+        memory.set_ylabel("GiB per rank, without activations")
         traffic.set_ylim(bottom=0)
         memory.set_yscale("log")
         for axes in (traffic, memory):

@@ -5,8 +5,10 @@ The backends implement the encoding; a value here only names the type.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -18,18 +20,19 @@ class Element:
     max: float
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> "torch.dtype":
         """The torch dtype of 8-bit codes. 4-bit codes are packed two to a byte and have no
         dtype.
         """
-        return _DTYPES[self.name]
+        # The command line checks the name of a format, and does not wait for torch to answer.
+        import torch  # noqa: PLC0415
+
+        return torch.float8_e4m3fn if self is E4M3 else torch.float8_e5m2
 
 
 E4M3 = Element("e4m3", 8, 448.0)
 E5M2 = Element("e5m2", 8, 57344.0)
 E2M1 = Element("e2m1", 4, 6.0)
-
-_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 FP8 = {element.name: element for element in (E4M3, E5M2)}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerocast.checkpoint.manifest import Manifest, Stored, check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, open_source
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource
-from zerocast.checkpoint.store import AnyPath, as_place
+from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits
@@ -22,6 +22,9 @@ from zerocast.formats.shared_amax import SharedAmax
 
 MODEL = "model."
 EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)
+# The masters in the folder that a trainer saves, beside what others read: those of ZeroAdamW, and
+# those of accelerate's FSDP2.
+IN_A_TRAINERS_FOLDER = ("zerocast/*/*", "pytorch_model_fsdp_*")
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
 
@@ -31,12 +34,15 @@ class Contents:
     """A source and the names of its masters.
 
     Attributes:
+        place: the path of the source, which is inside of the one that was asked for if that is a
+            trainer's folder.
         source: the opened source.
         masters: key in the source by parameter name, in the order of the model.
         other: (tensors, bytes) of all other tensors, by the first part of their names.
         manifest: the manifest; None if the source has none, in which case no file was checked.
     """
 
+    place: Place
     source: TensorSource
     masters: Mapping[str, str]
     other: Mapping[str, tuple[int, int]]
@@ -46,12 +52,14 @@ class Contents:
     def of(path: AnyPath, whole_names: bool = False) -> "Contents":
         """Open a path or a URL, after comparing its files with their hashes if it has a manifest.
 
+        The folder of a trainer stands for the masters in it, and that of its run for the last one.
         Parameter names are keys without the prefix "model." that a checkpoint has. With
         `whole_names` the keys of safetensors are not changed.
 
-        Raises like `open_source`, and ValueError for a file that differs from its hash.
+        Raises like `open_source`, and ValueError for a file that differs from its hash and for a
+        folder with the masters of several optimizers.
         """
-        place = as_place(path)
+        place = _masters_at(as_place(path))
         manifest = Manifest.read(place)
         if manifest is not None:
             check_files(place, ONE_PROCESS)
@@ -72,7 +80,7 @@ class Contents:
                 kind = key.split(".")[0]
                 tensors, nbytes = other.get(kind, (0, 0))
                 other[kind] = tensors + 1, nbytes + nbytes_of(entry)
-        return Contents(source, masters, other, manifest)
+        return Contents(place, source, masters, other, manifest)
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -105,6 +113,23 @@ class Contents:
         """
         key = f"zerocast.{name}.cast_scale"
         return self.source.read(key, (0,), (1,)) if key in self.source.entries else None
+
+
+def _masters_at(place: Place) -> Place:
+    """The masters in a folder that a trainer saved, or in the last of a run; else the path itself.
+    ValueError if the folder has those of several optimizers.
+    """
+    if isinstance(place, StorePath) or not place.is_dir():
+        return place
+    for folders in ([place], sorted(place.iterdir(), key=lambda folder: _order_in_model(folder.name), reverse=True)):
+        for folder in folders:
+            found = [file.parent for glob in IN_A_TRAINERS_FOLDER for file in sorted(folder.glob(f"{glob}/.metadata"))]
+            if len(found) > 1:
+                names = ", ".join(str(path) for path in found)
+                raise ValueError(f"{folder} holds the masters of {len(found)} optimizers, name one: {names}")
+            if found:
+                return found[0]
+    return place
 
 
 def _order_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -37,10 +37,7 @@ class StoredModel:
 
     def __init__(self, config: Any, model_class: Any) -> None:
         self.config = deepcopy(config)
-        with torch.device("meta"):
-            # In bf16, since that shows which parameters are FP32 in any case.
-            self._skeleton: Any = model_class._from_config(deepcopy(config), dtype=torch.bfloat16)
-        self._skeleton.tie_weights()
+        self._skeleton: Any = on_meta(config, model_class)
         saved = self._skeleton.state_dict().keys()
         named = [*self._skeleton.named_parameters(), *self._skeleton.named_buffers()]
         self.shapes = {name: tuple(tensor.shape) for name, tensor in named if name in saved}
@@ -67,18 +64,9 @@ class StoredModel:
         No code of the folder is run. OSError or ValueError where there is none, or none that
         transformers knows.
         """
-        import transformers  # noqa: PLC0415
-
         if isinstance(config, (str, os.PathLike)):
-            path = Path(config)
-            path = path / "config.json" if path.is_dir() else path
-            check_regular(path)
-            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
-        name = next(iter(config.architectures or ()), None)
-        model_class = getattr(transformers, name, None) if name else None
-        if model_class is None:
-            model_class = transformers.AutoModelForCausalLM._model_mapping[type(config)]
-        return StoredModel(config, model_class)
+            config = config_of(Path(config))
+        return StoredModel(config, class_of(config))
 
     @property
     def architecture(self) -> str:
@@ -163,6 +151,35 @@ class StoredModel:
         from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
         yield from revert_weight_conversion(self._skeleton, dict(tensors)).items()
+
+
+def config_of(path: Path) -> Any:
+    """The PreTrainedConfig of a config.json, or of the folder of one. No code of it is run."""
+    import transformers  # noqa: PLC0415
+
+    path = path / "config.json" if path.is_dir() else path
+    check_regular(path)
+    return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=True)
+
+
+def class_of(config: Any) -> Any:
+    """The class of the model of a PreTrainedConfig: the one it names, or the causal one of its
+    kind. KeyError if there is none.
+    """
+    import transformers  # noqa: PLC0415
+
+    name = next(iter(config.architectures or ()), None)
+    named = getattr(transformers, name, None) if name else None
+    return transformers.AutoModelForCausalLM._model_mapping[type(config)] if named is None else named
+
+
+def on_meta(config: Any, model_class: Any) -> Any:
+    """Build a model of transformers on the meta device."""
+    with torch.device("meta"):
+        # In bf16, since that shows which parameters are FP32 in any case.
+        model = model_class._from_config(deepcopy(config), dtype=torch.bfloat16)
+    model.tie_weights()
+    return model
 
 
 def is_stored_by_transformers(model: Any) -> bool:
