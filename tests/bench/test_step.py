@@ -93,6 +93,25 @@ def test_compiled_and_eager_rows_beside_each_other(ranks: Ranks) -> None:
     assert all(v.host.compiles == (v.host.package != "transformer_engine") for v in variant.VARIANTS)
 
 
+def test_micro_batches_train_as_one_batch_and_gather_once(ranks: Ranks) -> None:
+    chosen = ("fsdp2:bf16", "fsdp2:fp8_current", "zero_adamw:fp8_current")
+    together = replace(TINY, variants=chosen, batch=2)
+    apart = replace(TINY, variants=chosen, micro_batches=2)
+    kept = replace(apart, keep_gathered=True)
+    whole, regathered, gathered_once = (ranks(2)(ran, config)[0] for config in (together, apart, kept))
+    for row, again, once in zip(whole["rows"], regathered["rows"], gathered_once["rows"], strict=True):
+        assert again["losses"] == pytest.approx(row["losses"], abs=0.01)
+        assert once["losses"] == again["losses"]
+        gathered, gathered_again, of_one = (one["wire_bytes"]["weight_gather"] for one in (row, again, once))
+        if row["variant"].startswith("zero_adamw"):
+            assert gathered == gathered_again == of_one
+        else:
+            assert gathered_again > 1.5 * gathered > 2 * of_one
+        reduced = {name: nbytes for name, nbytes in row["wire_bytes"].items() if name != "weight_gather"}
+        assert {name: once["wire_bytes"][name] for name in reduced} == reduced
+    assert whole["tokens"] == regathered["tokens"] == 2 * 2 * 32
+
+
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block"])
 def test_masters_start_from_the_same_values_under_every_host(ranks: Ranks, fmt: str) -> None:
     """Steps that are smaller than the rounding of a bf16 weight add up, from the first one on."""
@@ -158,7 +177,8 @@ def measured(row: str, ms: float, peak: int | None = None, losses: tuple[float, 
         name,
         mode,
         [ms + 1, ms, ms - 1],
-        3.0,
+        0.3 * ms,
+        6.0,
         0.5 * ms,
         4.0,
         peak,
@@ -171,6 +191,7 @@ def measured(row: str, ms: float, peak: int | None = None, losses: tuple[float, 
 
 def report(*rows: StepMeasurement, **changes: Any) -> StepReport:
     settings = {"shape": "llama3-8b", "layers": 8, "vocabulary": 32768, "seq": 8192, "batch": 1}
+    settings |= {"micro_batches": 1, "keep_gathered": False}
     machine = {"device": "None At All", "torch": "0", "l2": 1}
     return replace(StepReport("2000-01-01", 2, 16384, machine, settings, rows), **changes)
 
@@ -211,13 +232,14 @@ def test_growth_of_ours_is_a_regression(row: str, ms: float, peak: int, grown: l
 
 
 def test_targets_are_ratios_of_one_run_at_full_size() -> None:
-    rows = measured("fsdp2:nvfp4 compiled", 99.0, 3 * GIB), measured("fsdp2:bf16 compiled", 100.0, 2 * GIB)
+    nvfp4 = "fsdp2:nvfp4 compiled"
+    rows = measured(nvfp4, 99.0, 3 * GIB), measured("fsdp2:bf16 compiled", 100.0, 2 * GIB)
     lines = {
         (target["row"], target["quantity"]): target["reached"]
         for target in report(*rows).as_dict()["targets"]
         if target["reached"] is not None
     }
-    assert lines == {("fsdp2:nvfp4 compiled", "ms"): 0.99, ("fsdp2:nvfp4 compiled", "peak_bytes"): 1.5}
+    assert lines == {(nvfp4, "ms"): 0.99, (nvfp4, "peak_bytes"): 1.5, (nvfp4, "host_ms"): pytest.approx(0.99)}
     small = report(*rows, settings={**report().settings, "layers": 1})
     assert small.as_dict()["targets"] == report(*rows, machine={"device": "CPU"}).as_dict()["targets"] == []
 
@@ -271,6 +293,7 @@ def test_a_wish_that_cannot_be_met_ends_with_its_reason(
 
 def test_options_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     for changes, message in (
+        ({"micro_batches": 0}, "micro_batches must be at least 1, got 0"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"threshold": -1.0}, "threshold must be between 0 and inf, got -1.0"),
         ({"text": Path("x"), "vocabulary": 128}, "a vocabulary of at least 256, got 128"),

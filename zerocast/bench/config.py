@@ -101,7 +101,15 @@ class StepConfig:
     seq: int = 8192
     """Tokens in a sequence."""
     batch: int = 1
-    """Sequences a rank and step."""
+    """Sequences a rank and forward pass."""
+    micro_batches: int = 1
+    """Forward and backward passes a step. Gradients are reduced in the last one, then the optimizer
+    steps.
+    """
+    keep_gathered: bool = False
+    """Let FSDP2 gather the weights of a block once a step and free them in its last backward pass.
+    By default a block is gathered for each forward and each backward pass.
+    """
     steps: int = 8
     """Steps timed in each way: synchronized before each step, and free-running."""
     warm_up: int = 6
@@ -133,7 +141,7 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range, before anything is allocated."""
-        for name in ("layers", "vocabulary", "seq", "batch", "steps", "warm_up", "loss_steps"):
+        for name in ("layers", "vocabulary", "seq", "batch", "micro_batches", "steps", "warm_up", "loss_steps"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.text is not None and self.vocabulary < BYTE_VALUES:

@@ -178,14 +178,14 @@ def _floors(
 
 STEP_HEADS = (
     "row", "ms", "tokens/s", "x bf16", "x FSDP2's bf16", "free-running ms", "x bf16", "x FSDP2's bf16", "host ms",
-    "free host ms", "waits", "peak GiB", "kept GiB", "wire MB", "loss",
+    "x bf16", "cpu ms", "free host ms", "waits", "peak GiB", "kept GiB", "wire MB", "loss",
 )  # fmt: skip
 STEP_METHOD = (
     "ms: median of steps that start together on idle devices, until all work is done, from which tokens/s follow; "
     "free-running: mean of steps between which nothing waits; x bf16: over the same time of the same host with bf16; "
-    "host: until the calls of a step return; waits: times that the host waits for the device in a step; peak: the most that "
-    "was allocated; kept: what a forward pass leaves allocated; wire: full-size side of the collectives of a step. The "
-    "slowest or fullest rank counts. "
+    "host: until the calls of a step return; cpu: processor time of all threads until then; waits: times that the host waits "
+    "for the device in a step; peak: the most that was allocated; kept: what a forward pass leaves allocated; wire: full-size "
+    "side of the collectives of a step. The slowest or fullest rank counts. "
 )
 QUANTITIES = {"ms": "time", "host_ms": "host time", "peak_bytes": "peak memory"}
 
@@ -220,6 +220,7 @@ def _losses(report: StepReport) -> str:
 
 def _step_cells(report: StepReport, m: StepMeasurement) -> list[str]:
     ratios = report.over_bf16(m), report.over_bf16(m, "fsdp2")
+    host_ratio = report.host_over_bf16(m)
     synchronized, free = ([f"{pair[clock]:.3f}" if pair else "" for pair in ratios] for clock in (0, 1))
     sizes = ["" if size is None else f"{size / GIB:.2f}" for size in (m.peak_bytes, m.kept_bytes)]
     return [
@@ -230,6 +231,8 @@ def _step_cells(report: StepReport, m: StepMeasurement) -> list[str]:
         f"{m.free_ms:.1f}",
         *free,
         f"{m.host_ms:.1f}",
+        "" if host_ratio is None else f"{host_ratio:.3f}",
+        f"{m.cpu_ms:.1f}",
         f"{m.free_host_ms:.1f}",
         f"{m.profile.waits:g}" if m.profile else "",
         *sizes,

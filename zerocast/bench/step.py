@@ -115,7 +115,7 @@ class StepBench:
         return StepReport(
             date=today(),
             ranks=self._world,
-            tokens=self._world * self._config.batch * self._config.seq,
+            tokens=self._world * self._sequences * self._config.seq,
             machine=machine.describe(self._device),
             settings=self.settings(),
             measurements=tuple(result for result in results if isinstance(result, StepMeasurement)),
@@ -169,7 +169,7 @@ class StepBench:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
         losses = self._train(training)
-        step_ms, host_ms, kept_bytes = self._synchronized_steps(training)
+        step_ms, host_ms, cpu_ms, kept_bytes = self._synchronized_steps(training)
         free_ms, free_host_ms = self._free_running_steps(training)
         peak = torch.cuda.max_memory_allocated(self._device) - before if self._device.type == "cuda" else None
         return StepMeasurement(
@@ -177,6 +177,7 @@ class StepBench:
             mode=row.mode,
             step_ms=self._slowest(step_ms),
             host_ms=median(self._slowest(host_ms)),
+            cpu_ms=median(self._slowest(cpu_ms)),
             free_ms=self._slowest([free_ms])[0],
             free_host_ms=self._slowest([free_host_ms])[0],
             peak_bytes=peak if peak is None else int(self._slowest([peak])[0]),
@@ -197,11 +198,19 @@ class StepBench:
             if row.mode == "compiled":
                 block.compile(fullgraph=True, backend=config.compiler)
 
-        return row.train(model, config.lr, compile_block)
+        training = row.train(model, config.lr, compile_block)
+        if config.keep_gathered:
+            training.keep_gathered()
+        return training
+
+    @property
+    def _sequences(self) -> int:
+        """The sequences of a step on this rank."""
+        return self._config.batch * self._config.micro_batches
 
     def _batches_of_text(self, text: Text) -> list[Tensor]:
         config = self._config
-        shape = config.batch, config.seq
+        shape = self._sequences, config.seq
         return list(text.batches(config.loss_steps, self._rank, self._world, shape, config.seed))
 
     def _in_turn(self, steps: int) -> list[Tensor]:
@@ -210,7 +219,7 @@ class StepBench:
     def _random_tokens(self) -> list[Tensor]:
         config = self._config
         random = torch.Generator(self._device).manual_seed(config.seed + 1 + self._rank)
-        shape = config.batch, config.seq + 1
+        shape = self._sequences, config.seq + 1
         return [torch.randint(config.vocabulary, shape, generator=random, device=self._device) for _ in range(BATCHES)]
 
     def _train(self, training: Training) -> list[float]:
@@ -219,19 +228,24 @@ class StepBench:
         for step, tokens in enumerate(self._first_batches):
             for group in training.optimizer.param_groups:
                 group["lr"] = self._config.lr * min(1.0, (step + 1) / LR_WARM_UP)
-            losses.append(training.step(tokens.to(self._device)))
+            losses.append(self._step(training, tokens.to(self._device)))
         mean = torch.stack(losses).float()
         dist.all_reduce(mean)
         mean_losses: list[float] = (mean / self._world).tolist()
         return mean_losses
 
-    def _synchronized_steps(self, training: Training) -> tuple[list[float], list[float], int | None]:
+    def _step(self, training: Training, tokens: Tensor, after_forward: Callable[[], object] = lambda: None) -> Tensor:
+        """Step over `tokens` (sequences, sequence + 1) in micro-batches."""
+        return training.step(tokens.chunk(self._config.micro_batches), after_forward)
+
+    def _synchronized_steps(self, training: Training) -> tuple[list[float], list[float], list[float], int | None]:
         """Measure steps that start together on idle devices.
 
         Returns the milliseconds of each step until all work is done, the milliseconds until its
-        calls on the host return, and the bytes that the last forward pass left allocated.
+        calls on the host return, the milliseconds of processor time that all threads of the process
+        take until then, and the bytes that a forward pass left allocated in the last step.
         """
-        step_ms, host_ms = [], []
+        step_ms, host_ms, cpu_ms = [], [], []
         kept_bytes: int | None = None
 
         def after_forward() -> None:
@@ -241,12 +255,13 @@ class StepBench:
         for tokens in self._in_turn(self._config.steps):
             self._synchronize()
             dist.barrier()
-            before, start = self._allocated(), time.perf_counter()
-            training.step(tokens, after_forward)
+            before, start, start_cpu = self._allocated(), time.perf_counter(), time.process_time()
+            self._step(training, tokens, after_forward)
             host_ms.append((time.perf_counter() - start) * 1e3)
+            cpu_ms.append((time.process_time() - start_cpu) * 1e3)
             self._synchronize()
             step_ms.append((time.perf_counter() - start) * 1e3)
-        return step_ms, host_ms, kept_bytes
+        return step_ms, host_ms, cpu_ms, kept_bytes
 
     def _free_running_steps(self, training: Training) -> tuple[float, float]:
         """Milliseconds a step, and of its calls on the host, when nothing waits between steps."""
@@ -255,7 +270,7 @@ class StepBench:
         dist.barrier()
         start = last = time.perf_counter()
         for tokens in self._in_turn(self._config.steps):
-            training.step(tokens)
+            self._step(training, tokens)
             host_ms.append((time.perf_counter() - last) * 1e3)
             last = time.perf_counter()
         self._synchronize()
@@ -264,14 +279,14 @@ class StepBench:
     def _wire_bytes(self, training: Training) -> dict[str, int]:
         """Bytes of the collectives of one step, which runs eagerly to be seen."""
         with torch.compiler.set_stance("force_eager"), TrafficCounter(None) as traffic:
-            training.step(self._tokens[0])
+            self._step(training, self._tokens[0])
         return dict(sorted(traffic.nbytes.items()))
 
     def _profile(self, training: Training) -> Profile:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
         with profile(activities=activities) as profiler:
             for tokens in self._in_turn(PROFILED):
-                training.step(tokens)
+                self._step(training, tokens)
             self._synchronize()
         return Profile.of(profiler.key_averages(), PROFILED)
 

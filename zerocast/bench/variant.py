@@ -5,8 +5,10 @@ inside blocks, and the way in which weight gradients are computed. `StepRow.trai
 `Training` of a fresh model. Initial FP32 values, AdamW and clip are the same for every variant.
 """
 
+import contextlib
+import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -14,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from zerocast import fsdp2, gemm
 from zerocast.bench.llama import Llama
@@ -35,6 +37,8 @@ class Training:
 
     Attributes:
         clip: clips the norm of the gradients.
+        no_sync: makes the context of a micro-batch that is not the last of its step. Its gradients
+            stay on this rank.
         after_step: called after the optimizer's step.
         forward_context: makes the context in which the forward pass runs.
     """
@@ -42,20 +46,34 @@ class Training:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     clip: Callable[[], object]
+    no_sync: Callable[[], AbstractContextManager[object]]
     after_step: Callable[[], object] = lambda: None
     forward_context: Callable[[], AbstractContextManager[object]] = nullcontext
 
-    def step(self, tokens: Tensor, after_forward: Callable[[], object] = lambda: None) -> Tensor:
-        """One step over `tokens` (batch, sequence + 1); returns the loss, detached."""
-        with self.forward_context():
-            loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
-        after_forward()
-        loss.backward()
+    def step(self, batches: Sequence[Tensor], after_forward: Callable[[], object] = lambda: None) -> Tensor:
+        """Step once over micro-batches of tokens (batch, sequence + 1). Return their mean loss,
+        detached. `after_forward` is called after the first forward pass.
+        """
+        losses: list[Tensor] = []
+        for number, tokens in enumerate(batches, 1):
+            with contextlib.nullcontext() if number == len(batches) else self.no_sync():
+                with self.forward_context():
+                    loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
+                if not losses:
+                    after_forward()
+                losses.append(loss.detach())
+                loss.backward(torch.full_like(loss, 1 / len(batches)))
         self.clip()
         self.optimizer.step()
         self.after_step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return torch.stack(losses).mean()
+
+    def keep_gathered(self) -> None:
+        """Let FSDP2 free the weights of blocks in the last backward pass of a step alone."""
+        if isinstance(self.model, FSDPModule):
+            self.model.set_reshard_after_forward(False)
+            self.no_sync = functools.partial(_no_sync, self.model, keep_gathered=True)
 
 
 @dataclass(frozen=True)
@@ -159,7 +177,7 @@ def _zero_adamw(model: Llama, row: StepRow, lr: float, compile_block: Compile) -
     optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=row.variant.grad_wire))
     # The optimizer has made its masters from bf16 weights. The other variants start from FP32.
     load_masters(optimizer, initial)
-    return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM))
+    return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM), optimizer.no_sync)
 
 
 def _fsdp2(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
@@ -238,7 +256,22 @@ def _sharded(
     fully_shard(model, mp_policy=policy)
     parameters = list(model.parameters())
     stepper = optimizer(parameters, lr=lr) if optimizer else torch.optim.AdamW(parameters, lr=lr, fused=True)
-    return Training(model, stepper, lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM))
+    no_sync = functools.partial(_no_sync, model)
+    return Training(model, stepper, lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM), no_sync)
+
+
+@contextlib.contextmanager
+def _no_sync(model: Any, keep_gathered: bool = False) -> Iterator[None]:
+    """Let FSDP2 reduce no gradients, and free no weights after the backward pass if
+    `keep_gathered`, while the context is open.
+    """
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(not keep_gathered)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
 
 
 FSDP2 = Host("fsdp2", _fsdp2)
