@@ -5,7 +5,9 @@ separate tensors, whole or sharded.
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -96,9 +98,11 @@ def _cut_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a flat local tensor as a tensor that is sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return local.view(parameter.shape)
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shard, shape, stride = local.view(parameter._local_tensor.shape), parameter.shape, parameter.stride()
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
+    # DTensor.from_local copies a tensor in host memory to the device of the mesh.
+    shared: Any = torch.empty_like(parameter.detach(), dtype=local.dtype)
+    shared._local_tensor = local.view(parameter._local_tensor.shape)
+    whole: Tensor = shared
+    return whole
 
 
 def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
