@@ -1,7 +1,8 @@
 """accelerate's `fsdp_version: 2` with fsdp2_recipe, by accelerate's own functions on a CPU.
 
 accelerate chooses FSDP on GPUs alone, so its choice is made for it here (`AcceleratorState.is_fsdp2`). Everything behind that is
-its own code: `prepare`, clipping, accumulation, saving and loading. `Accelerator.prepare` on GPUs was not run.
+its own code: `prepare`, clipping, accumulation, saving and loading. `tests/nccl/test_accelerate.py` runs these cases on GPUs, where
+the choice is its own too.
 """
 
 import contextlib
@@ -15,10 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import zerocast
+from tests import casts
+from tests.fsdp2 import models
 from tests.workers import Ranks, error_of
 
 accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed: make readers")
@@ -28,7 +30,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin  # 
 
 from zerocast.integrations.huggingface import Accelerator  # noqa: E402
 
-RECIPE = {"*.weight": "nvfp4"}
+FORMAT = "nvfp4"
+RECIPE = {"*.weight": FORMAT}
 STEPS, ACCUMULATED, CLIP = 2, 2, 0.05
 
 
@@ -39,7 +42,7 @@ def net() -> nn.Module:
 
 def batch(number: int) -> Tensor:
     seed = number * dist.get_world_size() + dist.get_rank()
-    return torch.randn(8, 64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).to(models.place())
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
@@ -49,7 +52,7 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def configured(**options: Any) -> Iterator[FullyShardedDataParallelPlugin]:
-    """Let accelerate be configured for FSDP2 in the ranks of a pool."""
+    """Let accelerate be configured for FSDP2 in the ranks of a pool, and on a CPU choose it."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, **options
     )
@@ -58,23 +61,31 @@ def configured(**options: Any) -> Iterator[FullyShardedDataParallelPlugin]:
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     AcceleratorState._reset_state(reset_partial_state=True)
-    with (
-        mock.patch.dict(os.environ, launched),
-        mock.patch.object(AcceleratorState, "is_fsdp2", new=True),
-        mock.patch.object(AcceleratorState, "fsdp_plugin", new=plugin, create=True),
-        mock.patch.object(Accelerator, "distributed_type", new=DistributedType.FSDP),
-    ):
-        try:
-            yield plugin
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, launched))
+        stack.callback(AcceleratorState._reset_state, reset_partial_state=True)
+        if models.place() == "cpu":
+            stack.enter_context(mock.patch.object(AcceleratorState, "is_fsdp2", new=True))
+            stack.enter_context(mock.patch.object(AcceleratorState, "fsdp_plugin", new=plugin, create=True))
+            stack.enter_context(mock.patch.object(Accelerator, "distributed_type", new=DistributedType.FSDP))
+        yield plugin
 
 
-def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """Masters after some steps, and after more steps, a load and those steps again; whether the weights verify."""
-    with configured(cpu_ram_efficient_loading=False):
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED, fsdp2_recipe=RECIPE)
-        made = net()
+def accelerator_of(plugin: FullyShardedDataParallelPlugin, **options: Any) -> Accelerator:
+    """The Accelerator of a rank. On a GPU accelerate chooses FSDP2 by its plugin."""
+    on_cpu = models.place() == "cpu"
+    found = Accelerator(cpu=on_cpu, fsdp_plugin=None if on_cpu else plugin, fsdp2_recipe=RECIPE, **options)
+    assert found.is_fsdp2
+    assert found.distributed_type is DistributedType.FSDP
+    return found
+
+
+def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str, Tensor], bool, Tensor]:
+    """Masters after some steps, and after more steps, a load and those steps again; whether the weights verify; losses."""
+    with configured(cpu_ram_efficient_loading=False) as plugin:
+        accelerator = accelerator_of(plugin, gradient_accumulation_steps=ACCUMULATED)
+        # On a CPU, from where FSDP2 moves it.
+        made, losses = net(), []
         kind: Any = zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW
         # Built before the model is sharded, as accelerate asks for.
         model, optimizer = accelerator.prepare(made, kind(made.parameters(), lr=1e-2))
@@ -82,7 +93,9 @@ def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str
         def train(first: int) -> dict[str, Tensor]:
             for number in range(first, first + STEPS * ACCUMULATED):
                 with accelerator.accumulate(model):
-                    accelerator.backward(model(batch(number)).square().mean())
+                    loss = model(batch(number)).square().mean()
+                    losses.append(loss.detach())
+                    accelerator.backward(loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), CLIP)
                     optimizer.step()
@@ -99,13 +112,15 @@ def by_accelerate(folder: str, fused: bool) -> tuple[dict[str, Tensor], dict[str
         state = accelerator.get_state_dict(model)
         assert not state or all(torch.equal(state[name], value) for name, value in again.items())
         assert all(torch.equal(once[name], value) for name, value in again.items())
-        return before, again, ok
+        return before, again, ok, torch.stack(losses)[: STEPS * ACCUMULATED]
 
 
-def by_hand(fused: bool) -> dict[str, Tensor]:
-    """Masters after the same steps in a loop of one's own."""
-    model: Any = zerocast.fsdp2.prepare(net(), RECIPE)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def by_hand(fused: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Masters and losses of the same steps in a loop of one's own. The first loss is that of the
+    plain model whose weights are the dequantized ones.
+    """
+    model: Any = zerocast.fsdp2.prepare(net().to(models.place()), RECIPE)
+    mesh, losses = models.mesh(), []
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
     kind: Any = zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW
@@ -113,27 +128,47 @@ def by_hand(fused: bool) -> dict[str, Tensor]:
     for number in range(STEPS * ACCUMULATED):
         ends = number % ACCUMULATED == ACCUMULATED - 1
         model.set_requires_gradient_sync(ends)
-        (model(batch(number)).square().mean() / ACCUMULATED).backward()
+        loss = model(batch(number)).square().mean()
+        losses.append(loss.detach())
+        (loss / ACCUMULATED).backward()
         if ends:
             torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
             optimizer.step()
             optimizer.zero_grad()
-    return whole(model)
+    return whole(model), torch.stack(losses)
 
 
-def compared(folder: str, fused: bool) -> tuple[bool, float]:
-    """Whether weights verify, and the largest difference from a loop of one's own."""
-    before, _, ok = by_accelerate(folder, fused)
-    expected = by_hand(fused)
-    return ok, max(float((before[name] - value).abs().max()) for name, value in expected.items())
+def of_dequantized() -> Tensor:
+    """The first loss of a plain model whose weights are the dequantized ones."""
+    plain = net().to(models.place())
+    for layer in plain:
+        weight = casts.cast_whole(FORMAT, layer.weight.detach().cpu(), torch.float32).dequantize()
+        layer.weight.data = weight.to(layer.weight.device)
+    with torch.no_grad():
+        return plain(batch(0)).square().mean()
+
+
+def compared(folder: str, fused: bool) -> tuple[bool, float, float, float]:
+    """Whether weights verify; the largest differences of masters and of losses from a loop of one's own, and of the first
+    loss from that of dequantized weights.
+    """
+    before, _, ok, losses = by_accelerate(folder, fused)
+    masters, expected = by_hand(fused)
+    of_masters = max(float((before[name] - value).abs().max()) for name, value in masters.items())
+    return ok, of_masters, float((losses - expected).abs().max()), float((losses[0] - of_dequantized()).abs())
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_trains_saves_and_loads(ranks: Ranks, tmp_path: Any, fused: bool) -> None:
-    for ok, difference in ranks(2)(compared, str(tmp_path / "state"), fused):
+    check(ranks(2)(compared, str(tmp_path / "state"), fused))
+
+
+def check(results: list[tuple[bool, float, float, float]]) -> None:
+    """Assert what `compared` found on all ranks."""
+    for ok, *differences in results:
         assert ok
         # accelerate computes the clip's factor from groups of gradients.
-        assert difference <= 1e-6
+        assert max(differences) <= 1e-6, differences
 
 
 def refused() -> list[str]:
