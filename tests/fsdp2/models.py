@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import zerocast
 from tests import casts
@@ -110,6 +110,11 @@ def sharded(
     for block in model.blocks:
         fully_shard(block, **options)
     return fully_shard(model, **options)
+
+
+def largest(parameter: Tensor) -> Shard:
+    """The placement of a plan that shards the largest dimension of each parameter."""
+    return Shard(max(range(parameter.dim()), key=lambda dim: parameter.shape[dim]))
 
 
 def batch(step: int, width: int, rank: int | None = None, rows: int = 8) -> Tensor:

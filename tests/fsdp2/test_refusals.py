@@ -80,8 +80,8 @@ def smaller_mesh() -> None:
     models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=2)(models.batch(0, 64))
 
 
-def by_columns() -> None:
-    models.sharded(Net(("nvfp4",), 64, 96), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
+def unequal_columns() -> None:
+    models.sharded(Net(("fp8_current",), 63, 96), shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
 
 
 def other_nominal() -> None:
@@ -130,7 +130,7 @@ def unequal_recipes() -> None:
 ON_RANKS: dict[str, tuple[Callable[[], None], str]] = {
     "after sharding": (after_sharding, "call zerocast.fsdp2.prepare before fully_shard"),
     "resharding to a smaller mesh": (smaller_mesh, "reshard_after_forward=<int> does not work with quantized weights"),
-    "sharding by columns": (by_columns, "Shard(0)"),
+    "unequal columns": (unequal_columns, "FSDP does not support uneven sharding on dim 1"),
     "nominal dtype": (other_nominal, "not in torch.float64"),
     "model.to(bf16)": (cast_later, "masters are float32, this is torch.bfloat16"),
     "model.to(fp16) after steps": (

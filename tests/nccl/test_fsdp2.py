@@ -20,6 +20,7 @@ from tests.fsdp2 import (
     test_loops,
     test_moments_8bit,
     test_optimizers,
+    test_shard_placement,
     test_tensor_parallel,
     test_training,
     test_views,
@@ -29,10 +30,13 @@ from tests.fsdp2.models import FORMATS, SMALL
 
 pytestmark = gpus(2)
 SECONDS = 120.0  # the first case compiles Triton's kernels
+LARGEST = {"shard_placement_fn": models.largest}
 CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "every format": (test_bits.trained, FORMATS, 64, 96, {}),
     "boundaries on blocks": (test_bits.trained, FORMATS, 64, 64, {}),
     "empty shards": (test_bits.trained, SMALL, 130, 1, {}),
+    "columns": (test_shard_placement.matrices, FORMATS, 64, 512, test_shard_placement.fused, LARGEST),
+    "experts in slices": (test_shard_placement.experts, FORMATS, test_shard_placement.fused),
     "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
     "replicas": (test_bits.on_mesh, (2, 1)),
     "meta": (test_bits.from_meta,),

@@ -96,7 +96,7 @@ class CastGroup:
             replace(spec, shape=(len(members), *spec.shape))
             for layout, members in alike.items()
             for weight in layout.weights
-            for _, spec in weight.scale_specs(weight.geometry.cast_rows)
+            for _, spec in weight.scale_specs(weight.geometry.shape(weight.geometry.cast_rows))
         ]
         # They have memory during a cast only, unless that is held.
         self._scales, buffers = side_by_side(scale_specs, self._device)
@@ -132,7 +132,8 @@ class CastGroup:
         parts = [layout.parts(own) for own in sent]
         members = [group.weights for group in groups]
         for place, of_weight in enumerate(layout.weights):
-            stage_scales = of_weight.scale_specs(of_weight.geometry.cast_rows)
+            geometry = of_weight.geometry
+            stage_scales = of_weight.scale_specs(geometry.shape(geometry.cast_rows))
             scales = {region.name: next(buffers) for region, _ in stage_scales}
             for index, weight in enumerate(weights[place] for weights in members):
                 codes, side = parts[index][place]
@@ -142,7 +143,7 @@ class CastGroup:
                 shard = weight.shard_over(codes, {"rowwise_data": side[:0], **own})
                 if weight.geometry.takes_part:
                     self.shards[weight.name] = shard
-            if of_weight.geometry.takes_part:
+            if geometry.takes_part:
                 for target, source in of_weight.outgoing_scales(sides[place], scales):
                     self._targets.append(target)
                     self._sources.append(source)

@@ -703,10 +703,10 @@ class FusedAdamW(torch.optim.Optimizer):
             return False
         if self._eight_bit is None:
             return True
-        # Groups of 8-bit moments must begin with the rows of the shard. They do unless columns are
-        # sharded.
+        # Groups of 8-bit moments must begin with the rows of the shard, which must be one run. They
+        # do where only the first dimension is sharded.
         pieces = self._eight_bit.of(parameter).rows
-        return all(piece[Piece.COLUMNS] == weight.geometry.columns for piece in pieces)
+        return len(pieces) == 1 and pieces[0][Piece.COLUMNS] == weight.geometry.columns
 
 
 class StandIns(Protocol):

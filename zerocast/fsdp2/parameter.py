@@ -148,8 +148,6 @@ class MasterParameter(_WrapsPlain):
         memory with a master or that come from an operator in `_KEEP`.
         """
         kwargs = kwargs or {}
-        if func is _aten.split.Tensor:
-            _check_split(*args, **kwargs)
         if torch.Tag.inplace_view in func.tags:
             _check_metadata(func, args[0])
         if func in _ALLOCATE and (shard := _allocated(*args, **kwargs)) is not None:
@@ -201,23 +199,16 @@ def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
 
 def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
     """Return a shard in the memory of the model's masters, or None for another request. FSDP2 asks
-    for rows like those of a parameter, and a module that leaves the meta device for a whole one.
+    for a slice of a parameter, and a module that leaves the meta device for a whole one.
     """
     size = like.shape if size is None and like.is_meta else size
-    if size is None or list(size[1:]) != list(like.shape[1:]):
+    if size is None or len(size) != like.dim():
+        return None
+    if sum(extent != whole for extent, whole in zip(size, like.shape, strict=True)) > 1:
         return None
     device = torch.device(options.get("device") or like.device)
     plain = like.weight.host.memory.take(like.weight.name, size, device)
     return None if plain is None else MasterParameter(plain, like.weight)
-
-
-def _check_split(master: MasterParameter, size: int, dim: int = 0) -> None:
-    """Refuse the cut by which fully_shard would shard columns."""
-    if dim % master.dim() and not master.weight.is_located:
-        raise ValueError(
-            "FSDP2 shards quantized weights by rows only: let shard_placement_fn give Shard(0) or None for prepared weights, "
-            f"not Shard({dim})"
-        )
 
 
 def _check_metadata(func: Any, master: Any) -> None:

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, alloc_storage, free_storage
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.formats.memory import check_storage
@@ -238,13 +238,45 @@ class GroupOfWeights(FSDPParamGroup):
             weights.end_round()
 
 
+class GroupOfSlices(GroupOfWeights):
+    """A GroupOfWeights of which some are sharded along another dimension than the first.
+
+    FSDP2 joins their slices by views of each gathered tensor as slices of the parameter, but codes
+    of 4 bits and side channels have other sizes. So it is told that their first dimension is
+    sharded, and leaves what was gathered in the order of ranks (`zerocast.fsdp2.wire.Slices`).
+
+    Attributes:
+        placements: the placements of these weights, by FSDPParam.
+    """
+
+    placements: Mapping[Any, Shard]
+
+    def wait_for_unshard(self) -> None:
+        """Take the gathered bytes out of the buffer of the gather."""
+        for param in self.placements:
+            param.fsdp_placement = Shard(0)
+        try:
+            super().wait_for_unshard()
+        finally:
+            for param, placement in self.placements.items():
+                param.fsdp_placement = placement
+
+
 _gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks")
 
 
-def tell_group(group: Any, weights: Any) -> None:
-    """Let an FSDPParamGroup tell `weights` (GroupOfWeights)."""
-    group.__class__ = GroupOfWeights
+def tell_group(group: Any, weights: Any, params: Iterable[Any]) -> None:
+    """Let an FSDPParamGroup tell `weights`, those of the FSDPParams `params` (GroupOfWeights)."""
+    placements = {param: param.fsdp_placement for param in params if param.fsdp_placement.dim}
+    group.__class__ = GroupOfSlices if placements else GroupOfWeights
+    group.placements = placements
     group.weights = weakref.ref(weights)
+
+
+def free(tensors: Iterable[Tensor]) -> None:
+    """Free the memory of tensors that FSDP2 allocates again at the next gather."""
+    for tensor in tensors:
+        free_storage(tensor)
 
 
 def forget_gathered(param: Any) -> None:

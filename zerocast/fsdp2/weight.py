@@ -29,6 +29,7 @@ from zerocast.fsdp2.wire import (
     GatherLayout,
     RowShards,
     ShardGeometry,
+    Slices,
     header_of,
 )
 from zerocast.weight.gathered_operands import GatheredOperands
@@ -150,6 +151,7 @@ class FSDPWeight:
         validity: the validity of the gathered bytes.
         group, place, param: the weights that it is gathered with, its index among them, and its
             FSDPParam. Set once FSDP2 has sharded the model (`adopt`).
+        shard_dim: the dimension that FSDP2 shards, set by `adopt`.
         is_located: True once its shard was found. `locate` sets the next four, each time that
             masters have moved.
         master: the rows of this rank, f32, a plain tensor.
@@ -163,6 +165,7 @@ class FSDPWeight:
 
     group: "ParamGroup"
     param: Callable[[], Any]
+    shard_dim: int
     master: Tensor
     geometry: ShardGeometry
     status_after_cast: ShardStatus
@@ -204,6 +207,8 @@ class FSDPWeight:
         self.group = group
         self.place = place
         self.param = weakref.ref(param)
+        # Kept, since FSDP2's own is another one while it takes what was gathered.
+        self.shard_dim = param.fsdp_placement.dim
         torch_fsdp.gather_by_group(param)
 
     @property
@@ -242,6 +247,14 @@ class FSDPWeight:
         return tuple(self.param()._orig_size)
 
     @property
+    def slices(self) -> Slices | None:
+        """The slices of a weight that FSDP2 shards along another dimension than the first, one for
+        each rank. None if it shards the first one, and over one rank.
+        """
+        world = self.shard_mesh.size()
+        return Slices(self.shape, self.shard_dim, world) if self.shard_dim and world > 1 else None
+
+    @property
     def sliced(self) -> bool:
         """True if tensor parallelism gives this rank a slice, which FSDP2 shards."""
         return tuple(self.param().sharded_param.shape) != self.shape
@@ -260,7 +273,8 @@ class FSDPWeight:
         """One line that must be the same on all ranks."""
         shared = f" with the amax of {self.shared_amax}" if self.shared_amax else ""
         gradients = " with FP8 weight gradients" if self.fp8_weight_gradients else ""
-        return f"{self.name} {self.format} {self.shape} {self.nominal}{shared}{gradients}"
+        along = f" sharded along dimension {self.shard_dim}" if self.shard_dim else ""
+        return f"{self.name} {self.format} {self.shape} {self.nominal}{along}{shared}{gradients}"
 
     def problem(self, weight_mesh: DeviceMesh | None) -> Exception | None:
         """Return why this weight cannot be cast, if so."""
@@ -286,17 +300,12 @@ class FSDPWeight:
             raise ValueError(problem)
         check_shape(fmt, self.shape)
         self.presentation.check(fmt)
+        if self.slices is not None:
+            check_shape(fmt, self.local.shape)
+            _check_slices(fmt, self.local.shape, self.shape, f"slices of Shard({self.slices.dim})")
         if not self.sliced:
             return
-        # The last two dimensions of experts, since blocks begin again in each of them.
-        extents, of_weight = self.shape[-2:], self.param().sharded_param.shape[-2:]
-        for block in filter(None, (fmt.exchange_block, fmt.columnwise_block)):
-            sides = zip(extents, of_weight, block, strict=True)
-            if any(extent != whole_extent and extent % side for extent, whole_extent, side in sides):
-                raise ValueError(
-                    f"a block of {fmt} would span two tensor-parallel slices: a slice is "
-                    f"{list(extents)} and a block {list(block)}"
-                )
+        _check_slices(fmt, self.shape, self.param().sharded_param.shape, "tensor-parallel slices")
         has_one_amax = fmt.has_tensor_amax or fmt.amax_policy is AmaxPolicy.DELAYED
         if has_one_amax and weight_mesh is None:
             raise ValueError(
@@ -314,13 +323,16 @@ class FSDPWeight:
             self._check_dtypes()
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
-        rows, columns = matrix_shape(self.shape)
-        world, rank = self.shard_mesh.size(), self.shard_mesh.get_local_rank()
-        shards = RowShards(rows, -(-self.shape[0] // world) * (rows // self.shape[0]), world)
         self.master = self.local.plain
-        count, (matrix_rows, _) = stored_matrices(self.format, self.shape)
+        shape, world, rank = self.shape, self.shard_mesh.size(), self.shard_mesh.get_local_rank()
+        slices = self.slices
+        if slices is not None:
+            shape, world, rank = tuple(self.master.shape), 1, 0
+        rows, columns = matrix_shape(shape)
+        shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
+        count, (matrix_rows, _) = stored_matrices(self.format, shape)
         apart = matrix_rows if count > 1 else None
-        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank, apart)
+        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank, apart, slices)
         self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
         self.is_located = True
         self.validity.watch([self.master], sharded=False)
@@ -438,6 +450,18 @@ class FSDPWeight:
         return self.presentation.live(shown, self.unsharded)
 
 
+def _check_slices(fmt: FormatSpec, of_slice: Sequence[int], of_weight: Sequence[int], slices: str) -> None:
+    """Raise ValueError if a block would span two `slices` of a weight."""
+    # The last two dimensions of experts, since blocks begin again in each of them.
+    extents, whole = of_slice[-2:], of_weight[-2:]
+    for block in filter(None, (fmt.exchange_block, fmt.columnwise_block)):
+        sides = zip(extents, whole, block, strict=True)
+        if any(extent != whole_extent and extent % side for extent, whole_extent, side in sides):
+            raise ValueError(
+                f"a block of {fmt} would span two {slices}: a slice is {list(extents)} and a block {list(block)}"
+            )
+
+
 def living(references: Iterable["weakref.ref[FSDPWeight]"]) -> list[FSDPWeight]:
     """Return the weights that are referred to, which the model keeps alive."""
     return [weight for reference in references if (weight := reference()) is not None]
@@ -486,7 +510,7 @@ class ParamGroup:
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
         """Gather `members`, weights with their FSDPParams, from now on."""
         self._group: Callable[[], Any] = weakref.ref(group)
-        torch_fsdp.tell_group(group, self)
+        torch_fsdp.tell_group(group, self, [param for _, param in members])
         self._status = status
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
@@ -600,6 +624,8 @@ class ParamGroup:
             if dtype != nominal:
                 raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
         self.side.fill()
+        if self.side.slices:
+            torch_fsdp.free(self.side.slices)
         self.end_round()
         self.received += 1
         gathered([weight.validity for weight in weights])
@@ -612,11 +638,13 @@ class ParamGroup:
         """Return (the buffers of a weight by name, buffers that FSDP2 allocates and frees with it)
         over the `outputs` of its first gather.
 
-        Codes and scalars stay where FSDP2 gathered them. Scales get buffers of their own, in the
-        layout that products read; those of all weights are allocated with the first one.
+        Codes and scalars stay where FSDP2 gathered them, but for codes in slices. Scales and those
+        get buffers of their own, in the layout that products read; those of all weights are
+        allocated with the first one.
         """
         if place == 0:
-            self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs))
+            of_all = [weight.param().all_gather_outputs for weight in self.weights]
+            self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs), of_all)
         assert self.side is not None
         scales = self.side.scalars[place] | self.side.buffers[place]
         return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []

@@ -20,6 +20,11 @@ Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a ran
 gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales
 aligned.
 
+A weight may be sharded along another dimension than the first (`Shard(1)` of `shard_placement_fn`).
+Each rank then has a slice, which it casts as a weight by itself, as one of tensor parallelism.
+Gathers bring the slices one after another, and codes and scales are copied to where they belong in
+the weight.
+
 Layouts depend on shapes, formats and ranks only. If codes are cast at each gather
 (`cast_group.py`), a rank keeps side channels between gathers and no codes.
 """
@@ -92,6 +97,46 @@ class RowShards:
         return ranks, [block - self.owned(rank, height).start for block, rank in zip(blocks, ranks, strict=True)]
 
 
+@dataclass(frozen=True)
+class Slices:
+    """The equal slices of a weight of `shape` over `world` ranks, along dimension `dim`."""
+
+    shape: tuple[int, ...]
+    dim: int
+    world: int
+
+    @property
+    def cuts_columns(self) -> bool:
+        """True if a slice has some columns of all rows, else some rows of each leading index."""
+        return self.dim == len(self.shape) - 1
+
+    @property
+    def runs(self) -> int:
+        """The number of runs of elements of the weight that a slice consists of."""
+        return math.prod(self.shape[: self.dim])
+
+    def copy_of_elements(self, buffer: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (target, source) whose copy fills `buffer`, the codes or masters of the weight,
+        with those of all slices, `gathered`.
+        """
+        target = buffer.view(torch.uint8).view(self.runs, self.world, -1).transpose(0, 1)
+        source = gathered.view(torch.uint8).view(target.shape)
+        if target.shape[2] % UNIT == 0:
+            return target.view(torch.int64), source.view(torch.int64)
+        return target, source
+
+    def copy_of_scales(self, used: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (target, source) whose copy fills the scales `used` of the weight, `[block rows,
+        height, across, width]`, with those of all slices, `sent`, `[world, block rows, across]`.
+        """
+        if self.cuts_columns:
+            target = used.unflatten(2, (self.world, -1)).movedim(2, 0)
+        else:
+            target = used.unflatten(0, (self.runs, self.world, -1)).transpose(0, 1)
+            sent = sent.unflatten(1, (self.runs, -1))
+        return target, sent.unsqueeze(-2).unsqueeze(-1).expand_as(target)
+
+
 @functools.lru_cache(maxsize=1024)  # the weights of a model repeat a few shapes
 def _cut(rows: int, chunk: int, height: int) -> tuple[int, ...]:
     return tuple(sorted({row // height for row in range(chunk, rows, chunk) if row % height}))
@@ -116,11 +161,24 @@ class ShardGeometry:
     # The rows of each of the matrices that the weight is stored in, if these are several
     # (docs/formats/experts.md). Shards then consist of whole matrices.
     matrix_rows: int | None = None
+    # The slices of a weight that is sharded along another dimension than the first. All else
+    # describes the slice of this rank, as a weight over one rank.
+    slices: Slices | None = None
 
     @property
     def rows(self) -> int:
-        """Rows of the whole weight."""
+        """Rows of the whole weight, or of a slice."""
         return self.shards.rows
+
+    @property
+    def world(self) -> int:
+        """The number of ranks that send a part of the weight."""
+        return self.shards.world if self.slices is None else self.slices.world
+
+    @property
+    def gathered_shape(self) -> tuple[int, ...]:
+        """The shape of the weight that is gathered."""
+        return self.shape(self.rows) if self.slices is None else self.slices.shape
 
     @functools.cached_property
     def scale_shards(self) -> RowShards:
@@ -183,7 +241,7 @@ class ShardGeometry:
 
     @property
     def span_in_weight(self) -> Span:
-        """The elements of the whole weight that this rank holds."""
+        """The elements of the whole weight, or of a slice, that this rank holds."""
         rows = self.shards.span(self.rank)
         return Span(rows.start * self.columns, rows.stop * self.columns)
 
@@ -351,8 +409,10 @@ class WeightLayout:
 
     def gathered_codes(self, codes: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the buffers of codes of the gathered weight by name. `codes` are those of all
-        ranks in order, by direction.
+        ranks in order, by direction. Those of slices need a copy (`GatheredSide`).
         """
+        if self.geometry.slices is not None:
+            return {}
         rows, nbytes = self.geometry.rows, self.geometry.rows * self._row_bytes
         matrices = [flat.view(-1)[:nbytes].view(self._code_dtype).view(rows, -1) for flat in codes]
         return dict(zip(CODES, matrices, strict=False))
@@ -380,19 +440,26 @@ class WeightLayout:
                 pairs.append((region.of(side)[:, : owned.numel], source))
         return pairs
 
-    def scale_specs(self, rows: int) -> list[tuple[ScaleRegion, Buffer]]:
-        """Return each region of scales with its buffer in a weight of so many `rows`: the rows of
-        the whole weight, or those that this rank casts.
+    def code_specs(self) -> list[tuple[str, Buffer]]:
+        """Return the name and buffer of each set of codes of the gathered weight."""
+        specs = buffers(self.geometry.format, self.geometry.gathered_shape, self.geometry.nominal)
+        return [(name, spec) for name in CODES[: self.directions] if (spec := specs[name]) is not None]
+
+    def scale_specs(self, shape: tuple[int, ...]) -> list[tuple[ScaleRegion, Buffer]]:
+        """Return each region of scales with its buffer in a weight of this `shape`: the gathered
+        weight, or the one that this rank casts.
         """
-        specs = buffers(self.geometry.format, self.geometry.shape(rows), self.geometry.nominal)
+        specs = buffers(self.geometry.format, shape, self.geometry.nominal)
         return [(region, spec) for region in self.scales if (spec := specs[region.name]) is not None]
 
     def scale_rows(self, region: ScaleRegion, spec: Buffer, place: int, first: int) -> RowsOfScales | None:
         """Return the rows by which one indexed copy fills the buffer of a region. None if the
-        buffer has padding, or a scale fills several columns.
+        buffer has padding, a scale fills several columns, or ranks have slices.
 
         The region is of the weight at `place`, whose side channel begins at byte `first` of all.
         """
+        if self.geometry.slices is not None:
+            return None
         shards = self.geometry.scale_shards
         height, width = region.repeat
         blocks = -(-shards.rows // region.height)
@@ -444,7 +511,7 @@ class GatherLayout:
     @property
     def _takes_one_output(self) -> bool:
         """True if FSDP2 takes one output of a weight."""
-        return self.geometries[0].shards.world == 1
+        return self.geometries[0].world == 1
 
     def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], Tensor]]:
         """Return (codes by direction, side channel) of each weight in buffers `[..., kept_bytes]`.
@@ -511,17 +578,27 @@ class ScaleFill:
     All places are found once: FSDP2 gives the same tensors memory at every gather.
     """
 
-    def __init__(self, region: ScaleRegion, shards: RowShards, side: Tensor, buffer: Tensor, padding: float) -> None:
+    def __init__(
+        self, region: ScaleRegion, geometry: ShardGeometry, side: Tensor, buffer: Tensor, padding: float
+    ) -> None:
         self._buffer = buffer
         self._padding = padding
         height, width = region.repeat
-        blocks = -(-shards.rows // region.height)
-        self._pads = buffer.numel() > blocks * height * region.across * width
-        sent = region.of(side).unsqueeze(-1)
-        used = buffer[: blocks * height, : region.across * width]
-        target = used.unflatten(1, (region.across, width)).unflatten(0, (blocks, height))
+        shards, slices = geometry.scale_shards, geometry.slices
+        blocks, across = -(-shards.rows // region.height), region.across
+        if slices is not None and slices.cuts_columns:
+            across *= slices.world
+        elif slices is not None:
+            blocks *= slices.world
+        self._pads = buffer.numel() > blocks * height * across * width
+        used = buffer[: blocks * height, : across * width]
+        target = used.unflatten(1, (across, width)).unflatten(0, (blocks, height))
         # The rank and place of each block row. None if no boundary cuts any.
         self._owners: tuple[Tensor, ...] | None = None
+        if slices is not None:
+            self._copies = [slices.copy_of_scales(target, region.of(side))]
+            return
+        sent = region.of(side).unsqueeze(-1)
         if shards.cut(region.height):
             self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(region.height))
             self._copies = [(target, sent)]
@@ -582,21 +659,45 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
     return index
 
 
+@dataclass(frozen=True)
+class CodesInSlices:
+    """The codes `name` of the weight at `place`, `gathered` in `slices`, which are copied to a
+    buffer `joined`.
+    """
+
+    place: int
+    name: str
+    slices: Slices
+    gathered: Tensor
+    joined: Buffer
+
+
+def _codes_in_slices(layouts: Sequence[WeightLayout], outputs: Sequence[Sequence[Tensor]]) -> Iterator[CodesInSlices]:
+    """Yield the codes of each weight in slices among the gathered `outputs` of all weights."""
+    for place, layout in enumerate(layouts):
+        slices = layout.geometry.slices
+        if slices is not None:
+            for (name, joined), gathered in zip(layout.code_specs(), outputs[place], strict=False):
+                yield CodesInSlices(place, name, slices, gathered, joined)
+
+
 class GatheredSide:
-    """The gathered side channels of some weights, `side` `[world, bytes]`, and the scale buffers
-    that they fill. FSDP2 gives the same tensors memory at every gather.
+    """The gathered side channels of some weights, `side` `[world, bytes]`, and the buffers that
+    they fill. FSDP2 gives the same tensors memory at every gather.
 
     Attributes:
         headers: the headers of each weight, int32 `[world, 2]`.
         scalars: the scalars of each weight, by the names of buffers.
-        buffers: the scale buffers of each weight, by name.
-        memory: the memory of all scale buffers, one tensor, which FSDP2 allocates and frees. Empty
+        buffers: the scale buffers of each weight, by name, and the codes of weights in slices.
+        memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees. Empty
             if there are no buffers.
         row_fills: the copies that fill the buffers without padding, one for all rows of a length.
-            Each other buffer has a ScaleFill.
+            Each other buffer of scales has a ScaleFill.
+        slices: the gathered codes of weights in slices. Nothing reads them after `fill`.
     """
 
-    def __init__(self, layouts: Sequence[WeightLayout], side: Tensor) -> None:
+    def __init__(self, layouts: Sequence[WeightLayout], side: Tensor, outputs: Sequence[Sequence[Tensor]]) -> None:
+        """`outputs` are the gathered tensors of each weight, codes first."""
         sides = side.split([layout.side_bytes for layout in layouts], 1)
         self.headers = list(map(header_of, sides))
         # Rank 0 always has rows, so its scalars are those of the weight.
@@ -605,13 +706,15 @@ class GatheredSide:
         self.memory: list[Tensor] = []
         self.row_fills: list[RowFill] = []
         self._scale_fills: list[ScaleFill] = []
+        self._copies_of_codes: list[tuple[Tensor, Tensor]] = []
         by_length: dict[int, list[RowsOfScales]] = {}
         # Buffers that are filled one by one: place of the weight, region, and its side channel.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
+        in_slices = list(_codes_in_slices(layouts, outputs))
         first = 0
         for place, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
-            for region, spec in layout.scale_specs(layout.geometry.rows):
+            for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
                 rows = layout.scale_rows(region, spec, place, first)
                 if rows is not None:
                     by_length.setdefault(rows.row_bytes, []).append(rows)
@@ -623,14 +726,18 @@ class GatheredSide:
             Buffer((sum(rows.rows for rows in of_length), row_bytes), torch.uint8)
             for row_bytes, of_length in by_length.items()
         ]
-        memory, parts = side_by_side([*specs, *rows_of_length], side.device)
-        if specs or rows_of_length:
+        all_specs = [*(codes.joined for codes in in_slices), *specs, *rows_of_length]
+        memory, parts = side_by_side(all_specs, side.device)
+        if all_specs:
             self.memory.append(memory)
+        for codes in in_slices:
+            buffer = self.buffers[codes.place][codes.name] = next(parts)
+            self._copies_of_codes.append(codes.slices.copy_of_elements(buffer, codes.gathered))
+        self.slices = [codes.gathered for codes in in_slices]
         for (place, region, own_side), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
             self.buffers[place][region.name] = buffer
-            shards = layouts[place].geometry.scale_shards
-            self._scale_fills.append(ScaleFill(region, shards, own_side, buffer, spec.padding))
+            self._scale_fills.append(ScaleFill(region, layouts[place].geometry, own_side, buffer, spec.padding))
         for of_length, part in zip(by_length.values(), parts, strict=True):
             for rows, buffer in zip(of_length, part.split([rows.rows for rows in of_length]), strict=True):
                 self.buffers[rows.place][rows.name] = buffer.view(rows.dtype)
@@ -638,7 +745,7 @@ class GatheredSide:
             self.row_fills.append(RowFill(side, part, index))
 
     def fill(self) -> None:
-        """Fill all buffers with the scales of the last gather. Autograd does not count the writes,
+        """Fill all buffers with what the last gather brought. Autograd does not count the writes,
         since they fill memory again that it has saved for a backward pass.
         """
         if not self.memory:
@@ -646,9 +753,9 @@ class GatheredSide:
         with torch.no_grad(), torch_fsdp.unversioned(self.memory):
             for row_fill in self.row_fills:
                 row_fill.run()
-            if self._scale_fills:
+            if self._scale_fills or self._copies_of_codes:
                 for scale_fill in self._scale_fills:
                     scale_fill.pad()
                 copies = [copy for scale_fill in self._scale_fills for copy in scale_fill.copies()]
-                targets, sources = zip(*copies, strict=True)
+                targets, sources = zip(*self._copies_of_codes, *copies, strict=True)
                 torch._foreach_copy_(targets, sources)

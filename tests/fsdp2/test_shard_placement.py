@@ -1,0 +1,310 @@
+"""Weights that `shard_placement_fn` shards along another dimension than the first: a rank casts its
+slice, and what is gathered is the unsharded cast.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import zerocast
+from tests import casts
+from tests.fsdp2 import models
+from tests.fsdp2.models import DELAYED, FORMATS, Net, largest, slow
+from tests.fsdp2.slices import complaints
+from tests.fsdp2.test_tensor_parallel import MLP, WIDTH
+from tests.workers import Ranks, error_of
+from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2.torch_fsdp import PIECES
+
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def columns(parameter: Tensor) -> Shard | None:
+    """Columns of matrices, elements of vectors."""
+    return Shard(1) if parameter.dim() > 1 else None
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return FusedAdamW(model.parameters(), lr=1e-2)
+
+
+def in_8bit(model: nn.Module) -> torch.optim.Optimizer:
+    return models.with_8bit_moments(model, lr=1e-2)
+
+
+def trained(net: Any, width: int, optimizer: Optimizer, options: dict[str, Any]) -> list[str]:
+    """What is wrong at the start and after each of two steps."""
+    model = models.sharded(net, **options)
+    stepped = optimizer(model)
+    found = models.complaints(model, "at the start")
+    for step in range(2):
+        models.train(model, stepped, range(step, step + 1), width)
+        found += models.complaints(model, f"after step {step}")
+        found += [str(difference) for difference in zerocast.verify(model).differences]
+    return found
+
+
+def matrices(
+    formats: tuple[str, ...], width: int, hidden: int, optimizer: Optimizer, options: dict[str, Any]
+) -> list[str]:
+    return trained(Net(formats, width, hidden), width, optimizer, options)
+
+
+@pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
+@pytest.mark.parametrize(
+    ("world", "hidden", "optimizer", "keep_codes"),
+    [(4, 512, fused, False), (3, 384, adamw, True), slow(2, 512, in_8bit, False), slow(1, 384, fused, True)],
+)
+def test_every_format(ranks: Ranks, world: int, hidden: int, optimizer: Optimizer, keep_codes: bool) -> None:
+    """The first matrix of each block is cut by rows, the second one by columns, in one gather."""
+    options = {"shard_placement_fn": largest, "keep_codes": keep_codes}
+    assert ranks(world)(matrices, FORMATS, 64, hidden, optimizer, options) == [[]] * world
+
+
+def test_columns_of_any_number(ranks: Ranks) -> None:
+    """Slices of 12 columns, and 20: no multiples of what a copy takes at once."""
+    formats = "fp8_current", DELAYED, "identity"
+    assert ranks(3)(matrices, formats, 60, 36, fused, {"shard_placement_fn": columns}) == [[]] * 3
+
+
+class Grouped(nn.Module):
+    """Two experts in one weight, fewer than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 512, 96) / 8)
+        self.down = nn.Parameter(torch.randn(2, 96, 512) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 3, dtype=torch.int32, device=x.device) * 8
+        hidden = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
+        return x + torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
+
+
+class OfExperts(nn.Module):
+    """Experts of 96 rows, whose last block is smaller in some formats."""
+
+    def __init__(self, formats: tuple[str, ...]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Grouped() for _ in formats)
+        self.recipe = {f"blocks.{index}.*": fmt for index, fmt in enumerate(formats)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Every row twice, one after another."""
+        x = x.repeat(2, 1).bfloat16()
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def experts(formats: tuple[str, ...], optimizer: Optimizer) -> list[str]:
+    return trained(OfExperts(formats), 96, optimizer, {"shard_placement_fn": largest})
+
+
+@pytest.mark.shows(host="FSDP2", parallel="data", formats=FORMATS)
+@pytest.mark.parametrize(("world", "optimizer"), [(4, fused), (2, in_8bit), slow(4, adamw), slow(4, in_8bit)])
+def test_fewer_experts_than_ranks(ranks: Ranks, world: int, optimizer: Optimizer) -> None:
+    """Rows of every expert on each rank, and columns of every expert."""
+    assert ranks(world)(experts, FORMATS, optimizer) == [[]] * world
+
+
+def after_steps(placement: Any, optimizer: Optimizer, steps: int) -> dict[str, str]:
+    """The digests of whole masters, moments and gathered bytes."""
+    model = models.sharded(Net(("nvfp4", DELAYED), 64, 96), shard_placement_fn=placement)
+    stepped = optimizer(model)
+    models.train(model, stepped, range(steps), 64)
+    return contents(model, stepped)
+
+
+def contents(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    gathered = {
+        f"{name} {key}": casts.sha(value)
+        for name, weight in models.unsharded(model)
+        for key, value in models.bytes_of(weight).items()
+    }
+    state = TrainingState(model, optimizer).state_dict()
+    leaves = {f"model {name}": tensor for name, tensor in state["model"].items()}
+    leaves |= {f"{name} {key}": value for name, held in state["optim"]["state"].items() for key, value in held.items()}
+    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
+    return gathered | {name: casts.sha(getattr(t, "full_tensor", lambda t=t: t)()) for name, t in tensors.items()}
+
+
+@pytest.mark.parametrize("optimizer", [fused, in_8bit, slow(adamw), slow(sgd)])
+def test_training_is_that_of_rows(ranks: Ranks, optimizer: Optimizer) -> None:
+    """To the bit on two ranks, where a sum of gradients has one order."""
+    by_rows, by_columns = (ranks(2)(after_steps, placement, optimizer, 3) for placement in (None, columns))
+    assert by_columns == by_rows
+    assert by_rows[0] == by_rows[1]
+
+
+def saved(placement: Any, folder: str) -> dict[str, str]:
+    """Three steps, of which two are saved."""
+    model = models.sharded(Net(("nvfp4", DELAYED), 64, 96), shard_placement_fn=placement)
+    optimizer = in_8bit(model)
+    models.train(model, optimizer, range(2), 64, rank=0)
+    zerocast.optim.Checkpoints(folder).save(TrainingState(model, optimizer), 2)
+    models.train(model, optimizer, range(2, 3), 64, rank=0)
+    return contents(model, optimizer)
+
+
+def resumed(placement: Any, folder: str) -> dict[str, str]:
+    """The third step of a model that had another life."""
+    model = models.sharded(Net(("nvfp4", DELAYED), 64, 96), shard_placement_fn=placement)
+    optimizer = in_8bit(model)
+    models.train(model, optimizer, range(7, 8), 64)
+    step = zerocast.optim.Checkpoints(folder).load(TrainingState(model, optimizer))
+    models.train(model, optimizer, range(step, step + 1), 64, rank=0)
+    return contents(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"), [((2, columns), (4, None)), ((1, None), (2, columns)), slow((2, columns), (1, columns))]
+)
+def test_resumed_by_others(ranks: Ranks, tmp_path: Path, saver: tuple[int, Any], loader: tuple[int, Any]) -> None:
+    """The same batch on 1, 2 and 4 ranks has the same mean gradient, so the step after the load is the one that was taken."""
+    (expected, *_) = ranks(saver[0])(saved, saver[1], str(tmp_path))
+    assert ranks(loader[0])(resumed, loader[1], str(tmp_path)) == [expected] * loader[0]
+
+
+def in_replicas() -> list[str]:
+    mesh = models.mesh((2, 2), ("replicate", "shard"))
+    return matrices(("nvfp4", "mxfp8"), 64, 128, fused, {"shard_placement_fn": columns, "mesh": mesh})
+
+
+def test_replicas(ranks: Ranks) -> None:
+    assert ranks(4)(in_replicas) == [[]] * 4
+
+
+def of_slices(fmt: str) -> list[str]:
+    """Columns of what tensor parallelism has cut by rows and by columns."""
+    model = MLP(256).to(models.place())
+    mesh = models.mesh((2, 2), ("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    zerocast.fsdp2.prepare(model, {"*.weight": fmt}, weight_mesh=mesh["dp", "tp"]._flatten("all"))
+    fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16, shard_placement_fn=columns)
+    optimizer = fused(model)
+    found = complaints(model, "at the start")
+    model(models.batch(0, WIDTH, rank=0)).float().square().mean().backward()
+    optimizer.step()
+    return found + complaints(model, "after a step")
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", slow("mxfp8"), slow(DELAYED)])
+def test_slices_of_slices(ranks: Ranks, fmt: str) -> None:
+    assert ranks(4)(of_slices, fmt) == [[]] * 4
+
+
+def test_offloaded(ranks: Ranks) -> None:
+    options = {"shard_placement_fn": columns, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
+    assert ranks(2)(matrices, ("nvfp4", "fp8_current"), 64, 128, fused, options) == [[]] * 2
+
+
+def from_meta() -> list[str]:
+    """Shards that get their memory after they were cut, several in one tensor."""
+    with torch.device("meta"):
+        net = Net(("nvfp4",) * PIECES, 64, 96)
+    model = models.sharded(net, shard_placement_fn=columns)
+    model.to_empty(device=models.place())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    found = models.complaints(model, "from meta")
+    storages = {weight.master.untyped_storage().data_ptr() for _, weight in models.masters(model).values()}
+    return found + ([f"{len(storages)} tensors of masters"] if len(storages) > PIECES + 1 else [])
+
+
+def test_from_the_meta_device(ranks: Ranks) -> None:
+    assert ranks(2)(from_meta) == [[]] * 2
+
+
+def switched() -> list[str]:
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), shard_placement_fn=columns)
+    models.train(model, fused(model), range(1), 64)
+    zerocast.switch(model, {"blocks.0.*.weight": "fp8_current", "blocks.1.*.weight": "nvfp4"})
+    return models.complaints(model, "switched")
+
+
+def test_switch(ranks: Ranks) -> None:
+    assert ranks(2)(switched) == [[]] * 2
+
+
+def gathered_twice() -> tuple[int, int, list[str]]:
+    """Bytes that FSDP2's outputs and the buffers of the weights have while they are gathered, and
+    what is wrong after a write that all ranks made between a cast and a gather.
+    """
+    model = models.sharded(Net(("fp8_current",), 64, 96), shard_placement_fn=columns)
+    model(models.batch(0, 64)).sum().backward()
+    block = model.blocks[0]
+    block.unshard()
+    (weight, *_) = [weight for _, weight in models.masters(model).values()]
+    outputs = [output for weight in weight.group.weights for output in weight.param().all_gather_outputs[:1]]
+    taken = sum(output.untyped_storage().nbytes() for output in outputs)
+    kept = sum(memory.untyped_storage().nbytes() for memory in weight.group.side.memory)
+    block.reshard()
+    freed = sum(memory.untyped_storage().nbytes() for memory in weight.group.side.memory)
+    with torch.no_grad():
+        for parameter, _ in models.masters(model).values():
+            parameter.mul_(0.5)
+    return taken + freed, kept, models.complaints(model, "written on all ranks")
+
+
+def test_codes_are_in_memory_once(ranks: Ranks) -> None:
+    """What FSDP2 gathered is freed once it was joined, and the joined codes when FSDP2 reshards."""
+    for freed, kept, found in ranks(2)(gathered_twice):
+        assert freed == 0
+        assert 2 * 64 * 96 <= kept < 2 * 64 * 96 + 1024
+        assert not found
+
+
+def refusal(fmt: str, placement: Any, width: int) -> str:
+    """What the first forward pass says, and whether the masters are what they were."""
+    model = models.sharded(Net((fmt,), width, 96), shard_placement_fn=placement)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    said = error_of(lambda: model(models.batch(0, width)))
+    now = [parameter.to_local() for parameter in models.held(model)]
+    return said if all(map(torch.equal, before, now)) else f"changed before: {said}"
+
+
+def second_on_rank_0(parameter: Tensor) -> Shard | None:
+    return columns(parameter) if dist.get_rank() == 0 else None
+
+
+@pytest.mark.notices("a slice of `Shard(1)` that cuts blocks", where="FSDP2", answer="raises on all ranks")
+@pytest.mark.parametrize(
+    ("fmt", "width", "text"),
+    [
+        (
+            "fp8_block",
+            128,
+            "a block of fp8_block would span two slices of Shard(1): a slice is [96, 64] and a block [128, 128]",
+        ),
+        ("nvfp4", 48, "nvfp4 needs columns that are a multiple of 16, got 24 in shape (96, 24)"),
+    ],
+)
+def test_a_block_lies_in_one_slice(ranks: Ranks, fmt: str, width: int, text: str) -> None:
+    for said in ranks(2)(refusal, fmt, columns, width):
+        assert text in said, said
+        assert not said.startswith("changed")
+
+
+def test_ranks_agree_on_placements(ranks: Ranks) -> None:
+    """FSDP2 does not compare them, and would gather what belongs nowhere."""
+    for said in ranks(2)(refusal, "nvfp4", second_on_rank_0, 96):
+        assert "sharded along dimension 1" in said, said
