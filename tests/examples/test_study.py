@@ -296,6 +296,30 @@ def test_runs_on_equal_gpus_of_two_hosts_are_compared() -> None:
     assert "2 and 16 cores" in show.markdown(outcome, "command")
 
 
+def test_each_seed_may_have_a_gpu_of_its_own() -> None:
+    """A gap compares runs of one seed, so slices of machine time may be on other GPUs; the table names all."""
+    made = {job: records_of(job, device="cuda:0") for job in jobs(TINY)}
+    for job in made:
+        if job.seed == 2:
+            made[job] = records_of(job, device="cuda:0", machine={**MACHINE, "device": "another"})
+    outcome = collect("gpu", TINY, made)
+    assert outcome["machines"] == sorted([MACHINE["device"], "another"])
+    assert " and ".join(outcome["machines"]) in show.markdown(outcome, "command")
+
+
+def test_some_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: list[str] = []
+    monkeypatch.setattr(command, "train", lambda job, *_: trained.append(job.variant) or records_of(job))
+    monkeypatch.setattr(command, "SIZES", {"cpu": TINY})
+    arguments = ["--out", str(tmp_path), "--rows"]
+    assert command.main([*arguments, BASELINE, "nvfp4"]) == 0
+    assert sorted(trained) == sorted([BASELINE, "nvfp4"] * len(TINY.seeds))
+    outcome = json.loads((tmp_path / "cpu" / "results.json").read_text())
+    assert list(outcome["variants"]) == [BASELINE, "nvfp4"]
+    with pytest.raises(SystemExit, match=r"--rows: the plan has 'bf16', .*, and not 'nothing'"):
+        command.main([*arguments, BASELINE, "nothing"])
+
+
 def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
     """After a step, (name, what forgetting changes of the masters here, how far they are from the weights then)."""
     config = dataclasses.replace(TINY.config, format=fmt)

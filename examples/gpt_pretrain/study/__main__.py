@@ -50,6 +50,8 @@ class StudyConfig:
     """Folder for table.md, gap.png and results.json, with a subfolder for each size.
     By default the same as `out`.
     """
+    rows: tuple[str, ...] = ()
+    """Rows of the plan to make and to show; by default all of them."""
     limit: int | None = None
     """Most runs to make now; the next call continues with the others."""
     minutes: float | None = None
@@ -161,11 +163,20 @@ def check_text(size: Size, data: Sequence[Path]) -> None:
         )
 
 
+def _only(size: Size, rows: Sequence[str]) -> Size:
+    """The plan with these rows alone, or as it is for none; SystemExit for rows that it has not."""
+    unknown = sorted(set(rows) - size.variants.keys())
+    if unknown:
+        raise SystemExit(f"--rows: the plan has {', '.join(map(repr, size.variants))}, and not {unknown[0]!r}")
+    variants = {name: options for name, options in size.variants.items() if name in rows}
+    return replace(size, variants=variants) if rows else size
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the study from the command line; returns the exit status."""
     config = tyro.cli(StudyConfig, prog="python -m examples.gpt_pretrain.study", args=arguments)
     ended = Ended(config.minutes)
-    console, size, out = Console(), SIZES[config.size], config.out / config.size
+    console, size, out = Console(), _only(SIZES[config.size], config.rows), config.out / config.size
     every, todo = config.checkpoint_every, []
     for job in jobs(size):
         here = replace(job.config, data=config.data, checkpoint_every=every, elastic=every > 0)

@@ -12,7 +12,7 @@ from examples.gpt_pretrain.run_log import Record
 from examples.gpt_pretrain.study.plan import BASELINE, Job, Size
 
 Outcome = dict[str, Any]
-SAME = ("text", "machine", "parameters", "device", "ranks")  # what runs must share to be compared
+SAME = ("text", "parameters", "device", "ranks")  # what all runs must share to be compared
 PEERS = ("torchao", "transformer_engine")  # installed beside, and read by no run
 OF_THE_HOST = ("cores", "host")  # which compute nothing of a run on a GPU
 
@@ -22,17 +22,17 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
 
     A gap is a run's validation loss less that of the baseline of the same seed, which saw the same
     initial values and the same batches; its spread over the seeds is the sample standard deviation.
-    Runs of a seed without a baseline are left out. ValueError for runs on other machines, texts or
-    versions.
+    Runs of a seed without a baseline are left out. ValueError for runs of other texts, and for runs
+    of one seed on two kinds of machines or with two versions: a gap must not have their difference.
     """
     seeds = {job.seed for job in runs if job.variant == BASELINE}
     runs = {job: records for job, records in runs.items() if job.seed in seeds}
-    starts = [_as_compared(records[0]) for records in runs.values()]
-    cores = sorted({records[0]["machine"]["cores"] for records in runs.values()})
+    starts = [records[0] for records in runs.values()]
+    cores = sorted({start["machine"]["cores"] for start in starts})
     for key in SAME:
-        found = {json.dumps(start[key], sort_keys=True) for start in starts}
-        if len(found) > 1:
-            raise ValueError(f"runs that differ in {key} are not comparable: {' and '.join(sorted(found))}")
+        _check_equal(key, [start[key] for start in starts])
+    for seed in seeds:
+        _check_equal("machine", [_machine(records[0]) for job, records in runs.items() if job.seed == seed])
     variants: dict[str, dict[str, Any]] = {}
     for job, records in runs.items():
         variants.setdefault(job.variant, {})[str(job.seed)] = _run(records)
@@ -45,16 +45,24 @@ def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outc
         "ranks": size.ranks,
         "config": json.loads(json.dumps(dataclasses.asdict(size.config), default=str)),
         **{key: starts[0][key] for key in SAME},
+        "machine": _machine(starts[0]),
+        "machines": sorted({start["machine"]["device"] for start in starts}),
         "cores": cores,
         "dates": [min(start["date"] for start in starts), max(start["date"] for start in starts)],
         "variants": {variant: found for variant, found in compared.items() if found["seeds"]},
     }
 
 
-def _as_compared(start: Record) -> Record:
-    """The beginning of a run without those facts of its machine that change no bit of it."""
+def _check_equal(key: str, values: Sequence[Any]) -> None:
+    texts = {json.dumps(value, sort_keys=True) for value in values}
+    if len(texts) > 1:
+        raise ValueError(f"runs that differ in {key} are not comparable: {' and '.join(sorted(texts))}")
+
+
+def _machine(start: Record) -> dict[str, Any]:
+    """The machine of a run without those of its facts that change no bit of the run."""
     aside = PEERS if start["device"] == "cpu" else PEERS + OF_THE_HOST
-    return {**start, "machine": {name: fact for name, fact in start["machine"].items() if name not in aside}}
+    return {name: fact for name, fact in start["machine"].items() if name not in aside}
 
 
 def _run(records: Sequence[Record]) -> dict[str, Any]:

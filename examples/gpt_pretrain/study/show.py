@@ -69,8 +69,8 @@ def markdown(outcome: Outcome, command: str) -> str:
         f"`{command}`",
         f"{outcome['parameters']:,} parameters, {config['steps']} steps, {tokens:,} bytes of text a run "
         f"(fingerprint {outcome['text']}), {outcome['ranks']} ranks on {outcome['device']}",
-        f"{machine['device']}, {' and '.join(map(str, outcome['cores']))} cores, {machine['system']}, Python {machine['python']}, "
-        f"torch {machine['torch']}, zerocast {machine['zerocast']}",
+        f"{' and '.join(outcome['machines'])}, {' and '.join(map(str, outcome['cores']))} cores, {machine['system']}, "
+        f"Python {machine['python']}, torch {machine['torch']}, zerocast {machine['zerocast']}",
         f"first run {outcome['dates'][0]}, last {outcome['dates'][1]}",
     ]
     head = "\n".join(f"* {fact}" for fact in facts)
