@@ -1,5 +1,6 @@
 """torch.nn.functional.scaled_mm as its documentation has it, in FP32 on any device: what the paths hand over must multiply to the
 right numbers. Layouts are asserted; the swizzled order is the formula of cuBLAS's documentation, written out here once more.
+So is `torch._scaled_grouped_mm`, with what its sources check on the host and on the GPU (GroupedBlas.cpp, GroupMMCommon.cuh).
 """
 
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.reference.codec import decode_e2m1, decode_e4m3, decode_e8m0
+
+BF16 = torch.bfloat16
 
 
 def place(i: int, j: int, columns: int) -> int:
@@ -84,3 +87,47 @@ def emulated(
     right = decoded(b.t(), b_scale, b_scaling, list(swizzle), second=True)
     y = left @ right.t()
     return (y if bias is None else y + bias.float()).to(dtype)
+
+
+def _is_row_major(matrix: Tensor, rows: int, columns: int) -> bool:
+    """Whether the dimension `columns` has no gaps, and `rows` are whole and begin where a load of 16 bytes can."""
+    stride = matrix.stride(rows)
+    return matrix.stride(columns) == 1 and stride >= matrix.shape[columns] and stride % 16 == 0
+
+
+def emulated_grouped(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """In the place of `torch._scaled_grouped_mm`. Rows of the result that belong to no expert are NaN, as they may be there."""
+    assert a.dtype is b.dtype is torch.float8_e4m3fn and out_dtype is BF16 and bias is scale_result is None
+    assert _is_row_major(a, -2, -1) and _is_row_major(b, -1, -2)
+    assert a.shape[-1] % 16 == 0 and b.shape[-1] % 16 == 0 and b.shape[-2] % 16 == 0
+    assert scale_a.dtype is scale_b.dtype is torch.float32 and scale_a.stride(-1) == scale_b.stride(-1) == 1
+    assert (offs is None) == (a.dim() == b.dim() == 3)
+    left, right = a.float(), b.float()
+    if offs is None:
+        assert scale_a.shape == a.shape[:2] and scale_b.shape == (b.shape[0], b.shape[2])
+        return ((left @ right) * scale_a[:, :, None] * scale_b[:, None]).to(BF16)
+    ends = [0, *offs.tolist()]
+    assert offs.dtype is torch.int32 and offs.dim() == 1 and len(offs) < 1024 and ends == sorted(ends)
+    groups = list(zip(ends, ends[1:], strict=False))
+    if b.dim() == 2:
+        assert all(first < last for first, last in groups), "CUTLASS cannot handle an empty sum"
+        assert all((last - first) % 16 == 0 for first, last in groups[:-1])
+        assert scale_a.shape == (len(offs) * a.shape[0],) and scale_b.shape == (len(offs) * b.shape[1],)
+        sums = torch.stack([left[:, first:last] @ right[first:last] for first, last in groups])
+        return (sums * scale_a.view(len(offs), -1, 1) * scale_b.view(len(offs), 1, -1)).to(BF16)
+    assert len(offs) == b.shape[0] and a.shape[-1] == b.shape[-2]
+    assert scale_a.shape == a.shape[:1] and scale_b.shape == (b.shape[0], b.shape[2])
+    y = torch.full((a.shape[0], b.shape[2]), torch.nan)
+    for number, (first, last) in enumerate(groups):
+        y[first:last] = left[first:last] @ right[number] * scale_a[first:last, None] * scale_b[number]
+    return y.to(BF16)

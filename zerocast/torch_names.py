@@ -156,6 +156,7 @@ OTHERS = (
     PrivateName("_scaled_mm", "torch", "products of FP8 and FP4 codes", "torch.nn.functional.scaled_mm"),
     PrivateName("_scaled_mm_v2", "", "products by two scales, where torch has them", "torch.nn.functional.scaled_mm"),
     PrivateName("_grouped_mm", "torch", "products of experts", "torch.nn.functional.grouped_mm"),
+    PrivateName("_scaled_grouped_mm", "torch", "products of experts in FP8", "torch.nn.functional.scaled_grouped_mm"),
     PrivateName("_is_avx2_supported", "torch.cpu", "which products a CPU has", "torch.backends.cpu"),
     PrivateName("_is_avx512_bf16_supported", "torch.cpu", "which products a CPU has", "torch.backends.cpu"),
     PrivateName("_is_amx_tile_supported", "torch.cpu", "which products a CPU has", "torch.backends.cpu"),

@@ -1,19 +1,24 @@
 """What products read in place of gathered codes is made by one launch for all weights of a gather, and gone with the codes."""
 
+import functools
 import gc
 import sys
 from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp2 import models
+from tests.fsdp2.test_odd_models import Grouped
+from tests.scaled_mm import emulated_grouped
 from tests.workers import Ranks
 from zerocast import gemm
+from zerocast.gemm import per_row
 from zerocast.weight.gathered_operands import GatheredOperands
 
 BLOCKS = 2
@@ -33,14 +38,14 @@ def built(fmt: str, *, compiled: bool, reshard: bool = True) -> Any:
     return models.sharded(model, reshard_after_forward=reshard)
 
 
-def run(model: Any) -> None:
+def run(model: Any, rows: int = 32) -> None:
     """A forward and a backward pass."""
-    model(models.batch(0, WIDTH, rows=32).requires_grad_()).float().square().mean().backward()
+    model(models.batch(0, WIDTH, rows=rows).requires_grad_()).float().square().mean().backward()
 
 
-def gradients(model: Any) -> list[Tensor]:
+def gradients(model: Any, rows: int = 32) -> list[Tensor]:
     """Return the gradients of one batch, and clear them."""
-    run(model)
+    run(model, rows)
     found = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     model.zero_grad()
     return found
@@ -54,7 +59,7 @@ def left(model: Any) -> int:
     return sum(len(of_direction.made) for operands in of_groups for of_direction in operands._rounds.values())
 
 
-def launches_of(model: Any) -> tuple[Counter[str], list[Tensor]]:
+def launches_of(model: Any, rows: int = 32) -> tuple[Counter[str], list[Tensor]]:
     """The calls of the extension that make operands in a forward and a backward pass, and the gradients."""
     counts: Counter[str] = Counter()
 
@@ -65,7 +70,7 @@ def launches_of(model: Any) -> tuple[Counter[str], list[Tensor]]:
 
     sys.setprofile(note)
     try:
-        found = gradients(model)
+        found = gradients(model, rows)
     finally:
         sys.setprofile(None)
     return +counts, found
@@ -96,6 +101,33 @@ def test_one_launch_serves_the_weights_of_a_gather(ranks: Ranks, fmt: str, compi
     """From the second pass on; the first, whose gradients are the same, finds out which weights are asked for."""
     for (_, *later), are_equal, operands in ranks(2)(passes, fmt, compiled, reshard):
         assert later == 2 * [{name: count * BLOCKS for name, count in LAUNCHES[fmt].items()}]
+        assert are_equal
+        assert operands == 0
+
+
+def of_experts() -> tuple[list[dict[str, int]], bool, int]:
+    """The result of `passes` for blocks of two weights of three experts each, whose product torch has for GPUs alone."""
+    model: Any = nn.Module()
+    model.blocks = nn.ModuleList(Grouped(8) for _ in range(BLOCKS))
+    model.recipe = {"*": EXACT}
+    model.forward = lambda x: functools.reduce(lambda x, block: block(x), model.blocks, x)
+    model = models.sharded(model)
+    gemm.decide.cache_clear()
+    with (
+        mock.patch.object(torch, "_scaled_grouped_mm", emulated_grouped),
+        mock.patch.object(per_row, "hardware", return_value=()),
+        gemm.use("scaled_mm"),
+    ):
+        results = [launches_of(model, rows=24) for _ in range(3)]
+    gemm.decide.cache_clear()
+    first, *others = [found for _, found in results]
+    are_equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    return [dict(counts) for counts, _ in results], are_equal, left(model)
+
+
+def test_one_launch_serves_all_experts_of_a_gather(ranks: Ranks) -> None:
+    for (_, *later), are_equal, operands in ranks(2)(of_experts):
+        assert later == 2 * [{"upcast_together": 2 * BLOCKS}]
         assert are_equal
         assert operands == 0
 

@@ -166,6 +166,6 @@ def _layers(parameters: Iterable[tuple[str, Any]]) -> Iterable[LayerRow]:
         fmt, (path, reason) = weight.format, weight.gemm_choice()
         if path == "dequantize":
             path += f" to {str(weight.dtype).removeprefix('torch.')}, {choose(weight.device)} backend"
-        elif path in ("block_128", "per_tensor") and fmt.is_exact_in_fp8:
+        elif path in ("block_128", "per_tensor", "per_row") and fmt.is_exact_in_fp8:
             path += f" after upcast to e4m3, {choose(weight.device)} backend"
         yield LayerRow(name, str(fmt), path or "refused", reason)

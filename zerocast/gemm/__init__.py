@@ -9,6 +9,7 @@ else dequantizes the weight and multiplies.
 from zerocast.gemm import plain
 from zerocast.gemm.case import Case
 from zerocast.gemm.choice import (
+    EXPERTS,
     GRADIENTS,
     OPERATORS,
     PATHS,
@@ -18,6 +19,7 @@ from zerocast.gemm.choice import (
     choice_of,
     decide,
     falls_back,
+    module_of,
     path_of,
     settings,
     settings_of,
@@ -29,6 +31,7 @@ from zerocast.gemm.operands import forget, of_input
 from zerocast.gemm.scaling import is_traced
 
 __all__ = [
+    "EXPERTS",
     "GRADIENTS",
     "OPERATORS",
     "PATHS",
@@ -41,6 +44,7 @@ __all__ = [
     "falls_back",
     "forget",
     "is_traced",
+    "module_of",
     "of_input",
     "path_of",
     "plain",

@@ -15,17 +15,19 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """A product `x @ W.T` (`x @ W` when `transposed`) for a weight W.
+    """A product `x @ W.T` (`x @ W` when `transposed`) for a weight W, or those of all its experts
+    at once, in both orientations.
 
     Args:
         format: the format of the weight.
-        matrix_shape: (M, K) of the weight as stored.
+        matrix_shape: (M, K) of the weight, or of each of its experts, as stored.
         dtype: the dtype of the input and of the result.
         device: the type of the device, such as "cuda".
         capability: the CUDA compute capability; None without an NVIDIA GPU.
         cuda: the version of the CUDA toolkit that torch was built with; None without NVIDIA GPU.
         transposed: True for `x @ W`.
         aligned: True if all buffers begin at multiples of `OPERAND_ALIGNMENT_BYTES`.
+        experts: the number of experts that are multiplied at once; 0 for the product of a matrix.
     """
 
     format: FormatSpec
@@ -36,6 +38,7 @@ class Case:
     cuda: tuple[int, ...] | None = None
     transposed: bool = False
     aligned: bool = True
+    experts: int = 0
 
     @staticmethod
     def of(weight: Any, dtype: torch.dtype, transposed: bool) -> "Case":
@@ -43,9 +46,11 @@ class Case:
         device = weight.state.rowwise_data.device
         # torch calls ROCm devices "cuda" as well.
         nvidia = device.type == "cuda" and torch.version.cuda is not None
+        experts, shape = (0, weight.matrix_shape) if weight.dim() == 2 else (weight.shape[0], weight.shape[1:])
         return Case(
             format=weight.format,
-            matrix_shape=weight.matrix_shape,
+            matrix_shape=tuple(shape),
+            experts=experts,
             dtype=dtype,
             device=device.type,
             capability=torch.cuda.get_device_capability(device) if nvidia else None,

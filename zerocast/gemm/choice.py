@@ -4,7 +4,7 @@ the weight's storage moves.
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.gemm import block_128, dequantize, mxfp4, mxfp8, nvfp4, per_tensor, plain
+from zerocast.gemm import block_128, dequantize, mxfp4, mxfp8, nvfp4, per_row, per_tensor, plain
 from zerocast.gemm.case import Case
 
 logger = logging.getLogger(__name__)
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 Operands = tuple[Tensor, ...]
 
 
-class Path(Protocol):
-    """The functions of a path module; see README.md."""
+class AnyPath(Protocol):
+    """The functions of every path module; see README.md."""
 
     def supports(self, fmt: FormatSpec) -> bool:
         """True if this is the path of weights of this format."""
@@ -35,6 +35,10 @@ class Path(Protocol):
 
     def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> Operands:
         """Quantize an input `[..., k]` or an output gradient for a product."""
+
+
+class Path(AnyPath, Protocol):
+    """A path of products of matrices."""
 
     def multiply(
         self,
@@ -51,6 +55,18 @@ class Path(Protocol):
         In the forward pass it is `x @ W.T + bias` from the rowwise copy, in the backward pass `grad
         @ W` from the columnwise copy. A transposed weight exchanges `W` and `W.T`.
         """
+
+
+class ExpertsPath(AnyPath, Protocol):
+    """A path of the products of all experts at once, and of their weight gradients."""
+
+    def multiply(
+        self, operands: Sequence[Tensor], weight: Any, offs: Tensor | None, columnwise: bool, is_gradient: bool
+    ) -> Tensor:
+        """The product of the operands from `quantize` with one copy of each expert."""
+
+    def weight_gradient(self, left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
+        """`left.T @ right` of each expert, of an input and an output gradient as they are."""
 
 
 class GradientPath(Protocol):
@@ -98,6 +114,7 @@ PATHS: dict[str, Path] = {
     "mxfp4": mxfp4,
     "dequantize": dequantize,
 }
+EXPERTS: dict[str, ExpertsPath] = {"per_row": per_row}
 PREFERENCES = ("auto", "dequantize", "scaled_mm", "block_128")
 WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
 # Devices on which "auto" takes a scaled product. The CPU emulates it, which is slower than
@@ -137,8 +154,9 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
     the weight run on FP8 tensor cores, and autograd keeps the quantized input only. If the weight
     has blocks of 128x128, the input then has such blocks as well, and the output gradient has
     groups of 128 tokens. With "fp8_groups" both have groups of 128 tokens, and the product takes
-    Hopper 1.4 times as long. Weights of a `Recipe(fast=True)` have "fp8" for "nominal". An argument
-    that is None changes nothing.
+    Hopper 1.4 times as long. Of the products of all experts at once autograd keeps the input as it
+    is, and both operands have a scale for each feature. Weights of a `Recipe(fast=True)` have "fp8"
+    for "nominal". An argument that is None changes nothing.
 
     A backward pass uses the settings of its forward pass. Compiled functions are compiled again.
     Raises ValueError for any other value.
@@ -173,7 +191,7 @@ def weight_gradients_of(weight: Any, path: str | None) -> str:
     """The present setting of weight gradients for products of this path with this weight, as `use`
     names it.
     """
-    if path not in GRADIENTS:
+    if path not in GRADIENTS and path not in EXPERTS:
         return "nominal"
     is_unset = _weight_gradients == "nominal"
     return "fp8" if is_unset and weight.state.fp8_weight_gradients else _weight_gradients
@@ -202,18 +220,25 @@ def _path_of(case: Case, preference: str) -> tuple[str, str]:
     first path that takes the format, with the reasons of all such paths why the device cannot run
     them.
     """
-    names = [name for name, path in PATHS.items() if path.supports(case.format)]
+    paths: Mapping[str, AnyPath] = {**EXPERTS, "dequantize": dequantize} if case.experts else PATHS
+    names = [name for name, path in paths.items() if path.supports(case.format)]
     if preference in names and not any(_reasons(preference, case)):
         return preference, ""
-    reasons = {name: next(PATHS[name].hardware(case), "") for name in names if name != "dequantize"}
+    reasons = {name: next(paths[name].hardware(case), "") for name in names if name != "dequantize"}
     runnable = next((name for name, reason in reasons.items() if not reason), None)
     return (runnable, "") if runnable else (names[0], "; ".join(reasons.values()))
 
 
 def _reasons(name: str, case: Case) -> Iterator[str]:
     """All reasons why a path cannot run."""
-    yield from PATHS[name].hardware(case)
-    yield from PATHS[name].unsupported_reasons(case)
+    path = module_of(name)
+    yield from path.hardware(case)
+    yield from path.unsupported_reasons(case)
+
+
+def module_of(name: str) -> AnyPath:
+    """The path of this name, of matrices or of all experts at once."""
+    return EXPERTS[name] if name in EXPERTS else PATHS[name]
 
 
 @functools.cache
@@ -222,9 +247,9 @@ def decide(case: Case, preference: str) -> Choice:
     if preference == "dequantize":
         return Choice("dequantize", "asked for")
     name, reason = _path_of(case, preference)
-    reason = reason or next(PATHS[name].unsupported_reasons(case), "")
+    reason = reason or next(module_of(name).unsupported_reasons(case), "")
     if name == "dequantize":
-        reason = f"{case.format} has no scaled product"
+        reason = f"{case.format} has no scaled product{' of all experts at once' if case.experts else ''}"
     if preference == "scaled_mm":
         return Choice(None if reason else name, reason)
     if not reason and case.device not in AUTOMATIC_DEVICES:
@@ -253,8 +278,8 @@ def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
 
 def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice, bool]:
     """The choice, and whether it is a fallback (`falls_back`). Kept with the weight's storage."""
-    if weight.dim() != 2:
-        return Choice("dequantize", "products of all experts at once are those of plain tensors"), False
+    if weight.dim() not in (2, 3):
+        return Choice("dequantize", f"no product takes a weight of {weight.dim()} dimensions"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
     key = _preference, dtype, transposed
     if key not in choices:

@@ -90,6 +90,15 @@ def _amax(x: Tensor) -> Tensor:
     return amax.view(1)
 
 
+def rows(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
+    """(codes of the shape of `x`, scale_inv f32 of that without the last dimension), with one scale
+    per row.
+    """
+    amax = torch.linalg.vector_norm(x, torch.inf, dim=-1, dtype=torch.float32)
+    scale = encode_scale(amax, element.max, power_of_2=False)
+    return codes_of(x, scale.unsqueeze(-1), element), reciprocal(scale)
+
+
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
     """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, with one scale per
     `width` elements of a row.

@@ -119,14 +119,38 @@ def _weight_gradient_fake(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: to
     return grad[0].new_empty((grad[0].shape[0], x[0].shape[0]), dtype=dtype)
 
 
-def _multiply_experts(x: Tensor, offs: Tensor | None, columnwise: bool, *weight: Any) -> Tensor:
-    return experts.multiply(x, StoredWeight(*weight), offs, columnwise)
+def _multiply_experts(
+    operands: Sequence[Tensor],
+    offs: Tensor | None,
+    columnwise: bool,
+    is_gradient: bool,
+    dtype: torch.dtype,
+    path: str,
+    *weight: Any,
+) -> Tensor:
+    return experts.multiply(path, operands, StoredWeight(*weight), offs, columnwise, is_gradient)
 
 
 def _multiply_experts_fake(
-    x: Tensor, offs: Tensor | None, columnwise: bool, shape: Sequence[int], *weight: Any
+    operands: Sequence[Tensor],
+    offs: Tensor | None,
+    columnwise: bool,
+    is_gradient: bool,
+    dtype: torch.dtype,
+    path: str,
+    shape: Sequence[int],
+    *weight: Any,
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], shape[2 if columnwise else 1]))
+    return operands[0].new_empty((*operands[0].shape[:-1], shape[2 if columnwise else 1]), dtype=dtype)
+
+
+def _experts_weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None, path: str) -> Tensor:
+    return gemm.EXPERTS[path].weight_gradient(left, right, offs)
+
+
+def _experts_weight_gradient_fake(left: Tensor, right: Tensor, offs: Tensor | None, path: str) -> Tensor:
+    count = left.shape[0] if offs is None else offs.shape[0]
+    return left.new_empty((count, left.shape[-1], right.shape[-1]))
 
 
 ops.define(
@@ -150,7 +174,14 @@ ops.define(
 )
 ops.define(
     "multiply_experts",
-    f"(Tensor x, Tensor? offs, bool columnwise, {_WEIGHT}) -> Tensor",
+    "(Tensor[] operands, Tensor? offs, bool columnwise, bool is_gradient, ScalarType dtype, str path, "
+    f"{_WEIGHT}) -> Tensor",
     _multiply_experts,
     _multiply_experts_fake,
+)
+ops.define(
+    "experts_weight_gradient",
+    "(Tensor left, Tensor right, Tensor? offs, str path) -> Tensor",
+    _experts_weight_gradient,
+    _experts_weight_gradient_fake,
 )

@@ -9,14 +9,14 @@
 So the copy whose blocks lie along the dimension that is summed over is read, whichever way a model
 stores its experts.
 
-torch's products of all experts at once take plain tensors. The weight of all experts is dequantized
-to the dtype of the input for the duration of one product; autograd keeps the quantized weight.
-`W[i]` is one expert as an operand of the products of matrices (`linear.py`), which run on tensor
-cores like those of other matrices. Its gradient is that of the whole weight, zero for the other
-experts.
+Where a path of `zerocast.gemm` can multiply all experts at once, it does. Otherwise the weight of
+all experts is dequantized to the dtype of the input for the duration of one product. autograd keeps
+the input as it is and the quantized weight. `W[i]` is one expert as an operand of the products of
+matrices (`linear.py`), which run on tensor cores like those of other matrices. Its gradient is that
+of the whole weight, zero for the other experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,11 +42,16 @@ class _Product(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool, path: str, weight_gradients: str
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, offs)
         ctx.columnwise = columnwise
+        ctx.path = path
+        ctx.quantized = weight_gradients != "nominal" and x.numel() > 0
         ctx.recorded = weight.state.recorded()
-        return multiply(x, weight, offs, columnwise)
+        operands, _ = gemm.of_input(path, x, weight.format)
+        return _multiplied(path, operands, x, weight, offs, columnwise, is_gradient=False)
 
     @staticmethod
     @once_differentiable
@@ -54,16 +59,29 @@ class _Product(torch.autograd.Function):
         x, weight, offs = ctx.saved_tensors
         # torch._grouped_mm has requirements on strides, and a gradient may come expanded.
         grad = grad.contiguous()
+        # The forward pass is over, and the last quantized input would only add to the memory.
+        gemm.forget()
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
             # A cast writes the buffers below autograd. The version counter of the weight, which
             # `saved_tensors` compares, does not move, so the weight's own version is compared.
             weight.state.validity.check_recorded(ctx.recorded)
-            grad_x = multiply(grad, weight, offs, not ctx.columnwise)
+            operands = gemm.module_of(ctx.path).quantize(grad, weight.format, gradient=True)
+            grad_x = _multiplied(ctx.path, operands, grad, weight, offs, not ctx.columnwise, is_gradient=True)
         if ctx.needs_input_grad[1]:
-            pair = (x, grad) if ctx.columnwise else (grad, x)
-            grad_weight = _weight_gradient(pair[0], pair[1], offs, weight.product_grad_dtype)
-        return grad_x, grad_weight, None, None
+            left, right = (x, grad) if ctx.columnwise else (grad, x)
+            if ctx.quantized:
+                grad_weight = _quantized_weight_gradient(ctx.path, left, right, offs)
+            else:
+                grad_weight = _weight_gradient(left, right, offs, weight.product_grad_dtype)
+        return grad_x, grad_weight, None, None, None, None
+
+
+def _quantized_weight_gradient(path: str, left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
+    if gemm.is_traced(left):
+        traced: Tensor = torch.ops.zerocast.experts_weight_gradient(left, right, offs, path)
+        return traced
+    return gemm.EXPERTS[path].weight_gradient(left, right, offs)
 
 
 def _weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -76,15 +94,50 @@ def _weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None, dtype: to
     return gemm.plain.matmul(left.mT, right).to(dtype)
 
 
-def multiply(x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool) -> Tensor:
-    """`x @ W.T` of each expert from the rowwise copy, `x @ W` from the columnwise copy."""
+def _multiplied(
+    path: str,
+    operands: Sequence[Tensor],
+    x: Tensor,
+    weight: Any,
+    offs: Tensor | None,
+    columnwise: bool,
+    is_gradient: bool,
+) -> Tensor:
+    """The product of `operands`, made from `x`, with one copy of the weight."""
+    # torch's scaled product does not take matrices without elements.
+    if not x.numel() and path in gemm.EXPERTS:
+        return x.new_empty((*x.shape[:-1], weight.shape[2 if columnwise else 1]))
     if weight.is_traced:
-        traced: Tensor = torch.ops.zerocast.multiply_experts(x, offs, columnwise, *weight.as_arguments())
+        traced: Tensor = torch.ops.zerocast.multiply_experts(
+            operands, offs, columnwise, is_gradient, x.dtype, path, *weight.as_arguments()
+        )
         return traced
+    return multiply(path, operands, weight, offs, columnwise, is_gradient)
+
+
+def multiply(
+    path: str, operands: Sequence[Tensor], weight: Any, offs: Tensor | None, columnwise: bool, is_gradient: bool
+) -> Tensor:
+    """`x @ W.T` of each expert from the rowwise copy, `x @ W` from the columnwise copy, for the
+    operands that the path made of `x`.
+    """
+    if path in gemm.EXPERTS:
+        return gemm.EXPERTS[path].multiply(operands, weight, offs, columnwise, is_gradient)
+    (x,) = operands
     # `read` gives [rows, columns] for either copy, so the orientation depends on the product alone.
     matrices = weight.read(columnwise, x.dtype).view(weight.shape)
     operand = matrices if columnwise else matrices.transpose(-2, -1)
     return gemm.plain.matmul(x, operand) if offs is None else gemm.plain.grouped_mm(x, operand, offs)
+
+
+def _recorded(x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool) -> Tensor:
+    """The product by the path that was chosen for the weight, recorded by autograd."""
+    path = gemm.path_of(weight, x.dtype, transposed=False)
+    # A path of experts has weight gradients in bf16 alone.
+    is_bf16 = weight.product_grad_dtype is torch.bfloat16
+    way = gemm.weight_gradients_of(weight, path) if is_bf16 else "nominal"
+    y: Tensor = _Product.apply(x, weight, offs, columnwise, path, way)  # type: ignore[no-untyped-call]
+    return y
 
 
 def _as_stored(operand: Any) -> tuple[Any, bool]:
@@ -123,8 +176,7 @@ def grouped_mm(
         raise RuntimeError(
             f"a grouped product has weight gradients of the nominal {weight.dtype}, and grad_dtype is {weight.product_grad_dtype}"
         )
-    y: Tensor = _Product.apply(input, weight, offs, columnwise)  # type: ignore[no-untyped-call]
-    return y
+    return _recorded(input, weight, offs, columnwise)
 
 
 def bmm(input: Any, mat2: Any) -> Tensor:
@@ -144,7 +196,7 @@ def bmm(input: Any, mat2: Any) -> Tensor:
             "a product of experts takes an input [E, rows, K] and a weight [E, K, M], which may be weight.transpose(-2, -1); got "
             f"{tuple(input.shape)} and {tuple(mat2.shape)}"
         )
-    return in_product_dtype(lambda x: _Product.apply(x, weight, None, columnwise), input, weight)  # type: ignore[no-untyped-call]
+    return in_product_dtype(lambda x: _recorded(x, weight, None, columnwise), input, weight)
 
 
 def in_product_dtype(product: Callable[[Tensor], Tensor], x: Tensor, weight: Any) -> Tensor:
