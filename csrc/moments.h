@@ -49,9 +49,9 @@ ZC_HD uint32_t random_bits(uint32_t key, int64_t element) {
 }
 
 struct MomentPiece {
-  int64_t offset, numel, scalars, start, columns, scale, cut_first, cut_last, key;
+  int64_t base, offset, numel, scalars, start, columns, scale, second_scale, cut_first, cut_last, key;
 
-  static constexpr int64_t kWidth = 9;
+  static constexpr int64_t kWidth = 11;
   static constexpr int64_t kGroup = 128;
 
   ZC_HD int64_t groups_across() const { return (columns - 1) / kGroup + 1; }
@@ -110,17 +110,10 @@ class MomentGroups {
   int64_t start_, stop_, columns_, column_, element_;
 };
 
-// Flat tensors that are updated together. Both tensors of floats have a row for each moment.
-struct Adam8bitState {
-  float* master;
-  Array grad;
-  int8_t* exp_avg;
-  uint8_t* exp_avg_sq;
-  float* scales;
-  int64_t scale_count;
-  float* cut_largest;
-  int64_t cut_count;
-  int64_t numel;  // of the shortest one
+// The largest values of groups that several ranks have parts of: of first moments, then of second ones.
+struct CutLargest {
+  float* values;
+  int64_t count;
 };
 
 }  // namespace zerocast

@@ -2,6 +2,7 @@
 // stage will touch is compared with its tensors at each call, its table too.
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "api/enums.h"
@@ -123,17 +124,63 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
                  reinterpret_cast<const float*>(scalars.address), clip, threads);
 }
 
-void adam_8bit(const Format& format, const std::string& nominal, const Memory& master, const Memory& grad,
-               const Memory& exp_avg, const Memory& exp_avg_sq, const Memory& moment_scales, const Memory& table,
-               const Memory& pieces, const Memory& scalars, float clip, int64_t step, const Memory& packed,
+cpu::Adam8bitStep step_of(const Memory& pieces, const Memory& scalars, float clip, const Memory& steps) {
+  return {reinterpret_cast<const MomentPiece*>(pieces.address), reinterpret_cast<const float*>(scalars.address), clip,
+          reinterpret_cast<const int64_t*>(steps.address)};
+}
+
+std::vector<cpu::Adam8bitState> states_8bit_of(const Memories& masters, const Memories& grads, const Memories& exp_avgs,
+                                               const Memories& exp_avg_sqs, const Memories& scales) {
+  std::vector<cpu::Adam8bitState> states;
+  for (size_t i = 0; i < masters.size(); ++i) {
+    check_reach("master", masters[i], "float32", masters[i].bytes);
+    check_reach("exp_avg", exp_avgs.at(i), "int8", exp_avgs.at(i).bytes);
+    check_reach("exp_avg_sq", exp_avg_sqs.at(i), "uint8", exp_avg_sqs.at(i).bytes);
+    check_reach("moment_scales", scales.at(i), "float32", scales.at(i).bytes);
+    states.push_back({reinterpret_cast<float*>(masters.addresses[i]), adam_array("grad", grads.at(i)),
+                      reinterpret_cast<int8_t*>(exp_avgs.addresses[i]), reinterpret_cast<uint8_t*>(exp_avg_sqs.addresses[i]),
+                      reinterpret_cast<float*>(scales.addresses[i])});
+  }
+  return states;
+}
+
+std::vector<Adam8bitSizes> sizes_of(const Memories& masters, const Memories& grads, const Memories& exp_avgs,
+                                    const Memories& exp_avg_sqs, const Memories& scales) {
+  std::vector<Adam8bitSizes> sizes;
+  for (size_t i = 0; i < masters.size(); ++i) {
+    const int64_t numel = std::min({elements_of("master", masters[i]), elements_of("grad", grads.at(i)),
+                                    exp_avgs.at(i).bytes, exp_avg_sqs.at(i).bytes});
+    sizes.push_back({numel, elements_of("moment_scales", scales.at(i))});
+  }
+  return sizes;
+}
+
+void adam_8bit(const Format& format, const std::string& nominal, const Memories& masters, const Memories& grads,
+               const Memories& exp_avgs, const Memories& exp_avg_sqs, const Memories& moment_scales, const Memory& table,
+               const Memory& pieces, const Memory& scalars, float clip, const Memory& steps, const Memory& packed,
                const Memory& cut_largest, bool finishes, int threads) {
-  adam_array("grad", grad);
-  const Adam8bitState state = moment_state(master, grad, exp_avg, exp_avg_sq, moment_scales, cut_largest);
+  const auto states = states_8bit_of(masters, grads, exp_avgs, exp_avg_sqs, moment_scales);
   const Rows rows(format, table, Spans::kRead);
-  check_moment_pieces(pieces, scalars, state, rows.table());
+  const CutLargest cuts = cut_largest_of(cut_largest);
+  check_moment_pieces(pieces, scalars, steps, sizes_of(masters, grads, exp_avgs, exp_avg_sqs, moment_scales), cuts.count,
+                      rows.table());
   rows.check_packed(packed, false);
-  cpu::adam_8bit(format, dtype_of(nominal), state, rows.table(), reinterpret_cast<const MomentPiece*>(pieces.address),
-                 reinterpret_cast<const float*>(scalars.address), clip, step, array_of("packed", packed), finishes, threads);
+  cpu::adam_8bit(format, dtype_of(nominal), states, rows.table(), step_of(pieces, scalars, clip, steps),
+                 array_of("packed", packed), cuts, finishes, threads);
+}
+
+void adam_8bit_cast(const Format& format, const std::string& nominal, const Memories& masters, const Memories& grads,
+                    const Memories& exp_avgs, const Memories& exp_avg_sqs, const Memories& moment_scales,
+                    const Memory& table, const Memory& pieces, const Memory& scalars, float clip, const Memory& steps,
+                    const Memory& packed, const Memories& row_data, int threads) {
+  const auto states = states_8bit_of(masters, grads, exp_avgs, exp_avg_sqs, moment_scales);
+  const Rows rows(format, table, Spans::kRead);
+  check_moment_pieces(pieces, scalars, steps, sizes_of(masters, grads, exp_avgs, exp_avg_sqs, moment_scales), 0,
+                      rows.table());
+  rows.check_packed(packed, false);
+  rows.check_codes(dtype_of(nominal), row_data, nullptr);
+  cpu::adam_8bit_cast(format, dtype_of(nominal), states, rows.table(), step_of(pieces, scalars, clip, steps),
+                      array_of("packed", packed), row_data.addresses, threads);
 }
 
 // The loops are chosen once, for the first of them.
@@ -207,8 +254,10 @@ void register_cpu(py::module_& m) {
              "group_scale_inv", "threads");
   bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
              "threads");
-  bind_stage(cpu, "adam_8bit", &adam_8bit, "fmt", "nominal", "master", "grad", "exp_avg", "exp_avg_sq", "moment_scales",
-             "table", "pieces", "scalars", "clip", "step", "packed", "cut_largest", "finishes", "threads");
+  bind_stage(cpu, "adam_8bit", &adam_8bit, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "moment_scales",
+             "table", "pieces", "scalars", "clip", "steps", "packed", "cut_largest", "finishes", "threads");
+  bind_stage(cpu, "adam_8bit_cast", &adam_8bit_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs",
+             "moment_scales", "table", "pieces", "scalars", "clip", "steps", "packed", "row_data", "threads");
   bind_stage(cpu, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",
              "groups", "scalars", "clip", "packed", "threads");
   bind_stage(cpu, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "table",

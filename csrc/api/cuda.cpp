@@ -43,6 +43,7 @@ cuda::Stage stage_of(const std::string& name) {
   if (name == "amax") return cuda::Stage::kAmaxPanels;
   if (name == "cast") return cuda::Stage::kCastPanels;
   if (name == "adam_cast") return cuda::Stage::kOnePass;
+  if (name == "adam_8bit_cast") return cuda::Stage::kOnePass8bit;
   if (name == "scales") return cuda::Stage::kScales;
   if (name == "transpose") return cuda::Stage::kTranspose;
   if (name == "transpose_scales") return cuda::Stage::kTransposeScales;
@@ -51,9 +52,9 @@ cuda::Stage stage_of(const std::string& name) {
 
 // Returns (first ordinal, count) of the thread blocks of each weight of a table in host memory.
 std::vector<std::pair<int64_t, int64_t>> ordinals(const std::string& stage, const Format& format, const Memory& table) {
-  const bool is_owned = stage == "amax" || stage == "cast" || stage == "adam_cast";
+  const bool is_owned = stage == "amax" || stage == "cast" || stage == "adam_cast" || stage == "adam_8bit_cast";
   const Table rows = Rows(format, table, is_owned ? Spans::kRead : Spans::kUnread).table();
-  if (stage_of(stage) == cuda::Stage::kOnePass) check_whole_blocks(format, rows);
+  if (stage == "adam_cast" || stage == "adam_8bit_cast") check_whole_blocks(format, rows);
   std::vector<std::pair<int64_t, int64_t>> found;
   for (int64_t i = 0; i < rows.size; ++i) {
     if (format.block && (rows[i].rows() > INT32_MAX || rows[i].columns() > INT32_MAX)) {
@@ -148,13 +149,34 @@ void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, 
                   work.blocks, {scalars, clip, skip}, stream_of(stream));
 }
 
-void adam_8bit(const Format& format, const std::string& nominal, const Memory& master, const Memory& grad,
-               const Memory& exp_avg, const Memory& exp_avg_sq, const Memory& moment_scales, const WorkArgument& pieces,
-               uintptr_t scalars, uintptr_t clip, uintptr_t step, const Memory& packed, const Memory& cut_largest,
-               bool finishes, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
-  cuda::adam_8bit(format, dtype_of(nominal), moment_state(master, grad, exp_avg, exp_avg_sq, moment_scales, cut_largest),
-                  work_of(work), work_of(pieces), {scalars, clip, skip}, step, array_of("packed", packed), finishes,
-                  stream_of(stream));
+cuda::Adam8bitState state_8bit_of(const TypedBases& masters, const TypedBases& grads, const TypedBases& exp_avgs,
+                                  const TypedBases& exp_avg_sqs, const TypedBases& scales) {
+  const bool as_needed = masters.second == "float32" && exp_avgs.second == "int8" && exp_avg_sqs.second == "uint8" &&
+                         scales.second == "float32";
+  if (!as_needed) {
+    throw std::invalid_argument("Adam in 8 bits takes FP32 masters and scales, and codes that are int8 and uint8; got " +
+                                masters.second + ", " + scales.second + ", " + exp_avgs.second + ", " + exp_avg_sqs.second);
+  }
+  return {masters.first, array_of(grads), exp_avgs.first, exp_avg_sqs.first, scales.first};
+}
+
+void adam_8bit(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
+               const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TypedBases& moment_scales,
+               const WorkArgument& pieces, uintptr_t scalars, uintptr_t clip, uintptr_t steps, const Memory& packed,
+               const Memory& cut_largest, bool finishes, cuda::Flag skip, const WorkArgument& work,
+               const StreamArgument& stream) {
+  cuda::adam_8bit(format, dtype_of(nominal), state_8bit_of(masters, grads, exp_avgs, exp_avg_sqs, moment_scales),
+                  work_of(work), work_of(pieces), {scalars, clip, skip}, steps, array_of("packed", packed),
+                  cut_largest_of(cut_largest), finishes, stream_of(stream));
+}
+
+void adam_8bit_cast(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
+                    const TypedBases& exp_avgs, const TypedBases& exp_avg_sqs, const TypedBases& moment_scales,
+                    uintptr_t pieces, uintptr_t scalars, uintptr_t clip, uintptr_t steps, const Memory& packed,
+                    cuda::DeviceBases row_data, cuda::Flag skip, const WorkArgument& work, const StreamArgument& stream) {
+  cuda::adam_8bit_cast(format, dtype_of(nominal), state_8bit_of(masters, grads, exp_avgs, exp_avg_sqs, moment_scales),
+                       work_of(work), pieces, {scalars, clip, skip}, steps, array_of("packed", packed), row_data,
+                       stream_of(stream));
 }
 
 void adam_amax(const Format& format, const std::string& nominal, const TypedBases& masters, const TypedBases& grads,
@@ -258,8 +280,10 @@ void register_cuda(py::module_& m) {
              "codes", "group_scale_inv", "stream");
   bind_stage(cuda, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip", "skip",
              "stream");
-  bind_stage(cuda, "adam_8bit", &adam_8bit, "fmt", "nominal", "master", "grad", "exp_avg", "exp_avg_sq", "moment_scales",
-             "pieces", "scalars", "clip", "step", "packed", "cut_largest", "finishes", "skip", "work", "stream");
+  bind_stage(cuda, "adam_8bit", &adam_8bit, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "moment_scales",
+             "pieces", "scalars", "clip", "steps", "packed", "cut_largest", "finishes", "skip", "work", "stream");
+  bind_stage(cuda, "adam_8bit_cast", &adam_8bit_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs",
+             "moment_scales", "pieces", "scalars", "clip", "steps", "packed", "row_data", "skip", "work", "stream");
   bind_stage(cuda, "adam_amax", &adam_amax, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",
              "scalars", "clip", "packed", "skip", "work", "stream");
   bind_stage(cuda, "adam_cast", &adam_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "groups",

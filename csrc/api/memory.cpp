@@ -159,57 +159,50 @@ int64_t check_segments(const Memory& segments, const Memory& scalars, const std:
   return count;
 }
 
-Adam8bitState moment_state(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-                           const Memory& scales, const Memory& cut_largest) {
-  const int64_t scale_count = rows_of("scales", scales, "float32", 2),
-                cuts = rows_of("cut_largest", cut_largest, "float32", 2);
-  check_reach("master", master, "float32", master.bytes);
-  check_reach("exp_avg", exp_avg, "int8", exp_avg.bytes);
-  check_reach("exp_avg_sq", exp_avg_sq, "uint8", exp_avg_sq.bytes);
-  const int64_t numel =
-      std::min({elements_of("master", master), elements_of("grad", grad), exp_avg.bytes, exp_avg_sq.bytes});
-  return {reinterpret_cast<float*>(master.address),
-          array_of("grad", grad),
-          reinterpret_cast<int8_t*>(exp_avg.address),
-          reinterpret_cast<uint8_t*>(exp_avg_sq.address),
-          reinterpret_cast<float*>(scales.address),
-          scale_count,
-          reinterpret_cast<float*>(cut_largest.address),
-          cuts,
-          numel};
+CutLargest cut_largest_of(const Memory& cut_largest) {
+  return {reinterpret_cast<float*>(cut_largest.address), rows_of("cut_largest", cut_largest, "float32", 2)};
 }
 
-void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state, const Table& table) {
+void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Memory& steps,
+                         const std::vector<Adam8bitSizes>& bases, int64_t cuts, const Table& table) {
   const int64_t count = rows_of("pieces", pieces, "int64", MomentPiece::kWidth);
   if (count != table.size) {
     throw std::invalid_argument(std::to_string(count) + " pieces have " + std::to_string(table.size) + " rows of a table");
   }
   const int64_t groups = rows_of("scalars", scalars, "float32", 8);
+  check_reach("steps", steps, "int64", groups * 8);
   const auto* row = reinterpret_cast<const MomentPiece*>(pieces.address);
   for (int64_t i = 0; i < count; ++i, ++row) {
     const std::string piece = "piece " + std::to_string(i);
-    if (row->offset < 0 || row->numel < 1 || row->offset > state.numel || row->numel > state.numel - row->offset) {
+    const Weight w = table[i];
+    if (row->base < 0 || row->base >= static_cast<int64_t>(bases.size()) || row->base != w[column::MASTER_BASE]) {
+      throw std::invalid_argument(piece + " is of base " + std::to_string(row->base) + " of " +
+                                  std::to_string(bases.size()) + ", its row of the table of " +
+                                  std::to_string(w[column::MASTER_BASE]));
+    }
+    const Adam8bitSizes& base = bases[row->base];
+    if (row->offset < 0 || row->numel < 1 || row->offset > base.numel || row->numel > base.numel - row->offset) {
       throw std::invalid_argument(piece + " has " + std::to_string(row->numel) + " elements from " +
                                   std::to_string(row->offset) + " on, the shortest tensor has " +
-                                  std::to_string(state.numel));
+                                  std::to_string(base.numel));
     }
     if (row->columns < 1 || row->columns > kMost || row->start < 0 || row->start > kMost) {
       throw std::invalid_argument(piece + " begins at element " + std::to_string(row->start) + " of a weight of " +
                                   std::to_string(row->columns) + " columns");
     }
-    if (row->scale < 0 || row->scale > state.scale_count || row->groups() > state.scale_count - row->scale) {
-      throw std::invalid_argument(piece + " needs " + std::to_string(row->groups()) + " scales from " +
-                                  std::to_string(row->scale) + " on, there are " + std::to_string(state.scale_count));
+    for (const int64_t scale : {row->scale, row->second_scale}) {
+      if (scale < 0 || scale > base.scales || row->groups() > base.scales - scale) {
+        throw std::invalid_argument(piece + " needs " + std::to_string(row->groups()) + " scales from " +
+                                    std::to_string(scale) + " on, there are " + std::to_string(base.scales));
+      }
     }
-    if (row->scalars < 0 || row->scalars >= groups || row->cut_first >= state.cut_count ||
-        row->cut_last >= state.cut_count) {
+    if (row->scalars < 0 || row->scalars >= groups || row->cut_first >= cuts || row->cut_last >= cuts) {
       throw std::invalid_argument(piece + " takes row " + std::to_string(row->scalars) + " of " + std::to_string(groups) +
                                   " rows of scalars, and cut groups " + std::to_string(row->cut_first) + " and " +
-                                  std::to_string(row->cut_last) + " of " + std::to_string(state.cut_count));
+                                  std::to_string(row->cut_last) + " of " + std::to_string(cuts));
     }
-    const Weight w = table[i];
-    if (w[column::MASTER_BASE] != 0 || row->offset != w[column::MASTER_OFFSET] || row->numel != w[column::NUMEL] ||
-        row->columns != w.columns() || row->start < w.start() || (row->start - w.start()) % row->columns != 0) {
+    if (row->offset != w[column::MASTER_OFFSET] || row->numel != w[column::NUMEL] || row->columns != w.columns() ||
+        row->start < w.start() || (row->start - w.start()) % row->columns != 0) {
       throw std::invalid_argument(piece + " has other elements than its row of the table");
     }
   }

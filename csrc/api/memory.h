@@ -82,11 +82,18 @@ int64_t check_segments(const Memory& segments, const Memory& scalars, const std:
 // Whether a stage reads which elements of a weight are owned.
 enum class Spans { kUnread, kRead };
 
-// Flat tensors of adam_8bit, and a check that pieces in host memory are inside of these and have the
-// elements of the rows of a table.
-Adam8bitState moment_state(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-                           const Memory& scales, const Memory& cut_largest);
-void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Adam8bitState& state, const Table& table);
+// The largest values of cut groups.
+CutLargest cut_largest_of(const Memory& cut_largest);
+
+// The tensors of one base of adam_8bit: elements of the shortest flat one, and scales.
+struct Adam8bitSizes {
+  int64_t numel, scales;
+};
+
+// Throws unless the pieces in host memory are inside of the tensors of their bases, have the elements
+// of the rows of a table, and each row of scalars has the number of its step.
+void check_moment_pieces(const Memory& pieces, const Memory& scalars, const Memory& steps,
+                         const std::vector<Adam8bitSizes>& bases, int64_t cuts, const Table& table);
 
 // The rows of a table in host memory; spans that are read are inside of their weights.
 class Rows {

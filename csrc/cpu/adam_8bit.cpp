@@ -1,11 +1,12 @@
-// Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits; amaxes of the new
-// masters are taken while still cached.
+// Stages adam_8bit and adam_8bit_cast: AdamW on pieces of weights whose moments are kept in 8 bits;
+// amaxes of the new masters, and their codes, are made while these are still cached.
 #include <algorithm>
 #include <cmath>
 
 #include "codec.h"
 #include "cpu/adam.h"
 #include "cpu/amax_walk.h"
+#include "cpu/one_pass.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 #include "moments.h"
@@ -49,19 +50,17 @@ using GroupLoop = void (*)(const GroupWork& work);
 // Updates groups of pieces, which are parallel to the rows of the table.
 struct MomentUpdate {
   GroupLoop update;
-  const Adam8bitState& state;
+  const std::vector<cpu::Adam8bitState>& states;
   const Table& table;
-  const MomentPiece* pieces;
-  const AdamScalars* scalars;
-  float clip;
-  int64_t step;
+  const cpu::Adam8bitStep& step;
+  CutLargest cut_largest;
 
   // The owned elements of a row of a panel, as amax_walk.h does before it folds them. Panels begin
   // and end between groups.
   void operator()(const Panel& panel, int64_t row, Panel::Segment owned) const {
     if (owned.first >= owned.last) return;
     const Weight& weight = panel.weight;
-    const MomentPiece& piece = pieces[(weight.row - table.rows) / column::WIDTH];
+    const MomentPiece& piece = step.pieces[(weight.row - table.rows) / column::WIDTH];
     const int64_t groups = piece.groups(), size = owned.last - owned.first;
     int64_t element = piece.start + row * panel.pitch + owned.first - weight.start();
     int64_t group = piece.group_of(element) - piece.group_of(piece.start);
@@ -81,12 +80,14 @@ struct MomentUpdate {
  private:
   // `n` elements from `element` on, which are all that the piece has of the group.
   void one_group(const MomentPiece& piece, int64_t group, int64_t groups, int64_t element, int64_t n, bool finishes) const {
-    const int64_t at = piece.offset + element - piece.start, scale = piece.scale + group, cut = piece.cut(group, groups);
-    float* const largest = cut < 0 ? nullptr : state.cut_largest + cut;
+    const cpu::Adam8bitState& state = states[piece.base];
+    const int64_t at = piece.offset + element - piece.start, cut = piece.cut(group, groups);
+    float* const largest = cut < 0 ? nullptr : cut_largest.values + cut;
     update({state.master + at, reinterpret_cast<const void*>(state.grad.address + at * size_of(state.grad.dtype)),
-            state.exp_avg + at, state.exp_avg_sq + at, state.scales + scale, state.scales + state.scale_count + scale,
-            largest, largest == nullptr ? nullptr : largest + state.cut_count, n, element, key_of_step(piece.key, step),
-            scalars[piece.scalars], clip, finishes});
+            state.exp_avg + at, state.exp_avg_sq + at, state.scales + piece.scale + group,
+            state.scales + piece.second_scale + group, largest, largest == nullptr ? nullptr : largest + cut_largest.count,
+            n, element, key_of_step(piece.key, step.steps[piece.scalars]),
+            reinterpret_cast<const AdamScalars*>(step.scalars)[piece.scalars], step.clip, finishes});
   }
 };
 
@@ -97,23 +98,44 @@ struct MomentUpdate {
 #include "cpu/at_every_level.h"
 #define ZC_LOOPS "partial_amax.inc"
 #include "cpu/at_every_level.h"
+#define ZC_LOOPS "partial_cast.inc"
+#include "cpu/at_every_level.h"
 
 namespace zerocast::cpu {
+namespace {
 
-void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Table& table,
-               const MomentPiece* pieces, const float* scalars, float clip, int64_t step, Array packed, bool finishes,
-               int threads) {
-  const MomentUpdate update{ZC_AT_LEVEL(group_loop)(state.grad.dtype),     state, table, pieces,
-                            reinterpret_cast<const AdamScalars*>(scalars), clip,  step};
+std::vector<Array> masters_of(const std::vector<Adam8bitState>& states) {
+  std::vector<Array> masters;
+  for (const Adam8bitState& state : states) masters.push_back({reinterpret_cast<uintptr_t>(state.master), Dtype::kFloat32});
+  return masters;
+}
+
+}  // namespace
+
+void adam_8bit(const Format& format, Dtype nominal, const std::vector<Adam8bitState>& states, const Table& table,
+               const Adam8bitStep& step, Array packed, const CutLargest& cut_largest, bool finishes, int threads) {
+  if (states.empty()) return;
+  const MomentUpdate update{ZC_AT_LEVEL(group_loop)(states[0].grad.dtype), states, table, step, cut_largest};
   if (!finishes) {
-    const std::vector<Array> masters{{reinterpret_cast<uintptr_t>(state.master), Dtype::kFloat32}};
-    return walk_amaxes(format, nominal, masters, table, packed, threads, ZC_AT_LEVEL(amax_loops), update, Pitch::kRow);
+    return walk_amaxes(format, nominal, masters_of(states), table, packed, threads, ZC_AT_LEVEL(amax_loops), update,
+                       Pitch::kRow);
   }
   parallel_for(table.size, threads, [&](int64_t i) {
-    const int64_t last = pieces[i].groups() - 1;
-    if (pieces[i].cut(0, last + 1) >= 0) update.finish(pieces[i], 0);
-    if (last > 0 && pieces[i].cut_last >= 0) update.finish(pieces[i], last);
+    const MomentPiece& piece = step.pieces[i];
+    const int64_t last = piece.groups() - 1;
+    if (piece.cut(0, last + 1) >= 0) update.finish(piece, 0);
+    if (last > 0 && piece.cut_last >= 0) update.finish(piece, last);
   });
+}
+
+void adam_8bit_cast(const Format& format, Dtype nominal, const std::vector<Adam8bitState>& states, const Table& table,
+                    const Adam8bitStep& step, Array packed, const Bases& row_data, int threads) {
+  check_whole_blocks(format, table);
+  if (states.empty()) return;
+  const MomentUpdate update{ZC_AT_LEVEL(group_loop)(states[0].grad.dtype), states, table, step, {nullptr, 0}};
+  const AmaxLoops amax_loops = ZC_AT_LEVEL(amax_loops)(Dtype::kFloat32, nominal, packed.dtype);
+  const CastLoops cast_loops = ZC_AT_LEVEL(cast_loops)(Dtype::kFloat32, nominal, format.element);
+  walk_in_one_pass(format, masters_of(states), table, packed, row_data, amax_loops, cast_loops, threads, update);
 }
 
 }  // namespace zerocast::cpu

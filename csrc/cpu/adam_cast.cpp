@@ -1,13 +1,8 @@
 // Stage adam_cast: AdamW on whole rows of blocks, their amaxes, and their codes while they are still
 // cached.
-#include <algorithm>
-#include <cstring>
-#include <stdexcept>
-
 #include "codec.h"
 #include "cpu/adam.h"
-#include "cpu/amax_walk.h"
-#include "cpu/cast_walk.h"
+#include "cpu/one_pass.h"
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 
@@ -32,26 +27,7 @@ void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>
                              clip};
   const AmaxLoops amax_loops = ZC_AT_LEVEL(amax_loops)(Dtype::kFloat32, nominal, packed.dtype);
   const CastLoops cast_loops = ZC_AT_LEVEL(cast_loops)(Dtype::kFloat32, nominal, format.element);
-  const std::vector<Array> masters = masters_of(states);
-  const Bases none;
-  const CastInputs in{format, packed, none, none};
-  const int64_t height = format.exchange_block().rows;
-  const std::vector<Panel> panels = owned_panels(format, table, {height, kPanelColumns, threads});
-  parallel_for(static_cast<int64_t>(panels.size()), threads, [&](int64_t i) {
-    const Master master(masters, panels[i].weight);
-    const Weight& weight = panels[i].weight;
-    const uintptr_t data = row_data[weight[column::ROW_DATA_BASE]] + weight[column::ROW_DATA_OFFSET];
-    Panel band = panels[i];  // a row of blocks
-    for (; band.first_row < panels[i].last_row; band.first_row = band.last_row) {
-      band.last_row = std::min(band.first_row + height, panels[i].last_row);
-      one_grid(format, amax_loops, band, master, packed, update_row);
-      if (format.elements_per_byte() == 2) {
-        cast_panel(in, cast_loops, band, master, Nibbles{cast_loops, data});
-      } else {
-        cast_panel(in, cast_loops, band, master, Bytes{cast_loops, data});
-      }
-    }
-  });
+  walk_in_one_pass(format, masters_of(states), table, packed, row_data, amax_loops, cast_loops, threads, update_row);
 }
 
 }  // namespace zerocast::cpu

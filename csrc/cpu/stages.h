@@ -54,11 +54,32 @@ void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>
 void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data, int threads);
 
-// The same with moments in 8 bits; `pieces` are parallel to the rows of the table. The second of two
-// calls, after `cut_largest` was reduced, `finishes` cut groups.
-void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Table& table,
-               const MomentPiece* pieces, const float* scalars, float clip, int64_t step, Array packed, bool finishes,
-               int threads);
+// Flat tensors that are updated together, with moments in 8 bits.
+struct Adam8bitState {
+  float* master;
+  Array grad;
+  int8_t* exp_avg;
+  uint8_t* exp_avg_sq;
+  float* scales;
+};
+
+// What a step with moments in 8 bits reads besides these: `pieces` are parallel to the rows of the
+// table, `steps` to those of `scalars`.
+struct Adam8bitStep {
+  const MomentPiece* pieces;
+  const float* scalars;
+  float clip;
+  const int64_t* steps;
+};
+
+// adam_amax with moments in 8 bits. The second of two calls, after `cut_largest` was reduced,
+// `finishes` cut groups.
+void adam_8bit(const Format& format, Dtype nominal, const std::vector<Adam8bitState>& states, const Table& table,
+               const Adam8bitStep& step, Array packed, const CutLargest& cut_largest, bool finishes, int threads);
+
+// adam_cast with moments in 8 bits, of pieces without cut groups.
+void adam_8bit_cast(const Format& format, Dtype nominal, const std::vector<Adam8bitState>& states, const Table& table,
+                    const Adam8bitStep& step, Array packed, const Bases& row_data, int threads);
 
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h).

@@ -1,335 +1,11 @@
 // Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits, and the partial amaxes
 // of the updated masters.
-//
-// A warp takes some groups of 128 elements one after the other, a lane four neighbours of each. The
-// loads of a group are under way while the group before it is computed. Groups follow each other, or
-// where amaxes are of blocks lie below each other, as the rows of a panel of adam_amax.
-#include "cuda/amax.cuh"
-#include "cuda/dispatch.cuh"
-#include "cuda/moments.cuh"
-#include "cuda/stages.h"
+#include "cuda/moment_pieces.cuh"
 
 namespace zerocast::cuda {
 namespace {
 
-constexpr int kThreads = kAmaxShape.threads(), kWarps = kAmaxShape.warps, kLaneElements = kAmaxShape.lane_columns;
-constexpr int kGroupsOfWarp = kMomentGroups / kWarps;
 constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, which do not spill
-static_assert(kLaneElements * kWarpLanes == MomentPiece::kGroup && kGroupsOfWarp * kWarps == kMomentGroups);
-
-__device__ const CodeValues kCodeValues = code_values();
-
-__device__ void read_code_values(CodeValues& values) {
-  static_assert(sizeof values.first == 4 * kThreads && sizeof values.second == 4 * (kThreads + 1));
-  const int thread = static_cast<int>(threadIdx.x);
-  values.first[thread] = kCodeValues.first[thread];
-  values.second[thread] = kCodeValues.second[thread];
-  if (thread == 0) values.second[kThreads] = kCodeValues.second[kThreads];
-  __syncthreads();
-}
-
-// Four elements of a lane as they lie in memory; zeros for those that the piece does not have.
-template <class Grad>
-struct LaneElements {
-  Four<Float32> p;
-  Four<Grad> g;
-  uint32_t m, v;  // codes
-};
-
-// What becomes of them.
-struct LaneResults {
-  Four<Float32> masters;
-  uint32_t first, second;  // codes
-};
-
-// The scales of a group, or its largest moments.
-struct GroupPair {
-  float first, second;
-};
-
-// A lane's place in a group: the index in the weight of its first element, and which of the four the
-// piece has.
-struct LanePlace {
-  int64_t element;
-  int first, last;
-
-  // Of a group that begins at `group`, of which the piece has [first, last).
-  __device__ LanePlace(int64_t group, int first, int last) {
-    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes * kLaneElements;
-    element = group + lane;
-    this->first = first - lane;
-    this->last = last - lane;
-  }
-  __device__ bool has(int i) const { return i >= first && i < last; }
-  __device__ bool whole() const { return first <= 0 && last >= kLaneElements; }
-};
-
-// Where a lane's elements lie.
-template <class Grad>
-struct LanePointers {
-  uint32_t* p;
-  const typename Grad::Word* g;
-  uint8_t *m, *v;
-
-  // The same of element `offset` from here.
-  __device__ LanePointers at(int64_t offset) const { return {p + offset, g + offset, m + offset, v + offset}; }
-
-  // True if four elements may be read and written at once.
-  __device__ bool aligned() const {
-    const auto off = [](const void* at, int bytes) { return reinterpret_cast<uint64_t>(at) % bytes; };
-    return (off(p, 16) | off(g, 4 * sizeof(typename Grad::Word)) | off(m, 4) | off(v, 4)) == 0;
-  }
-
-  __device__ LaneElements<Grad> load() const {
-    return {Four<Float32>::load(p), Four<Grad>::load(g), *reinterpret_cast<const uint32_t*>(m),
-            *reinterpret_cast<const uint32_t*>(v)};
-  }
-  __device__ LaneElements<Grad> load(const LanePlace& place) const {
-    if (place.whole() && aligned()) return load();
-    LaneElements<Grad> x{};
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      if (!place.has(i)) continue;
-      x.p.words[i] = p[i];
-      x.g.words[i] = g[i];
-      x.m |= static_cast<uint32_t>(m[i]) << 8 * i;
-      x.v |= static_cast<uint32_t>(v[i]) << 8 * i;
-    }
-    return x;
-  }
-
-  __device__ void store_masters(const LaneResults& x) const { x.masters.store(p); }
-  __device__ void store_masters(const LaneResults& x, const LanePlace& place) const {
-    if (place.whole() && aligned()) return store_masters(x);
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      if (place.has(i)) p[i] = x.masters.words[i];
-    }
-  }
-
-  __device__ void store_codes(const LaneResults& x) const {
-    *reinterpret_cast<uint32_t*>(m) = x.first;
-    *reinterpret_cast<uint32_t*>(v) = x.second;
-  }
-  __device__ void store_codes(const LaneResults& x, const LanePlace& place) const {
-    if (place.whole() && aligned()) return store_codes(x);
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      if (!place.has(i)) continue;
-      m[i] = static_cast<uint8_t>(x.first >> 8 * i);
-      v[i] = static_cast<uint8_t>(x.second >> 8 * i);
-    }
-  }
-};
-
-// The tensors of a piece: at the weight's first element, which may not exist, and at the scales of
-// its first group.
-template <class Grad>
-struct PieceArrays {
-  LanePointers<Grad> elements;
-  float *first_scales, *second_scales;
-
-  __device__ PieceArrays(const Adam8bitState& state, const MomentPiece& piece)
-      : first_scales(state.scales + piece.scale), second_scales(first_scales + state.scale_count) {
-    const int64_t origin = piece.offset - piece.start;
-    elements.p = reinterpret_cast<uint32_t*>(state.master) + origin;
-    elements.g = reinterpret_cast<const typename Grad::Word*>(state.grad.address) + origin;
-    elements.m = reinterpret_cast<uint8_t*>(state.exp_avg) + origin;
-    elements.v = state.exp_avg_sq + origin;
-  }
-
-  __device__ GroupPair scales(int64_t group) const { return {first_scales[group], second_scales[group]}; }
-  // All lanes call it, after each has loaded the old ones.
-  __device__ void store_scales(int64_t group, const GroupPair& scales) const {
-    __syncwarp();
-    if (threadIdx.x % kWarpLanes != 0) return;
-    first_scales[group] = scales.first;
-    second_scales[group] = scales.second;
-  }
-};
-
-// The random bits of neighbouring elements of a weight.
-struct Randoms {
-  uint32_t lower, upper_key, next_upper_key;
-
-  __device__ Randoms(uint32_t key, int64_t element)
-      : lower(static_cast<uint32_t>(element)),
-        upper_key(mix(key + static_cast<uint32_t>(element >> 32))),
-        next_upper_key(mix(key + static_cast<uint32_t>(element >> 32) + 1)) {}
-  __device__ uint32_t operator[](int i) const {
-    const uint32_t element = lower + i;
-    return mix((element < lower ? next_upper_key : upper_key) + element);
-  }
-};
-
-// The elements of a lane with their fresh moments.
-template <class Grad>
-class LaneMoments {
- public:
-  __device__ LaneMoments(const LaneElements<Grad>& x, const GroupPair& scales, const StepScalars& s,
-                         const CodeValues& values) {
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) {
-      const float m = __fmul_rn(values.first[x.m >> 8 * i & 0xFF], scales.first);
-      const float v = __fmul_rn(values.second[x.v >> 8 * i & 0xFF], scales.second);
-      elements_[i] = fresh(x.p[i], x.g[i], m, v, s.adam, s.clip);
-    }
-  }
-
-  // The largest positive numbers of a warp, or 0. NaN is ignored.
-  __device__ GroupPair largest() const {
-    float first = 0.0f, second = 0.0f;
-#pragma unroll
-    for (const Updated& x : elements_) {
-      first = fmaxf(first, fabsf(x.m));
-      second = fmaxf(second, x.v);
-    }
-    return {largest_of_warp(first), largest_of_warp(second)};
-  }
-
-  __device__ const Updated& operator[](int i) const { return elements_[i]; }
-
-  // The same for an index that the compiler does not know: registers cannot be indexed.
-  __device__ Updated any(int i) const {
-    const Updated lower = i == 0 ? elements_[0] : elements_[1], upper = i == 2 ? elements_[2] : elements_[3];
-    return i < 2 ? lower : upper;
-  }
-
- private:
-  // Positive floats are in the order of their bits.
-  __device__ static float largest_of_warp(float most) {
-    return __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
-  }
-
-  Updated elements_[kLaneElements];
-};
-
-__device__ GroupPair scales_of(const GroupPair& largest) {
-  return {group_scale(largest.first), group_scale(largest.second)};
-}
-
-// Overwrites elements whose bits are set by what is defined.
-template <class Grad>
-__device__ void update_exactly(uint32_t which, const LaneMoments<Grad>& moments, const GroupPair& scales,
-                               const StepScalars& s, const CodeValues& values, const Randoms& randoms, LaneResults& to) {
-  const ExactGroup exact(scales.first, scales.second, values);
-#pragma unroll 1
-  for (int i = 0; i < kLaneElements; ++i) {
-    if ((which >> i & 1) == 0) continue;
-    const Updated x = moments.any(i);
-    const uint32_t master = Float32::narrow(stepped(x, s.adam)), byte = 0xFFu << 8 * i;
-#pragma unroll
-    for (int k = 0; k < kLaneElements; ++k) to.masters.words[k] = k == i ? master : to.masters.words[k];
-    to.first = (to.first & ~byte) | exact.first(x.m) << 8 * i;
-    to.second = (to.second & ~byte) | exact.second(x.v, randoms[i]) << 8 * i;
-  }
-}
-
-// Updates elements of a group by its scales.
-template <class Grad>
-__device__ LaneResults update(const LaneMoments<Grad>& moments, const GroupPair& largest, const GroupPair& scales,
-                              const StepScalars& s, const CodeValues& values, const Randoms& randoms) {
-  const QuickGroup quick(scales.first, scales.second);
-  LaneResults to{};
-  uint32_t doubtful = largest.first < s.ordinary && largest.second < s.ordinary ? 0 : 0xF;
-#pragma unroll
-  for (int i = 0; i < kLaneElements; ++i) {
-    const QuickGroup::Result result = quick.update(moments[i], s, randoms[i]);
-    to.masters.words[i] = Float32::narrow(result.p);
-    to.first |= result.first << 8 * i;
-    to.second |= result.second << 8 * i;
-    doubtful |= result.doubtful ? 1u << i : 0;
-  }
-  if (doubtful != 0) update_exactly(doubtful, moments, scales, s, values, randoms, to);
-  return to;
-}
-
-// What all groups of a piece share in a step.
-template <class Grad>
-struct PieceStep {
-  const Adam8bitState& state;
-  const MomentPiece& piece;
-  const PieceArrays<Grad> arrays;
-  const StepScalars s;
-  const CodeValues& values;
-  const uint32_t key;
-
-  __device__ PieceStep(const Adam8bitState& state, const MomentPiece& piece, const AdamInputs& adam, const int64_t* step,
-                       const CodeValues& values)
-      : state(state),
-        piece(piece),
-        arrays(state, piece),
-        s(adam.rows[piece.scalars], *adam.clip),
-        values(values),
-        key(key_of_step(piece.key, *step)) {}
-
-  // True if kGroups groups, `stride` elements apart from `element` on, are whole and may be read and
-  // written four elements at once. Distances and random numbers of their elements take 31 bits.
-  template <int kGroups>
-  __device__ bool takes_whole(int64_t element, int64_t stride) const {
-    const int64_t end = element + (kGroups - 1) * stride + MomentPiece::kGroup;
-    return piece.whole_groups() && element >= piece.start && end <= piece.start + piece.numel &&
-           element >> 31 == end >> 31 && arrays.elements.at(element).aligned();
-  }
-
-  // Updates such groups, the first of which is `group`, counted from the first one of the piece. They
-  // are rows of the amaxes from `row` on. A lane holds one of their scales.
-  template <int kGroups, class Amaxes>
-  __device__ void whole_groups(int64_t group, int64_t element, int64_t stride, const AmaxPlace& panel, int row,
-                               Amaxes& amaxes) const {
-    static_assert(2 * kGroups <= kWarpLanes);
-    const int lane = static_cast<int>(threadIdx.x) % kWarpLanes;
-    const LanePointers<Grad> origin = arrays.elements.at(element + lane * kLaneElements);
-    Randoms randoms(key, element + lane * kLaneElements);
-    randoms.next_upper_key = randoms.upper_key;
-    float* const scale = (lane < kGroups ? arrays.first_scales : arrays.second_scales) + group +
-                         lane % kGroups * (stride / MomentPiece::kGroup);
-    float old_scale = lane < 2 * kGroups ? *scale : 0.0f, new_scale = 0.0f;
-    LaneElements<Grad> next = origin.load();
-    const int step = static_cast<int>(stride);
-#pragma unroll 2
-    for (int i = 0; i < kGroups; ++i) {
-      const LaneElements<Grad> x = next;
-      const LanePointers<Grad> here = origin.at(i * step);
-      if (i + 1 < kGroups) next = origin.at((i + 1) * step).load();
-      const GroupPair old{__shfl_sync(0xFFFFFFFFu, old_scale, i), __shfl_sync(0xFFFFFFFFu, old_scale, kGroups + i)};
-      const LaneMoments<Grad> moments(x, old, s, values);
-      const GroupPair largest = moments.largest(), scales = scales_of(largest);
-      const LaneResults results = update(moments, largest, scales, s, values, randoms);
-      here.store_masters(results);
-      here.store_codes(results);
-      const Four<Float32>& p = results.masters;
-      amaxes.row(panel, row + i, {p[0], p[1], p[2], p[3]});
-      new_scale = lane == i ? scales.first : lane == kGroups + i ? scales.second : new_scale;
-      randoms.lower += static_cast<uint32_t>(stride);
-    }
-    if (lane < 2 * kGroups) *scale = new_scale;
-  }
-
-  // Updates one group of any size, of `count`. A cut one keeps its codes, and its largest values are
-  // entered.
-  template <class Amaxes>
-  __device__ void any_group(int64_t group, int64_t count, const LanePlace& place, const AmaxPlace& panel, int row,
-                            Amaxes& amaxes) const {
-    const LanePointers<Grad> at = arrays.elements.at(place.element);
-    const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
-    const GroupPair largest = moments.largest(), scales = scales_of(largest);
-    const LaneResults results = update(moments, largest, scales, s, values, Randoms(key, place.element));
-    at.store_masters(results, place);
-    AmaxRow p;
-#pragma unroll
-    for (int i = 0; i < kLaneElements; ++i) p[i] = place.has(i) ? results.masters[i] : 0.0f;
-    amaxes.row(panel, row, p);
-    const int64_t cut = piece.cut(group, count);
-    if (cut < 0) {
-      at.store_codes(results, place);
-      arrays.store_scales(group, scales);
-    } else if (threadIdx.x % kWarpLanes == 0) {
-      state.cut_largest[cut] = largest.first;
-      state.cut_largest[state.cut_count + cut] = largest.second;
-    }
-  }
-};
 
 // The groups of a warp, of a format without blocks: they follow each other.
 template <class Grad, class Amaxes>
@@ -350,35 +26,6 @@ __device__ void update_run(const PieceStep<Grad>& step, uint32_t ordinal, const 
   }
 }
 
-// Those of a format with blocks: rows of a panel. The weight of the table may be the lower rows of the
-// piece's.
-template <int kRows, class Grad, class Amaxes>
-__device__ void update_panel(const PieceStep<Grad>& step, const AmaxPlace& panel, Amaxes& amaxes) {
-  constexpr int kGroups = kPanelRows;
-  const AmaxLane& lane = panel.lane;
-  const MomentPiece& piece = step.piece;
-  const int64_t in_group = threadIdx.x % kWarpLanes * kLaneElements, column = lane.column - in_group;
-#pragma unroll 1
-  for (int row = 0; row < kRows; row += kGroups) {
-    const int64_t element = piece.start - lane.start + lane.element - in_group + row * lane.pitch;
-    const int64_t group = piece.group_of(element) - piece.group_of(piece.start);
-    if (step.template takes_whole<kGroups>(element, lane.pitch)) {
-      step.template whole_groups<kGroups>(group, element, lane.pitch, panel, row, amaxes);
-      continue;
-    }
-    const int64_t count = piece.groups();
-#pragma unroll 1
-    for (int i = 0; i < kGroups; ++i) {
-      const int64_t e = element + i * lane.pitch, stop = piece.start + piece.numel;
-      const int64_t first = max(piece.start - e, int64_t{0}),
-                    last = min(min(stop - e, lane.columns - column), int64_t{MomentPiece::kGroup});
-      if (first >= last) continue;
-      const LanePlace place(e, static_cast<int>(first), static_cast<int>(last));
-      step.any_group(group + i * piece.groups_across(), count, place, panel, row + i, amaxes);
-    }
-  }
-}
-
 template <Grid kGrid>
 __device__ AmaxLane lane_of(const Format& format, const Weight& w, const Item& item) {
   if constexpr (kGrid == Grid::kTensor) return {};
@@ -388,8 +35,8 @@ __device__ AmaxLane lane_of(const Format& format, const Weight& w, const Item& i
 
 template <class Grad, Grid kGrid>
 __global__ void __launch_bounds__(kThreads, kMinBlocks)
-    adam_8bit_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items, Adam8bitState state,
-                     AdamInputs adam, const int64_t* number, AmaxSink out) {
+    adam_8bit_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items, PieceBases bases,
+                     AdamInputs adam, const int64_t* steps, AmaxSink out, CutLargest cuts) {
   if (holds(adam.skip)) return;
   __shared__ CodeValues values;
   read_code_values(values);
@@ -397,7 +44,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   {
     const Item item = items[blockIdx.x];
     const MomentPiece piece = pieces[item.weight];
-    const PieceStep<Grad> step(state, piece, adam, number, values);
+    const PieceStep<Grad> step(bases, cuts, piece, adam, steps, values);
     const Weight w = weight_of(table, item);
     const AmaxLane lane = lane_of<kGrid>(format, w, item);
     if constexpr (kGrid == Grid::kTensor) {
@@ -415,8 +62,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
 
 // The codes and scales of the groups at both ends of a piece, where they are cut: a warp each.
 template <class Grad>
-__global__ void __launch_bounds__(kThreads)
-    adam_8bit_cut_kernel(Adam8bitState state, const MomentPiece* pieces, AdamInputs adam, const int64_t* step) {
+__global__ void __launch_bounds__(kThreads) adam_8bit_cut_kernel(PieceBases bases, const MomentPiece* pieces,
+                                                                 AdamInputs adam, const int64_t* steps, CutLargest cuts) {
   if (holds(adam.skip)) return;
   __shared__ CodeValues values;
   const MomentPiece piece = pieces[blockIdx.x];
@@ -426,14 +73,15 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t count = piece.groups(), group = warp == 0 ? 0 : count - 1, cut = piece.cut(group, count);
   if (warp > 1 || (warp == 1 && count == 1) || cut < 0) return;
   const StepScalars s(adam.rows[piece.scalars], *adam.clip);
-  const PieceArrays<Grad> arrays(state, piece);
+  const PieceArrays<Grad> arrays(bases, piece);
   const MomentGroups groups(piece, group);
   const LanePlace place(groups.element(), groups.first(), groups.last());
   const LanePointers<Grad> at = arrays.elements.at(place.element);
   const LaneMoments<Grad> moments(at.load(place), arrays.scales(group), s, values);
-  const GroupPair scales = scales_of({state.cut_largest[cut], state.cut_largest[state.cut_count + cut]});
+  const GroupPair scales = scales_of({cuts.values[cut], cuts.values[cuts.count + cut]});
   LaneResults results{};
-  update_exactly(0xF, moments, scales, s, values, Randoms(key_of_step(piece.key, *step), place.element), results);
+  update_exactly(0xF, moments, scales, s, values, Randoms(key_of_step(piece.key, steps[piece.scalars]), place.element),
+                 results);
   at.store_codes(results, place);
   arrays.store_scales(group, scales);
 }
@@ -441,23 +89,21 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, const Work& pieces,
-               const AdamStep& step, uintptr_t number, Array packed, bool finishes, Stream stream) {
+               const AdamStep& step, uintptr_t numbers, Array packed, const CutLargest& cuts, bool finishes, Stream stream) {
   const auto* rows = reinterpret_cast<const MomentPiece*>(pieces.table);
-  const auto* steps = reinterpret_cast<const int64_t*>(number);
+  const auto* steps = reinterpret_cast<const int64_t*>(numbers);
+  const PieceBases bases = piece_bases(state);
   const Work& groups = format.block || format.columnwise_block ? work : pieces;
-  const auto go = [&](auto grad) {
+  for_grad(state.grads.dtype, [&](auto grad) {
     using Grad = decltype(grad);
     if (finishes) {
-      return launch(adam_8bit_cut_kernel<Grad>, pieces.weights, kThreads, stream, state, rows, inputs_of(step), steps);
+      return launch(adam_8bit_cut_kernel<Grad>, pieces.weights, kThreads, stream, bases, rows, inputs_of(step), steps, cuts);
     }
     for_grid(format, [&](auto grid) {
       launch(adam_8bit_kernel<Grad, decltype(grid)::value>, groups.blocks, kThreads, stream, format, table_of(work), rows,
-             items_of(groups), state, inputs_of(step), steps, AmaxSink{amaxes_of(packed), nominal});
+             items_of(groups), bases, inputs_of(step), steps, AmaxSink{amaxes_of(packed), nominal}, cuts);
     });
-  };
-  if (state.grad.dtype == Dtype::kFloat32) return go(Float32{});
-  if (state.grad.dtype == Dtype::kBfloat16) return go(Bfloat16{});
-  throw std::invalid_argument("gradients are float32 or bfloat16");
+  });
 }
 
 }  // namespace zerocast::cuda

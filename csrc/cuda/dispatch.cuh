@@ -69,18 +69,23 @@ void for_masters(Dtype master, Dtype nominal, const Body& body) {
   throw std::invalid_argument("masters are float32 or of the nominal dtype");
 }
 
+// Calls body(gradient storage).
+template <class Body>
+void for_grad(Dtype grad, const Body& body) {
+  if (grad == Dtype::kFloat32) return body(Float32{});
+  if (grad == Dtype::kBfloat16) return body(Bfloat16{});
+  throw std::invalid_argument("gradients are float32 or bfloat16");
+}
+
 // Calls body(gradient storage, moment storage).
 template <class Body>
 void for_states(const AdamState& state, const Body& body) {
   if (state.exp_avg.dtype != state.exp_avg_sq.dtype) throw std::invalid_argument("both moments have one dtype");
-  const auto with_grad = [&](auto grad) {
+  for_grad(state.grad.dtype, [&](auto grad) {
     if (state.exp_avg.dtype == Dtype::kFloat32) return body(grad, Float32{});
     if (state.exp_avg.dtype == Dtype::kBfloat16) return body(grad, Bfloat16{});
     throw std::invalid_argument("moments are float32 or bfloat16");
-  };
-  if (state.grad.dtype == Dtype::kFloat32) return with_grad(Float32{});
-  if (state.grad.dtype == Dtype::kBfloat16) return with_grad(Bfloat16{});
-  throw std::invalid_argument("gradients are float32 or bfloat16");
+  });
 }
 
 template <Grid grid>

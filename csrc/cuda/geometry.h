@@ -13,7 +13,7 @@
 namespace zerocast::cuda {
 
 // Kinds of work; each counts its thread blocks in its own way.
-enum class Stage : int { kAmaxPanels, kCastPanels, kOnePass, kScales, kTranspose, kTransposeScales };
+enum class Stage : int { kAmaxPanels, kCastPanels, kOnePass, kOnePass8bit, kScales, kTranspose, kTransposeScales };
 
 constexpr int kWarpLanes = 32;
 
@@ -30,8 +30,9 @@ struct PanelShape {
 constexpr PanelShape kAmaxShape{4, 8}, kCastShape{8, 4};
 constexpr int kPanelRows = 16;
 // Adam and cast in one pass: a thread block takes 128 x 128 elements, a warp some whole rows of them.
-constexpr PanelShape kOnePassShape{4, 16};
-constexpr int kOnePassRows = 128 / kOnePassShape.warps;
+// Moments in 8 bits take more registers, so their thread blocks have fewer warps.
+constexpr PanelShape kOnePassShape{4, 16}, kOnePass8bitShape{4, 8};
+ZC_HD constexpr int one_pass_rows(int warps) { return 128 / warps; }
 
 // adam_step: elements of a segment that a thread block takes.
 constexpr int kSegmentElements = 4096;
@@ -121,7 +122,9 @@ inline Ordinals ordinals(Stage stage, const Format& format, const Weight& w) {
     case Stage::kCastPanels:
       return panel_ordinals(format, w, kCastShape, panel_rows(format));
     case Stage::kOnePass:
-      return panel_ordinals(format, w, kOnePassShape, kOnePassRows);
+      return panel_ordinals(format, w, kOnePassShape, one_pass_rows(kOnePassShape.warps));
+    case Stage::kOnePass8bit:
+      return panel_ordinals(format, w, kOnePass8bitShape, one_pass_rows(kOnePass8bitShape.warps));
     case Stage::kScales:
       return blocks(static_cast<int64_t>(scale_threads(rowwise_scale_buffer(format, w.rows(), w.columns()))) +
                     own_scale_threads(format, w));

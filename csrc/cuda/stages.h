@@ -94,11 +94,21 @@ void adam_amax(const Format& format, Dtype nominal, const AdamState& state, cons
 void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, DeviceBases row_data, Stream stream);
 
-// Moments in 8 bits. Pieces are parallel to the rows of the table, and have a work list of runs of
-// groups, for formats without blocks. The second of two calls, after `cut_largest` was reduced,
-// `finishes` cut groups. `number`, of the step, is an i64 in device memory.
+// adam_amax with moments in 8 bits; all addresses are of arrays of addresses. Pieces are parallel to
+// the rows of the table, and have a work list of runs of groups, for formats without blocks. The second
+// of two calls, after `cuts` were reduced, `finishes` cut groups. `steps` are i64 in device memory,
+// one for each row of scalars.
+struct Adam8bitState {
+  DeviceBases masters;
+  Array grads;
+  DeviceBases exp_avgs, exp_avg_sqs, scales;
+};
 void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, const Work& pieces,
-               const AdamStep& step, uintptr_t number, Array packed, bool finishes, Stream stream);
+               const AdamStep& step, uintptr_t steps, Array packed, const CutLargest& cuts, bool finishes, Stream stream);
+
+// adam_cast with moments in 8 bits, of pieces without cut groups.
+void adam_8bit_cast(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, uintptr_t pieces,
+                    const AdamStep& step, uintptr_t steps, Array packed, DeviceBases row_data, Stream stream);
 
 // A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
 // elements (gradient_message.h). Messages are aligned to 16 bytes.

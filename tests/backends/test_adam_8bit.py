@@ -31,6 +31,8 @@ def piece_of(shape: Sequence[int], key: int, start: int, stop: int, offset: int,
     row = [0] * len(Piece)
     row[Piece.OFFSET], row[Piece.NUMEL], row[Piece.SCALARS] = offset, stop - start, key % 3
     row[Piece.START], row[Piece.COLUMNS], row[Piece.SCALE], row[Piece.KEY] = start, shape[1], scale, key
+    # Its place is known once the scales of all first moments are counted.
+    row[Piece.SECOND_SCALE] = scale
     row[Piece.CUT_FIRST] = int(cut[moment_group(start, shape[1])])
     row[Piece.CUT_LAST] = int(cut[moment_group(stop - 1, shape[1])])
     return row
@@ -88,6 +90,7 @@ class Shard:
                 table.append(row_of(self.fmt, shape, start, stop, offset, where))
                 offset, scale = offset + stop - start, scale + moment_groups(start, stop - start, columns)
         self.spans, self.pieces = spans, torch.tensor(pieces, dtype=torch.int64).view(-1, len(Piece))
+        self.pieces[:, Piece.SECOND_SCALE] += scale
         self.table = stages.table(*table)
         self.master = torch.cat([weight.flatten()[span] for weight, span in zip(whole, spans, strict=True)])
         self.exp_avg = torch.zeros(offset, dtype=torch.int8)
@@ -100,9 +103,12 @@ class Shard:
 
     def arguments(self, grad: Tensor, step: int, finishes: bool = False, skip: Tensor | None = None) -> tuple[Any, ...]:
         """What the stage is given after the format."""
-        state = self.master, grad, self.exp_avg, self.exp_avg_sq, self.scales, self.table, self.pieces
-        rows, clip, number = torch.from_numpy(scalars(step)), torch.tensor([0.7]), torch.tensor([step])
-        return torch.bfloat16, *state, rows, clip, number, self.packed, self.cut_largest, finishes, skip
+        state = [[tensor] for tensor in (self.master, grad, self.exp_avg, self.exp_avg_sq, self.scales)]
+        rows, clip = torch.from_numpy(scalars(step)), torch.tensor([0.7])
+        # Parameter groups may have taken different numbers of steps.
+        steps = step + torch.arange(len(rows))
+        given = torch.bfloat16, *state, self.table, self.pieces, rows, clip, steps, self.packed
+        return *given, self.cut_largest, finishes, skip
 
     def call(self, backend: str, grads: list[Tensor], step: int, finishes: bool, skip: Tensor | None = None) -> None:
         devices.stage(backend, "adam_8bit")(self.fmt, *self.arguments(self.grad(grads), step, finishes, skip))
@@ -257,6 +263,8 @@ def test_a_gradient_of_fp16_is_refused(checked: str) -> None:
 @pytest.mark.parametrize(
     ("column", "value"),
     [
+        (Piece.BASE, 1),
+        (Piece.BASE, -1),
         (Piece.OFFSET, 2**40),
         (Piece.OFFSET, -1),
         (Piece.OFFSET, 1),
@@ -264,8 +272,10 @@ def test_a_gradient_of_fp16_is_refused(checked: str) -> None:
         (Piece.NUMEL, 0),
         (Piece.NUMEL, 1),
         (Piece.SCALARS, 3),
-        (Piece.SCALE, 100),
+        (Piece.SCALE, 230),
         (Piece.SCALE, -1),
+        (Piece.SECOND_SCALE, 230),
+        (Piece.SECOND_SCALE, -1),
         (Piece.CUT_FIRST, 0),
         (Piece.CUT_LAST, 5),
         (Piece.COLUMNS, 0),

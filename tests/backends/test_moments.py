@@ -170,7 +170,7 @@ def test_momentum_of_rows(monkeypatch: pytest.MonkeyPatch, columns: int) -> None
     codes, scales = torch.zeros(7, columns, dtype=torch.int8), torch.zeros(7, groups)
     monkeypatch.setattr(moments, "ELEMENTS_AT_ONCE", 3 * columns)
     moments.quantize_rows(momentum, codes, scales)
-    whole = [0, 7 * columns, 0, 0, columns, 0, -1, -1, 5]
+    whole = [0, 0, 7 * columns, 0, 0, columns, 0, 7 * groups, -1, -1, 5]
     adam = (
         torch.zeros(7 * columns, dtype=torch.int8),
         torch.zeros(7 * columns, dtype=torch.uint8),

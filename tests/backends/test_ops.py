@@ -67,13 +67,17 @@ def calls_of_a_step(backend: str) -> Recorded:
         step = {"scalars": torch.rand(1, 8), "clip": torch.ones(1)}
         ops.adam_step(backend, **flats, segments=torch.tensor([[0, 40, 0], [50, 50, 0]]), **step, skip=None)
         codes = {"exp_avg": torch.zeros(100, dtype=torch.int8), "exp_avg_sq": torch.zeros(100, dtype=torch.uint8)}
-        pieces = torch.tensor([[0, 100, 0, 64, 100, 0, 0, -1, 7]])
-        largest = {"moment_scales": torch.zeros(2, 2), "cut_largest": torch.zeros(2, 1)}
+        pieces = torch.tensor([[0, 0, 100, 0, 64, 100, 0, 2, 0, -1, 7]])
+        scales, cut = {"moment_scales": [torch.zeros(2, 2)]}, {"cut_largest": torch.zeros(2, 1), "finishes": False}
         where = {"rows": 2, "columns": 100, "start": 64, "numel": 100, "master_base": 0, "master_offset": 0}
-        rest = {"step": torch.ones(1, dtype=torch.int64), "finishes": False, "skip": torch.tensor([False])}
-        rest |= {"table": stages.table(stages.row(**where, row_amax=0)), "packed": torch.zeros(1)}
-        rest |= {"nominal": torch.bfloat16, "pieces": pieces}
-        ops.adam_8bit(backend, "fp8_current", **{**flats, **codes}, **largest, **step, **rest)
+        rest = {"steps": torch.ones(1, dtype=torch.int64), "skip": torch.tensor([False]), "nominal": torch.bfloat16}
+        of_bases = {f"{name}s": [flat] for name, flat in {**flats, **codes}.items()} | scales | step | rest
+        table = stages.table(stages.row(**where, row_amax=0))
+        ops.adam_8bit(backend, "fp8_current", **of_bases, table=table, pieces=pieces, packed=torch.zeros(1), **cut)
+        where |= {"rows": 1, "start": 0, "row_data_base": 0, "row_data_offset": 0}
+        of_bases |= {"table": stages.table(stages.row(**where, row_amax=0)), "row_data": [torch.zeros(100).byte()]}
+        pieces = torch.tensor([[0, 0, 100, 0, 0, 100, 0, 1, -1, -1, 7]])
+        ops.adam_8bit_cast(backend, "fp8_block", **of_bases, pieces=pieces, packed=torch.zeros(1))
         where = {
             "rows": 8,
             "columns": 16,

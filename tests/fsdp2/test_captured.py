@@ -4,7 +4,7 @@ CPU a function that runs again plays the graph; NCCL and CUDA: tests/nccl/test_c
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -52,9 +52,15 @@ def _tensors(of: Any) -> list[Tensor]:
 class Trainee:
     """A model whose optimizer takes captured steps, or ordinary ones."""
 
-    def __init__(self, captured: bool, formats: tuple[str, ...] = FORMATS, keep_codes: bool = False) -> None:
+    def __init__(
+        self,
+        captured: bool,
+        formats: tuple[str, ...] = FORMATS,
+        keep_codes: bool = False,
+        moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+    ) -> None:
         self.model = models.sharded(Net(formats, WIDTH, HIDDEN), keep_codes=keep_codes)
-        self.optimizer: Any = FusedAdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer: Any = FusedAdamW(self.model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
         self.recorded: list[Work] = []
         self.kept: list[str] = []  # of what was allocated for a graph
         self.captured: Any = None
@@ -91,9 +97,13 @@ class Trainee:
             self.captured()
 
 
-def compared(keep_codes: bool, formats: tuple[str, ...] = FORMATS) -> list[str]:
+def compared(
+    keep_codes: bool,
+    formats: tuple[str, ...] = FORMATS,
+    moment_dtype: torch.dtype | Literal["8bit"] = torch.float32,
+) -> list[str]:
     """Differences of a captured run to an ordinary one, and of its bytes to its masters."""
-    ordinary, captured = (Trainee(captured, formats, keep_codes) for captured in (False, True))
+    ordinary, captured = (Trainee(captured, formats, keep_codes, moment_dtype) for captured in (False, True))
     found, addresses = [], set()
     for number in range(6):
         held = []
@@ -110,9 +120,11 @@ def compared(keep_codes: bool, formats: tuple[str, ...] = FORMATS) -> list[str]:
 
 
 @pytest.mark.parametrize(("world", "keep_codes"), [(1, False), (1, True), models.slow(3, False), models.slow(3, True)])
-def test_replaying_equals_stepping(ranks: Ranks, world: int, keep_codes: bool) -> None:
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+def test_replaying_equals_stepping(ranks: Ranks, world: int, keep_codes: bool, moment_dtype: Any) -> None:
     """Also where the step writes the codes of rows of blocks that no rank cuts."""
-    assert ranks(world)(compared, keep_codes) == [["1 graphs, casts {6}, works at 1 addresses"]] * world
+    expected = ["1 graphs, casts {6}, works at 1 addresses"]
+    assert ranks(world)(compared, keep_codes, FORMATS, moment_dtype) == [expected] * world
 
 
 def switched(trainee: Trainee) -> None:

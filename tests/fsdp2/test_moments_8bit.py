@@ -1,6 +1,7 @@
 """FusedAdamW with moments in 8 bits: the bits of ZeroAdamW on any mesh, and states that any number of ranks goes on from."""
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -98,6 +99,24 @@ def test_a_step_measures_its_masters(ranks: Ranks) -> None:
     for stages in ranks(2)(stages_of_a_step):
         assert {"adam_8bit", "partial_cast"} <= {*stages}
         assert "partial_amax" not in stages
+
+
+def launches(moment_dtype: Any) -> Counter[str]:
+    """How often a step launches each stage, of which the second word is how its moments are kept."""
+    model = models.sharded(Net(FORMATS, 64, HIDDEN), keep_codes=True)
+    optimizer = fused(model, moment_dtype=moment_dtype)
+    train(model, optimizer, range(2))
+    put_gradients(model, 2)
+    with Dispatched() as operators:
+        optimizer.step()
+    return Counter(stage.replace("8bit", "amax").replace("amax_cast", "cast") for stage in operators.stages)
+
+
+def test_a_step_has_the_launches_of_fp32_moments(ranks: Ranks) -> None:
+    """One for each format, not one for each parameter, and codes are written with them."""
+    (expected,), (found,) = ranks(1)(launches, torch.float32), ranks(1)(launches, "8bit")
+    assert found == expected
+    assert found["adam_cast"] > 1
 
 
 def plain_model(**options: Any) -> Any:
@@ -221,7 +240,8 @@ PLACEMENTS: dict[str, tuple[tuple[int, ...], Any]] = {
     # as FSDP2 cuts what tensor parallelism has cut
     "columns of columns": ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
 }
-SHAPE = (6, 700)
+# as many rows as ranks, so that a shard of columns has as many elements as a row
+SHAPE = (4, 700)
 # what gradients of columns are multiplied by: groups of zeros, and those whose second moments are subnormal numbers, and are 0
 ZEROS = slice(128, 256)
 SIZES = torch.ones(700)
@@ -295,8 +315,6 @@ def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="give FusedAdamW model"):
         FusedAdamW(model.parameters(), moment_dtype="8bit")
     optimizer = fused(model)
-    with pytest.raises(RuntimeError, match="cannot be captured"):
-        optimizer.capture()
     model(torch.ones(1, 8)).sum().backward()
     optimizer.step()
     optimizer.state[model.bias]["exp_avg"] = torch.zeros(8)

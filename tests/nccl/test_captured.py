@@ -3,9 +3,11 @@
 import dataclasses
 
 import pytest
+import torch
 
 from tests.devices import worlds_of_gpus
 from tests.fsdp2 import test_captured as under_fsdp2
+from tests.fsdp2.models import FORMATS
 from tests.optim.captured_runs import compare
 from tests.optim.test_captured import CASES
 
@@ -20,9 +22,10 @@ def test_replaying_equals_stepping(gpu_ranks, world, case):
 
 
 @pytest.mark.parametrize("keep_codes", [False, True])
-def test_replaying_equals_stepping_under_fsdp2(gpu_ranks, world, keep_codes):
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+def test_replaying_equals_stepping_under_fsdp2(gpu_ranks, world, keep_codes, moment_dtype):
     """Gradients lie elsewhere at every step, and the all-reduce of amaxes is in the graph."""
-    found = gpu_ranks(world)(under_fsdp2.compared, keep_codes, timeout=SECONDS)
+    found = gpu_ranks(world)(under_fsdp2.compared, keep_codes, FORMATS, moment_dtype, timeout=SECONDS)
     assert found == [["1 graphs, casts {6}, works at 1 addresses"]] * world
 
 

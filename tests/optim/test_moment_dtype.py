@@ -129,6 +129,18 @@ def test_a_step_with_moments_in_8_bits_measures_its_masters():
     assert counts["partial_amax"] == 0
 
 
+def test_a_step_with_moments_in_8_bits_writes_the_codes_of_local_scales():
+    """In the pass that updates masters, so no master is read twice."""
+    formats = {"block": "fp8_block", "square": "mxfp8:block=32x32", "four": "mxfp4"}
+    specs = tuple(Spec(name, (256, 128), fmt) for name, fmt in formats.items())
+    trainer = Trainer(dataclasses.replace(EIGHT_BITS, specs=specs))
+    with Dispatched() as operators:
+        trainer.step(0)
+    counts = Counter(operators.stages)
+    assert counts["adam_8bit_cast"] == len(formats)
+    assert not counts["adam_8bit"] + counts["partial_cast"] + counts["partial_amax"]
+
+
 def cut_groups() -> int:
     return len(Trainer(EIGHT_BITS).optimizer._masters.eight_bit.cut_groups)
 

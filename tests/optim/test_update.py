@@ -59,6 +59,18 @@ RUNS = {
         options=(ADAM,),
         config=EIGHT_BIT_MOMENTS,
     ),
+    # taller than blocks, so that rows of blocks are cut and others are not
+    "8-bit moments, codes in the same pass": Run(
+        specs=(
+            Spec("blocks", (400, 96), "fp8_block"),
+            Spec("tiles", (384, 160), "mxfp4"),
+            Spec("squares", (160, 96), "mxfp8:block=32x32"),
+            Spec("experts", (3, 160, 64), "mxfp8:block=32x32"),
+        ),
+        options=(ADAM,),
+        config=EIGHT_BIT_MOMENTS,
+        assign=True,
+    ),
     "fp8 wire": Run(config=FP8_WIRE, max_norm=0.1),
     "fp8 wire, fp32 gradients": Run(config=ZeroConfig(grad_wire="fp8_1x128", grad_dtype=FP32), stage=1),
     "fp8 wire, deterministic": Run(config=dataclasses.replace(FP8_WIRE, deterministic=True, bucket_size=1)),
@@ -98,6 +110,7 @@ RUNS = {
             "8-bit moments",
             "8-bit moments, one element",
             "8-bit moments, faint gradients",
+            "8-bit moments, codes in the same pass",
             "stage 1",
             "assigned gradients",
             "overlap",

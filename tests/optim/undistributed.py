@@ -100,7 +100,7 @@ class Undistributed:
     def _in_8_bits(self, name: str, m: F32, v: F32) -> tuple[F32, F32]:
         """What is kept of the moments of a whole weight."""
         columns = m.shape[-1] if m.ndim else 1
-        whole = [0, m.size, 0, 0, columns, 0, -1, -1, zlib.crc32(name.encode())]
+        whole = [0, 0, m.size, 0, 0, columns, 0, m.size, -1, -1, zlib.crc32(name.encode())]
         codes = torch.zeros(m.size, dtype=torch.int8), torch.zeros(m.size, dtype=torch.uint8)
         scales = torch.zeros(2, m.size)
         fresh_m, fresh_v = torch.from_numpy(m.reshape(-1).copy()), torch.from_numpy(v.reshape(-1).copy())

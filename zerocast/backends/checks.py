@@ -186,50 +186,63 @@ def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, sca
             raise ValueError(f"segment {row} takes row {group} of the scalars, which have {scalars.shape[0]}")
 
 
-def check_pieces(
-    flats: dict[str, Tensor],
-    moment_scales: Tensor,
-    table: Tensor,
-    pieces: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    step: Tensor,
-    cut_largest: Tensor,
-) -> None:
-    """TypeError or ValueError unless all pieces are inside of the flat tensors, of the scales, and
-    of the cut groups, and each has the elements of its row of the table, which was checked. Reads
-    both, so the host waits for the device.
+# The dtypes of the lists of the stages of Adam with moments in 8 bits.
+_LISTS_OF_PIECES = {
+    "masters": (torch.float32,),
+    "grads": ADAM_FLOATS,
+    "exp_avgs": (torch.int8,),
+    "exp_avg_sqs": (torch.uint8,),
+    "moment_scales": (torch.float32,),
+}
+
+
+def check_pieces(arguments: dict[str, Any]) -> None:
+    """TypeError or ValueError unless all pieces are inside of the flat tensors of their bases, of
+    the scales, and of the cut groups, and each has the elements of its row of the table, which was
+    checked. Reads both, so the host waits for the device.
     """
-    device = flats["master"].device
-    dtypes = {"master": (torch.float32,), "grad": ADAM_FLOATS, "exp_avg": (torch.int8,), "exp_avg_sq": (torch.uint8,)}
-    for name, tensor in flats.items():
-        check_plain(name, tensor, dtypes[name], 0, device)
-    for name, tensor in (("moment_scales", moment_scales), ("cut_largest", cut_largest)):
-        check_plain(name, tensor, (torch.float32,), 0, device)
-        if tensor.dim() != 2 or len(tensor) != 2:
-            raise ValueError(f"{name} has a row for each moment, got {tuple(tensor.shape)}")
-    check_plain("step", step, (torch.int64,), 1, device)
-    check_scalars(scalars, clip, 0, device)
+    table, pieces, scalars = arguments["table"], arguments["pieces"], arguments["scalars"]
+    device = table.device
+    lists: dict[str, Sequence[Tensor]] = {name: arguments[name] for name in _LISTS_OF_PIECES}
+    for name, tensors in lists.items():
+        if len(tensors) != len(lists["masters"]):
+            raise ValueError(f"{name} are one for each master, got {len(tensors)} of {len(lists['masters'])}")
+        if len(dtypes := {tensor.dtype for tensor in tensors}) > 1:
+            raise ValueError(f"{name} are of one dtype, got {dtypes}")
+        for tensor in tensors:
+            check_plain(name.removesuffix("s"), tensor, _LISTS_OF_PIECES[name], 0, device)
+    cuts = 0
+    if "cut_largest" in arguments:
+        cut_largest = arguments["cut_largest"]
+        check_plain("cut_largest", cut_largest, (torch.float32,), 0, device)
+        if cut_largest.dim() != 2 or len(cut_largest) != 2:
+            raise ValueError(f"cut_largest has a row for each moment, got {tuple(cut_largest.shape)}")
+        cuts = cut_largest.shape[1]
+    check_scalars(scalars, arguments["clip"], 0, device)
+    check_plain("steps", arguments["steps"], (torch.int64,), scalars.shape[0], device)
     _check_table("pieces", pieces, len(Piece), device)
     _check_rows_of_pieces(table, pieces)
-    end = min(tensor.numel() for tensor in flats.values())
     for row, piece in enumerate(pieces.tolist()):
-        offset, numel = piece[Piece.OFFSET], piece[Piece.NUMEL]
-        if not 0 <= offset < offset + numel <= end:
-            raise ValueError(
-                f"piece {row} has elements {offset:,} to {offset + numel:,}, the shortest tensor has {end:,}"
-            )
-        count = layout.moment_groups(piece[Piece.START], numel, piece[Piece.COLUMNS])
-        if not 0 <= piece[Piece.SCALE] <= moment_scales.shape[1] - count:
-            raise ValueError(
-                f"piece {row} needs {count:,} scales from {piece[Piece.SCALE]:,} on, of {moment_scales.shape[1]:,}"
-            )
-        if max(piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST]) >= cut_largest.shape[1]:
-            raise ValueError(f"piece {row} has a cut group beyond the {cut_largest.shape[1]} that there are")
-        if not 0 <= piece[Piece.SCALARS] < scalars.shape[0]:
-            raise ValueError(
-                f"piece {row} takes row {piece[Piece.SCALARS]} of the scalars, which have {scalars.shape[0]}"
-            )
+        _check_piece(row, piece, lists, cuts, scalars.shape[0])
+
+
+def _check_piece(
+    row: int, piece: list[int], lists: Mapping[str, Sequence[Tensor]], cuts: int, rows_of_scalars: int
+) -> None:
+    """ValueError unless a piece, whose base was checked, is inside of the tensors of its base."""
+    offset, numel = piece[Piece.OFFSET], piece[Piece.NUMEL]
+    *flats, scales = (tensors[piece[Piece.BASE]] for tensors in lists.values())
+    end = min(tensor.numel() for tensor in flats)
+    if not 0 <= offset < offset + numel <= end:
+        raise ValueError(f"piece {row} has elements {offset:,} to {offset + numel:,}, the shortest tensor has {end:,}")
+    count = layout.moment_groups(piece[Piece.START], numel, piece[Piece.COLUMNS])
+    for place in (piece[Piece.SCALE], piece[Piece.SECOND_SCALE]):
+        if not 0 <= place <= scales.numel() - count:
+            raise ValueError(f"piece {row} needs {count:,} scales from {place:,} on, of {scales.numel():,}")
+    if max(piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST]) >= cuts:
+        raise ValueError(f"piece {row} has a cut group beyond the {cuts} that there are")
+    if not 0 <= piece[Piece.SCALARS] < rows_of_scalars:
+        raise ValueError(f"piece {row} takes row {piece[Piece.SCALARS]} of the scalars, which have {rows_of_scalars}")
 
 
 def _check_rows_of_pieces(table: Tensor, pieces: Tensor) -> None:
@@ -241,10 +254,10 @@ def _check_rows_of_pieces(table: Tensor, pieces: Tensor) -> None:
             raise ValueError(
                 f"piece {index} begins at element {piece[Piece.START]:,} of a weight of {columns:,} columns"
             )
-        elements = [row[Column.MASTER_OFFSET], row[Column.NUMEL], row[Column.COLUMNS]]
-        is_other = [piece[Piece.OFFSET], piece[Piece.NUMEL], columns] != elements or row[Column.MASTER_BASE]
+        of_piece = [piece[Piece.BASE], piece[Piece.OFFSET], piece[Piece.NUMEL], columns]
+        of_row = [row[Column.MASTER_BASE], row[Column.MASTER_OFFSET], row[Column.NUMEL], row[Column.COLUMNS]]
         above = piece[Piece.START] - row[Column.START]
-        if is_other or above < 0 or above % columns:
+        if of_piece != of_row or above < 0 or above % columns:
             raise ValueError(f"piece {index} has other elements than its row of the table")
 
 
@@ -300,6 +313,7 @@ def check_serves(stage: str, fmt: FormatSpec) -> None:
         "partial_amax": has_amaxes,
         "adam_amax": has_amaxes,
         "adam_8bit": has_amaxes,
+        "adam_8bit_cast": fmt.casts_in_one_pass,
         "compute_scales": has_scales,
         "roll_history": fmt.amax_policy is AmaxPolicy.DELAYED,
         "transpose": fmt.columnwise is Columnwise.TRANSPOSE,
@@ -310,8 +324,8 @@ def check_serves(stage: str, fmt: FormatSpec) -> None:
 
 
 def _reached(stage: str, fmt: FormatSpec) -> frozenset[str]:
-    """The names of the buffers that a stage needs for every row of the table (partial_cast and
-    adam_cast: for every row that owns elements).
+    """The names of the buffers that a stage needs for every row of the table (those that write
+    codes of owned elements: for every row that owns some).
     """
     has_own_grid = fmt.columnwise is Columnwise.OWN_GRID
     is_blocked = fmt.block is not None
@@ -337,6 +351,7 @@ def _reached(stage: str, fmt: FormatSpec) -> frozenset[str]:
             "scale": is_delayed,
         },
         "adam_cast": {"rowwise_data": True},
+        "adam_8bit_cast": {"rowwise_data": True},
     }
     return frozenset(name for name, is_needed in needed.get(stage, {}).items() if is_needed)
 

@@ -20,13 +20,12 @@ PREFERENCE = 1
 
 _C = extension.load()
 
-# How each kind of argument is passed to the extension. `clip` and the number of a step are
-# read here: on a CPU it is no wait.
+# How each kind of argument is passed to the extension. `clip` is read here: on a CPU it is no wait.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(
-    ("typed", "flat", "data", "optional", "messages", "table", "segments", "groups", "scalars"), memory
+    ("typed", "flat", "data", "optional", "messages", "table", "segments", "pieces", "groups", "scalars"), memory
 )
 _PLAIN |= dict.fromkeys(("bases", "typed_bases"), memories)
-_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "number": int, "int": int, "bool": bool}
+_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int": int, "bool": bool}
 
 
 def _stage(name: str) -> Callable[..., None]:
@@ -92,6 +91,7 @@ def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None
 
 adam_step = _stage("adam_step")
 adam_8bit = _stage("adam_8bit")
+adam_8bit_cast = _stage("adam_8bit_cast")
 adam_amax = _stage("adam_amax")
 adam_cast = _stage("adam_cast")
 quantize_gradient = _stage("quantize_gradient")

@@ -51,17 +51,21 @@ class Column(enum.IntEnum):
 
 
 class Piece(enum.IntEnum):
-    """Columns of a row that describes this rank's elements of a weight to the stage adam_8bit."""
+    """Columns of a row that describes this rank's elements of a weight to the stages of Adam with
+    moments in 8 bits.
+    """
 
-    OFFSET = 0  # of the first element in the flat tensors
-    NUMEL = 1  # more than 0
-    SCALARS = 2  # row of Adam's scalars
-    START = 3  # the first element's index in the whole weight, row-major
-    COLUMNS = 4  # of the weight; each of its rows begins a new group of 128
-    SCALE = 5  # of the first group in the tensor of scales
-    CUT_FIRST = 6  # place of the first group among cut groups; -1 if this rank has all of it
-    CUT_LAST = 7  # the same of the last group, which may be the first one
-    KEY = 8  # of the weight's random numbers, less than 2**32
+    BASE = 0  # index into the lists of masters, gradients, moments and scales
+    OFFSET = 1  # of the first element in the flat tensors
+    NUMEL = 2  # more than 0
+    SCALARS = 3  # row of Adam's scalars
+    START = 4  # the first element's index in the whole weight, row-major
+    COLUMNS = 5  # of the weight; each of its rows begins a new group of 128
+    SCALE = 6  # place of the first group's scale of the first moment
+    SECOND_SCALE = 7  # of the second moment
+    CUT_FIRST = 8  # place of the first group among cut groups; -1 if this rank has all of it
+    CUT_LAST = 9  # the same of the last group, which may be the first one
+    KEY = 10  # of the weight's random numbers, less than 2**32
 
 
 WIDTH = len(Column)
@@ -140,8 +144,9 @@ def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reach
 
 
 def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
-    """Check a table for stage adam_cast: ValueError unless each owned span consists of whole rows
-    of blocks and no scale depends on anything else. Reads the table, so the host waits for it.
+    """Check a table for adam_cast or adam_8bit_cast: ValueError unless each owned span consists of
+    whole rows of blocks and no scale depends on anything else. Reads the table, so the host waits
+    for it.
     """
     if not fmt.casts_in_one_pass:
         raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")

@@ -49,9 +49,14 @@ STAGES = {
         "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
     ),
     "adam_8bit": (
-        "format fmt, dtype nominal, typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, typed moment_scales!, "
-        "table table, segments pieces, scalars scalars, clip clip, number step, typed packed!, typed cut_largest!, "
-        "bool finishes, skip skip"
+        "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
+        "typed_bases moment_scales!, table table, pieces pieces, scalars scalars, clip clip, groups steps, typed packed!, "
+        "typed cut_largest!, bool finishes, skip skip"
+    ),
+    "adam_8bit_cast": (
+        "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
+        "typed_bases moment_scales!, table table, pieces pieces, scalars scalars, clip clip, groups steps, typed packed!, "
+        "bases row_data!, skip skip"
     ),
     "adam_amax": (
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
@@ -70,7 +75,7 @@ STAGES = {
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
 _TYPES |= dict.fromkeys(
-    ("typed", "flat", "data", "messages", "table", "segments", "groups", "scalars", "clip", "number"), "Tensor"
+    ("typed", "flat", "data", "messages", "table", "segments", "pieces", "groups", "scalars", "clip"), "Tensor"
 )
 
 
@@ -145,24 +150,20 @@ def _check_adam_step(
         checks.check_segments(backend, flats, segments, scalars, clip)
 
 
-def _check_adam_8bit(
-    backend: str,
-    fmt: str,
-    nominal: torch.dtype,
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    moment_scales: Tensor,
-    table: Tensor,
-    *rest: Any,
-) -> None:
-    pieces, scalars, clip, step, packed, cut_largest, _, _ = rest
-    if not checks.knows(pieces, ["masters", "tables"], [[master], [table]]):
-        of_table = {"nominal": nominal, "masters": [master], "table": table, "packed": packed}
-        checks.check_stage("adam_8bit", backend, get_format(fmt), of_table)
-        flats = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        checks.check_pieces(flats, moment_scales, table, pieces, scalars, clip, step, cut_largest)
+def _check_adam_8bit(stage: str) -> Callable[..., None]:
+    """The check of a stage of Adam with moments in 8 bits."""
+    names = [argument.name for argument in arguments_of(stage)[1:]]
+    read_by_table = [name for name in ("nominal", "masters", "table", "packed", "row_data") if name in names]
+    base_names = [name for name in ("masters", "row_data") if name in names]
+
+    def check(backend: str, fmt: str, *arguments: Any) -> None:
+        given = dict(zip(names, arguments, strict=True))
+        bases = [[given["table"]], *(given[name] for name in base_names)]
+        if not checks.knows(given["pieces"], ["tables", *base_names], bases):
+            checks.check_stage(stage, backend, get_format(fmt), {name: given[name] for name in read_by_table})
+            checks.check_pieces(given)
+
+    return check
 
 
 def _check_quantize(backend: str, grad: Tensor, parts: int, messages: Tensor) -> None:
@@ -181,7 +182,8 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
 # every call.
 _CHECKS: dict[str, Callable[..., None]] = {
     "adam_step": _check_adam_step,
-    "adam_8bit": _check_adam_8bit,
+    "adam_8bit": _check_adam_8bit("adam_8bit"),
+    "adam_8bit_cast": _check_adam_8bit("adam_8bit_cast"),
     "quantize_gradient": _check_quantize,
     "add_gradients": _check_add,
 }
@@ -483,6 +485,7 @@ roll_history = Stage("roll_history")
 transpose = Stage("transpose")
 adam_step = Stage("adam_step")
 adam_8bit = Stage("adam_8bit")
+adam_8bit_cast = Stage("adam_8bit_cast")
 adam_amax = Stage("adam_amax")
 adam_cast = Stage("adam_cast")
 quantize_gradient = Stage("quantize_gradient")

@@ -136,11 +136,14 @@ class Traffic:
     @property
     def adam_8bit(self) -> int:
         """An Adam step with moments in 8 bits: 16 bytes an element, the two scales of each group
-        read and written, and amaxes.
+        read and written, and amaxes. If the format casts in one pass, the codes of blocks that no
+        rank cuts too.
         """
         owned = zip(self.workload.shapes, self.workload.spans(self.workload.rank), strict=True)
         groups = sum(moment_groups(span.start, span.numel, columns) for (_, columns), span in owned if span.numel)
-        return ADAM_8BIT * self.workload.owned + 4 * FP32 * groups + self.owned_amaxes
+        cast_at_once = self.workload.owned - self.workload.cut(self.fmt) if self.fmt.casts_in_one_pass else 0
+        codes = self.codes * cast_at_once // self.workload.owned
+        return ADAM_8BIT * self.workload.owned + 4 * FP32 * groups + self.owned_amaxes + codes
 
     @property
     def step(self) -> int:

@@ -157,7 +157,9 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `adam_8bit` with amaxes on the flat shard, whose moments begin as zeros."""
+    """Job of an update with moments in 8 bits, which begin as zeros, on the flat shard: with
+    amaxes, and with the codes of local scales.
+    """
     shard = Shard(workload, fmt, place)
     table, packed, numel = shard.table(), shard.plan.packed, workload.owned
     inputs = Moments(numel, place.device, place.generator())
@@ -175,7 +177,8 @@ def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
         packed.begin()
         table.measure(packed.buffer, update, None)
 
-    return Job(run, lambda: (shard.flat, moments.exp_avg, moments.exp_avg_sq, moments.scales, packed.buffer))
+    state = shard.flat, moments.exp_avg, moments.exp_avg_sq, moments.scales, packed.buffer
+    return Job(run, lambda: [*state, *shard.written()])
 
 
 def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:

@@ -23,18 +23,18 @@ class MomentGroups:
     """The groups of moments in 8 bits (docs/formats/moments_8bit.md) of one step.
 
     Attributes:
-        scales: f32 `[2, groups]`, the scales of both moments, written in place.
+        scales: f32, the scales of both moments, for each tensor of masters. Written in place.
         pieces: a row for each part of a weight (`Piece` of `zerocast/backends/descriptor.py`), at
             offsets of the masters. The same list in all steps.
-        step: i64[1], the number of the step.
+        steps: i64, the number of the step for each row of Adam's scalars.
         cut_largest: f32 `[2, groups]`, the largest values of groups that several ranks have parts
             of; zeros before the step.
         reduce: reduces `cut_largest` over the ranks. Collective.
     """
 
-    scales: Tensor
+    scales: list[Tensor]
     pieces: Sequence[list[int]]
-    step: Tensor
+    steps: Tensor
     cut_largest: Tensor
     reduce: Callable[[], None]
 

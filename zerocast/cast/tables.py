@@ -383,9 +383,6 @@ class WeightTable:
                 self._partial_amax(packed=packed)
             return
         self._check_update(update)
-        if update.groups is not None:
-            self._step_8bit(update, packed, skip, finishes=False)
-            return
         self.adam_each(
             [update.grad],
             [update.exp_avg],
@@ -395,6 +392,7 @@ class WeightTable:
             packed=packed,
             skip=skip,
             casts=self.key.fmt.casts_in_one_pass,
+            moment_groups=update.groups,
         )
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
@@ -406,11 +404,20 @@ class WeightTable:
         """Write the codes that `measure` has left, by reduced amaxes, and round moments of groups
         that several ranks have parts of.
         """
-        takes_update = update is not None and self.key.takes_updates
-        if update is not None and takes_update and update.groups is not None:
-            self._step_8bit(update, packed, skip, finishes=True)
-            self.partial_cast(packed, skip)
-        elif not takes_update or not self.key.fmt.casts_in_one_pass:
+        casts = False
+        if update is not None and self.key.takes_updates:
+            casts = self.key.fmt.casts_in_one_pass
+            if update.groups is not None:
+                state = [update.grad], [update.exp_avg], [update.exp_avg_sq]
+                self.finish_moments(
+                    *state,
+                    scalars=update.scalars,
+                    clip=update.clip,
+                    packed=packed,
+                    skip=skip,
+                    moment_groups=update.groups,
+                )
+        if not casts:
             self.partial_cast(packed, skip)
         elif self.cut_rows:
             self.cut_rows.partial_cast(packed, skip)
@@ -440,61 +447,75 @@ class WeightTable:
         packed: Tensor,
         skip: Tensor | None = None,
         casts: bool = False,
+        moment_groups: MomentGroups | None = None,
     ) -> None:
         """Step masters that have gradients and moments of their own, flat and as large as they are,
         by Adam. Their amaxes go into `packed`.
 
         `scalars` and `clip` are those of an AdamUpdate. If it `casts`, which a format must allow
         (`FormatSpec.casts_in_one_pass`), the same pass writes the codes of the rows of blocks that
-        are owned in whole. `cut_rows` get their codes once amaxes are reduced.
+        are owned in whole. `cut_rows` get their codes once amaxes are reduced. Moments in 8 bits
+        have `moment_groups`, and then `finish_moments` follows.
         """
         state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
         state |= {"scalars": scalars, "clip": clip, "packed": packed, "skip": skip}
-        if not casts:
+        if not casts and moment_groups is None:
             self._adam_amax(**state)
             return
-        if self._whole_rows:
-            self._whole_rows._adam_cast(**state)
-        if self.cut_rows:
-            self.cut_rows._adam_amax(**state)
-
-    def _step_8bit(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None, finishes: bool) -> None:
-        if self._owned:
-            self._owned.adam_8bit(update, packed, skip, finishes)
-
-    def adam_8bit(self, update: AdamUpdate, packed: Tensor, skip: Tensor | None, finishes: bool) -> None:
-        """Step masters by Adam with moments in 8 bits, where each row owns elements and has a piece
-        of the update's `groups`. Their amaxes go into `packed`. A second call `finishes`: it rounds
-        the moments of cut groups by their reduced largest values.
-        """
-        groups = update.groups
-        assert groups is not None
-        if finishes and not groups.cut_largest.numel():
+        whole_rows, others = (self._whole_rows, self.cut_rows) if casts else (None, self._owned)
+        if moment_groups is None:
+            if whole_rows:
+                whole_rows._adam_cast(**state)
+            if others:
+                others._adam_amax(**state)
             return
-        (master,) = self.masters.tensors
-        self._adam_8bit(
-            master=master,
-            grad=update.grad,
-            exp_avg=update.exp_avg,
-            exp_avg_sq=update.exp_avg_sq,
-            moment_scales=groups.scales,
-            pieces=self._moment_pieces(groups),
-            scalars=update.scalars,
-            clip=update.clip,
-            step=groups.step,
-            packed=packed,
-            cut_largest=groups.cut_largest,
-            finishes=finishes,
-            skip=skip,
-        )
+        if whole_rows:
+            whole_rows._adam_8bit_cast(**state, **whole_rows._of_groups(moment_groups))
+        if others:
+            of_groups = others._of_groups(moment_groups)
+            others._adam_8bit(**state, **of_groups, cut_largest=moment_groups.cut_largest, finishes=False)
+
+    def finish_moments(
+        self,
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        *,
+        scalars: Tensor,
+        clip: Tensor,
+        packed: Tensor,
+        moment_groups: MomentGroups,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Round the moments of groups that several ranks have parts of, once their largest values
+        were reduced. Arguments are those of `adam_each`.
+        """
+        if self._owned and moment_groups.cut_largest.numel():
+            self._owned._adam_8bit(
+                grads=grads,
+                exp_avgs=exp_avgs,
+                exp_avg_sqs=exp_avg_sqs,
+                scalars=scalars,
+                clip=clip,
+                packed=packed,
+                skip=skip,
+                cut_largest=moment_groups.cut_largest,
+                finishes=True,
+                **self._owned._of_groups(moment_groups),
+            )
+
+    def _of_groups(self, groups: MomentGroups) -> dict[str, Any]:
+        """The arguments of a stage that tell it of groups of moments."""
+        return {"moment_scales": groups.scales, "pieces": self._moment_pieces(groups), "steps": groups.steps}
 
     def _moment_pieces(self, groups: MomentGroups) -> Tensor:
         """The pieces of the rows, made by the first step."""
         if self._pieces_of is None or self._pieces_of[0] is not groups.pieces:
-            in_order = sorted(groups.pieces, key=operator.itemgetter(Piece.OFFSET))
+            in_order = sorted(groups.pieces, key=_place)
             rows = [_piece_of(in_order, row) for row in self._rows]
             pieces = torch.tensor(rows, dtype=torch.int64).to(self.device)
-            checks.know(pieces, {"masters": self.masters.tensors, "tables": [self.table]})
+            bases = {"masters": self.masters.tensors, "tables": [self.table]}
+            checks.know(pieces, {**bases, "row_data": self.buffers["rowwise_data"].tensors})
             self._pieces_of = groups.pieces, pieces
         return self._pieces_of[1]
 
@@ -519,6 +540,7 @@ class WeightTable:
         self._adam_amax = self._bind(ops.adam_amax, measured_as)
         self._adam_8bit = self._bind(ops.adam_8bit, measured_as)
         self._adam_cast = self._bind(ops.adam_cast, self.key.fmt)
+        self._adam_8bit_cast = self._bind(ops.adam_8bit_cast, self.key.fmt)
         self._compute_scales = self._bind(ops.compute_scales, self.key.fmt)
         self._partial_cast = self._bind(ops.partial_cast, self.key.fmt)
         self._roll_history = self._bind(ops.roll_history, self.key.fmt)
@@ -546,20 +568,27 @@ def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int],
     return place[0] + number * rowwise, place[-1] + number * columnwise
 
 
+_place = operator.itemgetter(Piece.BASE, Piece.OFFSET)
+
+
 def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
     """The piece of an update's moments for a row of a table, or its part of a piece, if the row is
-    one of several matrices that a weight is stored in. Each matrix begins with a group of moments.
+    one of several matrices that a weight is stored in, or some rows of blocks. Either begins with a
+    group of moments.
 
-    `pieces` are in the order of their offsets.
+    `pieces` are in the order of their places.
     """
-    index = bisect.bisect_right(pieces, row[Column.MASTER_OFFSET], key=operator.itemgetter(Piece.OFFSET)) - 1
+    place = row[Column.MASTER_BASE], row[Column.MASTER_OFFSET]
+    index = bisect.bisect_right(pieces, place, key=_place) - 1
     piece = pieces[index].copy()
     before = row[Column.MASTER_OFFSET] - piece[Piece.OFFSET]
     after = piece[Piece.NUMEL] - before - row[Column.NUMEL]
     if not before and not after:
         return piece
     start, columns = piece[Piece.START], piece[Piece.COLUMNS]
-    piece[Piece.SCALE] += moment_group(start + before, columns) - moment_group(start, columns)
+    groups_before = moment_group(start + before, columns) - moment_group(start, columns)
+    piece[Piece.SCALE] += groups_before
+    piece[Piece.SECOND_SCALE] += groups_before
     piece[Piece.OFFSET] += before
     piece[Piece.START] += before
     piece[Piece.NUMEL] = row[Column.NUMEL]

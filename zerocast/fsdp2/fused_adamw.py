@@ -7,10 +7,11 @@ of one can be loaded into the other.
 """
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.backends.descriptor import Piece
-from zerocast.cast.adam_update import AdamUpdate, Hyperparameters, check_options
+from zerocast.cast.adam_update import Hyperparameters, MomentGroups, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.tables import Places, TableKey, WeightTable
 from zerocast.distributed.agreement import validate_across_ranks
@@ -35,7 +36,7 @@ from zerocast.fsdp2.moments_8bit import ShardedMoments
 from zerocast.fsdp2.parameter import MasterParameter, flat_local
 from zerocast.fsdp2.prepare import managers_behind
 from zerocast.fsdp2.weight import FSDPWeight
-from zerocast.optim.moments_8bit import Moments8bit
+from zerocast.optim.moments_8bit import CutGroups
 from zerocast.optim.saved_state import ADAM_STATE, check_moments, check_shapes, problem_of
 from zerocast.optim.untrained_checks import listed
 from zerocast.optim.update_rule import ADAMW
@@ -77,6 +78,22 @@ class SteppedShard:
     codes: Tensor | None = None
 
 
+class StepInputs(NamedTuple):
+    """What a launch of a step reads besides masters and moments.
+
+    Attributes:
+        grads: the gradients of its shards, flat.
+        scalars: f32 `[rows, 8]`, Adam's scalars.
+        steps: i64 `[rows]`, the number of the step for each row of scalars.
+        clip: f32[1], the factor of the gradients.
+    """
+
+    grads: list[Tensor]
+    scalars: Tensor
+    steps: Tensor
+    clip: Tensor
+
+
 class AdamPass:
     """Adam over shards of one kind, and the amaxes of the updated masters, in one launch. If all
     weights have one set of codes, the pass can cast them too (`casts_in_one_pass`).
@@ -116,68 +133,86 @@ class AdamPass:
         """Return the gradients as they are now, flat."""
         return [flat_local(parameter.grad) for parameter in self._parameters]
 
-    def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
+    def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
         """Step all shards and write their amaxes into `packed`, which holds zeros there. With
         `casts`, also write the codes of whole rows of blocks.
         """
         moments = self._exp_avgs, self._exp_avg_sqs
-        self._table.adam_each(grads, *moments, scalars=scalars, clip=clip, packed=packed, casts=casts)
+        self._table.adam_each(
+            inputs.grads, *moments, scalars=inputs.scalars, clip=inputs.clip, packed=packed, casts=casts
+        )
 
     def finish(self) -> None:
         """Finish the step after the reduction of 8-bit moments. FP32 moments need none."""
 
 
 class Adam8bitPass(AdamPass):
-    """Adam over the shard of one parameter whose moments are in 8 bits. It never casts.
+    """The same over shards whose moments are in 8 bits.
 
     Args:
-        moments: the moments of the parameter.
-        clock: the number of its step, f32[].
+        eight_bit: the moments.
+        cut_groups: where the largest values of the groups of these shards are that several ranks
+            have parts of. None if there are no such groups.
     """
 
-    def __init__(self, key: TableKey, device: torch.device, moments: Moments8bit, clock: Tensor) -> None:
-        super().__init__(key, device)
-        self._moments, self._clock = moments, clock
-        # The arguments of a step, until it is finished.
-        self._update: tuple[AdamUpdate, Tensor] | None = None
+    def __init__(
+        self,
+        key: TableKey,
+        device: torch.device,
+        casts_in_one_pass: bool,
+        eight_bit: ShardedMoments,
+        cut_groups: CutGroups | None,
+    ) -> None:
+        super().__init__(key, device, casts_in_one_pass)
+        self._eight_bit = eight_bit
+        self._cut_groups = CutGroups(0, [], device) if cut_groups is None else cut_groups
+        # Those of all shards. Like the lists of moments they live as long as the pass.
+        self._pieces: list[list[int]] = []
+        self._scales: list[Tensor] = []
+        # What finishes a step, from its run to that.
+        self._finish: Callable[[], None] | None = None
 
     def add(self, shard: SteppedShard) -> None:
-        """Set the shard that the pass steps. RuntimeError if its state has other codes."""
-        master = shard.master
+        """Append a shard. RuntimeError if its state has other codes than its moments."""
+        master, moments = shard.master, self._eight_bit.of(shard.parameter)
         self._parameters.append(shard.parameter)
-        self._row = slice(shard.row, shard.row + 1)
-        check_plain("master", master, [torch.float32], self._moments.exp_avg.numel(), master.device)
-        for name in ("exp_avg", "exp_avg_sq"):
-            own_codes = getattr(self._moments, name)
+        check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
+        for name, codes_of_all in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
+            own_codes = getattr(moments, name)
             if flat_local(shard.state[name]).data_ptr() != own_codes.data_ptr():
                 raise RuntimeError(f"{name} of an optimizer with moments in 8 bits was replaced: call load_state_dict")
             check_plain(name, own_codes, [own_codes.dtype], master.numel(), master.device)
+            codes_of_all.append(own_codes)
+        self._scales.append(moments.scales)
         base, _ = self._table.masters.add_whole(master)
-        for piece in self._moments.rows:
+        stored = None if shard.codes is None else self._table.buffers["rowwise_data"].add(shard.codes)
+        for row in moments.rows:
+            piece = row.copy()
+            piece[Piece.BASE], piece[Piece.SCALARS] = base, shard.row
+            self._pieces.append(piece)
             shape, span, columns = shard.shape, shard.span, piece[Piece.COLUMNS]
-            if shape[-1] != columns:
+            if shape[-1] != columns or len(moments.rows) > 1:
                 # The amax is not read, so any rows of the whole parameter will do.
                 span = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
                 shape = -(-span.stop // columns), columns
-            self._table.add_span(shape, span, shard.amaxes, shard.flag, base, piece[Piece.OFFSET])
+            place = shard.amaxes, shard.flag, base, piece[Piece.OFFSET]
+            self._table.add_span(shape, span, *place, shard.row, stored)
 
-    def written(self) -> list[Tensor]:
-        """Return the tensors that a step writes: the masters and their moments."""
-        return [*self._table.masters.tensors, self._moments.exp_avg, self._moments.exp_avg_sq]
-
-    def run(self, grads: list[Tensor], scalars: Tensor, clip: Tensor, packed: Tensor, casts: bool = False) -> None:
-        """Step the shard and write its amaxes into `packed`, which holds zeros there."""
-        (grad,), moments = grads, self._moments
-        groups = moments.groups(self._clock.long().view(1))
-        update = AdamUpdate(grad, moments.exp_avg, moments.exp_avg_sq, scalars[self._row], clip, groups)
-        self._update = update, packed
-        self._table.adam_8bit(*self._update, skip=None, finishes=False)
+    def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
+        """Step all shards, as AdamPass does, but for the moments of cut groups."""
+        cut = self._cut_groups
+        groups = MomentGroups(self._scales, self._pieces, inputs.steps, cut.largest, cut.reduce)
+        state = inputs.grads, self._exp_avgs, self._exp_avg_sqs
+        arguments: dict[str, Any] = {"scalars": inputs.scalars, "clip": inputs.clip, "packed": packed}
+        arguments["moment_groups"] = groups
+        self._table.adam_each(*state, **arguments, casts=casts)
+        self._finish = functools.partial(self._table.finish_moments, *state, **arguments)
 
     def finish(self) -> None:
         """Round the moments of cut groups. Their largest values have been reduced by now."""
-        assert self._update is not None
-        self._table.adam_8bit(*self._update, skip=None, finishes=True)
-        self._update = None
+        assert self._finish is not None
+        self._finish()
+        self._finish = None
 
 
 @dataclass
@@ -238,8 +273,8 @@ class FusedAdamW(torch.optim.Optimizer):
         moment_dtype: "8bit" stores both moments in 2.06 bytes an element in place of 8
             (docs/formats/moments_8bit.md). It needs names of parameters,
             `model.named_parameters()`. A step then reduces the largest values of groups that
-            boundaries between ranks cut, and steps each parameter by a launch. States hold FP32
-            moments; the attribute `state` holds codes.
+            boundaries between ranks cut. States hold FP32 moments; the attribute `state` holds
+            codes.
 
     Build it after `fully_shard`, like any optimizer, on all ranks that shard the parameters. It
     does not step parameters without a gradient. The update is that of ZeroAdamW to the bit
@@ -377,13 +412,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        try:
-            if not self.prepare():
-                self._take_part()
-                return loss
-        except Exception:
-            self._take_part()
-            raise
+        if not self.prepare_or_take_part():
+            return loss
         for manager in self.managers:
             # Before the launch: even if this rank's step raises half-way, all ranks cast before the
             # next gather tells them.
@@ -396,8 +426,20 @@ class FusedAdamW(torch.optim.Optimizer):
                 manager.plan.after_step()
         return loss
 
+    def prepare_or_take_part(self) -> object:
+        """Prepare a step and return what `prepare` does. A rank that takes none takes part in the
+        collective of the others.
+        """
+        try:
+            places = self.prepare()
+        except Exception:
+            self._take_part()
+            raise
+        if not places:
+            self._take_part()
+        return places
+
     def _take_part(self) -> None:
-        """Take part in the collective of a step that this rank does not take."""
         if self._eight_bit is not None:
             self._eight_bit.begin()
             self._eight_bit.reduce()
@@ -412,11 +454,9 @@ class FusedAdamW(torch.optim.Optimizer):
         steps in between, loading in place and evaluation stay as they are: learning rates are read
         at every call, whether tensors or numbers. It takes no closure and runs no step hooks,
         and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
-        device, for other backends than cuda, and for moments in 8 bits.
+        device, and for other backends than cuda.
         """
         validity_of(self).check(Use.STEP)
-        if self._eight_bit is not None:
-            raise RuntimeError("a step with moments in 8 bits cannot be captured under FSDP2: call step()")
         device = self.param_groups[0]["params"][0].device
         backend = backends.choose(device)
         check_capturable(device, backend)
@@ -468,13 +508,14 @@ class FusedAdamW(torch.optim.Optimizer):
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
         """Do the device's part of a step. `gradients` replace those of some of its passes."""
         torch._foreach_add_(self._steps, 1)
-        scalars = self._hyperparameters.scalars(torch.stack(self._clocks))
+        clocks = torch.stack(self._clocks)
+        of_step = self._hyperparameters.scalars(clocks), clocks.long(), self._clip
         if self._eight_bit is not None:
             self._eight_bit.begin()
 
         def run(adam: AdamPass, packed: Tensor, casts: bool = False) -> None:
             grads = gradients.get(adam)
-            adam.run(adam.gradients() if grads is None else grads, scalars, self._clip, packed, casts)
+            adam.run(StepInputs(adam.gradients() if grads is None else grads, *of_step), packed, casts)
 
         for weights in self._measured:
             group = weights.group
@@ -673,7 +714,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 adam.add(SteppedShard(parameter, master, state, row, (1, numel), Span(0, numel), (len(adam), -1)))
                 continue
             weight, geometry, measured = local.weight, local.weight.geometry, measured_of[local.weight]
-            casts = weight.format.casts_in_one_pass and self._eight_bit is None
+            casts = weight.format.casts_in_one_pass
             adam = self._pass_of(measured.passes, parameter, TableKey(backend, weight.format, geometry.nominal), casts)
             measured.names |= {weight.name}
             codes = None
@@ -691,11 +732,11 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def _pass_of(self, passes: dict[object, AdamPass], parameter: Any, key: TableKey, casts: bool) -> AdamPass:
         """Return the pass that takes a parameter, and add it to `passes` if it is new."""
-        device = parameter.device
-        if self._eight_bit is not None:
-            clock, moments = self._clocks[self._row[parameter]], self._eight_bit.of(parameter)
-            return passes.setdefault(parameter, Adam8bitPass(key, device, moments, clock))
-        return passes.setdefault((key, casts, parameter.grad.dtype), AdamPass(key, device, casts))
+        device, kind = parameter.device, (key, casts, parameter.grad.dtype)
+        if self._eight_bit is None:
+            return passes.setdefault(kind, AdamPass(key, device, casts))
+        cut_groups = self._eight_bit.cut_groups(parameter)
+        return passes.setdefault((*kind, cut_groups), Adam8bitPass(key, device, casts, self._eight_bit, cut_groups))
 
     def _measures(self, parameter: Tensor, weight: FSDPWeight) -> bool:
         """Return whether the pass over a weight can leave its amaxes for the next cast."""
@@ -741,7 +782,7 @@ class CapturableFusedStep(CapturableStep):
         """Prepare the step on the host. Return what the optimizer's tables were made for."""
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
-        places = self._optimizer.prepare()
+        places = self._optimizer.prepare_or_take_part()
         if places is None:
             for manager in self._optimizer.managers:
                 manager.make_due(self._optimizer)

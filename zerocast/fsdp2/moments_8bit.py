@@ -54,6 +54,12 @@ class ShardedMoments:
             self._moments[parameter] = Moments8bit([part], numel, self._cut_groups[_sharing(parameter)])
         return self._moments[parameter]
 
+    def cut_groups(self, parameter: Tensor) -> CutGroups | None:
+        """Return the places of the groups that a parameter shares with other ranks. None if it
+        shares none.
+        """
+        return self._cut_groups[_sharing(parameter)] if self._parts[parameter].cut else None
+
     def codes(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the codes of both moments by name, sharded like the parameter."""
         moments = self.of(parameter)
@@ -71,7 +77,7 @@ class ShardedMoments:
         for finishes in (False, True):
             for (parameter, state), count in zip(states.items(), counts, strict=True):
                 flat = {name: flat_local(state[name]) for name in NAMES}
-                self.of(parameter).load({self._parts[parameter].name: flat}, int(count), finishes)
+                self.of(parameter).load({self._parts[parameter].name: flat}, [int(count)], finishes)
             if not finishes:
                 self.reduce()
 

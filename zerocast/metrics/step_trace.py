@@ -66,6 +66,7 @@ def _between(start: Moment, end: Moment) -> float:
 # Operator -> the stage of a cast that it is.
 STAGES = {
     "zerocast::adam_8bit": "adam",
+    "zerocast::adam_8bit_cast": "adam",
     "zerocast::adam_amax": "adam",
     "zerocast::adam_cast": "adam",
     "zerocast::adam_step": "adam",

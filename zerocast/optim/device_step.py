@@ -98,7 +98,7 @@ class DeviceStep:
         grad = self.gradients.flat
         self._muon(grad, self.clip, found_inf)
         scalars = self._hyperparameters.scalars(self.counts.of_groups)
-        update = self._masters.update(grad, scalars, self.clip, self.counts.taken)
+        update = self._masters.update(grad, scalars, self.clip, self.counts.of_groups)
         plan.launch(update=update, skip=found_inf)
         self.clip.fill_(1.0)
 

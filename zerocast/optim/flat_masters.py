@@ -132,12 +132,14 @@ class FlatMasters:
             if isinstance(slot.parameter, QuantizedWeight):
                 slot.parameter.high_precision_init_val = None
 
-    def update(self, grad: Tensor, scalars: Tensor, clip: Tensor, step: Tensor) -> AdamUpdate:
-        """The AdamUpdate of these masters by a flat gradient, as the step `step`, i64[1]."""
+    def update(self, grad: Tensor, scalars: Tensor, clip: Tensor, steps: Tensor) -> AdamUpdate:
+        """The AdamUpdate of these masters by a flat gradient. `steps` are the numbers of the step
+        for each parameter group, i64.
+        """
         groups = None
         if self.eight_bit is not None:
             self.eight_bit.cut_groups.begin()
-            groups = self.eight_bit.groups(step)
+            groups = self.eight_bit.groups(steps)
         return AdamUpdate(grad, self.exp_avg, self.exp_avg_sq, scalars, clip, groups)
 
     def owned(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
@@ -180,15 +182,15 @@ class FlatMasters:
         groups, scales = self.eight_bit.compact(slot.name)
         return groups, _groups_shape(slot), scales
 
-    def store(self, states: Mapping[str, Mapping[str, Tensor]], count: int) -> None:
+    def store(self, states: Mapping[str, Mapping[str, Tensor]], counts: Sequence[int]) -> None:
         """Take over the tensors that `state` has returned, by parameter name, after so many steps
-        and after a caller has filled them. Collective.
+        of each parameter group, and after a caller has filled them. Collective.
         """
         if self.eight_bit is not None:
             self.eight_bit.cut_groups.begin()
-            self.eight_bit.load(states, count, finishes=False)
+            self.eight_bit.load(states, counts, finishes=False)
             self.eight_bit.cut_groups.reduce()
-            self.eight_bit.load(states, count, finishes=True)
+            self.eight_bit.load(states, counts, finishes=True)
         for bucket in self._buckets:
             for slot in bucket.slots:
                 scales = self.momentum_scales(slot)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends.descriptor import Piece
-from zerocast.backends.reference.moments import STEP_FACTOR, dequantize_moments, quantize_moments
+from zerocast.backends.reference.moments import dequantize_moments, quantize_moments
 from zerocast.cast.adam_update import MomentGroups
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span, moment_group, moment_groups
@@ -96,7 +96,7 @@ class Moments8bit:
     Attributes:
         exp_avg, exp_avg_sq: codes, i8 and u8.
         scales: f32 `[2, groups]`, those of either moment, of all groups that this rank has any of.
-        rows: those of `Piece` that describe the parts to the stage adam_8bit.
+        rows: those of `Piece` that describe the parts to the stage adam_8bit. Their base is 0.
         cut_groups: where the largest values of cut groups are. A caller begins them before a step
             or load, and reduces them before the second call of a load.
 
@@ -111,28 +111,17 @@ class Moments8bit:
         self.exp_avg_sq = torch.zeros(numel, dtype=torch.uint8, device=device)
         # A row for each span of a part, by name.
         self._pieces: dict[str, list[list[int]]] = {}
-        scales = 0
-        for part in parts:
-            self._pieces[part.name] = _pieces(part, scales)
-            scales += sum(moment_groups(span.start, span.numel, part.columns) for span in part.spans)
-        self.scales = torch.zeros(2, scales, dtype=torch.float32, device=device)
+        counts = [sum(moment_groups(span.start, span.numel, part.columns) for span in part.spans) for part in parts]
+        self.scales = torch.zeros(2, sum(counts), dtype=torch.float32, device=device)
+        for part, first in zip(parts, itertools.accumulate(counts, initial=0), strict=False):
+            self._pieces[part.name] = _pieces(part, first, first + sum(counts))
         self.rows = [row for pieces in self._pieces.values() for row in pieces]
 
-    def number_steps(self, before: Sequence[int]) -> None:
-        """Number the steps of each parameter group from its own first one, which `before[group]`
-        steps of the optimizer came before. Stages are given the number of the optimizer's step.
+    def groups(self, steps: Tensor) -> MomentGroups:
+        """The groups for an AdamUpdate of flat masters. `steps` are the numbers of the step for
+        each parameter group, i64.
         """
-        for name, pieces in self._pieces.items():
-            for piece in pieces:
-                # Random numbers depend on `key + step * STEP_FACTOR`, in 32 bits.
-                shift = before[piece[Piece.SCALARS]] * STEP_FACTOR
-                piece[Piece.KEY] = (zlib.crc32(name.encode()) - shift) % 2**32
-        # Another list, by which tables see that it has changed.
-        self.rows = list(self.rows)
-
-    def groups(self, step: Tensor) -> MomentGroups:
-        """The groups for an AdamUpdate that takes the step `step`, i64[1], of flat masters."""
-        return MomentGroups(self.scales, self.rows, step, self.cut_groups.largest, self.cut_groups.reduce)
+        return MomentGroups([self.scales], self.rows, steps, self.cut_groups.largest, self.cut_groups.reduce)
 
     def values(self, name: str) -> dict[str, Tensor]:
         """Both moments of this rank's elements of a parameter, flat f32 copies, by name."""
@@ -171,15 +160,16 @@ class Moments8bit:
             if cut >= 0:
                 self.scales[:, place] = self.cut_groups.largest[:, cut]
 
-    def load(self, values: Mapping[str, Mapping[str, Tensor]], count: int, finishes: bool) -> None:
-        """Take over results of `values`, of all parameters, after so many steps. A second call
-        `finishes` cut groups, once their largest values were reduced.
+    def load(self, values: Mapping[str, Mapping[str, Tensor]], counts: Sequence[int], finishes: bool) -> None:
+        """Take over results of `values`, of all parameters, after so many steps of each parameter
+        group. A second call `finishes` cut groups, once their largest values were reduced.
         """
         state = self.exp_avg, self.exp_avg_sq, self.scales
         for name, pieces in self._pieces.items():
             m, v = values[name]["exp_avg"], values[name]["exp_avg_sq"]
             sizes = [piece[Piece.NUMEL] for piece in pieces]
             for piece, own_m, own_v in zip(pieces, m.split(sizes), v.split(sizes), strict=True):
+                count = counts[piece[Piece.SCALARS]]
                 quantize_moments(own_m, own_v, *state, piece, count, self.cut_groups.largest, finishes)
 
 
@@ -193,17 +183,22 @@ def _groups_that_begin(piece: list[int]) -> tuple[int, int, int]:
     return first + is_inside, stop, piece[Piece.SCALE] + is_inside
 
 
-def _pieces(part: OwnedPart, scale: int) -> list[list[int]]:
-    """The rows that describe a part to the stage adam_8bit. Its scales begin at `scale`."""
+def _pieces(part: OwnedPart, scale: int, second_scale: int) -> list[list[int]]:
+    """The rows that describe a part to the stage adam_8bit. The scales of its moments begin at
+    `scale` and at `second_scale`.
+    """
     rows, offset = [], part.offset
     for span in part.spans:
         row = [0] * len(Piece)
         row[Piece.OFFSET], row[Piece.NUMEL], row[Piece.SCALARS] = offset, span.numel, part.param_group
         row[Piece.START], row[Piece.COLUMNS], row[Piece.SCALE] = span.start, part.columns, scale
+        row[Piece.SECOND_SCALE] = second_scale
         row[Piece.CUT_FIRST] = part.cut.get(moment_group(span.start, part.columns), -1)
         row[Piece.CUT_LAST] = part.cut.get(moment_group(span.stop - 1, part.columns), -1)
         row[Piece.KEY] = zlib.crc32(part.name.encode())
         rows.append(row)
         offset += span.numel
-        scale += moment_groups(span.start, span.numel, part.columns)
+        groups = moment_groups(span.start, span.numel, part.columns)
+        scale += groups
+        second_scale += groups
     return rows

@@ -187,12 +187,10 @@ class ZeroState:
                     _copy(flat, moments[field], span)
         by_group = self._steps(state)
         self._counts.load({index: int(next(iter(steps.values()))) for index, steps in by_group.items()})
-        if self._masters.eight_bit is not None:
-            self._masters.eight_bit.number_steps(self._counts.before)
         if is_compact and self._masters.eight_bit is not None:
             self._masters.eight_bit.share_scales()
         else:
-            self._masters.store(filled, int(self._counts.taken))
+            self._masters.store(filled, self._counts.of_groups.tolist())
         for index, values in self._loaded_groups(state).items():
             group = self._param_groups[index]
             if isinstance(group["lr"], Tensor):

@@ -178,8 +178,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._named += named
         names = [name for name, _, _ in self._named]
         self._counts.add_groups(len(self.param_groups) - len(self._counts.before))
-        if self._masters.eight_bit is not None:
-            self._masters.eight_bit.number_steps(self._counts.before)
         self._claim = take_over(self._named, f"a {self.NAME}")
         self._place_weights(older)
         order = LogicalOrder(layout.gradients, names, group, device) if config.deterministic else None

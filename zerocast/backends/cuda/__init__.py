@@ -51,9 +51,9 @@ def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
 
 # How each kind of argument is passed to the extension.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
-_PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "number", "skip"), _address)
+_PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
-_PLAIN |= {"segments": segment_work, "int": int, "bool": bool}
+_PLAIN |= {"segments": segment_work, "pieces": piece_work, "int": int, "bool": bool}
 
 # Makers of the arguments that the extension takes instead of a table, by their names.
 FromTable = dict[str, Callable[[FormatSpec, Tensor], Any]]
@@ -129,7 +129,8 @@ def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None
 
 
 adam_step = _stage("adam_step")
-adam_8bit = _stage("adam_8bit", {"work": _work("amax")}, segments=piece_work)
+adam_8bit = _stage("adam_8bit", {"work": _work("amax")})
+adam_8bit_cast = _stage("adam_8bit_cast", {"work": _work("adam_8bit_cast")}, pieces=_address)
 adam_amax = _stage("adam_amax", {"work": _work("amax")})
 adam_cast = _stage("adam_cast", {"work": _work("adam_cast")})
 quantize_gradient = _stage("quantize_gradient")

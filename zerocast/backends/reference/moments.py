@@ -1,14 +1,15 @@
 """Moments of AdamW in 8 bits (docs/formats/moments_8bit.md) in plain torch: their codes and scales,
-and the stage adam_8bit, which updates masters and keeps moments in this form.
+and the stages that update masters and keep moments in this form: adam_8bit, and adam_8bit_cast,
+which writes codes too.
 """
 
 import torch
 from torch import Tensor
 
-from zerocast.backends.descriptor import Piece
+from zerocast.backends.descriptor import Piece, check_whole_blocks
 from zerocast.backends.reference.adam import adamw, square_root
 from zerocast.backends.reference.scales import FLT_MAX
-from zerocast.backends.reference.stages import partial_amax
+from zerocast.backends.reference.stages import partial_amax, partial_cast
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import MOMENT_GROUP
 
@@ -114,7 +115,7 @@ class PieceGroups:
 
     Attributes:
         owned: the elements of the piece in the flat tensors.
-        scales: the scales of its groups in the tensor of scales.
+        scales: the places of the scales of its groups, i64 `[2, groups]`, a row for each moment.
         element: the index in the whole weight of each element, i64.
         group: the group of each element, counted from the first one of the piece, i64.
         cut: for each group that other ranks have a part of, its place among the cut groups.
@@ -129,7 +130,8 @@ class PieceGroups:
         self.group = number - number[0]
         self._slot = column % MOMENT_GROUP
         self.count = int(self.group[-1]) + 1
-        self.scales = slice(piece[Piece.SCALE], piece[Piece.SCALE] + self.count)
+        firsts = torch.tensor([[piece[Piece.SCALE]], [piece[Piece.SECOND_SCALE]]], device=device)
+        self.scales = firsts + torch.arange(self.count, device=device)
         cut = {0: piece[Piece.CUT_FIRST], self.count - 1: piece[Piece.CUT_LAST]}
         self.cut = {group: place for group, place in cut.items() if place >= 0}
 
@@ -176,13 +178,14 @@ def quantize_moments(
     element_written = written[groups.group]
     exp_avg[groups.owned] = torch.where(element_written, first, exp_avg[groups.owned])
     exp_avg_sq[groups.owned] = torch.where(element_written, second, exp_avg_sq[groups.owned])
-    scales[:, groups.scales] = torch.where(written, scale, scales[:, groups.scales])
+    flat_scales = scales.view(-1)
+    flat_scales[groups.scales] = torch.where(written, scale, flat_scales[groups.scales])
 
 
 def dequantize_moments(exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, piece: list[int]) -> tuple[Tensor, Tensor]:
     """Both moments of a piece, flat f32."""
     groups = PieceGroups(piece, exp_avg.device)
-    scale = scales[:, groups.scales][:, groups.group]
+    scale = scales.view(-1)[groups.scales][:, groups.group]
     return dequantize_first(exp_avg[groups.owned], scale[0]), dequantize_second(exp_avg_sq[groups.owned], scale[1])
 
 
@@ -209,32 +212,61 @@ def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
 def adam_8bit(
     fmt: FormatSpec,
     nominal: torch.dtype,
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    moment_scales: Tensor,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    moment_scales: list[Tensor],
     table: Tensor,
     pieces: Tensor,
     scalars: Tensor,
     clip: Tensor,
-    step: Tensor,
+    steps: Tensor,
     packed: Tensor,
     cut_largest: Tensor,
     finishes: bool,
     skip: Tensor | None,
 ) -> None:
-    """Stage adam_8bit: run Adam in place over pieces of weights in one flat shard, then take the
+    """Stage adam_8bit: run Adam in place over pieces of weights in flat shards, then take the
     amaxes of the new masters.
     """
     if skip is not None and bool(skip):
         return
     for piece in pieces.tolist():
+        base, row = piece[Piece.BASE], piece[Piece.SCALARS]
         s = slice(piece[Piece.OFFSET], piece[Piece.OFFSET] + piece[Piece.NUMEL])
-        old_m, old_v = dequantize_moments(exp_avg, exp_avg_sq, moment_scales, piece)
-        p, m, v = adamw(master[s], grad[s].float(), old_m, old_v, scalars[piece[Piece.SCALARS]], clip)
+        state = exp_avgs[base], exp_avg_sqs[base], moment_scales[base]
+        old_m, old_v = dequantize_moments(*state, piece)
+        p, m, v = adamw(masters[base][s], grads[base][s].float(), old_m, old_v, scalars[row], clip)
         if not finishes:
-            master[s] = p
-        quantize_moments(m, v, exp_avg, exp_avg_sq, moment_scales, piece, int(step), cut_largest, finishes)
+            masters[base][s] = p
+        quantize_moments(m, v, *state, piece, int(steps[row]), cut_largest, finishes)
     if not finishes:
-        partial_amax(fmt, nominal, [master], table, packed)
+        partial_amax(fmt, nominal, masters, table, packed)
+
+
+def adam_8bit_cast(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    moment_scales: list[Tensor],
+    table: Tensor,
+    pieces: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    steps: Tensor,
+    packed: Tensor,
+    row_data: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Stage adam_8bit_cast: adam_8bit, then partial_cast with the amaxes that this rank took. No
+    other rank owns an element of the same blocks, or of the same groups.
+    """
+    check_whole_blocks(fmt, table)
+    state = masters, grads, exp_avgs, exp_avg_sqs, moment_scales
+    no_cuts = packed.new_zeros(2, 0, dtype=torch.float32)
+    adam_8bit(fmt, nominal, *state, table, pieces, scalars, clip, steps, packed, no_cuts, False, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

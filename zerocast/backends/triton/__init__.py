@@ -12,7 +12,7 @@ except ImportError as error:
         f"Triton cannot be imported ({error}): install it with `pip install 'zerocast[triton]'`"
     ) from error
 
-from zerocast.backends.triton.adam_8bit import adam_8bit
+from zerocast.backends.triton.adam_8bit import adam_8bit, adam_8bit_cast
 from zerocast.backends.triton.adam_amax import adam_amax
 from zerocast.backends.triton.adam_cast import adam_cast
 from zerocast.backends.triton.adam_step import adam_step
@@ -32,6 +32,7 @@ PREFERENCE = -1 if INTERPRETED else 1
 
 __all__ = [
     "adam_8bit",
+    "adam_8bit_cast",
     "adam_amax",
     "adam_cast",
     "adam_step",

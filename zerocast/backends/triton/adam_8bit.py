@@ -1,5 +1,5 @@
-"""Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits
-(docs/formats/moments_8bit.md), and the partial amaxes of the updated masters.
+"""Stages adam_8bit and adam_8bit_cast: AdamW on pieces of weights whose moments are kept in 8 bits
+(docs/formats/moments_8bit.md), the partial amaxes of the updated masters, and their codes.
 
 A program takes some groups of one piece, a row of a tile each: neighbours, or for formats with
 blocks those of whole blocks below each other. Values of codes are read from tables of the
@@ -8,6 +8,7 @@ at most, and then decided by comparisons with the values of codes, as docs/forma
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.moments import first_values, second_values
+from zerocast.backends.triton.adam_cast import check_whole_blocks_once
 from zerocast.backends.triton.adam_step import adamw
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into, note_not_finite
 from zerocast.backends.triton.codec import DTYPES, INF, as_f32, magnitude, round_nominal
 from zerocast.backends.triton.launch import COLUMNS, ROW_AMAX, START, WIDTH, addresses, find, launch, skip_flag, tiling
 from zerocast.backends.triton.partial_amax import store_amaxes
+from zerocast.backends.triton.partial_cast import partial_cast
 from zerocast.backends.triton.tiles import (
     Bands,
     TileShape,
@@ -41,15 +44,19 @@ REGISTERS = 128
 
 GROUP = tl.constexpr(MOMENT_GROUP)
 PIECE_WIDTH = tl.constexpr(len(Piece))
+BASE = tl.constexpr(int(Piece.BASE))
 OFFSET = tl.constexpr(int(Piece.OFFSET))
 PIECE_NUMEL = tl.constexpr(int(Piece.NUMEL))
 SCALARS = tl.constexpr(int(Piece.SCALARS))
 PIECE_START = tl.constexpr(int(Piece.START))
 PIECE_COLUMNS = tl.constexpr(int(Piece.COLUMNS))
 SCALE = tl.constexpr(int(Piece.SCALE))
+SECOND_SCALE = tl.constexpr(int(Piece.SECOND_SCALE))
 CUT_FIRST = tl.constexpr(int(Piece.CUT_FIRST))
 CUT_LAST = tl.constexpr(int(Piece.CUT_LAST))
 KEY = tl.constexpr(int(Piece.KEY))
+# Tensors of one base: masters, gradients, both moments, and scales.
+TENSORS = tl.constexpr(5)
 # 2**-100 and the largest finite f32, as bits.
 SMALLEST_SCALE = tl.constexpr(27 << 23)
 LARGEST_SCALE = tl.constexpr(0x7F7FFFFF)
@@ -85,30 +92,33 @@ def _tile(fmt: FormatSpec) -> TileShape:
 def adam_8bit(
     fmt: FormatSpec,
     nominal: torch.dtype,
-    master: Tensor,
-    grad: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    moment_scales: Tensor,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    moment_scales: list[Tensor],
     table: Tensor,
     pieces: Tensor,
     scalars: Tensor,
     clip: Tensor,
-    step: Tensor,
+    steps: Tensor,
     packed: Tensor,
     cut_largest: Tensor,
     finishes: bool,
     skip: Tensor | None,
 ) -> None:
-    """Run Adam over the pieces of one flat shard, keep its moments in 8 bits, and take the partial
+    """Run Adam over the pieces of flat shards, keep their moments in 8 bits, and take the partial
     amaxes.
     """
-    device = master.device
-    bases = addresses((master, grad, exp_avg, exp_avg_sq), device)
-    of_groups = moment_scales, moment_scales.shape[1], cut_largest, cut_largest.shape[1]
-    of_step = scalars, clip, step, skip_flag(skip, device)
-    tail = *of_groups, *_values(device), *of_step
-    constants = {"GRAD": DTYPES[grad.dtype], "registers": REGISTERS}
+    if not masters:
+        return
+    device = table.device
+    # The tensors of one base stand together.
+    by_base = zip(masters, grads, exp_avgs, exp_avg_sqs, moment_scales, strict=True)
+    bases = addresses(list(itertools.chain.from_iterable(by_base)), device)
+    of_step = scalars, clip, steps, skip_flag(skip, device)
+    tail = cut_largest, cut_largest.shape[1], *_values(device), *of_step
+    constants = {"GRAD": DTYPES[grads[0].dtype], "registers": REGISTERS}
     if finishes:
         tiles = tiling(pieces, CutPieces())
         launch(_cut_groups, tiles.total, device, bases, pieces, tiles.firsts, tiles.rows, *tail, **constants)
@@ -123,6 +133,39 @@ def adam_8bit(
     tiles = tiling(pieces, PieceGroups(GROUPS))
     head = bases, pieces, table, tiles.firsts, tiles.rows, amaxes
     launch(_groups, tiles.total, device, *head, *tail, COUNT=GROUPS, **nominals, **constants)
+
+
+def adam_8bit_cast(
+    fmt: FormatSpec,
+    nominal: torch.dtype,
+    masters: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    moment_scales: list[Tensor],
+    table: Tensor,
+    pieces: Tensor,
+    scalars: Tensor,
+    clip: Tensor,
+    steps: Tensor,
+    packed: Tensor,
+    row_data: list[Tensor],
+    skip: Tensor | None,
+) -> None:
+    """Run Adam over pieces that are whole rows of blocks, take the partial amaxes, and cast by
+    them. As in `adam_cast`, masters are read a second time for their codes.
+    """
+    check_whole_blocks_once(fmt, table)
+    state = masters, grads, exp_avgs, exp_avg_sqs, moment_scales
+    no_cuts = _no_cuts(table.device)
+    adam_8bit(fmt, nominal, *state, table, pieces, scalars, clip, steps, packed, no_cuts, False, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)
+
+
+@functools.cache
+def _no_cuts(device: torch.device) -> Tensor:
+    """The largest values of no cut groups."""
+    return torch.zeros(2, 0, dtype=torch.float32, device=device)
 
 
 @functools.cache
@@ -274,15 +317,13 @@ def _update(
     first,
     i,
     mask,
-    scales,
-    scale_count,
     cut_largest,
     cut_count,
     first_table,
     second_table,
     scalars,
     clip,
-    step,
+    steps,
     GRAD: tl.constexpr,
     FULL: tl.constexpr,
     FINISHES: tl.constexpr,
@@ -295,9 +336,11 @@ def _update(
     g_at = tl.load(bases + 1) + at * (4 if GRAD == tl.float32 else 2)
     m_at = tl.load(bases + 2) + at
     v_at = tl.load(bases + 3) + at
-    places = scales + tl.load(row + SCALE) + group
-    m_scale = tl.load(places, mask=has_group, other=0)[:, None]
-    v_scale = tl.load(places + scale_count, mask=has_group, other=0)[:, None]
+    scales_at = tl.load(bases + 4)
+    m_scale_at = scales_at + tl.load(row + SCALE) * 4
+    v_scale_at = scales_at + tl.load(row + SECOND_SCALE) * 4
+    m_scale = load_f32(m_scale_at, group, has_group, tl.float32, False)[:, None]
+    v_scale = load_f32(v_scale_at, group, has_group, tl.float32, False)[:, None]
     m, v = _old_moments(m_at, v_at, i, mask, m_scale, v_scale, first_table, second_table, FULL)
     p = load_f32(p_at, i, mask, tl.float32, FULL)
     g = load_f32(g_at, i, mask, GRAD, FULL)
@@ -317,9 +360,9 @@ def _update(
         tl.store(cut_largest + cut_count + cut, as_f32(v_largest), mask=cut >= 0)
     m_scale = _scale(m_largest)
     v_scale = _scale(v_largest)
-    tl.store(places, m_scale, mask=written)
-    tl.store(places + scale_count, v_scale, mask=written)
-    random = _random_numbers(tl.load(row + KEY), tl.load(step), first + i)
+    store_f32(m_scale_at, group, m_scale, written, tl.float32, False)
+    store_f32(v_scale_at, group, v_scale, written, tl.float32, False)
+    random = _random_numbers(tl.load(row + KEY), tl.load(steps + tl.load(row + SCALARS)), first + i)
     m_code, v_code = _codes(m, v, m_scale[:, None], v_scale[:, None], random, first_table, second_table)
     store_raw(m_at, i, m_code, mask & written[:, None], tl.int8, FULL)
     store_raw(v_at, i, v_code, mask & written[:, None], tl.uint8, FULL)
@@ -335,7 +378,7 @@ def _addresses(bases, at, GRAD: tl.constexpr):
     return (tl.load(bases) + at * 4) | g_at | (tl.load(bases + 2) + at) | (tl.load(bases + 3) + at)
 
 
-@triton.jit(do_not_specialize=["n", "scale_count", "cut_count"])
+@triton.jit(do_not_specialize=["n", "cut_count"])
 def _groups(
     bases,
     pieces,
@@ -343,15 +386,13 @@ def _groups(
     firsts,
     n,
     packed,
-    scales,
-    scale_count,
     cut_largest,
     cut_count,
     first_table,
     second_table,
     scalars,
     clip,
-    step,
+    steps,
     skip,
     COUNT: tl.constexpr,
     NOMINAL: tl.constexpr,
@@ -365,6 +406,7 @@ def _groups(
     tile = tl.program_id(0).to(tl.int64)
     piece = find(firsts, n, tile)
     row = pieces + piece * PIECE_WIDTH
+    bases += tl.load(row + BASE) * TENSORS
     _, count = _extent(row)
     begin = (tile - tl.load(firsts + piece)) * COUNT
     group = begin + tl.arange(0, COUNT)
@@ -374,13 +416,13 @@ def _groups(
     whole = (tl.load(row + PIECE_COLUMNS) % GROUP == 0) & (tl.load(row + PIECE_START) % GROUP == 0)
     if is_aligned & whole & ((begin + COUNT) * GROUP <= tl.load(row + PIECE_NUMEL)):
         bits, worst = _update_run(
-            bases, row, group, has_group, scales, scale_count, cut_largest, cut_count,
-            first_table, second_table, scalars, clip, step, COUNT, NOMINAL, GRAD, True,
+            bases, row, group, has_group, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, steps, COUNT, NOMINAL, GRAD, True,
         )  # fmt: skip
     else:
         bits, worst = _update_run(
-            bases, row, group, has_group, scales, scale_count, cut_largest, cut_count,
-            first_table, second_table, scalars, clip, step, COUNT, NOMINAL, GRAD, False,
+            bases, row, group, has_group, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, steps, COUNT, NOMINAL, GRAD, False,
         )  # fmt: skip
     of_table = table + piece * WIDTH
     max_into(packed, tl.load(of_table + ROW_AMAX), bits)
@@ -393,15 +435,13 @@ def _update_run(
     row,
     group,
     has_group,
-    scales,
-    scale_count,
     cut_largest,
     cut_count,
     first_table,
     second_table,
     scalars,
     clip,
-    step,
+    steps,
     COUNT: tl.constexpr,
     NOMINAL: tl.constexpr,
     GRAD: tl.constexpr,
@@ -412,8 +452,8 @@ def _update_run(
     """
     first, i, mask = _elements(row, group, has_group, COUNT, FULL)
     p = _update(
-        bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
-        first_table, second_table, scalars, clip, step, GRAD, FULL, False,
+        bases, row, group, has_group, first, i, mask, cut_largest, cut_count,
+        first_table, second_table, scalars, clip, steps, GRAD, FULL, False,
     )  # fmt: skip
     bits, worst = _magnitudes(p, mask, NOMINAL)
     return tl.max(tl.max(bits, 1), 0), tl.max(tl.max(worst, 1), 0)
@@ -434,15 +474,13 @@ def _update_band(
     of_table,
     top,
     left,
-    scales,
-    scale_count,
     cut_largest,
     cut_count,
     first_table,
     second_table,
     scalars,
     clip,
-    step,
+    steps,
     HEIGHT: tl.constexpr,
     STEPS: tl.constexpr,
     NOMINAL: tl.constexpr,
@@ -467,15 +505,15 @@ def _update_band(
         has_group = tl.max(mask.to(tl.int32), 1) > 0
         group = (above + line + tl.arange(0, HEIGHT)) * across + left // GROUP - before
         p = _update(
-            bases, row, group, has_group, (above + line) * columns + left, i, mask, scales, scale_count,
-            cut_largest, cut_count, first_table, second_table, scalars, clip, step, GRAD, FULL, False,
+            bases, row, group, has_group, (above + line) * columns + left, i, mask,
+            cut_largest, cut_count, first_table, second_table, scalars, clip, steps, GRAD, FULL, False,
         )  # fmt: skip
         bits, of_tile = _magnitudes(p, mask, NOMINAL)
         largest, worst = tl.maximum(largest, bits), tl.maximum(worst, of_tile)
     return largest, tl.max(tl.max(worst, 1), 0)
 
 
-@triton.jit(do_not_specialize=["n", "scale_count", "cut_count"])
+@triton.jit(do_not_specialize=["n", "cut_count"])
 def _blocks(
     bases,
     pieces,
@@ -483,15 +521,13 @@ def _blocks(
     firsts,
     n,
     packed,
-    scales,
-    scale_count,
     cut_largest,
     cut_count,
     first_table,
     second_table,
     scalars,
     clip,
-    step,
+    steps,
     skip,
     HEIGHT: tl.constexpr,
     STEPS: tl.constexpr,
@@ -509,6 +545,7 @@ def _blocks(
     tile = tl.program_id(0).to(tl.int64)
     piece = find(firsts, n, tile)
     row = pieces + piece * PIECE_WIDTH
+    bases += tl.load(row + BASE) * TENSORS
     of_table = table + piece * WIDTH
     top, left = band_tile(of_table, tile - tl.load(firsts + piece), HEIGHT * STEPS, WIDTH_A)
     columns = tl.load(of_table + COLUMNS)
@@ -516,33 +553,31 @@ def _blocks(
     is_aligned = (_addresses(bases, at, GRAD) % 16 == 0) & (columns % GROUP == 0)
     if is_owned(of_table, top, left, HEIGHT * STEPS, WIDTH_A) & is_aligned:
         m, worst = _update_band(
-            bases, row, of_table, top, left, scales, scale_count, cut_largest, cut_count,
-            first_table, second_table, scalars, clip, step, HEIGHT, STEPS, NOMINAL, GRAD, True,
+            bases, row, of_table, top, left, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, steps, HEIGHT, STEPS, NOMINAL, GRAD, True,
         )  # fmt: skip
     else:
         m, worst = _update_band(
-            bases, row, of_table, top, left, scales, scale_count, cut_largest, cut_count,
-            first_table, second_table, scalars, clip, step, HEIGHT, STEPS, NOMINAL, GRAD, False,
+            bases, row, of_table, top, left, cut_largest, cut_count,
+            first_table, second_table, scalars, clip, steps, HEIGHT, STEPS, NOMINAL, GRAD, False,
         )  # fmt: skip
     note_not_finite(packed, of_table, worst)
     store_amaxes(packed, of_table, m, top, left, HEIGHT, STEPS, WIDTH_A, ROWS_A, COLUMNS_A, OWN_ROWS, OWN_COLUMNS)
 
 
-@triton.jit(do_not_specialize=["n", "scale_count", "cut_count"])
+@triton.jit(do_not_specialize=["n", "cut_count"])
 def _cut_groups(
     bases,
     pieces,
     firsts,
     n,
-    scales,
-    scale_count,
     cut_largest,
     cut_count,
     first_table,
     second_table,
     scalars,
     clip,
-    step,
+    steps,
     skip,
     GRAD: tl.constexpr,
 ):
@@ -552,6 +587,7 @@ def _cut_groups(
     tile = tl.program_id(0).to(tl.int64)
     piece = find(firsts, n, tile)
     row = pieces + piece * PIECE_WIDTH
+    bases += tl.load(row + BASE) * TENSORS
     _, count = _extent(row)
     which = tl.arange(0, 2)
     group = which * (count - 1)
@@ -559,6 +595,6 @@ def _cut_groups(
     has_group = (which == 0) | (group > 0)
     first, i, mask = _elements(row, group, has_group, 2, False)
     _update(
-        bases, row, group, has_group, first, i, mask, scales, scale_count, cut_largest, cut_count,
-        first_table, second_table, scalars, clip, step, GRAD, False, True,
+        bases, row, group, has_group, first, i, mask, cut_largest, cut_count,
+        first_table, second_table, scalars, clip, steps, GRAD, False, True,
     )  # fmt: skip

@@ -30,10 +30,14 @@ def adam_cast(
     skip: Tensor | None,
 ) -> None:
     """Run Adam over spans of whole rows of blocks, take the partial amaxes, and cast by them."""
-    # Checked once for each table, as its tiles are counted once: the check waits for the device.
+    check_whole_blocks_once(fmt, table)
+    adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
+    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)
+
+
+def check_whole_blocks_once(fmt: FormatSpec, table: Tensor) -> None:
+    """Make `check_whole_blocks` of a table, which waits for the device, unless it was made."""
     checked = table.__dict__.setdefault("_zerocast_whole_blocks", set())
     if fmt not in checked:
         check_whole_blocks(fmt, table)
         checked.add(fmt)
-    adam_amax(fmt, nominal, masters, grads, exp_avgs, exp_avg_sqs, table, groups, scalars, clip, packed, skip)
-    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

@@ -1,0 +1,76 @@
+// Stage adam_8bit_cast: the update of adam_8bit over whole rows of blocks, the amaxes of the updated
+// masters, and their codes, from one read.
+#include "cuda/moment_pieces.cuh"
+#include "cuda/one_pass.cuh"
+
+namespace zerocast::cuda {
+namespace {
+
+constexpr int kMinBlocks = 3;  // a multiprocessor: 80 registers a thread, and 34 KB of shared memory a thread block
+constexpr int kRows = one_pass_rows(kWarps);
+static_assert(kOnePass8bitShape.threads() == kThreads && kOnePass8bitShape.lane_columns == kOnePassColumns &&
+              kRows == kPanelRows);
+
+// Takes the rows of a lane as PanelAmaxes does, and keeps them for their codes.
+template <class Nominal>
+class KeptRows {
+ public:
+  __device__ void row(const AmaxPlace&, int r, const AmaxRow& x) {
+    most_ = fmaxf(most_, row_amax<kOnePassColumns>(x));
+    add_poison<kOnePassColumns>(x, poison_);
+    const Kept<Nominal, kWarps> kept;
+    kept.keep(r, x);
+  }
+  __device__ float most() const { return most_; }
+  __device__ float poison() const { return poison_; }
+
+ private:
+  float most_ = 0.0f, poison_ = 0.0f;
+};
+
+template <class Grad, class Nominal, class E, Grid kGrid>
+__global__ void __launch_bounds__(kThreads, kMinBlocks)
+    adam_8bit_cast_kernel(Format format, const int64_t* table, const MomentPiece* pieces, const Item* items,
+                          PieceBases bases, AdamInputs adam, const int64_t* steps, AmaxSink out, BaseList row_data) {
+  if (holds(adam.skip)) return;
+  __shared__ CodeValues values;
+  read_code_values(values);
+  KeptRows<Nominal> rows;
+  {
+    const Item item = items[blockIdx.x];
+    const MomentPiece piece = pieces[item.weight];
+    const CutLargest no_cuts{};
+    const PieceStep<Grad> step(bases, no_cuts, piece, adam, steps, values);
+    const Weight w = weight_of(table, item);
+    const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
+    update_panel<kRows>(step, {lane, w, out}, rows);
+    note_poison(w, out, rows.poison());
+  }
+  const LaneAmaxes amaxes = amaxes_of_lanes<kGrid, kWarps>(rows.most());
+  const float multiplier = multiplier_of<kGrid>(format, round_to<Nominal>(amaxes.block), round_to<Nominal>(amaxes.group));
+  // Found once more, so that the loops above have these registers.
+  const Item item = items[blockIdx.x];
+  const Weight w = weight_of(table, item);
+  const OnePassLane lane = one_pass_lane<kGrid, kWarps>(format, w, item);
+  store_amax<kGrid, kWarps>(lane, w, out, amaxes.block);
+  write_codes<Nominal, E, kWarps>(lane, origin_of<Float32>(bases.master, w), data_of(row_data, w), multiplier);
+}
+
+}  // namespace
+
+void adam_8bit_cast(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, uintptr_t pieces,
+                    const AdamStep& step, uintptr_t steps, Array packed, DeviceBases row_data, Stream stream) {
+  for_grad(state.grads.dtype, [&](auto grad) {
+    for_nominal(nominal, [&](auto rounded) {
+      for_codes(format, [&](auto element, auto grid) {
+        using Nominal = decltype(rounded);
+        launch(adam_8bit_cast_kernel<decltype(grad), Nominal, decltype(element), decltype(grid)::value>, work.blocks,
+               kThreads, stream, format, table_of(work), reinterpret_cast<const MomentPiece*>(pieces), items_of(work),
+               piece_bases(state), inputs_of(step), reinterpret_cast<const int64_t*>(steps),
+               AmaxSink{amaxes_of(packed), nominal}, bases_of(row_data));
+      });
+    });
+  });
+}
+
+}  // namespace zerocast::cuda

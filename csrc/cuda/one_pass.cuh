@@ -1,0 +1,178 @@
+// The part after the update of a stage that updates masters and casts them in one pass.
+//
+// A thread block of some warps takes 128 x 128 elements, a lane four columns of some rows of them.
+// What a lane has updated stays in shared memory, rounded to the nominal dtype, until the thread
+// block knows the amaxes of its blocks.
+#pragma once
+
+#include "cuda/amax.cuh"
+#include "cuda/codes.cuh"
+#include "cuda/dispatch.cuh"
+
+namespace zerocast::cuda {
+
+constexpr int kOnePassColumns = 4;
+
+using OnePassLane = Lane<kOnePassColumns>;
+
+template <Grid kGrid, int kWarps>
+__device__ OnePassLane one_pass_lane(const Format& format, const Weight& w, const Item& item) {
+  const PanelGrid grid = panel_grid(known<kGrid>(format), w, {kOnePassColumns, kWarps});
+  return find_lane<kOnePassColumns>(grid, w, item.ordinal, one_pass_rows(kWarps), kWarps);
+}
+
+struct FourElements {
+  float2 a, b;
+};
+
+// Four neighbouring elements of each row of a lane, rounded to the nominal dtype of 16 bits. No other
+// lane reads them.
+template <class Nominal, int kWarps>
+class Kept {
+ public:
+  using Pair = std::conditional_t<std::is_same_v<Nominal, Bfloat16>, __nv_bfloat162, __half2>;
+
+  __device__ void keep(int r, const float (&x)[kOnePassColumns]) const {
+    if constexpr (std::is_same_v<Nominal, Bfloat16>) {
+      row(r)[0] = __floats2bfloat162_rn(x[0], x[1]), row(r)[1] = __floats2bfloat162_rn(x[2], x[3]);
+    } else {
+      row(r)[0] = __floats2half2_rn(x[0], x[1]), row(r)[1] = __floats2half2_rn(x[2], x[3]);
+    }
+  }
+  __device__ FourElements read(int r, const float*) const {
+    const Pair a = row(r)[0], b = row(r)[1];
+    return {{__low2float(a), __high2float(a)}, {__low2float(b), __high2float(b)}};
+  }
+
+ private:
+  __device__ static Pair* row(int r) {
+    __shared__ alignas(8) Pair kept[one_pass_rows(kWarps)][kWarpLanes * kWarps][2];
+    return kept[r][threadIdx.x];
+  }
+};
+
+// FP32 elements would not fit: they are read again from where they have just been written.
+template <int kWarps>
+class Kept<Float32, kWarps> {
+ public:
+  __device__ void keep(int, const float (&)[kOnePassColumns]) const {}
+  __device__ FourElements read(int, const float* masters) const {
+    return {{masters[0], masters[1]}, {masters[2], masters[3]}};
+  }
+};
+
+// What the scale of a lane's block depends on: its amax, and the largest one of the 128 x 128
+// elements.
+struct LaneAmaxes {
+  float block, group;
+};
+
+// The whole thread block calls it, with the largest absolute value of each lane.
+template <Grid kGrid, int kWarps>
+__device__ LaneAmaxes amaxes_of_lanes(float most) {
+  constexpr int kAcross = 128 / side_of(kGrid), kTall = kWarps / kAcross;  // blocks side by side, warps to a block
+  constexpr int kLanes = kWarpLanes / kAcross, kParts = kWarps * kAcross;
+  __shared__ float parts[kParts];  // of a warp and a block each
+  const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
+  const float part = greatest<kLanes>(most);
+  if (lane % kLanes == 0) parts[warp * kAcross + lane / kLanes] = part;
+  __syncthreads();
+  float group = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kParts; i += kWarpLanes) group = fmaxf(group, parts[(i + lane) % kParts]);
+  group = greatest<kWarpLanes>(group);
+  if constexpr (kGrid == Grid::kSquare128) return {group, group};
+  float block = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kTall; ++i) block = fmaxf(block, parts[(warp / kTall * kTall + i) * kAcross + lane / kLanes]);
+  return {block, group};
+}
+
+// The packed amax of a lane's block; one lane of each block stores it.
+template <Grid kGrid, int kWarps>
+__device__ void store_amax(const OnePassLane& lane, const Weight& w, const AmaxSink& out, float amax) {
+  constexpr int kSide = side_of(kGrid), kTall = kWarps * kSide / 128, kLanes = kWarpLanes * kSide / 128;
+  if (threadIdx.x / kWarpLanes % kTall != 0 || threadIdx.x % kLanes != 0) return;
+  const int64_t across = (lane.columns + kSide - 1) / kSide;
+  out.store(w[column::ROW_AMAX] + lane.row / kSide * across + lane.column / kSide, amax);
+}
+
+template <Grid kGrid>
+__device__ float multiplier_of(const Format& format, float amax, float group) {
+  if constexpr (kGrid == Grid::kSquare128) {
+    return fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale);
+  } else {
+    const PowerOfTwoScale power = format.power_of_two_scale();
+    return PowerOfTwoScale::multiplier(format.scale_group ? power.code(amax, group) : power.code(amax));
+  }
+}
+
+// True if a lane's codes are stored a row at a time; `data` is the address of the weight's element 0.
+template <class E, int kWarps>
+__device__ bool stores_words(const OnePassLane& lane, uint64_t data) {
+  constexpr int kInByte = 8 / E::kBits, kBytes = sizeof(typename Encoder<E>::Word4);
+  return lane.whole(one_pass_rows(kWarps)) && (data + lane.element / kInByte) % kBytes == 0 &&
+         lane.pitch / kInByte % kBytes == 0;
+}
+
+template <class Nominal, class E, int kWarps>
+__device__ void write_codes(const OnePassLane& lane, uint64_t master, uint64_t data, float multiplier) {
+  using Word = typename Encoder<E>::Word4;
+  constexpr int kInByte = 8 / E::kBits, kRows = one_pass_rows(kWarps);
+  const Kept<Nominal, kWarps> kept;
+  const auto codes_of = [&](const FourElements& x) {
+    return Encoder<E>::encode4({x.a.x * multiplier, x.a.y * multiplier}, {x.b.x * multiplier, x.b.y * multiplier});
+  };
+  const auto masters = [&](int r) { return reinterpret_cast<const float*>(master) + lane.element + r * lane.pitch; };
+  const auto at = [&](int r, int c) { return data + (lane.element + r * lane.pitch) / kInByte + c / kInByte; };
+  if (stores_words<E, kWarps>(lane, data)) {
+#pragma unroll 4
+    for (int r = 0; r < kRows; ++r) *reinterpret_cast<Word*>(at(r, 0)) = codes_of(kept.read(r, masters(r)));
+    return;
+  }
+#pragma unroll 1
+  for (int r = 0; r < kRows; ++r) {
+    const OnePassLane::Owned owned = lane.owned(r);  // whole bytes, as rows are owned whole
+    if (owned.first >= owned.last) continue;
+    FourElements x{};
+    if constexpr (std::is_same_v<Nominal, Float32>) {
+      const auto element = [&](int c) { return owned.has(c) ? masters(r)[c] : 0.0f; };
+      x = {{element(0), element(1)}, {element(2), element(3)}};
+    } else {
+      x = kept.read(r, nullptr);
+    }
+    const Word codes = codes_of(x);
+#pragma unroll
+    for (int c = 0; c < kOnePassColumns; c += kInByte) {
+      if (owned.has(c)) *reinterpret_cast<uint8_t*>(at(r, c)) = static_cast<uint8_t>(codes >> c * E::kBits);
+    }
+  }
+}
+
+__device__ inline uint64_t data_of(const BaseList& row_data, const Weight& w) {
+  return row_data.addresses[w[column::ROW_DATA_BASE]] + w[column::ROW_DATA_OFFSET];
+}
+
+template <class Body>
+void for_nominal(Dtype nominal, const Body& body) {
+  if (nominal == Dtype::kBfloat16) return body(Bfloat16{});
+  if (nominal == Dtype::kFloat16) return body(Float16{});
+  return body(Float32{});
+}
+
+// Calls body(element, kind of block grid).
+template <class Body>
+void for_codes(const Format& format, const Body& body) {
+  for_grid(format, [&](auto grid) {
+    if constexpr (decltype(grid)::value == Grid::kSquare128) {
+      if (format.element == Element::kE4M3) return body(E4M3{}, grid);
+      if (format.element == Element::kE5M2) return body(E5M2{}, grid);
+    } else if constexpr (decltype(grid)::value == Grid::kSquare32) {
+      if (format.element == Element::kE4M3) return body(E4M3{}, grid);
+      if (format.element == Element::kE2M1) return body(E2M1{}, grid);
+    }
+    throw std::invalid_argument("the CUDA kernels do not encode this element in blocks of this shape in one pass");
+  });
+}
+
+}  // namespace zerocast::cuda
