@@ -134,6 +134,8 @@ OF_ITS_OWN: dict[str, dict[str, Any]] = {
     "aten.slice_inverse.default": {"src": torch.ones(4, 4)},
 }
 OF_COMPLEX = ("view_as_real", "imag", "real", "conj", "_conj")
+# Operators of named tensors whose overloads do not say so.
+NAMED = {"flatten.named_out_dim", "flatten.using_names"}
 UNDECLARED = ("unsafe_split.Tensor", "unsafe_split_with_sizes.default", "unsafe_chunk.default", "_unsafe_view.default")
 NOT_OF_MASTERS = {
     "sparse": "_nested_get_values _values row_indices crow_indices coalesce _indices indices ccol_indices col_indices values "
@@ -154,7 +156,7 @@ def viewing() -> Iterator[Any]:
             value.alias_info is not None and not value.alias_info.is_write for value in operator._schema.returns
         )
         name = str(operator).removeprefix("aten.")
-        if "Dimname" in name:  # of named tensors, which later torches no longer have
+        if "Dimname" in name or name in NAMED:  # named tensors, which later torches no longer have
             continue
         if ((declared and not operator._schema.is_mutable) or name in UNDECLARED) and name.split(".")[
             0

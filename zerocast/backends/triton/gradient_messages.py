@@ -36,8 +36,8 @@ def add_gradients(messages: Tensor, parts: int, divisor: int, adds: bool, out: T
     `out` or add it to `out`.
     """
     part = GradientMessage(out.numel())
-    sizes = part.numel, part.scales_at, part.nbytes, parts, float(divisor)
-    constants = {"ADDS": adds, "GROUP": part.GROUP, "RUN": RUN}
+    sizes = part.numel, part.scales_at, part.nbytes, float(divisor)
+    constants = {"PARTS": parts, "ADDS": adds, "GROUP": part.GROUP, "RUN": RUN}
     launch(_add, triton.cdiv(part.numel, RUN), out.device, messages, out, *sizes, **constants)
 
 
@@ -84,8 +84,8 @@ def _add(
     numel,
     scales_at,
     nbytes,
-    parts,
     divisor,
+    PARTS: tl.constexpr,
     ADDS: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
@@ -93,7 +93,7 @@ def _add(
     i = tl.program_id(0).to(tl.int64) * RUN + tl.arange(0, RUN)
     here = i < numel
     total = _values(messages, i, here, scales_at, GROUP)
-    for _ in range(1, parts):
+    for _ in range(1, PARTS):
         messages += nbytes
         total = total + _values(messages, i, here, scales_at, GROUP)
     mean = tl.div_rn(total, divisor)
