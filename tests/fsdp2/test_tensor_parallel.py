@@ -1,6 +1,8 @@
 """FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
 
+import contextlib
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED
 from tests.fsdp2.slices import complaints
 from tests.workers import Ranks, error_of
+from zerocast.fsdp2.torch_fsdp import MasterAddresses
 
 WIDTH = 128
 
@@ -98,6 +101,39 @@ def test_slices_in_replicas(ranks: Ranks) -> None:
     assert [found for found, _ in ranks(4)(slices, "nvfp4", 192, 2)] == [[]] * 4
 
 
+def one_slice_refuses() -> tuple[str, str, list[str]]:
+    """Rank 1 does not find its masters, then they are not finite there: what a pass says, and complaints in the end."""
+    model, x = parallel("nvfp4"), models.batch(0, WIDTH, rank=0)
+    with torch.no_grad():
+        model(x)
+    manager = models.manager(model)
+    manager.make_due()
+    gone = mock.patch.object(MasterAddresses, "check_memory", side_effect=ValueError("their memory is gone"))
+    with gone if dist.get_rank() == 1 else contextlib.nullcontext():
+        refused = error_of(lambda: model(x))
+    zerocast.fsdp2.refresh(model)
+    master, _ = models.masters(model)["down.weight"]
+    before = master.detach().clone()
+    with torch.no_grad():
+        if dist.get_rank() == 1:
+            master.fill_(torch.nan)
+        zerocast.fsdp2.refresh(model)
+        not_finite = error_of(lambda: model(x))
+        master.copy_(before)
+    zerocast.fsdp2.refresh(model)
+    return refused, not_finite, complaints(model, "put right")
+
+
+def test_no_slice_goes_on_without_another(ranks: Ranks) -> None:
+    """It would wait for that in its next collective."""
+    for rank, (refused, not_finite, found) in enumerate(ranks(4)(one_slice_refuses)):
+        of_slice = "ranks [0] of its shard group could not go on"
+        assert (of_slice if rank % 2 else "a rank of another slice of tensor parallelism could not go on") in refused
+        assert ("their memory is gone" in refused) == (rank == 1)
+        assert "NaN or Inf in the last cast: down.weight" in not_finite
+        assert not found
+
+
 def nominal_gradients() -> list[str]:
     """Log lines of two passes that ask for FP8 weight gradients, and of one without gradients."""
     lines, handler = [], logging.Handler()
@@ -153,8 +189,8 @@ def reductions(fmt: str) -> list[int]:
 
 
 def test_one_reduction_for_all_slices(ranks: Ranks) -> None:
-    """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes."""
-    assert ranks(4)(reductions, "nvfp4") == [[4]] * 4
+    """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes, and a flag of each weight."""
+    assert ranks(4)(reductions, "nvfp4") == [[8]] * 4
 
 
 def refusal(fmt: str, with_mesh: bool = False, hidden: int = 192) -> str:

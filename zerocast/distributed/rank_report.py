@@ -49,6 +49,8 @@ class ShardStatus(enum.IntEnum):
     NOT_FINITE = 4
     # This rank could not make the last cast.
     REFUSED = 5
+    # This rank made the last cast, with amaxes that another rank could not contribute to.
+    REFUSED_ELSEWHERE = 6
 
     @property
     def may_be_written(self) -> bool:

@@ -1,7 +1,8 @@
 """StepAmaxes: the amaxes of weights under FSDP2, and what of them ranks reduce.
 
 Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
-block rows that a boundary between shards cuts concern other ranks.
+block rows that a boundary between shards cuts concern other ranks. The flags of weights concern
+them where other ranks have other slices of tensor parallelism.
 """
 
 from bisect import bisect_left
@@ -51,6 +52,10 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
             layout.place(weight.name, counts[weight.name])
     layout.place_flags([weight.name for weight in weights])
     first = layout.size
+    if reduction.tp_size > 1:
+        # Ranks of one slice get the flags of each other in headers, those of other slices here.
+        flags, reduced = (torch.arange(span.start, span.stop) for span in (layout.flags, layout.reserve(len(weights))))
+        layout.reduce_at(flags, reduced)
     layout.place_maxima(groups)
     for weight in weights:
         places = [layout.offsets[weight.name][0] + index for index in weight.geometry.tensor_amaxes]

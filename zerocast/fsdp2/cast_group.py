@@ -28,6 +28,9 @@ from zerocast.fsdp2.wire import CODES, GatherLayout, side_by_side
 # change with every step.
 MOST_TABLES = 8
 
+# The flag of weights that a rank could not cast. Masters that are not finite have 1.
+REFUSED_FLAG = 2
+
 
 class CastGroup:
     """The cast of the weights of some parameter groups, on one device, with one reduction. All
@@ -112,12 +115,15 @@ class CastGroup:
                     cast_codes = gather_cast.cast
                 group.lay_out(layout, own, cast_codes)
         self._sent = all_sent.view(torch.int32)
-        # The statuses that a cast of finite masters leaves in headers.
-        statuses = [weight.status_after_cast for weight in self.weights]
-        self._statuses = torch.tensor(statuses, dtype=torch.int32).to(self._device)
+        # The statuses that a cast leaves in headers, by the flags of weights: int32 `[headers, 3]`.
+        of_flags = [
+            (status, ShardStatus.NOT_FINITE if status is ShardStatus.CLEAN else status, ShardStatus.REFUSED_ELSEWHERE)
+            for status in (weight.status_after_cast for weight in self.weights)
+        ]
+        self._statuses = torch.tensor(of_flags, dtype=torch.int32).to(self._device)
         # The headers of the next cast, int32 `[headers, 2]`, and the places of their numbers in
         # `_sent`.
-        self._headers = torch.stack([self._statuses, torch.zeros_like(self._statuses)], 1)
+        self._headers = torch.zeros_like(self._statuses[:, :2])
         headers = [header for group in groups for header in group.headers]
         places = [header.storage_offset() + half for header in headers for half in (0, 1)]
         self._header_places = torch.tensor(places, dtype=torch.int64).to(self._device)
@@ -170,9 +176,12 @@ class CastGroup:
             self._free_scales()
 
     def take_part(self) -> None:
-        """Reduce amaxes with the ranks that cast. This rank contributes zeros."""
+        """Reduce amaxes with the ranks that cast. This rank contributes zeros, and flags by which
+        the ranks of other slices know that it could not cast.
+        """
         self.note_masters(are_there=False)
         self.amaxes.begin()
+        self.amaxes.flags.fill_(REFUSED_FLAG)
         self.amaxes.reduce()
 
     def note_masters(self, *, are_there: bool) -> None:
@@ -184,7 +193,7 @@ class CastGroup:
         """Write the headers of cast number `generation`. None is for the cast after the last one,
         which a GPU counts by itself in a graph. The host waits for nothing.
         """
-        self._headers[:, 0] = self._statuses + ShardStatus.NOT_FINITE * self.amaxes.flags
+        self._headers[:, :1] = self._statuses.gather(1, self.amaxes.flags.long().unsqueeze(1))
         if generation is None:
             self._headers[:, 1] += 1
         else:

@@ -136,6 +136,12 @@ class GatherStatus:
                 "since the last optimizer step",
                 "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
             )
+        if comparison.ranks(ShardStatus.REFUSED_ELSEWHERE):
+            raise InvalidWeights(
+                f"{name}: a rank of another slice of tensor parallelism could not go on, whose error says why",
+                "since the last optimizer step",
+                "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
+            )
         casts = [report.call for report in comparison.reports]
         if not comparison.is_same_call:
             raise InvalidWeights(
