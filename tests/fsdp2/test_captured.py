@@ -138,7 +138,7 @@ def loaded(trainee: Trainee) -> None:
 def grown(trainee: Trainee) -> None:
     other = nn.Parameter(torch.ones(4, device=models.place()))
     other.grad = torch.ones_like(other)
-    trainee.optimizer.add_param_group({"params": [other]})
+    trainee.optimizer.add_param_group({"params": [("other", other)]})
 
 
 def without_a_gradient(trainee: Trainee) -> None:

@@ -200,15 +200,19 @@ def cannot_cast(what: str) -> tuple[list[str], list[str]]:
     model, _ = trained(("nvfp4", "mxfp8"))
     plan = models.manager(model).plan
     error = mock.Mock(side_effect=ValueError("their memory is gone"))
-    method = {"memory": (MasterAddresses, "check_memory"), "place": (FSDPWeight, "locate")}[what]
-    plan._must_bind = what == "place"
+    method = {
+        "memory": (MasterAddresses, "check_memory"),
+        "place": (FSDPWeight, "locate"),
+        "tables": (CastGroup, "build_tables"),
+    }[what]
+    plan._must_bind = what != "memory"
     with mock.patch.object(*method, error) if dist.get_rank() == 1 else contextlib.nullcontext():
         said = [error_of(lambda: model(models.batch(3, 64))) for _ in range(2)]
     fsdp2.refresh(model)
     return said, models.complaints(model, what)
 
 
-@pytest.mark.parametrize("what", ["memory", "place"])
+@pytest.mark.parametrize("what", ["memory", "place", "tables"])
 def test_a_rank_that_cannot_cast_raises_on_all(ranks: Ranks, what: str) -> None:
     """In the gather of that cast and in the next one, and none waits for another."""
     for rank, (said, found) in enumerate(ranks(3)(cannot_cast, what)):

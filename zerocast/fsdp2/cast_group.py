@@ -70,12 +70,23 @@ class CastGroup:
         self._sources: list[Tensor] = []
         self._gather_casts: list[GatherCast] = []
         self._lay_out(groups)
+
+    def build_tables(self) -> None:
+        """Build the tables of casts. Before that, and if this raises, the group can only take part
+        in the casts of other ranks.
+        """
         tables = functools.partial(_tables_of, self.shards, self.amaxes, self._device, self._backend)
-        self._tables_without = TablesOfSets(lambda names: tables(without=names))
-        # The rows of blocks that a boundary between shards cuts.
-        self._cut_rows_of = TablesOfSets(lambda names: [table.cut_rows for table in tables(of=names) if table.cut_rows])
-        self._tables = self._tables_without.of(frozenset())
-        self._free_scales()
+        try:
+            for gather_cast in self._gather_casts:
+                gather_cast.build_tables()
+            self._tables_without = TablesOfSets(lambda names: tables(without=names))
+            # The rows of blocks that a boundary between shards cuts.
+            self._cut_rows_of = TablesOfSets(
+                lambda names: [table.cut_rows for table in tables(of=names) if table.cut_rows]
+            )
+            self._tables = self._tables_without.of(frozenset())
+        finally:
+            self._free_scales()
 
     @property
     def weights(self) -> list[FSDPWeight]:
@@ -309,7 +320,8 @@ class GatherCast:
         delayed: DelayedScaling,
         backend: str,
     ) -> None:
-        self._packed = packed
+        self._weights, self._shards, self._offsets = weights, shards, offsets
+        self._packed, self._delayed, self._backend = packed, delayed, backend
         self.has_masters = True
         # One buffer has the codes of all weights. `_sizes` are the bytes of each set of codes and
         # of the gap after it, `_sets` the sets of each weight, by direction.
@@ -324,20 +336,24 @@ class GatherCast:
         self._nbytes = sum(self._sizes)
         # The codes that all gathers to come send. None while each gather casts its codes.
         self._held: list[Sequence[Tensor]] | None = None
-        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=packed.device)
-        tables = WeightTables(packed.device, backend)
-        for weight, codes in zip(weights, self._by_weight(memory), strict=True):
-            shard = shards.get(weight.name)
+        self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
+
+    def build_tables(self) -> None:
+        """Build the tables of casts. Called before the first one."""
+        memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._packed.device)
+        tables = WeightTables(self._packed.device, self._backend)
+        for weight, codes in zip(self._weights, self._by_weight(memory), strict=True):
+            shard = self._shards.get(weight.name)
             if shard is None:
                 continue
             buffers = {name: buffer for name, buffer in shard.weight.state.buffers.items() if buffer is not None}
-            if (scale := delayed.cast_scale(weight.name)) is not None:
+            if (scale := self._delayed.cast_scale(weight.name)) is not None:
                 buffers["scale"] = scale
-            tables.of(shard.weight).add_shard(weight.shard_over(codes, buffers), offsets[weight.name])
+            tables.of(shard.weight).add_shard(weight.shard_over(codes, buffers), self._offsets[weight.name])
+        # Like the bases of codes below, they live as long as the group.
         self._tables = tables.freeze()
         self._bases = [base for table in self._tables for name in CODES for base in table.buffers[name].tensors]
         memory.untyped_storage().resize_(0)
-        self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
 
     def _by_weight(self, memory: Tensor) -> list[Sequence[Tensor]]:
         """Return the codes of each weight, by direction, in `memory`."""

@@ -188,7 +188,7 @@ class ShardPlan(Plan):
         """
         assert self.problem is not None
         if not self.cast_groups:
-            # This rank has nothing to send.
+            # This rank has nothing to send: there was no memory for it.
             raise self.problem
         self.status.problem = self.problem
         for group in self.cast_groups:
@@ -265,6 +265,9 @@ class ShardPlan(Plan):
             # The memory of the old groups is free before the new ones take theirs.
             self.cast_groups = []
             self.cast_groups = [CastGroup(groups, reduction, keep, scaling) for reduction, groups in self.reductions]
+            # After that, so that a rank on which this raises takes part in the casts of the others.
+            for group in self.cast_groups:
+                group.build_tables()
             self._scaling = {name: group.delayed for group in self.cast_groups for name in group.delayed.state_dict()}
             self._must_bind = False
         self._is_rewrapped = False
