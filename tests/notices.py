@@ -51,16 +51,26 @@ def _rows(decorator: ast.expr) -> list[Row]:
 
 
 def table() -> str:
-    """Markdown, a row each, in the order of WHERE."""
-    found = sorted(marked().items(), key=lambda item: (WHERE.index(item[0][0]), item[0][1]))
-    lines = [["where", "what happens", "what zerocast does", "shown by"], ["---"] * 4]
-    lines += [[where, mistake, answer, ", ".join(map(_link, tests))] for (where, mistake, answer), tests in found]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    """Markdown: a table for each host, or for the hosts that share an answer, in the order of WHERE."""
+    shared: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(dict)
+    for (where, mistake, answer), tests in marked().items():
+        shared[mistake, answer][where] = tests
+    by_hosts: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for (mistake, answer), by_host in sorted(shared.items()):
+        links = _links(mistake, sorted({test for tests in by_host.values() for test in tests}))
+        by_hosts[tuple(sorted(map(WHERE.index, by_host)))].append(f"| {links} | {answer} |\n")
+    return "\n".join(_section(hosts, by_hosts[hosts]) for hosts in sorted(by_hosts))
 
 
-def _link(test: str) -> str:
-    path, _, name = test.partition("::")
-    return f"[`{name}`](../{path})"
+def _section(hosts: tuple[int, ...], rows: list[str]) -> str:
+    heading = ", ".join(WHERE[host] for host in hosts)
+    return f"## {heading}\n\n| what happens | what zerocast does |\n|---|---|\n{''.join(rows)}"
+
+
+def _links(mistake: str, tests: list[str]) -> str:
+    """A mistake with a link to each test that shows it."""
+    first, *others = (test.partition("::")[0] for test in tests)
+    return " ".join([f"[{mistake}](../{first})", *(f"[({n})](../{path})" for n, path in enumerate(others, 2))])
 
 
 def written(page: str) -> str:
