@@ -1,8 +1,11 @@
 """The pool itself: results by rank, and nothing that a case does to it reaches the next one."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,8 +41,32 @@ def skip_a_collective_on_one() -> None:
         dist.barrier()
 
 
+def start_a_process() -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
 def return_what_cannot_be_pickled() -> object:
     return lambda: None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked for in /proc")
+def test_what_ranks_have_started_ends_with_them(ranks: Ranks) -> None:
+    started = ranks(2)(start_a_process)
+    assert all(map(is_running, started))
+    with pytest.raises(RanksFailed):
+        ranks(2)(raise_on_one)
+    deadline = time.monotonic() + 10
+    while any(map(is_running, started)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_running, started))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

@@ -9,6 +9,7 @@ lines are counted, those of one rank of two are too.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
@@ -173,6 +174,10 @@ class Pool:
     def _kill(self) -> None:
         for worker in self._workers:
             worker.process.kill()
+            # Megatron's checkpoints leave a process to each rank, which would outlive a rank that is killed.
+            assert worker.process.pid
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signal.SIGKILL)
             worker.process.join()
             worker.connection.close()
         self._workers = []
@@ -217,6 +222,7 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
 
     from zerocast.weight import owners
 
+    os.setpgid(0, 0)  # with what it starts, which ends with it
     faulthandler.enable()  # a process that memory faults end says where it was
     coverage = Coverage(data_suffix=True) if counted else None
     if coverage:
