@@ -156,7 +156,7 @@ def viewing() -> Iterator[Any]:
             value.alias_info is not None and not value.alias_info.is_write for value in operator._schema.returns
         )
         name = str(operator).removeprefix("aten.")
-        if "Dimname" in name or name in NAMED:  # named tensors, which later torches no longer have
+        if "dimname" in name.lower() or name in NAMED:  # named tensors, which later torches no longer have
             continue
         if ((declared and not operator._schema.is_mutable) or name in UNDECLARED) and name.split(".")[
             0
