@@ -8,18 +8,25 @@ raises.
 """
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from zerocast.formats.layout import Span
 from zerocast.formats.memory import check_storage
-from zerocast.serve.flat_bytes import as_bytes, digest_of_span, equal_parts
-from zerocast.serve.refit_message import DELTA, END, FULL, ChangedBytes, Header, RefitError, check_header, layout_digest
-
-ASK = "ask the sender for named_tensors()"
+from zerocast.serve.bucket import (
+    ASK,
+    changes_of,
+    check_sizes,
+    digests_after,
+    have_digests,
+    layout_of,
+    sizes_of,
+    write_changes,
+)
+from zerocast.serve.flat_bytes import as_bytes
+from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
+from zerocast.serve.refit_order import RefitOrder
 
 
 class Receiver:
@@ -38,8 +45,7 @@ class Receiver:
         self._is_given = tensors is not None
         _check_given(self._tensors)
         self._device = torch.device(device)
-        # The newest refit that has begun here, by run. The last run in it is the present one.
-        self._begun: dict[str, int] = {}
+        self._order = RefitOrder()
         # The run and refit of all tensors; None while they are partly of two.
         self._complete: tuple[str, int] | None = None
         # (kind, run, refit) of the refit under way, and the index of its next message.
@@ -67,7 +73,7 @@ class Receiver:
     def tensors(self) -> Mapping[str, Tensor]:
         """The tensors by name; RefitError before the first refit and while they are partial."""
         if not self._complete:
-            state = "a refit is under way or broke off" if self._begun else "there was no refit yet"
+            state = "a refit is under way or broke off" if self._order.has_begun else "there was no refit yet"
             raise RefitError(f"these weights are not to be read, {state}: {ASK}")
         return self._tensors
 
@@ -83,7 +89,7 @@ class Receiver:
             self._complete = None
             return [self._tensors[name] for name, _, _ in header["tensors"]]
         device = self._bucket()[0].device if header["kind"] == DELTA else self._device
-        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in _sizes(header)]
+        return [torch.empty(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes_of(header)]
 
     @torch.no_grad()
     def accept(self, header: Header, tensors: Sequence[Tensor]) -> list[str]:
@@ -95,13 +101,7 @@ class Receiver:
         lacks tensors, they were written: ask the sender for a full refit.
         """
         check_header(header)
-        sizes = [tensor.nbytes for tensor in tensors]
-        expected = _sizes(header)
-        if sizes != expected:
-            raise RefitError(
-                f"message {header['index']} of refit {header['refit']} came with tensors of {sizes} bytes, and its header says "
-                f"{expected}: {ASK}"
-            )
+        check_sizes(header, tensors)
         self._admit(header)
         if header["kind"] == END:
             self._end(header)
@@ -111,13 +111,12 @@ class Receiver:
         arriving = self._arriving
         self._arriving = None
         self._complete = None
-        if changes is None:
-            names = self._copy(tensors)
-            digests = header["digests"]
-        else:
-            names = self._write(*changes)
-            digests = [after for *_, after, _ in header["segments"]]
-        self._check_digests(digests)
+        names = self._copy(tensors) if changes is None else self._write(*changes)
+        if not have_digests(self._bucket(), digests_after(header)):
+            raise RefitError(
+                f"the bytes of {self._buckets[self._next][0]} and what came with it are not those of the sender: something else "
+                f"wrote to these tensors, or a message was damaged; {ASK}"
+            )
         self._arriving = arriving
         self._next += 1
         return names
@@ -150,34 +149,19 @@ class Receiver:
         """RefitError unless the refit that begins is newer than all before it, and the tensors
         still have their memory.
         """
-        run = header["run"]
-        refit = header["refit"]
-        newest = self._begun.get(run)
         try:
             for name, tensor in self._tensors.items():
                 check_storage(name, tensor)
         except ValueError as error:
             raise RefitError(str(error)) from None
-        if newest is not None and run != next(reversed(self._begun)):
-            raise RefitError(f"refit {refit} of a run came that has ended here, as another run's came after it: {ASK}")
-        if newest is not None and refit <= newest:
-            raise RefitError(f"refit {refit} came late or again, as refit {newest} of its run has begun here: {ASK}")
-        if header["kind"] == FULL:
-            return
-        if self._complete is None:
-            raise RefitError(f"changes came to a receiver without a complete refit: {ASK}")
-        if (run, header["since"]) != self._complete:
-            of_run = "" if run == self._complete[0] else "another run's "
-            raise RefitError(
-                f"changes since {of_run}refit {header['since']} came to a receiver of refit {self.refit}: one was missed, {ASK}"
-            )
+        self._order.check(header, self._complete)
 
     def _check_full(self, header: Header, earlier_buckets: Sequence[Sequence[str]]) -> None:
         """RefitError for tensors that an earlier bucket of the refit had, or that do not fit the
         tensors that the receiver was given.
         """
         seen = {name for names in earlier_buckets for name in names}
-        for name, dtype, shape in _layout(header):
+        for name, dtype, shape in layout_of(header):
             if name in seen:
                 raise RefitError(f"{name} came twice in refit {header['refit']}: {ASK}")
             seen.add(name)
@@ -190,10 +174,8 @@ class Receiver:
             )
 
     def _begin(self, header: Header) -> None:
-        run = header["run"]
-        refit = header["refit"]
-        self._begun[run] = refit
-        self._arriving = (header["kind"], run, refit)
+        self._order.begin(header)
+        self._arriving = (header["kind"], header["run"], header["refit"])
         self._next = 0
         if header["kind"] == FULL:
             self._complete = None
@@ -203,7 +185,7 @@ class Receiver:
 
     def _allocate(self, header: Header) -> None:
         """Allocate the tensors of the next bucket of a full refit that are missing."""
-        for name, dtype, shape in _layout(header):
+        for name, dtype, shape in layout_of(header):
             if not self._fits(name, dtype, shape):
                 self._tensors[name] = torch.empty(shape, dtype=dtype, device=self._device)
         self._buckets.append([name for name, _, _ in header["tensors"]])
@@ -223,35 +205,12 @@ class Receiver:
         return names
 
     def _changes(self, header: Header, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """(positions in the bucket, int64 and ascending, the new bytes at these positions)."""
-        segments = header["segments"]
-        payloads = payload.to(self._bucket()[0].device).split([nbytes for *_, nbytes in segments])
-        spans = self._parts(len(segments))
-        positions: list[Tensor] = []
-        values: list[Tensor] = []
-        for span, segment_payload, (numel, encoding, count, after, _) in zip(spans, payloads, segments, strict=True):
-            if numel != span.numel:
-                raise RefitError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
-            changes = ChangedBytes(numel, encoding, count, after, segment_payload)
-            positions.append(changes.positions() + span.start)
-            values.append(changes.values())
-        return torch.cat(positions), torch.cat(values)
+        bucket = self._bucket()
+        return changes_of(header, payload.to(bucket[0].device), sum(tensor.nbytes for tensor in bucket))
 
     def _write(self, positions: Tensor, values: Tensor) -> list[str]:
-        """Write bytes at positions of a bucket. Returns the names of the tensors that changed."""
         names = self._buckets[self._next]
-        ends = list(itertools.accumulate(tensor.nbytes for tensor in self._bucket()))
-        # The positions are sorted, so those of a tensor are a slice, [first, cut).
-        cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
-        written = []
-        start = first = 0
-        for name, end, cut in zip(names, ends, cuts, strict=True):
-            if cut > first:
-                as_bytes(self._tensors[name])[positions[first:cut] - start] = values[first:cut]
-                written.append(name)
-            start = end
-            first = cut
-        return written
+        return [names[index] for index in write_changes(self._bucket(), positions, values)]
 
     def _end(self, header: Header) -> None:
         if self._next != len(self._buckets):
@@ -269,31 +228,6 @@ class Receiver:
     def _bucket(self) -> list[Tensor]:
         """The tensors of the next message's bucket."""
         return [self._tensors[name] for name in self._buckets[self._next]]
-
-    def _parts(self, ranks: int) -> list[Span]:
-        """The part of this bucket's bytes that each rank of the sender reports, by rank."""
-        return equal_parts(sum(tensor.nbytes for tensor in self._bucket()), ranks)
-
-    def _check_digests(self, digests: Sequence[int]) -> None:
-        """RefitError unless the bucket's bytes now are the sender's."""
-        own = self._bucket()
-        if [digest_of_span(own, span) for span in self._parts(len(digests))] != list(digests):
-            raise RefitError(
-                f"the bytes of {self._buckets[self._next][0]} and what came with it are not those of the sender: something else "
-                f"wrote to these tensors, or a message was damaged; {ASK}"
-            )
-
-
-def _layout(header: Header) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """Name, dtype and shape of each tensor of a full refit's message."""
-    return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in header["tensors"]]
-
-
-def _sizes(header: Header) -> list[int]:
-    """The bytes of each tensor of a message."""
-    if header["kind"] == FULL:
-        return [dtype.itemsize * math.prod(shape) for _, dtype, shape in _layout(header)]
-    return [sum(nbytes for *_, nbytes in header["segments"])] if header["kind"] == DELTA else []
 
 
 def _check_given(tensors: Mapping[str, Tensor]) -> None:

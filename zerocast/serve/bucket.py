@@ -1,0 +1,87 @@
+"""The tensors of one message of a refit: their layout, changes to their bytes, and digests."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerocast.formats.layout import Span
+from zerocast.serve.flat_bytes import as_bytes, digest_of_span, equal_parts
+from zerocast.serve.refit_message import DELTA, FULL, ChangedBytes, Header, RefitError
+
+ASK = "ask the sender for named_tensors()"
+# Name, dtype and shape of each tensor of a bucket.
+Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
+
+
+def layout_of(header: Header) -> Layout:
+    """The layout of the tensors that a message of a full refit brings."""
+    return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in header["tensors"]]
+
+
+def check_sizes(header: Header, tensors: Sequence[Tensor]) -> None:
+    """RefitError unless a message came with tensors of the sizes that its header says."""
+    sizes = [tensor.nbytes for tensor in tensors]
+    expected = sizes_of(header)
+    if sizes != expected:
+        raise RefitError(
+            f"message {header['index']} of refit {header['refit']} came with tensors of {sizes} bytes, and its header says "
+            f"{expected}: {ASK}"
+        )
+
+
+def sizes_of(header: Header) -> list[int]:
+    """The bytes of each tensor of a message."""
+    if header["kind"] == FULL:
+        return [dtype.itemsize * math.prod(shape) for _, dtype, shape in layout_of(header)]
+    return [sum(nbytes for *_, nbytes in header["segments"])] if header["kind"] == DELTA else []
+
+
+def changes_of(header: Header, payload: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
+    """Decode the changes to a bucket of `nbytes` bytes.
+
+    Returns (positions in the bucket, int64 and ascending, the new bytes at these positions).
+    RefitError for changes of a bucket of another size.
+    """
+    segments = header["segments"]
+    payloads = payload.split([size for *_, size in segments])
+    positions: list[Tensor] = []
+    values: list[Tensor] = []
+    for span, segment_payload, (numel, encoding, count, after, _) in zip(
+        equal_parts(nbytes, len(segments)), payloads, segments, strict=True
+    ):
+        if numel != span.numel:
+            raise RefitError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
+        changes = ChangedBytes(numel, encoding, count, after, segment_payload)
+        positions.append(changes.positions() + span.start)
+        values.append(changes.values())
+    return torch.cat(positions), torch.cat(values)
+
+
+def write_changes(tensors: Sequence[Tensor], positions: Tensor, values: Tensor) -> list[int]:
+    """Write bytes at positions of a bucket. Returns the indices of the tensors that changed."""
+    ends = list(itertools.accumulate(tensor.nbytes for tensor in tensors))
+    # The positions are sorted, so those of a tensor are a slice, [first, cut).
+    cuts = torch.searchsorted(positions, torch.tensor(ends, device=positions.device)).tolist()
+    written = []
+    start = first = 0
+    for index, (end, cut) in enumerate(zip(ends, cuts, strict=True)):
+        if cut > first:
+            as_bytes(tensors[index])[positions[first:cut] - start] = values[first:cut]
+            written.append(index)
+        start = end
+        first = cut
+    return written
+
+
+def digests_after(header: Header) -> list[int]:
+    """The sender's digests of a bucket after a message, one for the part of each of its ranks."""
+    return list(header["digests"]) if header["kind"] == FULL else [after for *_, after, _ in header["segments"]]
+
+
+def have_digests(tensors: Sequence[Tensor], digests: Sequence[int]) -> bool:
+    """True if the bytes of a bucket are those that the sender computed these digests from."""
+    parts: list[Span] = equal_parts(sum(tensor.nbytes for tensor in tensors), len(digests))
+    return [digest_of_span(tensors, part) for part in parts] == list(digests)
