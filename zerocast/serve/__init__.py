@@ -4,6 +4,9 @@
 """
 
 from zerocast.serve.decode import dequantized
+from zerocast.serve.engine_receiver import EngineReceiver
+from zerocast.serve.engine_sender import EngineSender
+from zerocast.serve.engine_weights import EngineWeights
 from zerocast.serve.live import Bucket, named_tensors
 from zerocast.serve.receiver import Receiver
 from zerocast.serve.refit_message import RefitError
@@ -12,6 +15,9 @@ from zerocast.serve.stored_weights import stored_weights
 
 __all__ = [
     "Bucket",
+    "EngineReceiver",
+    "EngineSender",
+    "EngineWeights",
     "Message",
     "Receiver",
     "RefitError",

@@ -87,6 +87,16 @@ class Sender:
         self._layouts: list[str] = []
 
     @property
+    def group(self) -> Group:
+        """The ranks that read each refit together."""
+        return self._group
+
+    @property
+    def run(self) -> str:
+        """A name for this sender, other than that of any before."""
+        return self._run
+
+    @property
     def refit(self) -> int:
         """The number of the last refit, 0 before the first."""
         return self._refit

@@ -1,0 +1,162 @@
+"""ZerocastEngine: vLLM's worker side of a refit.
+
+vLLM makes one in each worker after the model was loaded, from an export or, with
+`load_format="dummy"`, without weights. Messages come as docs/reference/engines.md has them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import CompilationMode
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from zerocast.distributed.group import Group
+from zerocast.integrations.vllm.layers import Layers
+from zerocast.integrations.vllm.loader_map import LoaderMap
+from zerocast.serve.bucket import Layout
+from zerocast.serve.engine_receiver import PROTOCOL, EngineReceiver
+from zerocast.serve.engine_sender import ABORT
+from zerocast.serve.engine_weights import ModelTensor, Region
+from zerocast.serve.refit_message import END, RefitError
+
+
+@dataclass
+class ZerocastInitInfo(WeightTransferInitInfo):
+    """The protocol of the trainer, and the folder in which tensors are handed over."""
+
+    protocol: int = 0
+    folder: str = ""
+
+
+@dataclass
+class ZerocastUpdateInfo(WeightTransferUpdateInfo):
+    """A message: its header, and the file in the folder that has its tensors."""
+
+    header: dict[str, Any] = field(default_factory=dict)
+    file: str | None = None
+
+
+class VllmWeights:
+    """The weights of a vLLM model on one rank, an `EngineWeights`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._map = LoaderMap(model)
+        self._layers = Layers(model, self._map.layers)
+
+    def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
+        """As vLLM's loaders put the stored tensors."""
+        return self._map.regions(layout)
+
+    def model_tensors(self) -> Mapping[str, ModelTensor]:
+        """All parameters before they are processed, those of tied weights once."""
+        return {name: tensor for name, tensor in self._map.model_tensors.items() if name not in self._layers.aliases}
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Through vLLM's own processing."""
+        self._layers.load(values)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Views of what kernels read, or copies where kernels have the bytes in another order."""
+        return self._layers.tensors()
+
+    def written(self, names: Iterable[str]) -> None:
+        """Replay vLLM's processing where kernels have copies."""
+        self._layers.written(names)
+
+
+class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo]):
+    """Receives refits on one worker of vLLM."""
+
+    init_info_cls = ZerocastInitInfo
+    update_info_cls = ZerocastUpdateInfo
+    supports_draft_weight_update = False
+
+    # Made by `init_transfer_engine`, when a trainer connects.
+    _receiver: EngineReceiver | None = None
+    _folder: Path | None = None
+    _hook: Any = None
+    # True between the last message of a refit and `finish_weight_update`.
+    _is_applied = False
+
+    def init_transfer_engine(self, init_info: ZerocastInitInfo) -> None:
+        """Connect to a trainer. ValueError for another protocol, or an engine that cannot be
+        refitted exactly, naming what stands against it.
+        """
+        if init_info.protocol != PROTOCOL:
+            raise ValueError(
+                f"the trainer speaks protocol {init_info.protocol} of refits, and this plugin {PROTOCOL}: install one version of "
+                "zerocast on both sides"
+            )
+        parallel = self.parallel_config
+        if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
+            raise ValueError("refits know tensor parallelism alone: no pipeline, data or expert parallelism")
+        is_eager = self.vllm_config.compilation_config.mode == CompilationMode.NONE
+        if self.device.type == "cpu" and not is_eager:
+            raise ValueError(
+                "on a CPU vLLM compiles packed copies of weights into its code: start it with enforce_eager=True"
+            )
+        self._folder = Path(init_info.folder)
+        if self._receiver is not None:
+            # A trainer that comes again, or another one. What the engine has stays.
+            self._receiver.discard()
+            return
+        tp = get_tp_group()
+        self._receiver = EngineReceiver(
+            VllmWeights(self.model),
+            Group.of(tp.cpu_group),
+            Group.of(tp.device_group),
+            self.device,
+            has_weights=self.vllm_config.load_config.load_format != "dummy",
+        )
+        self._hook = self.model.register_forward_pre_hook(self._check_servable)
+
+    def start_weight_update(self) -> None:
+        """Begin a refit, which is staged while requests go on."""
+        self._connected.discard()
+        self._is_applied = False
+
+    def receive_weights(self, update_info: ZerocastUpdateInfo) -> None:
+        """Stage a message; apply the refit with the last one. RefitError on all ranks alike."""
+        header = update_info.header
+        if header.get("kind") == ABORT:
+            self._connected.discard()
+            raise RefitError("the refit was dropped, as the trainer asked")
+        self._connected.accept(header, partial(self._tensors, update_info.file))
+        self._is_applied = header["kind"] == END
+
+    def finish_weight_update(self) -> None:
+        """Check that the refit was applied."""
+        if not self._is_applied:
+            raise RefitError("the refit ended before its last message, and nothing of it was applied")
+        self._is_applied = False
+
+    def shutdown(self) -> None:
+        """Disconnect. The engine keeps its weights and its place in the sequence of refits."""
+        if self._receiver is not None:
+            self._receiver.discard()
+
+    @property
+    def _connected(self) -> EngineReceiver:
+        if self._receiver is None:
+            raise RefitError("no trainer is connected: call init_weight_transfer_engine first")
+        return self._receiver
+
+    def _check_servable(self, *_: Any) -> None:
+        self._connected.check_servable()
+
+    def _tensors(self, file: str | None) -> list[Tensor]:
+        if file is None:
+            return []
+        assert self._folder is not None
+        tensors: list[Tensor] = torch.load(self._folder / Path(file).name, map_location="cpu", weights_only=True)
+        return tensors

@@ -1,0 +1,493 @@
+"""An engine's ranks hold the bytes of the run after each refit, all of them or none, and say why not; without any engine."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zerocast
+from tests.distributed.simulated import Simulated, on_ranks
+from tests.serve.test_export import model
+from tests.serve.test_live import collected, step
+from zerocast.distributed.group import Group
+from zerocast.integrations.vllm.client import VllmServer
+from zerocast.serve import EngineReceiver, EngineSender, Message, RefitError, Sender
+from zerocast.serve.bucket import Layout
+from zerocast.serve.engine_weights import ModelTensor, Region, Strided
+from zerocast.serve.flat_bytes import as_bytes
+
+Recorded = list[tuple[dict[str, Any], list[Tensor]]]
+
+
+class SlicedWeights:
+    """Matrices cut along rows and columns by turns, the rest on every rank; products read a transpose of its own memory, which is
+    made again of what was written.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+        self.shapes: dict[str, ModelTensor] = {}
+        self.own: dict[str, Tensor] = {}
+        self.kernel: dict[str, Tensor] = {}
+        self.fails_in = ""
+
+    def dim(self, shape: tuple[int, ...]) -> int | None:
+        return next((d for d in (len(shape) % 2, 0) if len(shape) > d and shape[d] % self.size == 0), None)
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        dim = self.dim(tuple(tensor.shape))
+        return tensor if dim is None else tensor.chunk(self.size, dim)[self.rank]
+
+    def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
+        found = {}
+        for name, dtype, shape in layout:
+            view = self.cut(torch.empty(shape, dtype=dtype, device="meta"))
+            self.shapes[name] = ModelTensor(dtype, tuple(view.shape))
+            stored = Strided(tuple(view.shape), view.stride(), int(view.storage_offset()))
+            found[name] = [Region(stored, name, Strided(tuple(view.shape), view.contiguous().stride(), 0))]
+        return found
+
+    def model_tensors(self) -> Mapping[str, ModelTensor]:
+        return self.shapes
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        self.own = {name: value.clone() for name, value in values.items()}
+        self.fail("load")
+        self.pack(values)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.own
+
+    def written(self, names: Iterable[str]) -> None:
+        self.fail("written")
+        self.pack(names)
+
+    def pack(self, names: Iterable[str]) -> None:
+        self.kernel.update({name: dense(self.own[name].t()) for name in names if self.own[name].dim() == 2})
+
+    def fail(self, where: str) -> None:
+        if where == self.fails_in:
+            self.fails_in = ""
+            raise MemoryError("out of memory")
+
+
+class Rank:
+    """One rank of an engine."""
+
+    def __init__(self, group: Group) -> None:
+        self.weights = SlicedWeights(group.rank, group.size)
+        self.receiver = EngineReceiver(self.weights, group)
+
+    def accept(self, messages: Recorded) -> str:
+        """The error, if any."""
+        try:
+            for header, tensors in messages:
+                self.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+        except RefitError as error:
+            return str(error)
+        return ""
+
+    def is_servable(self) -> bool:
+        try:
+            self.receiver.check_servable()
+        except RefitError:
+            return False
+        return True
+
+    def check(self, wanted: Mapping[str, Tensor]) -> None:
+        assert self.weights.own.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            cut = self.weights.cut(tensor)
+            assert torch.equal(as_bytes(self.weights.own[name]), as_bytes(dense(cut))), name
+            if cut.dim() == 2:
+                assert torch.equal(as_bytes(self.weights.kernel[name]), as_bytes(dense(cut.t()))), name
+
+
+class Trainer:
+    def __init__(self, fmt: str = "fp8_block", naming: str = "modelopt") -> None:
+        self.model, self.naming = model(fmt), naming
+        self.optimizer = zerocast.ZeroAdamW(self.model.named_parameters(), lr=1e-4)
+        self.sender = Sender(self.model, naming, bucket_bytes=30_000)
+
+    def full(self) -> Recorded:
+        return recorded(self.sender.named_tensors())
+
+    def delta(self) -> Recorded:
+        step(self.model, self.optimizer)
+        return recorded(self.sender.named_deltas(self.sender.refit))
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in collected(self.model, self.naming).items()}
+
+
+def recorded(messages: Iterator[Message]) -> Recorded:
+    return [(dict(message.header), [tensor.clone() for tensor in message.tensors]) for message in messages]
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """A contiguous copy. Of a single element `contiguous` would return the view, with the strides of the whole."""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def on_engine(size: int, run: Callable[[Rank], Any]) -> list[Any]:
+    """What `run` returns on each rank of an engine."""
+    if size == 1:
+        return [run(Rank(Group(None, 0, 1)))]
+    results, _ = on_ranks(size, lambda group: run(Rank(group)))
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
+
+
+def damaged(messages: Recorded, number: int) -> Recorded:
+    found = [(header, [tensor.clone() for tensor in tensors]) for header, tensors in messages]
+    as_bytes(found[number][1][0])[-1] ^= 1
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("naming", "fmt"),
+    [("modelopt", "nvfp4"), ("compressed-tensors", "mxfp8"), ("deepseek", "fp8_block"), ("modelopt", "fp8_current")],
+)
+def test_ranks_hold_the_bytes_of_the_run(naming: str, fmt: str, size: int) -> None:
+    trainer = Trainer(fmt, naming)
+    refits = [(trainer.full(), trainer.weights())] + [(trainer.delta(), trainer.weights()) for _ in range(2)]
+    refits.append((recorded(trainer.sender.named_deltas(3)), trainer.weights()))  # nothing has changed
+
+    def run(rank: Rank) -> list[int]:
+        numbers = []
+        for messages, wanted in refits:
+            assert rank.accept(messages) == ""
+            rank.check(wanted)
+            numbers.append(rank.receiver.refit)
+        return numbers
+
+    assert on_engine(size, run) == [[1, 2, 3, 4]] * size
+
+
+@pytest.mark.parametrize("where", ["load", "written"])
+def test_an_application_that_breaks_off(where: str) -> None:
+    """On one rank; then none serves until a full refit."""
+    trainer = Trainer()
+    first, delta, later, full = trainer.full(), trainer.delta(), trainer.delta(), trainer.full()
+    wanted = trainer.weights()
+
+    def run(rank: Rank) -> None:
+        if where == "written":
+            assert rank.accept(first) == ""
+        rank.weights.fails_in = where if rank.weights.rank == 1 else ""
+        error = rank.accept(delta if where == "written" else first)
+        assert "serves nothing until a full refit: rank 1 of 2: MemoryError: out of memory" in error
+        assert not rank.is_servable() and rank.receiver.refit == 0
+        assert "without a complete refit" in rank.accept(later)
+        assert rank.accept(full) == "" and rank.is_servable()
+        rank.check(wanted)
+
+    on_engine(2, run)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_message_that_is_damaged_for_one_rank(is_full: bool) -> None:
+    """No rank applies anything of the refit, and all go on with what they have."""
+    trainer = Trainer()
+    first, before = trainer.full(), trainer.weights()
+    second = trainer.full() if is_full else trainer.delta()
+    last = trainer.full()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        error = rank.accept(damaged(second, 1) if rank.weights.rank else second)
+        assert "rank 1 of 2" in error
+        rank.check(before)
+        assert rank.is_servable() and rank.receiver.refit == 1
+        assert rank.accept(last) == ""
+
+    on_engine(2, run)
+
+
+def test_a_rank_that_lags() -> None:
+    trainer = Trainer()
+    first, second, third, full = trainer.full(), trainer.delta(), trainer.delta(), trainer.full()
+    wanted = trainer.weights()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        if rank.weights.rank == 0:
+            # It alone has the second refit.
+            rank.receiver._complete = second[0][0]["run"], 2
+        before = {name: tensor.clone() for name, tensor in rank.weights.own.items()}
+        error = rank.accept(third)
+        assert "rank 1 of 2: changes since refit 2 came to a receiver of refit 1: one was missed" in error
+        assert all(torch.equal(as_bytes(tensor), as_bytes(before[name])) for name, tensor in rank.weights.own.items())
+        assert rank.accept(full) == ""
+        rank.check(wanted)
+
+    on_engine(2, run)
+
+
+def test_a_sender_that_dies() -> None:
+    """Half of a refit changes nothing; another sender begins with a full refit, and the first one is refused from then on."""
+    trainer, other = Trainer(), Trainer()
+    first, before, second, third = trainer.full(), trainer.weights(), trainer.delta(), trainer.delta()
+    taken_over, wanted = other.full(), other.weights()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        assert rank.accept(second[:-1]) == ""
+        rank.check(before)
+        assert rank.is_servable()
+        assert rank.accept(taken_over) == ""
+        rank.check(wanted)
+        assert "of a run came that has ended here" in rank.accept(third)
+        rank.check(wanted)
+
+    on_engine(2, run)
+
+
+def test_bytes_that_something_else_wrote() -> None:
+    """A wake-up from sleep level 2, or a reload: the next refit finds it before it writes."""
+    trainer = Trainer()
+    first, second, full = trainer.full(), trainer.delta(), trainer.full()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        if rank.weights.rank == 1:
+            as_bytes(next(iter(rank.weights.own.values()))).zero_()
+        assert "something else wrote to them, such as a reload or a wake-up" in rank.accept(second)
+        assert rank.accept(full) == ""
+
+    on_engine(2, run)
+
+
+def test_refits_go_forward() -> None:
+    trainer = Trainer()
+    first, second, third = trainer.full(), trainer.delta(), trainer.delta()
+
+    def run(rank: Rank) -> None:
+        assert "without a complete refit" in rank.accept(second)
+        assert not rank.is_servable()
+        assert rank.accept(first) == "" and rank.is_servable()
+        assert "came late or again" in rank.accept(first)
+        assert rank.receiver.refit == 1
+
+    on_engine(1, run)
+
+    def others(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        assert "one was missed" in rank.accept(third)
+        assert "and none of it before" in rank.accept(third[1:])
+        assert rank.accept(second) == ""
+        assert "came late or again, as refit 2" in rank.accept(second)
+        assert rank.receiver.refit == 2
+
+    on_engine(1, others)
+
+    def skipping(rank: Rank) -> None:
+        assert rank.accept(first[:1]) == ""
+        assert "message 2 of refit 1 came, and message 1 of refit 1 was expected" in rank.accept(first[2:])
+        header = {**first[0][0], "refit": 9}
+        assert "the header of message 0 of refit 9 is not as it was sent" in rank.accept([(header, first[0][1])])
+
+    on_engine(1, skipping)
+
+
+def test_an_engine_of_other_weights() -> None:
+    trainer = Trainer()
+    first = trainer.full()
+
+    def run(rank: Rank) -> None:
+        rank.weights.shapes["lm_head.weight"] = ModelTensor(torch.bfloat16, (8, 4))
+        assert "fills 0 of the 32 elements of lm_head.weight" in rank.accept(first)
+        assert not rank.is_servable()
+        narrow = rank.weights.regions
+        rank.weights.regions = lambda layout: {  # type: ignore[method-assign]
+            name: regions for name, regions in narrow(layout).items() if not name.endswith("_scale")
+        }
+        error = rank.accept(trainer.full())
+        assert "the engine does not take" in error and "_scale" in error
+
+    on_engine(1, run)
+
+
+class Engine:
+    """An engine of one rank behind the calls of an `EngineClient`, as a worker of vLLM keeps sessions."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.calls = rank, list[str]()
+        self.is_open = self.is_applied = False
+        self.folder = Path()
+        self.version = ""
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        assert init_info["protocol"] == 1
+        self.folder = Path(init_info["folder"])
+
+    def start_weight_update(self) -> None:
+        if self.is_open:
+            raise RuntimeError("a weight update is already active")
+        self.calls.append("start")
+        self.is_open = True
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        header, file = update_info["header"], update_info.get("file")
+        self.is_open = False
+        if header["kind"] == "abort":
+            self.rank.receiver.discard()
+            raise RefitError("dropped")
+        self.calls.append(header["kind"])
+        self.rank.receiver.accept(header, lambda: torch.load(self.folder / file) if file else [])
+        self.is_open = True
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.version = weight_version or ""
+        self.calls.append("finish")
+        self.is_open = False
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def said(self) -> list[str]:
+        """The calls since the last time, messages of a kind once."""
+        calls, self.calls = self.calls, []
+        return [call for i, call in enumerate(calls) if i == 0 or call != calls[i - 1]]
+
+
+def connected(tmp_path: Path) -> tuple[Trainer, Engine, EngineSender]:
+    trainer, engine = Trainer(), Engine(Rank(Group(None, 0, 1)))
+    return trainer, engine, EngineSender(trainer.sender, engine, tmp_path)
+
+
+def test_an_engine_is_kept_current(tmp_path: Path) -> None:
+    """It computes while messages come, and is paused for the last one alone."""
+    trainer, engine, sender = connected(tmp_path)
+    assert sender.refit() == 1
+    full_nbytes = sender.nbytes
+    assert engine.said() == ["start", "full", "pause", "end", "finish", "resume"]
+    step(trainer.model, trainer.optimizer)
+    assert sender.refit() == 2 and sender.nbytes < full_nbytes
+    assert engine.said() == ["start", "delta", "pause", "end", "finish", "resume"]
+    engine.rank.check(trainer.weights())
+    assert engine.version == f"{trainer.sender.run}-2"
+    assert sender.refit(full=True) == 3
+    assert "delta" not in engine.said()
+    assert list(engine.folder.iterdir()) == []
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_refuses_the_connection(tmp_path: Path) -> None:
+    class Other(Engine):
+        def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+            raise ValueError("the trainer speaks protocol 1 of refits, and this plugin 2")
+
+    with pytest.raises(
+        RefitError, match="the connection to an engine failed: ValueError: the trainer speaks protocol 1"
+    ):
+        EngineSender(Trainer().sender, Other(Rank(Group(None, 0, 1))), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_refuses_changes_gets_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, engine, sender = connected(tmp_path)
+    sender.refit()
+    as_bytes(next(iter(engine.rank.weights.own.values()))).zero_()
+    engine.said()
+    step(trainer.model, trainer.optimizer)
+    assert sender.refit() == 3
+    # It stays paused from the changes that were refused to the end of the full refit.
+    assert engine.said() == ["start", "delta", "pause", "end", "start", "full", "pause", "end", "finish", "resume"]
+    assert "a full refit follows: a refit failed: RefitError: a refit was not applied" in caplog.text
+    engine.rank.check(trainer.weights())
+
+
+def test_an_engine_that_breaks_stays_paused(tmp_path: Path) -> None:
+    _, engine, sender = connected(tmp_path)
+    sender.refit()
+    engine.said()
+    engine.rank.weights.fails_in = "load"
+    with pytest.raises(RefitError, match="serves nothing until a full refit: MemoryError"):
+        sender.refit(full=True)
+    assert "resume" not in engine.said() and not engine.rank.is_servable()
+    assert sender.refit() == 3
+    assert engine.said()[-1] == "resume" and engine.rank.is_servable()
+
+
+def test_a_refit_that_another_trainer_left_open(tmp_path: Path) -> None:
+    _, engine, sender = connected(tmp_path)
+    engine.start_weight_update()
+    assert sender.refit() == 1
+    assert engine.said()[-1] == "resume"
+
+
+def test_an_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
+    """Which read the messages to their end all the same, since these are collective."""
+    trainer = Trainer()
+
+    def run(group: Simulated) -> str:
+        sender = Sender(trainer.model, "modelopt", group=group)
+        engine = Engine(Rank(Group(None, 0, 1)))
+        engine.rank.weights.fails_in = "load"
+        try:
+            EngineSender(sender, engine, tmp_path).refit()
+        except RefitError as error:
+            return str(error)
+        return ""
+
+    errors, _ = on_ranks(2, run)
+    assert errors[0] == errors[1] and "MemoryError" in str(errors[0])
+
+
+def test_a_vllm_server_over_http() -> None:
+    calls: list[tuple[str, bytes]] = []
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            calls.append((self.path, body))
+            self.send_response(500 if "update" in self.path else 200)
+            self.end_headers()
+            self.wfile.write(b'{"error": "a refit was not applied"}')
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        client = VllmServer(f"http://127.0.0.1:{server.server_port}")
+        client.pause()
+        client.resume()
+        client.init_weight_transfer_engine({"protocol": 1})
+        with pytest.raises(RuntimeError, match=r"answered update_weights with 500: .*not applied"):
+            client.update_weights({"header": {}})
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert calls == [
+        ("/pause?mode=wait&clear_cache=true", b"{}"),
+        ("/resume", b"{}"),
+        ("/init_weight_transfer_engine", b'{"init_info": {"protocol": 1}}'),
+        ("/update_weights", b'{"update_info": {"header": {}}}'),
+    ]
+    with pytest.raises(ValueError, match="old KV caches"):
+        VllmServer("http://localhost", mode="keep")
+    with pytest.raises(ValueError, match="http or https"):
+        VllmServer("file:///etc/passwd")
+
+
+def test_the_entry_point_is_that_of_the_package() -> None:
+    """Tests in vLLM have zerocast from its sources, where no entry point is installed, and the one of a site of theirs."""
+    root = Path(__file__).parents[2]
+    declared = 'zerocast = "zerocast.integrations.vllm:register"'
+    assert declared in (root / "pyproject.toml").read_text()
+    assert declared.replace('"', "") in next(root.glob("tests/serve/vllm_site/*/entry_points.txt")).read_text()

@@ -1,0 +1,239 @@
+"""vLLM takes refits: its loaders, fusing, processing, calls and scheduler, in another process and environment (`make vllm`).
+
+Products are stand-ins (`vllm_stand_in.py`): one that reads weights in place, one that packs them. No kernel of vLLM runs.
+"""
+
+import contextlib
+import copy
+import os
+import subprocess
+from collections.abc import Iterator
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerocast
+from examples.rollout.generator import requantized
+from tests.serve.models import dequantized as plain
+from tests.serve.models import in_bf16, quantized
+from tests.serve.test_vllm import VLLM, fused
+from tests.serve.vllm_messages import dumped, loaded
+from zerocast.export import export_hf
+from zerocast.serve import EngineSender, RefitError, Sender
+
+ROOT = Path(__file__).parents[2]
+SITE = ROOT / "tests/serve/vllm_site"
+NAMINGS = {
+    "fp8_block": "deepseek",
+    "fp8_current": "compressed-tensors",
+    "nvfp4": "compressed-tensors",
+    "mxfp8": "modelopt",
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not VLLM, reason="no environment has vLLM: make vllm, or ZEROCAST_VLLM names its Python"),
+]
+
+
+class RemoteEngine:
+    """An `EngineClient` of a vLLM in another process, and what a test asks of it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.answer()
+
+    def answer(self) -> Any:
+        found = loaded(self._connection.recv_bytes())
+        if "error" in found:
+            raise RuntimeError(found["error"])
+        return found["value"]
+
+    def ask(self, call: str, **arguments: Any) -> Any:
+        self._connection.send_bytes(dumped((call, arguments)))
+        return self.answer()
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self.ask("init_weight_transfer_engine", init_info=init_info)
+
+    def start_weight_update(self) -> None:
+        self.ask("start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.ask("update_weights", update_info=update_info)
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.ask("finish_weight_update", weight_version=weight_version)
+
+    def pause(self) -> None:
+        self.ask("pause")
+
+    def resume(self) -> None:
+        self.ask("resume")
+
+
+@contextlib.contextmanager
+def running(
+    folder: Path, tmp_path: Path, ranks: int = 1, stand_in: str = "in place", load_format: str = "dummy"
+) -> Iterator[RemoteEngine]:
+    """vLLM on a folder, whose weights it does not read unless the load format is another one."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)]), "ZEROCAST_STAND_IN": stand_in}
+    socket, log = str(tmp_path / "socket"), tmp_path / "log"
+    command = [VLLM, "-m", "tests.serve.vllm_engine", socket, str(folder), str(ranks), load_format]
+    with Listener(socket) as listener, log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            listener._listener._socket.settimeout(200)  # type: ignore[attr-defined]
+            with listener.accept() as connection:
+                yield RemoteEngine(connection)
+                connection.send_bytes(dumped(None))
+                process.wait(30)
+        except (TimeoutError, EOFError):
+            pytest.fail(log.read_text()[-6000:])
+        finally:
+            process.kill()
+            process.wait()
+
+
+class Run:
+    """A Llama that a ZeroAdamW trains, and an engine of its format."""
+
+    def __init__(self, fmt: str, tmp_path: Path, name: str = "llama") -> None:
+        self.naming = NAMINGS[fmt]
+        self.model: Any = quantized(name, fmt, "llama")
+        self.optimizer = zerocast.ZeroAdamW(self.model.named_parameters(), lr=1e-3)
+        self.folder = tmp_path / "exported"
+        export_hf(self.model, self.folder, self.naming)
+        self.sender = Sender(self.model, self.naming, dtype=torch.bfloat16, bucket_bytes=300_000)
+
+    def step(self) -> None:
+        generator = torch.Generator().manual_seed(self.sender.refit)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        self.optimizer.step()
+
+    def check(self, engine: RemoteEngine) -> None:
+        """What the layers of each rank multiply with is the trainer's to the bit, cut as vLLM cuts it."""
+        wanted = {name: value.bfloat16() for name, value in fused(self.model).items()}
+        wanted |= {
+            name.removesuffix(".weight"): parameter.detach().bfloat16()
+            for name, parameter in self.model.named_parameters()
+            if not isinstance(parameter, zerocast.QuantizedWeight)
+        }
+        ranks = engine.ask("matrices")
+        for rank, found in enumerate(ranks):
+            assert found.keys() == wanted.keys()
+            for name, value in found.items():
+                heads = self.model.config.num_key_value_heads
+                assert torch.equal(value, cut(name, wanted[name], rank, len(ranks), heads)), (name, rank)
+
+
+def cut(name: str, value: Tensor, rank: int, ranks: int, heads: int) -> Tensor:
+    """The rows or columns of a rank. Query, key and value, of heads of 64, and gate and up are cut one by one."""
+    layer = name.rpartition(".")[2]
+    if layer in ("o_proj", "down_proj"):
+        return value.chunk(ranks, 1)[rank]
+    if layer == "qkv_proj":
+        return torch.cat([part.chunk(ranks)[rank] for part in value.split([256, 64 * heads, 64 * heads])])
+    if layer == "gate_up_proj":
+        return torch.cat([part.chunk(ranks)[rank] for part in value.chunk(2)])
+    if layer in ("embed_tokens", "lm_head"):
+        # vLLM pads the vocabulary to a multiple of 64.
+        return nn.functional.pad(value, (0, 0, 0, -len(value) % 64)).chunk(ranks)[rank]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("fmt", "ranks", "stand_in"),
+    [
+        ("fp8_block", 1, "packed"),
+        ("fp8_block", 2, "in place"),
+        ("fp8_current", 1, "in place"),
+        ("nvfp4", 2, "packed"),
+        ("nvfp4", 1, "in place"),
+        ("mxfp8", 1, "in place"),
+    ],
+)
+def test_refits(fmt: str, ranks: int, stand_in: str, tmp_path: Path) -> None:
+    """In full into weights that were never loaded, then by changes, at the same addresses."""
+    run = Run(fmt, tmp_path, "llama, four heads" if ranks == 2 else "llama")
+    with running(run.folder, tmp_path, ranks, stand_in) as engine:
+        addresses = engine.ask("addresses")
+        sender = EngineSender(run.sender, engine, tmp_path)
+        sender.refit()
+        full_nbytes = sender.nbytes
+        run.check(engine)
+        for _ in range(2):
+            run.step()
+            sender.refit()
+            assert sender.nbytes < full_nbytes
+            run.check(engine)
+        assert run.sender.refit == 3 and engine.ask("version") == f"{run.sender.run}-3"
+        assert engine.ask("addresses") == addresses
+
+
+def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> None:
+    """Trainers that do not fit are refused with nothing changed. Probabilities are then the trainer's own, far closer than those of
+    bf16 weights that an engine quantizes again; they follow the weights, as no cache outlives a refit. Products are stand-ins.
+    """
+    run = Run("fp8_block", tmp_path)
+    with running(run.folder, tmp_path) as engine:
+        with pytest.raises(RuntimeError, match="the trainer speaks protocol 9 of refits, and this plugin 1"):
+            engine.init_weight_transfer_engine({"protocol": 9, "folder": str(tmp_path)})
+        calls = engine.ask("trainer_calls", folder=str(tmp_path))
+        assert calls == ["init", "start", "full", "end", "finish", "start", "delta", "end", "finish"]
+        settings = "vLLM's loaders do not take .*, with these settings of quantization and this tensor-parallel size"
+        with pytest.raises(RefitError, match=settings):
+            EngineSender(Sender(run.model, "modelopt", dtype=torch.bfloat16), engine, tmp_path).refit()
+        dtypes = "the engine keeps .* as torch.bfloat16, and the sender stores .* as torch.float32"
+        with pytest.raises(RefitError, match=dtypes):
+            EngineSender(Sender(run.model, run.naming), engine, tmp_path).refit()
+
+        sender = EngineSender(run.sender, engine, tmp_path)
+        sender.refit()
+        first = engine.ask("logprobs")
+        run.step()
+        sender.refit()
+        second = engine.ask("logprobs")
+        own = kl(run, second)
+        assert not torch.equal(first, second)
+
+        # After a wake-up from sleep level 2 the bytes are gone. Changes are refused, and a full refit follows.
+        engine.ask("zero")
+        run.step()
+        sender.refit()
+        assert run.sender.refit == 4
+        run.check(engine)
+
+    other = plain(run.model)
+    for name, parameter in other.named_parameters():
+        if name.endswith("_proj.weight"):
+            parameter.data = requantized(parameter.data)
+    other.save_pretrained(tmp_path / "requantized")
+    with running(tmp_path / "requantized", tmp_path, load_format="auto") as engine:
+        again = kl(run, engine.ask("logprobs"))
+    record_property("kl", f"{own:.2e} with the trainer's bytes, {again:.2e} quantized again")
+    assert own < again / 10
+
+
+def kl(run: Run, engine: Tensor) -> float:
+    """The mean divergence of an engine's probabilities from the trainer's, in nats."""
+    with torch.no_grad():
+        logits = in_bf16(copy.deepcopy(run.model))(torch.arange(24).view(2, 12)).logits
+    ours = logits[:, :-1].double().log_softmax(-1)
+    return (ours.exp() * (ours - engine.double())).sum(-1).mean().item()
+
+
+def test_a_tensor_parallel_size_that_divides_a_block(tmp_path: Path) -> None:
+    """It is refused, and the engine, which never had weights, serves nothing."""
+    run = Run("fp8_block", tmp_path)  # Two key-value heads of 64 rows.
+    with running(run.folder, tmp_path, ranks=2) as engine:
+        with pytest.raises(RefitError, match=r"do not take .* this tensor-parallel size"):
+            EngineSender(run.sender, engine, tmp_path).refit()
+        with pytest.raises(RuntimeError, match="this engine has no weights to serve: none came yet"):
+            engine.ask("logprobs")

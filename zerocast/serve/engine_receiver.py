@@ -1,0 +1,312 @@
+"""EngineReceiver: refits of an inference engine, applied on all of its ranks or on none.
+
+Every rank gets all messages. While they come, nothing of the engine changes: the bytes of a full
+refit are held in host memory, the changes of a delta as they came. With the last message ranks
+compare what they have, and the digest of each bucket, computed from the engine's own bytes with the
+changes on them. Only then are they written.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from zerocast.distributed.group import Group
+from zerocast.serve.bucket import (
+    ASK,
+    Layout,
+    changes_of,
+    check_sizes,
+    digests_after,
+    have_digests,
+    layout_of,
+    write_changes,
+)
+from zerocast.serve.engine_weights import EngineWeights, Region
+from zerocast.serve.flat_bytes import as_bytes
+from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
+from zerocast.serve.refit_order import RefitOrder
+
+# The version of the messages and of their order (docs/reference/engines.md).
+PROTOCOL = 1
+
+
+@dataclass
+class _Bucket:
+    """A bucket of the last full refit, and where its elements are on this rank."""
+
+    layout: Layout
+    digest: str
+    regions: dict[str, list[Region]]
+
+
+@dataclass
+class _Stage:
+    """A refit that has begun and is not yet applied.
+
+    Attributes:
+        first: the header of its first message.
+        headers: the headers that came, without the last.
+        payloads: the changed bytes of each message of a delta.
+        buckets: the buckets of a full refit.
+        values: by name the tensors of a full refit in model layout, in host memory.
+    """
+
+    first: Header
+    headers: list[Header] = field(default_factory=list)
+    payloads: list[Tensor] = field(default_factory=list)
+    buckets: list[_Bucket] = field(default_factory=list)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+
+class EngineReceiver:
+    """Refits one rank of an engine. All ranks of the engine call `accept` together.
+
+    Args:
+        weights: the weights of this rank.
+        group: the ranks that share the weights; None for one rank.
+        bytes_group: the same ranks, for collectives of the engine's bytes; by default `group`.
+        device: where the engine's bytes are compared.
+        has_weights: True if the engine has loaded weights that it may serve before the first refit.
+    """
+
+    def __init__(
+        self,
+        weights: EngineWeights,
+        group: Group | None = None,
+        bytes_group: Group | None = None,
+        device: torch.device | str = "cpu",
+        has_weights: bool = False,
+    ) -> None:
+        self._weights = weights
+        self._group = group or Group(None, 0, 1)
+        self._bytes_group = bytes_group or self._group
+        self._device = torch.device(device)
+        self._order = RefitOrder()
+        # The run and refit of the engine's bytes; None before the first, and after a broken one.
+        self._complete: tuple[str, int] | None = None
+        self._is_servable = has_weights
+        self._buckets: list[_Bucket] = []
+        # The refit under way, until it is applied or refused.
+        self._stage: _Stage | None = None
+
+    @property
+    def refit(self) -> int:
+        """The number of the last refit that was applied; 0 before the first and after one that
+        broke off while it was written.
+        """
+        return self._complete[1] if self._complete else 0
+
+    def check_servable(self) -> None:
+        """RefitError while the engine has no weights of any one refit."""
+        if not self._is_servable:
+            raise RefitError(
+                "this engine has no weights to serve: none came yet, or a refit broke off while it was written. Send a full refit"
+            )
+
+    def discard(self) -> None:
+        """Forget the refit under way. The engine keeps its weights."""
+        self._stage = None
+
+    @torch.no_grad()
+    def accept(self, header: Header, read: Callable[[], Sequence[Tensor]]) -> None:
+        """Stage a message; apply the refit with its last one. Collective.
+
+        Args:
+            header: the header of the message, the same on all ranks.
+            read: returns the tensors of the message. It may raise.
+
+        Raises RefitError, on all ranks alike, naming the rank that refused. The engine then has its
+        old weights, unless `check_servable` raises.
+        """
+        with self._agreed("could not be staged"):
+            self._admit(header, read())
+        if header["kind"] == FULL:
+            self._check_covered()
+        if header["kind"] == END:
+            self._commit()
+
+    @contextmanager
+    def _agreed(self, what: str) -> Iterator[None]:
+        """RefitError on all ranks if the body raised on one. The refit under way is dropped."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        text = error and (str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}")
+        refusals = self._group.all_gather_object(text, "the state of a refit")
+        self._raise_first(what, refusals, error)
+
+    def _raise_first(self, what: str, refusals: Sequence[str | None], error: Exception | None) -> None:
+        for rank, refusal in enumerate(refusals):
+            if refusal is not None:
+                self._stage = None
+                of_rank = f"rank {rank} of {self._group.size}: " if self._group.size > 1 else ""
+                raise RefitError(f"a refit {what}: {of_rank}{refusal}") from error
+
+    def _admit(self, header: Header, tensors: Sequence[Tensor]) -> None:
+        check_header(header)
+        check_sizes(header, tensors)
+        index = header["index"]
+        if index == 0 and header["kind"] != END:
+            self._stage = None
+            self._order.check(header, self._complete)
+            self._order.begin(header)
+            self._stage = _Stage(header)
+        stage = self._stage
+        if stage is None:
+            raise RefitError(f"message {index} of refit {header['refit']} came, and none of it before: {ASK}")
+        kind = stage.first["kind"]
+        same = (header["run"], header["refit"]) == (stage.first["run"], stage.first["refit"])
+        if not same or index != len(stage.headers) or header["kind"] not in (kind, END):
+            raise RefitError(
+                f"message {index} of refit {header['refit']} came, and message {len(stage.headers)} of refit "
+                f"{stage.first['refit']} was expected: {ASK}"
+            )
+        if header["kind"] == FULL:
+            self._stage_full(stage, header, tensors)
+        elif header["kind"] == DELTA:
+            self._stage_delta(stage, header, tensors)
+        elif kind == DELTA and index != len(self._buckets):
+            raise RefitError(f"a refit ended after {index} of {len(self._buckets)} buckets: {ASK}")
+        if header["kind"] != END:
+            stage.headers.append(header)
+
+    def _stage_full(self, stage: _Stage, header: Header, tensors: Sequence[Tensor]) -> None:
+        if not have_digests(tensors, digests_after(header)):
+            raise RefitError(f"the bytes of {header['tensors'][0][0]} and what came with it were damaged: {ASK}")
+        layout = layout_of(header)
+        known = {name for bucket in stage.buckets for name, _, _ in bucket.layout}
+        twice = known.intersection(name for name, _, _ in layout)
+        if twice:
+            raise RefitError(f"{min(twice)} came twice in refit {header['refit']}: {ASK}")
+        regions = dict(self._weights.regions(layout))
+        stage.buckets.append(_Bucket(layout, layout_digest(header["tensors"]), regions))
+        model_tensors = self._weights.model_tensors()
+        for (name, _, _), tensor in zip(layout, tensors, strict=True):
+            for region in regions.get(name, []):
+                if region.name not in stage.values:
+                    own = model_tensors[region.name]
+                    stage.values[region.name] = torch.zeros(own.shape, dtype=own.dtype)
+                region.own.of(stage.values[region.name]).copy_(region.stored.of(tensor))
+
+    def _stage_delta(self, stage: _Stage, header: Header, tensors: Sequence[Tensor]) -> None:
+        index = header["index"]
+        if index >= len(self._buckets) or self._buckets[index].digest != header["layout"]:
+            raise RefitError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
+        nbytes = sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape in self._buckets[index].layout)
+        # Raises for damaged positions while nothing has changed.
+        changes_of(header, tensors[0], nbytes)
+        # The transport may use its memory again.
+        stage.payloads.append(tensors[0].clone())
+
+    def _check_covered(self) -> None:
+        """RefitError on all ranks unless they together have each element of the last bucket."""
+        stage = self._stage
+        assert stage is not None
+        bucket = stage.buckets[-1]
+        missing = None
+        for name, _, shape in bucket.layout:
+            covered = torch.zeros(shape, dtype=torch.uint8)
+            for region in bucket.regions.get(name, []):
+                region.stored.of(covered).fill_(1)
+            self._group.all_reduce_max(covered, "the elements that an engine takes")
+            absent = covered.numel() - int(covered.sum())
+            if absent:
+                missing = missing or f"the engine does not take {absent} of the {covered.numel()} elements of {name}"
+        # The result of the reduction is the same on all ranks.
+        self._raise_first("could not be staged", [missing], None)
+
+    def _commit(self) -> None:
+        stage = self._stage
+        assert stage is not None
+        if stage.first["kind"] == FULL:
+            with self._agreed("is not complete"):
+                self._check_filled(stage)
+        else:
+            with self._agreed("was not applied"):
+                self._check_bytes(stage)
+        # From here on the bytes are of two refits, until all ranks got through.
+        self._complete = None
+        self._is_servable = False
+        broken = "broke off while it was written, so the engine serves nothing until a full refit"
+        with self._agreed(broken):
+            if stage.first["kind"] == FULL:
+                self._buckets = stage.buckets
+                self._weights.load(stage.values)
+                # The engine was the last to need them.
+                stage.values.clear()
+            else:
+                self._write(stage)
+        if stage.first["kind"] == FULL:
+            with self._agreed(broken):
+                self._check_bytes(stage)
+        self._complete = stage.first["run"], stage.first["refit"]
+        self._is_servable = True
+        self._stage = None
+
+    def _check_filled(self, stage: _Stage) -> None:
+        """RefitError unless the stored tensors fill every tensor of the engine."""
+        filled: dict[str, int] = {}
+        for bucket in stage.buckets:
+            for regions in bucket.regions.values():
+                for region in regions:
+                    filled[region.name] = filled.get(region.name, 0) + torch.Size(region.own.size).numel()
+        for name, own in self._weights.model_tensors().items():
+            wanted = torch.Size(own.shape).numel() - own.padding
+            if filled.get(name, 0) != wanted:
+                raise RefitError(
+                    f"the sender fills {filled.get(name, 0)} of the {wanted} elements of {name}: it has other weights than this "
+                    "engine, or stores them otherwise"
+                )
+
+    def _check_bytes(self, stage: _Stage) -> None:
+        """RefitError unless the engine's bytes, with the changes of a delta, are the sender's."""
+        differing = None
+        for index, (bucket, header) in enumerate(zip(self._buckets, stage.headers, strict=True)):
+            tensors = self._stored(bucket)
+            for tensor in tensors:
+                self._bytes_group.all_reduce_max(as_bytes(tensor), "the bytes of an engine")
+            if stage.payloads:
+                self._change(tensors, header, stage.payloads[index])
+            # Every rank goes through all buckets, for the others' reductions.
+            if differing is None and not have_digests(tensors, digests_after(header)):
+                differing = bucket.layout[0][0]
+        if differing is not None:
+            raise RefitError(
+                f"the engine's bytes of {differing} and what came with it would not be those of the sender: something else wrote "
+                f"to them, such as a reload or a wake-up from sleep level 2, or the engine laid them out again; {ASK}"
+            )
+
+    def _write(self, stage: _Stage) -> None:
+        """Write the changes of a delta to the engine."""
+        own = self._weights.tensors()
+        written: set[str] = set()
+        for bucket, header, payload in zip(self._buckets, stage.headers, stage.payloads, strict=True):
+            tensors = self._stored(bucket)
+            for index in self._change(tensors, header, payload):
+                for region in bucket.regions.get(bucket.layout[index][0], []):
+                    region.own.of(own[region.name]).copy_(region.stored.of(tensors[index]))
+                    written.add(region.name)
+        self._weights.written(written)
+
+    def _stored(self, bucket: _Bucket) -> list[Tensor]:
+        """The stored tensors of a bucket from the engine's bytes on this rank, zero where other
+        ranks have them.
+        """
+        own = self._weights.tensors()
+        tensors = []
+        for name, dtype, shape in bucket.layout:
+            stored = torch.zeros(shape, dtype=dtype, device=self._device)
+            for region in bucket.regions.get(name, []):
+                region.stored.of(stored).copy_(region.own.of(own[region.name]))
+            tensors.append(stored)
+        return tensors
+
+    @staticmethod
+    def _change(tensors: Sequence[Tensor], header: Header, payload: Tensor) -> list[int]:
+        positions, values = changes_of(header, payload.to(tensors[0].device), sum(tensor.nbytes for tensor in tensors))
+        return write_changes(tensors, positions, values)

@@ -1,0 +1,83 @@
+"""EngineWeights: what an inference engine tells about its weights, so that they can be refitted.
+
+An engine has its weights in three layouts. Checkpoint: the stored tensors, whole. Model: what the
+engine's own loaders make of them on one rank, fused and cut for tensor parallelism. Kernel: what
+its products read, possibly packed again. A `Region` leads from the first to the second. The
+engine's side, one implementation for each engine, leads from the second to the third.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zerocast.serve.bucket import Layout
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Elements of a contiguous tensor: sizes, strides and the first one, in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A view of these elements."""
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements of a stored tensor, and where an engine has them on this rank.
+
+    Attributes:
+        stored: the elements of the stored tensor.
+        name: the tensor in model layout that has them here.
+        own: the elements of that tensor, of equal sizes.
+    """
+
+    stored: Strided
+    name: str
+    own: Strided
+
+
+@dataclass(frozen=True)
+class ModelTensor:
+    """A tensor in model layout. `padding` elements of it, zeros, are stored nowhere."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    padding: int = 0
+
+
+class EngineWeights(Protocol):
+    """The weights of one rank of an engine."""
+
+    def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
+        """Where the elements of each stored tensor of a bucket are on this rank; none for a tensor
+        that other ranks have.
+
+        ValueError for tensors that the engine takes otherwise than byte by byte.
+        """
+        ...
+
+    def model_tensors(self) -> Mapping[str, ModelTensor]:
+        """The tensors in model layout by name, after `regions` of all buckets."""
+        ...
+
+    def load(self, values: Mapping[str, Tensor]) -> None:
+        """Give the engine all tensors in model layout, contiguous, on any device."""
+        ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """The engine's bytes in model layout, contiguous. Written to, they change; then `written`
+        says so. Valid after `load`.
+        """
+        ...
+
+    def written(self, names: Iterable[str]) -> None:
+        """Make the engine compute with tensors that were written to."""
+        ...
