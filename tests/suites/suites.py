@@ -36,6 +36,12 @@ DEVICE = {'"npu"': '"cpu"', '"npu:0"': '"cpu"'}
 ADAMW = "adam or hook or invalid or duplicate or noop or load_state"
 FSDP2 = ("distributed/fsdp2", "distributed/_composable")
 SCHEDULERS = ("optim/test_lrscheduler.py",)
+# torch's own tests of training. On a CPU some of them take eight ranks.
+TRAINING = ("distributed/_composable/fsdp/test_fully_shard_training.py",)
+TWO_RANKS = {f"min_world_size = {ranks}": "min_world_size = 2" for ranks in (4, 8)}
+STATES = ("distributed/checkpoint/test_state_dict.py",)
+RANKS_WITHOUT_GPUS = {'"cuda"': '"cpu"', "min(4, torch.cuda.device_count())": "2"}
+TRAINED = "ForwardInputs or RegisteredParams or CastAfterInit or 1DTrainingCore or PlacementFn or SharedParams"
 
 ACCELERATE = tuple(
     f"tests/test_{name}.py"
@@ -87,6 +93,8 @@ GLUE = {f"        {name},\n": "" for name in ("GlueDataset", "GlueDataTrainingAr
 
 SUITES = (
     Suite("fsdp2", "torch_npu", "test", FSDP2, "prepare", CPU, DEVICE),
+    Suite("FSDP2 training", "torch", "test", TRAINING, "prepare", ("gloo",), TWO_RANKS, TRAINED),
+    Suite("FSDP2 states", "torch", "test", STATES, "prepare", ("gloo",), RANKS_WITHOUT_GPUS, "fsdp2 or strict"),
     Suite("schedulers", "torch_npu", "test", SCHEDULERS, "zero_adamw", CPU, DEVICE),
     Suite("schedulers, ZeroMuon", "torch_npu", "test", SCHEDULERS, "zero_muon", CPU, DEVICE),
     Suite("schedulers, fused", "torch_npu", "test", SCHEDULERS, "fused_adamw", CPU, DEVICE),
