@@ -126,11 +126,14 @@ def trained(fmt: str, device: str) -> list[str]:
     return found
 
 
-def sharded(fmt: str, device: str) -> list[str]:
+def sharded(fmt: str, device: str, apart: bool = False) -> list[str]:
+    """Each projection is gathered by itself if `apart`."""
     model = Net().to(device)
     zerocast.fsdp2.prepare(model, recipe(fmt))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in model.blocks:
+        for projection in block.children() if apart else ():
+            fully_shard(projection, mp_policy=policy)
         fully_shard(block, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -155,6 +158,12 @@ def both(fmt: str, device: str = "cpu") -> list[str]:
 def test_while_it_trains(ranks: Any, fmt: str, world: int) -> None:
     """ZeroAdamW and FSDP2; `verify` knows of the sharing and of no plan."""
     assert ranks(world)(both, fmt) == [[]] * world
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4:exact_in_fp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_verify_where_each_of_a_group_is_gathered_at_another_time(ranks: Any, fmt: str) -> None:
+    """What the others have stored stands for their amax, which exact scales store in another form."""
+    assert ranks(2)(sharded, fmt, "cpu", True) == [[]] * 2
 
 
 def count(fmt: str) -> list[int]:
