@@ -67,3 +67,14 @@ def test_a_page_with_a_table_of_files_names_all(path: Path) -> None:
     modules = {module.name for module in path.parent.glob("*.py")} - {"__init__.py", "__main__.py", "conftest.py"}
     if len(rows) > 2 and "`<stage>.py`" not in text:
         assert sorted(modules - set(MARKED.findall(text))) == [], "name them in a row of the table"
+
+
+VERBATIM = re.compile(r"^ *```.*?^ *```$|^<!--.*?-->$|^( {4}|\|).*?$", re.MULTILINE | re.DOTALL)
+COLUMNS = 100
+
+
+@pytest.mark.parametrize("path", markdown_files(), ids=lambda path: str(Page(path)))
+def test_prose_wraps(path: Path) -> None:
+    """A line is longer only where it has no space to break at, as a link or a picture."""
+    lines = VERBATIM.sub("", path.read_text()).splitlines()
+    assert [line for line in lines if len(line) > COLUMNS and " " in re.sub(r"!?\[.*?\]\(", "", line.strip("* "))] == []
