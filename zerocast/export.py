@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocast.checkpoint.store import local_path
+from zerocast.checkpoint.store import Place, as_place
+from zerocast.distributed.group import GroupLike
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.piece import Rows
 from zerocast.serve.weight_source import source_of
@@ -20,22 +21,35 @@ from zerocast.serve.write import SHARD_BYTES, write_safetensors
 
 __all__ = ["export_hf", "export_safetensors"]
 
-# What to do with a URL in place of a folder.
-COPY = "export to one, then copy the folder"
-
 
 def export_safetensors(
-    model: nn.Module, folder: str | os.PathLike[str], naming: str = "bf16", shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    naming: str = "bf16",
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    group: GroupLike = None,
+) -> list[Place]:
     """Write the parameters and persistent buffers of `model` into `folder`, which is new or empty.
 
-    One process calls it: under ZeroAdamW every rank has whole weights. Under FSDP2 all ranks call
-    it, and rank 0 writes. A file has at most `shard_bytes` bytes, unless a single tensor is larger;
-    one file at a time is copied to the host. Returns the paths, the index last. Raises ValueError,
-    with nothing written, for an unknown naming, a weight whose format or shape the naming cannot
-    express and a folder that is not empty; ModuleNotFoundError without the package safetensors.
+    Each rank that calls this writes files of its own, tensor by tensor, and rank 0 the index.
+    Beyond the model a rank needs memory for one tensor, under FSDP2 for one group that is gathered.
+
+    Args:
+        model: whole, as under ZeroAdamW, or sharded by FSDP2 and tensor parallelism.
+        folder: new or empty; or the URL of such a one that fsspec opens, to which each file goes
+            at once, from memory. Ranks on several hosts write into one folder that all of them see.
+            It appears complete.
+        naming: `compressed-tensors`, `modelopt`, `deepseek` or `bf16`.
+        shard_bytes: the largest size of a file, unless a single tensor is larger.
+        group: the ranks that call this together, a ProcessGroup or a mesh of one dimension. By
+            default all ranks for a sharded model, and this process alone for a whole one.
+
+    Returns the paths, the index last. Raises ValueError, with nothing written, for an unknown
+    naming, a weight whose format or shape the naming cannot express and a folder that is not empty.
+    An error on one rank is raised on all of them, and leaves no folder.
     """
-    return write_safetensors(source_of(model), local_path(folder, COPY), naming, shard_bytes)
+    return write_safetensors(source_of(model, group), as_place(folder), naming, shard_bytes)
 
 
 def export_hf(
@@ -49,16 +63,17 @@ def export_hf(
     dtype: torch.dtype | None = None,
     allow_unequal_scales: bool = False,
     shard_bytes: int = SHARD_BYTES,
-) -> list[Path]:
+    group: GroupLike = None,
+) -> list[Place]:
     """Write a folder that transformers and inference engines load: weights under the names that
     transformers stores them by (experts one by one), config.json with `dtype` and
     `quantization_config`, generation_config.json.
 
     Args:
-        model: of transformers, trained by ZeroAdamW (one process calls this) or under FSDP2 (all
-            ranks do, and rank 0 writes; one group is gathered at a time). Or any other module, with
-            `config` and `names`.
-        folder: new or empty. It appears complete.
+        model: of transformers, whole, as under ZeroAdamW, or sharded by FSDP2 and tensor
+            parallelism. Or any other module, with `config` and `names`.
+        folder: new or empty; or the URL of such a one, as for `export_safetensors`. It appears
+            complete.
         naming: `compressed-tensors`, `modelopt`, `deepseek` or `bf16`.
         config: the PreTrainedConfig, config.json or folder of one that describes the model; by
             default the model's own.
@@ -71,16 +86,18 @@ def export_hf(
         allow_unequal_scales: log a warning instead of raising if weights that engines fuse have
             different tensor amaxes.
         shard_bytes: the size of a file, as for `export_safetensors`.
+        group: the ranks that call this together, each of which writes files of its own, as for
+            `export_safetensors`.
 
     Returns the paths. Raises ValueError, with nothing written, for weights that are not those of
     the model, for weights that the naming cannot express or that no reader finds, and for unequal
     tensor amaxes of weights that engines fuse; TypeError without a config; ModuleNotFoundError
-    without transformers or safetensors.
+    without transformers. An error on one rank is raised on all of them, and leaves no folder.
     """
     return write_hf(
-        source_of(model),
+        source_of(model, group),
         model,
-        local_path(folder, COPY),
+        as_place(folder),
         naming,
         config=config,
         names=names or {},

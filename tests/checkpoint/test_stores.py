@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 import zerocast
 from tests.checkpoint import plain_store
 from tests.checkpoint.plain_store import PlainStore, going_away
+from tests.serve.test_export import read as read_export
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroMuon, optim
 from zerocast.checkpoint import torch_checkpoint
@@ -159,8 +160,13 @@ def test_commands_take_urls(memory: str, tmp_path: Path, capsys: pytest.CaptureF
     assert main(["export", memory, str(tmp_path / "out"), "--to", "safetensors"]) == 0
     assert (tmp_path / "out" / "model.safetensors.index.json").is_file()
     capsys.readouterr()
-    assert main(["export", memory, "memory://out", "--to", "checkpoint"]) == 2
-    assert "memory://out is a URL, and a local path belongs here: export to one" in capsys.readouterr().err
+    for kind in ("safetensors", "checkpoint"):
+        assert main(["export", memory, f"memory://out/{kind}", "--to", kind, "--json"]) == 0
+        said = json.loads(capsys.readouterr().out)["files"]
+        stored = fsspec.filesystem("memory").ls(f"/out/{kind}")
+        assert said == {entry["name"].rpartition("/")[2]: entry["size"] for entry in stored}
+    assert main(["export", memory, "memory://out/safetensors", "--to", "safetensors"]) == 2
+    assert "memory://out/safetensors is not empty: export into a new folder" in capsys.readouterr().err
     assert main(["inspect", "memory://nothing"]) == 2
     assert "memory://nothing is not there" in capsys.readouterr().err
 
@@ -269,6 +275,38 @@ def test_the_store_goes_away_at_any_change(tmp_path: Path, name: str) -> None:
     whole = changes.index("delete .zerocast-writer")
     assert changes[whole - 1] == "write manifest.json"
     assert set(left[: 2 * whole + 2]) == {"old"} and set(left[2 * whole + 2 :]) <= {"new"}
+
+
+def tensors_of(folder: Path) -> dict[str, bytes]:
+    """The bytes of the tensors of an export."""
+    found = read_export(folder)
+    return {name: tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize("leaves_half", [False, True])
+def test_the_store_goes_away_during_an_export(tmp_path: Path, leaves_half: bool) -> None:
+    """It is whole or has no index, and the next one takes its place."""
+    model = Training().model
+    plain_store.register(tmp_path / "whole")
+    with going_away(None, False):
+        files = export_safetensors(model, URL, "modelopt", 500)
+        changes = list(PlainStore.changes)
+    assert changes[0] == "write .zerocast-writer" and len(changes) == len(files) + 2 > 5
+    assert changes[-2:] == ["write model.safetensors.index.json", "delete .zerocast-writer"]
+    export_safetensors(model, tmp_path / "local", "modelopt", 500)
+    wanted = tensors_of(tmp_path / "local")
+    assert tensors_of(tmp_path / "whole" / "runs" / "one") == wanted
+    for after in range(len(changes)):
+        root = tmp_path / str(after)
+        plain_store.register(root)
+        with going_away(after, leaves_half):
+            said = error_of(lambda: export_safetensors(model, URL, "modelopt", 500))
+        assert "the store is gone" in said
+        index = root / "runs" / "one" / "model.safetensors.index.json"
+        if index.exists() and not (leaves_half and after == len(changes) - 2):
+            assert tensors_of(index.parent) == wanted
+        export_safetensors(model, URL, "modelopt", 500)
+        assert tensors_of(index.parent) == wanted
 
 
 def gone_at(folder: str, rank: int, after: int) -> tuple[str, list[int]]:
@@ -395,8 +433,6 @@ def test_urls_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         Checkpoints("simplecache::memory://run")
     with pytest.raises(ValueError, match="Protocol not known: nosuch"):
         Checkpoints("nosuch://run")
-    with pytest.raises(ValueError, match="memory://out is a URL, and a local path belongs here: export to one"):
-        export_safetensors(run.model, "memory://out")
     monkeypatch.setitem(sys.modules, "fsspec", None)
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ModuleNotFoundError, match="memory://run is a URL, which fsspec opens: pip install fsspec"):

@@ -193,6 +193,16 @@ def test_other_modules_need_a_config(tmp_path: Path) -> None:
         export_hf(nn.Linear(4, 4), tmp_path / "out", "bf16")
 
 
+def test_unknown_families(tmp_path: Path) -> None:
+    """A model that transformers does not know, one without a causal model, and code that it would have to run."""
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of", "auto_map": {"AutoConfig": "code.Config"}}')
+    with pytest.raises(ValueError, match=r"unheard_of|trust_remote_code"):
+        export_hf(Fused(), tmp_path / "out", "bf16", config=tmp_path)
+    with pytest.raises(ValueError, match="transformers knows no causal model of CLIPVisionConfig"):
+        export_hf(Fused(), tmp_path / "out", "bf16", config=transformers.CLIPVisionConfig())
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_transformers_drops_the_global_scale_of_experts(tmp_path: Path, monkeypatch: Any) -> None:
     """Why they are refused. When this fails, transformers has learned to read them."""
@@ -329,12 +339,12 @@ def test_hostile_files_are_not_read(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fills_leaves_nothing(tmp_path: Path, monkeypatch: Any) -> None:
-    from zerocast.serve import hugging_face
+    from zerocast.serve import write
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hugging_face, "sync_file", full)
+    monkeypatch.setattr(write, "sync_file", full)
     with pytest.raises(OSError, match="No space left"):
         export_hf(made("llama"), tmp_path / "out", "bf16")
     assert not list(tmp_path.iterdir())

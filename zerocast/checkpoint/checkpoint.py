@@ -30,7 +30,7 @@ from zerocast.checkpoint.sources.source import dtype_name
 from zerocast.checkpoint.store import AnyPath, Place, as_place
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
-from zerocast.checkpoint.whole_folder import MARKER, Folder, has_manifest, sizes_of
+from zerocast.checkpoint.whole_folder import Folder, check_written, has_manifest
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats import FormatSpec
@@ -223,7 +223,7 @@ def write(
 
     def commit(files: dict[str, FileSum]) -> None:
         final_manifest = given_manifest if before_commit is None else before_commit()
-        _check_written(folder.partial, files)
+        check_written(folder.partial, {name: sums.nbytes for name, sums in files.items()})
         dataclasses.replace(final_manifest, files=files).write(folder.partial)
         folder.commit()
 
@@ -329,19 +329,6 @@ def _of_all_ranks(own_sums: Mapping[str, FileSum], group: Group) -> dict[str, Fi
     for sums_of_rank in group.all_gather_object(own_sums, "the sums of a checkpoint's files"):
         sums |= sums_of_rank
     return sums
-
-
-def _check_written(folder: Place, files: Mapping[str, FileSum]) -> None:
-    """RuntimeError on rank 0 unless it sees the files of all ranks in the folder, and no others."""
-    written = {name: sums.nbytes for name, sums in files.items()}
-    seen = {name: nbytes for name, nbytes in sizes_of(folder).items() if name != MARKER}
-    differing = sorted(name for name in {*written, *seen} if written.get(name) != seen.get(name))
-    if differing:
-        name = differing[0]
-        raise RuntimeError(
-            f"{folder / name} has {seen.get(name, 'no')} bytes as rank 0 sees it, and {written.get(name, 'none')} were written: "
-            "all ranks write into one folder that all of them see, and no other process does"
-        )
 
 
 def on_rank_0(group: Group, work: Callable[[], object]) -> None:

@@ -19,7 +19,7 @@ _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
 
 @dataclass(frozen=True)
 class StorePath:
-    """A path of a store. It has the methods of `pathlib.Path` that checkpoints need.
+    """A path of a store. It has the methods of `pathlib.Path` that checkpoints and exports need.
 
     Attributes:
         url: the URL, without a slash at its end.
@@ -91,9 +91,13 @@ class StorePath:
 
     def write_text(self, text: str) -> None:
         """Write a whole file, and make its folder where the store has folders."""
+        self.write_bytes(text.encode())
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write a whole file like `write_text`."""
         fs, path = self._opened()
         fs.makedirs(self.parent._opened()[1], exist_ok=True)
-        fs.pipe_file(path, text.encode())
+        fs.pipe_file(path, content)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the file."""

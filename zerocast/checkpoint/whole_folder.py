@@ -23,7 +23,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -59,6 +59,20 @@ def sizes_of(folder: Place) -> dict[str, int]:
     if isinstance(folder, StorePath):
         return folder.sizes()
     return {path.name: path.stat().st_size for path in folder.iterdir()}
+
+
+def check_written(folder: Place, sizes: Mapping[str, int]) -> None:
+    """RuntimeError on rank 0 unless it sees the files of all ranks in the folder, with these sizes
+    by name, and no others.
+    """
+    seen = {name: nbytes for name, nbytes in sizes_of(folder).items() if name != MARKER}
+    differing = sorted(name for name in {*sizes, *seen} if sizes.get(name) != seen.get(name))
+    if differing:
+        name = differing[0]
+        raise RuntimeError(
+            f"{folder / name} has {seen.get(name, 'no')} bytes as rank 0 sees it, and {sizes.get(name, 'none')} were written: "
+            "all ranks write into one folder that all of them see, and no other process does"
+        )
 
 
 def _is_never_replaced(path: Place) -> bool:

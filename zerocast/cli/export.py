@@ -4,14 +4,13 @@ import fnmatch
 import json
 import pickle
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from zerocast.checkpoint.store import local_path
+from zerocast.checkpoint.store import Place, as_place, local_path
+from zerocast.checkpoint.whole_folder import sizes_of
 from zerocast.cli import interrupts
 from zerocast.cli.options import ExportConfig
 from zerocast.cli.output import Progress
-from zerocast.export import COPY
 from zerocast.inspection import Chosen, Contents, choose
 from zerocast.inspection.contents import DTYPES
 from zerocast.serve.from_masters import Reading, cast_tensors, write_checkpoint
@@ -31,14 +30,14 @@ def export(config: ExportConfig) -> int:
 
 
 def _exported(config: ExportConfig) -> dict[str, Any]:
-    target = local_path(config.target, COPY)
+    target = as_place(config.target)
     contents = Contents.of(config.source, whole_names=config.to == "hf")
     names = _names(config, contents)
     entries = {name: contents.entries[name] for name in names}
     chosen = choose(entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])
     progress = Progress(len(names))
     try:
-        files = _write(config, target, contents, names, chosen, progress.say)
+        _write(config, target, contents, names, chosen, progress.say)
     finally:
         progress.clear()
     return {
@@ -50,7 +49,7 @@ def _exported(config: ExportConfig) -> dict[str, Any]:
         "tensors": len(names),
         "quantized": {name: str(fmt) for name, (fmt, _) in chosen.formats.items()},
         "kept": list(chosen.kept),
-        "files": {file.name: file.stat().st_size for file in files},
+        "files": dict(sorted(sizes_of(target).items())),
     }
 
 
@@ -71,19 +70,19 @@ def _names(config: ExportConfig, contents: Contents) -> list[str]:
 
 
 def _write(
-    config: ExportConfig, target: Path, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
-) -> Sequence[Path]:
-    """Write the target; returns the paths of its files."""
+    config: ExportConfig, target: Place, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
+) -> None:
     dtype = DTYPES[config.written_dtype]
     if config.to == "checkpoint":
         write_checkpoint(contents, names, chosen, target, dtype, reading)
-        return sorted(target.iterdir())
+        return
     shard_bytes = SHARD_BYTES if config.shard_bytes is None else config.shard_bytes
     source = cast_tensors(contents, names, chosen, dtype, reading, config.share_amax)
     if config.to == "safetensors":
-        return write_safetensors(source, target, config.naming, shard_bytes)
+        write_safetensors(source, target, config.naming, shard_bytes)
+        return
     model = config.model or local_path(config.source, "name the model's config.json with --model")
-    return write_hf(
+    write_hf(
         source,
         None,
         target,

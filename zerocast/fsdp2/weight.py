@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import Group
@@ -440,6 +441,14 @@ class FSDPWeight:
         shown = getattr(self.param(), "_unsharded_param", None)
         local: Tensor | None = getattr(shown, "_local_tensor", shown)
         return local
+
+    @property
+    def sliced_parameter(self) -> DTensor:
+        """The gathered parameter of a weight that tensor parallelism slices. It has the shape of
+        the whole weight and says how it is sliced.
+        """
+        parameter: DTensor = self.param()._unsharded_param
+        return parameter
 
     @property
     def live(self) -> QuantizedWeight:

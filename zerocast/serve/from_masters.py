@@ -5,7 +5,6 @@ safetensors hold those of one file.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from zerocast.checkpoint.checkpoint import write
 from zerocast.checkpoint.manifest import Manifest, Stored
 from zerocast.checkpoint.sources.source import dtype_name, read_span
+from zerocast.checkpoint.store import Place
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.layout import Span
 from zerocast.formats.recipe import Recipe
@@ -32,7 +32,7 @@ def write_checkpoint(
     contents: Contents,
     names: Sequence[str],
     chosen: Chosen,
-    path: Path,
+    path: Place,
     dtype: torch.dtype = torch.float32,
     reading: Reading = str,
 ) -> None:

@@ -9,22 +9,22 @@ quantized, unless the definition of an algorithm says so.
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from zerocast.checkpoint.regular_file import read_bounded
-from zerocast.checkpoint.whole_folder import sync_file
+from zerocast.checkpoint.store import Place
 from zerocast.formats import get_format
 from zerocast.formats.readers import check_layers
-from zerocast.serve.namings import NAMINGS, check_naming, layout_of
+from zerocast.serve.namings import NAMINGS, layout_of
 from zerocast.serve.piece import Names, Piece, named_pieces
 from zerocast.serve.stored_model import StoredModel, check_stored
 from zerocast.serve.weight_source import WeightSource
-from zerocast.serve.write import write
+from zerocast.serve.write import Contents, write
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ MOST_BYTES = 2**28
 def write_hf(
     source: WeightSource,
     model: Any,
-    folder: Path,
+    folder: Place,
     naming: str,
     *,
     config: Any = None,
@@ -60,36 +60,34 @@ def write_hf(
     dtype: torch.dtype | None = None,
     allow_unequal_scales: bool = False,
     shard_bytes: int,
-) -> list[Path]:
+) -> list[Place]:
     """Write the tensors of a source like `zerocast.export.export_hf`; `model` is None, or has the
     config.
     """
-    check_naming(naming)
-    stored = StoredModel.of(model) if config is None else StoredModel.of_config(config)
-    pieces = {name: pieces_of(stored, name, shape, names or {}) for name, shape in source.shapes.items()}
-    check_stored(stored, pieces)
-    quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)
-    dtype = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
-    modules = {fmt: stored.modules_of(names) for fmt, names in quantized.items()}
-    ignore = stored.modules_besides({name for names in modules.values() for name in names})
-    described = _config(stored, dtype, quantization_config(naming, modules, ignore))
-    given = {} if files_from is None else _given_files(files_from)
 
-    def finish(partial: Path) -> list[str]:
-        texts = {"config.json": described, "generation_config.json": _generation_config(model)}
-        texts |= given
-        for name, content in texts.items():
-            if content is not None:
-                (partial / name).write_bytes(content)
-                sync_file(partial / name)
-        return [name for name, content in texts.items() if content is not None]
+    def prepare() -> Contents:
+        stored = StoredModel.of(model) if config is None else StoredModel.of_config(config)
+        pieces = {name: pieces_of(stored, name, shape, names or {}) for name, shape in source.shapes.items()}
+        check_stored(stored, pieces)
+        quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)
+        plain = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
+        modules = {fmt: stored.modules_of(names) for fmt, names in quantized.items()}
+        ignore = stored.modules_besides({name for names in modules.values() for name in names})
+        files = {"config.json": _config(stored, plain, quantization_config(naming, modules, ignore))}
+        files |= _generation_config(model)
+        if files_from is not None:
+            files |= _given_files(files_from)
+        return Contents(pieces, partial(_plain_dtype, stored, plain), files)
 
-    def plain(name: str, tensor: Tensor) -> Tensor:
-        if dtype is None or name in stored.buffers or stored.keeps_float32(name) or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(dtype)
+    return write(source, folder, naming, shard_bytes, prepare, allow_unequal_scales)
 
-    return write(source, folder, naming, shard_bytes, lambda name, _: pieces[name], finish, plain, allow_unequal_scales)
+
+def _plain_dtype(stored: StoredModel, chosen: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
+    """The stored dtype of a tensor that is not quantized: the chosen one, unless readers keep its
+    own.
+    """
+    keeps_own = name in stored.buffers or stored.keeps_float32(name) or not own.is_floating_point
+    return own if chosen is None or keeps_own else chosen
 
 
 def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
@@ -184,9 +182,9 @@ def _config(stored: StoredModel, dtype: torch.dtype | None, quantization: Mappin
     return (json.dumps(described, indent=2, sort_keys=True) + "\n").encode()
 
 
-def _generation_config(model: Any) -> bytes | None:
+def _generation_config(model: Any) -> dict[str, bytes]:
     to_json: Callable[..., str] | None = getattr(getattr(model, "generation_config", None), "to_json_string", None)
-    return None if to_json is None else to_json().encode()
+    return {} if to_json is None else {"generation_config.json": to_json().encode()}
 
 
 def _given_files(folder: Path) -> dict[str, bytes]:

@@ -220,7 +220,7 @@ class LiveWeights:
                 if piece.name in parameter_of:
                     raise ValueError(f"{parameter_of[piece.name]} and {name} are both called {piece.name}")
                 parameter_of[piece.name] = name
-        check_pieces(self.source, self.naming, lambda name, _: self._pieces[name])
+        check_pieces(self.source, self.naming, self._pieces)
         if self._stored is not None:
             check_stored(self._stored, self._pieces, self._is_whole)
             if self.naming != "bf16":

@@ -164,13 +164,18 @@ def config_of(path: Path) -> Any:
 
 def class_of(config: Any) -> Any:
     """The class of the model of a PreTrainedConfig: the one it names, or the causal one of its
-    kind. KeyError if there is none.
+    kind. ValueError if there is none.
     """
     import transformers  # noqa: PLC0415
 
     name = next(iter(config.architectures or ()), None)
     named = getattr(transformers, name, None) if name else None
-    return transformers.AutoModelForCausalLM._model_mapping[type(config)] if named is None else named
+    causal = transformers.AutoModelForCausalLM._model_mapping
+    if named is None and type(config) not in causal:
+        raise ValueError(
+            f"transformers knows no causal model of {type(config).__name__}: name the class of the model in its architectures"
+        )
+    return causal[type(config)] if named is None else named
 
 
 def on_meta(config: Any, model_class: Any) -> Any:

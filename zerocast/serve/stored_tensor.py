@@ -37,21 +37,48 @@ def of_weight(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[
     """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast,
     is partial, or older than its masters; ValueError for pieces that divide a block.
     """
+    if weight.format.element is None:
+        yield from of_plain(plain_value(weight), pieces, weight.dtype)
+        return
     weight.check(Use.SEND)
     weight.wait()
+    for tensors in by_piece(weight, naming, name, pieces):
+        yield from tensors
+
+
+def by_piece(
+    weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece]
+) -> Iterator[Sequence[StoredTensor]]:
+    """The tensors that store each piece of a quantized weight. A weight on the meta device gives
+    their names, shapes and dtypes. ValueError for pieces that divide a block.
+    """
     _, (rows, _) = weight.stored_matrices
-    if weight.format.element is None:
-        yield from of_plain(weight.rowwise_data.view(weight.shape), pieces, weight.dtype)
-        return
     if naming == "bf16":
+        matrices = weight.matrices()
         for piece in pieces:
-            yield StoredTensor(piece.name, torch.bfloat16, piece.shape, partial(_dequantized, weight, piece))
+            make = partial(_dequantized, weight, matrices, piece)
+            yield [StoredTensor(piece.name, torch.bfloat16, piece.shape, make)]
         return
     parts = layout_of(naming, name, weight.format).parts(weight)
     for piece in pieces:
-        for suffix, part in parts.items():
-            shape = _part_shape(part, piece, rows)
-            yield StoredTensor(piece.name + suffix, part.tensor.dtype, shape, partial(_cut_part, part, piece, rows))
+        yield [
+            StoredTensor(
+                piece.name + suffix,
+                part.tensor.dtype,
+                _part_shape(part, piece, rows),
+                partial(_cut_part, part, piece, rows),
+            )
+            for suffix, part in parts.items()
+        ]
+
+
+def plain_value(tensor: Tensor) -> Tensor:
+    """The value of a tensor that is not quantized. RuntimeError as from `of_weight`."""
+    if not isinstance(tensor, QuantizedWeight):
+        return tensor
+    tensor.check(Use.SEND)
+    tensor.wait()
+    return tensor.rowwise_data.view(tensor.shape)
 
 
 def of_plain(tensor: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> Iterator[StoredTensor]:
@@ -74,16 +101,20 @@ def _cut_plain(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
     return cut(tensor.detach(), piece).to(dtype).contiguous()
 
 
-def _dequantized(weight: QuantizedWeight, piece: Piece) -> Tensor:
-    """The values of a piece, bf16, without dequantizing the other pieces of the weight."""
-    rows, columns = weight.matrix_shape
-    if piece.rows == (range(rows),):
+def _dequantized(weight: QuantizedWeight, matrices: Sequence[QuantizedWeight], piece: Piece) -> Tensor:
+    """The values of a piece, bf16, without dequantizing the other pieces of the weight. `matrices`
+    are those that it is stored in.
+    """
+    _, (rows, columns) = weight.stored_matrices
+    if len(matrices) == 1 and piece.rows == (range(rows),):
         return weight.dequantize().to(torch.bfloat16).view(piece.shape)
-    if weight.stored_matrices[0] > 1:
-        return cut(weight.dequantize(), piece).to(torch.bfloat16)
     values = torch.empty(piece.shape, dtype=torch.bfloat16, device=weight.device)
     destinations = values.view(-1, columns).split([len(r) for r in piece.rows])
     for destination, r in zip(destinations, piece.rows, strict=True):
-        blocks, first = block_rows(weight, r)
-        destination.copy_(blocks.dequantize()[r.start - first : r.stop - first])
+        for index in range(r.start // rows, -(-r.stop // rows)):
+            first_row = index * rows
+            inside = range(max(r.start - first_row, 0), min(r.stop - first_row, rows))
+            blocks, first = block_rows(matrices[index], inside)
+            target = destination[first_row + inside.start - r.start :][: len(inside)]
+            target.copy_(blocks.dequantize()[inside.start - first : inside.stop - first])
     return values

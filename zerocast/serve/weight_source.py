@@ -15,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerocast.distributed.group import ONE_PROCESS, Group
+from zerocast.distributed.group import ONE_PROCESS, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.serve.slices import joined
 from zerocast.verification.master_views import OwnsMasters, owners_of
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
@@ -35,7 +36,7 @@ class WeightSource(Protocol):
 
     @property
     def group(self) -> Group:
-        """The ranks that read together; the first of them writes."""
+        """The ranks that read together, each of which writes its part."""
         ...
 
     @property
@@ -48,6 +49,11 @@ class WeightSource(Protocol):
         """The formats of quantized weights, so that a naming can refuse them before any tensor is
         read.
         """
+        ...
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor in its batch, nominal for weights."""
         ...
 
     @property
@@ -103,9 +109,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
-def source_of(model: nn.Module) -> LiveSource:
-    """The weights of a model, sharded by FSDP2 or whole."""
-    return ShardedModel(model) if is_sharded(model) else WholeModel(model)
+def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
+    """The weights of a model, sharded by FSDP2 or whole.
+
+    `group` are the ranks that read it together, by default all ranks for a model that is sharded,
+    and this process alone for one that is whole.
+    """
+    if is_sharded(model):
+        return ShardedModel(model, Group.of(group))
+    return WholeModel(model, ONE_PROCESS if group is None else Group.of(group))
 
 
 def live_source_of(what: Any) -> LiveSource:
@@ -133,7 +145,7 @@ def _saved_names(model: nn.Module) -> set[str]:
 class WholeWeights(ABC):
     """Tensors that are whole in this process."""
 
-    group = ONE_PROCESS
+    group: Group = ONE_PROCESS
     is_transient = False
 
     @abstractmethod
@@ -153,6 +165,11 @@ class WholeWeights(ABC):
     def formats(self) -> Mapping[str, FormatSpec]:
         """The format of each quantized weight by name."""
         return {name: weight.format for name, weight in self._quantized() if weight.format.element}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor by name."""
+        return {name: tensor.dtype for name, tensor in self.tensors()}
 
     @property
     def shared_amaxes(self) -> Mapping[str, SharedAmax | None]:
@@ -200,10 +217,11 @@ class WholeWeights(ABC):
 
 
 class WholeModel(WholeWeights):
-    """A model of whole weights."""
+    """A model of whole weights, the same on all ranks of `group`."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: Group = ONE_PROCESS) -> None:
         self.model = model
+        self.group = group
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters, shared ones once, and persistent buffers."""
@@ -244,15 +262,18 @@ class ShardedModel:
 
     is_transient = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, group: Group) -> None:
         self._model = model
+        self.group = group
         sharded = list(torch_fsdp.sharded_parameters(model))
         self._parameters = {name: parameter for name, parameter, _ in sharded}
         self._dtypes = {name: dtype for name, _, dtype in sharded}
         self._buffers = {name: t for name, t in tensors_of(model) if name not in self._parameters}
         owners = [getattr(_local(parameter), "master_owner", None) for parameter in self._parameters.values()]
         self._owners = list({id(owner): owner for owner in owners if owner is not None}.values())
-        self.group = Group.of(dist.group.WORLD)
+        # Before the first forward pass weights do not know yet how FSDP2 shards them.
+        for owner in self._owners:
+            owner.plan.check_sharded()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -263,6 +284,12 @@ class ShardedModel:
     def formats(self) -> Mapping[str, FormatSpec]:
         """The format of each quantized weight by name."""
         return {name: weight.format for name, weight in self._prepared() if weight.format.element}
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor once it is gathered, by name."""
+        own = {name: tensor.dtype for name, tensor in {**self._parameters, **self._buffers}.items()}
+        return own | {name: weight.nominal for name, weight in self._prepared()}
 
     @property
     def shared_amaxes(self) -> Mapping[str, SharedAmax | None]:
@@ -284,21 +311,21 @@ class ShardedModel:
         return self.group
 
     def batches(self) -> Iterator[Batch]:
-        """The weights of each group after its gather, then plain tensors one by one."""
+        """The weights of each group after its gather, those of tensor-parallel slices one by one,
+        then plain tensors one by one.
+        """
         seen: set[str] = set()
+        prepared = dict(self._prepared())
         for owner in self._owners:
             for views in owner.master_views():
-                for view in views.masters:
-                    if view.slices is not None:
-                        raise ValueError(
-                            f"{view.name} is sliced by tensor parallelism: export a checkpoint of this run, whose masters "
-                            "are whole"
-                        )
-                batch = [(str(view.name), view.weight) for view in views.masters]
-                seen |= {name for name, _ in batch}
+                seen |= {str(view.name) for view in views.masters}
                 # The gather tells all ranks of problems such as masters that are NaN.
                 owner.check(Use.SEND)
-                yield batch
+                yield [(str(view.name), view.weight) for view in views.masters if view.slices is None]
+                for view in views.masters:
+                    if view.slices is not None:
+                        name = str(view.name)
+                        yield [(name, joined(view.weight, prepared[name].sliced_parameter))]
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]
@@ -325,14 +352,21 @@ def _only(dtypes: set[torch.dtype]) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LazyTensors:
-    """Tensors that are made one by one when they are asked for, such as those of a checkpoint."""
+    """Tensors of one nominal dtype that are made one by one when they are asked for, such as those
+    of a checkpoint.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     formats: Mapping[str, FormatSpec]
     make: Callable[[str], Tensor]
-    nominal: torch.dtype | None = None
+    nominal: torch.dtype
 
     group = ONE_PROCESS
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """The dtype of each tensor by name: nominal."""
+        return dict.fromkeys(self.shapes, self.nominal)
 
     def batches(self) -> Iterator[Batch]:
         """The tensors, one at a time."""

@@ -1,167 +1,176 @@
 """Write the tensors of a source as safetensors files into a folder that appears complete.
 
-Weights are encoded and written one by one. If ranks share the source, rank 0 writes: each batch is
-written before the next one is gathered, and an error on rank 0 is raised on every rank.
+If several ranks write, they agree on a plan before the first byte. Each then writes its files while
+batches come, and the first rank adds the index. They agree after each batch, and an error on one
+rank is raised on every rank.
 """
 
-import json
+import hashlib
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
 
-from zerocast.checkpoint.whole_folder import WholeFolder, sync_file
-from zerocast.distributed.agreement import from_rank_0
+from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store_folder import folder_at
+from zerocast.checkpoint.whole_folder import Folder, check_written, sync_file
+from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.serve.export_plan import ExportPlan, PlainDtype, planned_units
 from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of
 from zerocast.serve.piece import Piece, whole
-from zerocast.serve.stored_tensor import of_plain, of_weight
+from zerocast.serve.safetensors_file import FileLayout, SafetensorsFile
+from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight, plain_value
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
 
 INDEX = "model.safetensors.index.json"
 # The default size of a file.
 SHARD_BYTES = 5 * 10**9
+# The name of the call in the error that is raised if ranks make different calls.
+EXPORTS = "exports"
+Result = TypeVar("Result")
 
-# Returns the pieces of a tensor from its name and shape.
-Pieces = Callable[[str, Sequence[int]], Sequence[Piece]]
-Plain = Callable[[str, Tensor], Tensor]
+
+def _own_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    return dtype
 
 
-class SafetensorsWriter:
-    """Writes numbered safetensors files with an index into a folder, with one file in memory.
+@dataclass(frozen=True)
+class Contents:
+    """The names and dtypes of an export, and the files beside its tensors.
 
-    Tensors that are added in one call are in one file. A file has at most `shard_bytes` bytes,
-    unless the tensors of a single call have more.
+    Attributes:
+        pieces: the stored pieces of each tensor of the source, by name.
+        plain_dtype: the dtypes of tensors that are not quantized.
+        files: the contents of other files by name.
     """
 
-    def __init__(self, folder: Path, naming: str, shard_bytes: int) -> None:
+    pieces: Mapping[str, Sequence[Piece]]
+    plain_dtype: PlainDtype = _own_dtype
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+
+class TensorWriter:
+    """Writes this rank's files of an export. A file is open from its first tensor to its last."""
+
+    def __init__(self, folder: Place, naming: str, contents: Contents, files: Sequence[FileLayout]) -> None:
         self._folder = folder
         self._naming = naming
-        self._shard_bytes = shard_bytes
-        # The tensors of the next file, in host memory, and their bytes.
-        self._pending: dict[str, Tensor] = {}
-        self._pending_bytes = 0
-        # The number of files so far, the file of each tensor by name, and the bytes of all.
-        self._files = 0
-        self._file_of: dict[str, int] = {}
-        self._total_bytes = 0
+        self._contents = contents
+        self._layout_of = {tensor.name: layout for layout in files for tensor in layout.tensors}
+        # Layouts without tensors are files too.
+        self._empty = [layout for layout in files if not layout.tensors]
+        # Tensors that are yet to be written, by name.
+        self._planned = {tensor.name: tensor for layout in files for tensor in layout.tensors}
+        # By name of the file.
+        self._open: dict[str, SafetensorsFile] = {}
 
-    def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy tensors to the host, and write a file when it is full. ValueError for a name that
-        was added before.
-        """
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        if self._pending and self._pending_bytes + nbytes > self._shard_bytes:
-            self._flush()
-        for name, tensor in tensors.items():
-            if name in self._pending or name in self._file_of:
-                raise ValueError(f"two tensors are called {name}")
-            # safetensors refuses two views of one storage, so each tensor is copied.
-            self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        self._pending_bytes += nbytes
+    def add(self, batch: Batch, fused: FusedAmaxes) -> None:
+        """Write those tensors of a batch that belong to this rank."""
+        for name, tensor in batch:
+            pieces = self._contents.pieces[name]
+            if isinstance(tensor, QuantizedWeight) and tensor.format.element is not None:
+                fused.note(name, tensor, pieces)
+                stored = of_weight(tensor, self._naming, name, pieces)
+            else:
+                value = plain_value(tensor)
+                stored = of_plain(value, pieces, self._contents.plain_dtype(name, value.dtype))
+            for entry in stored:
+                if entry.name in self._planned:
+                    self._write(entry)
 
-    def close(self) -> list[str]:
-        """Write the last file and the index. Returns the names of all files, the index last."""
-        if self._pending or not self._files:
-            self._flush()
-        # The names have the number of files, which is known only now.
-        names = {n: f"model-{n:05d}-of-{self._files:05d}.safetensors" for n in range(1, self._files + 1)}
-        for number, name in names.items():
-            self._temporary(number).rename(self._folder / name)
-        weight_map = {name: names[number] for name, number in sorted(self._file_of.items())}
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
-        (self._folder / INDEX).write_text(json.dumps(index, indent=1))
-        sync_file(self._folder / INDEX)
-        return [*names.values(), INDEX]
+    def close(self) -> None:
+        """Write files without tensors. RuntimeError if a tensor is missing."""
+        if self._planned:
+            raise RuntimeError(
+                f"{next(iter(self._planned))} is missing, one of {len(self._planned)} tensors that no batch had"
+            )
+        for layout in self._empty:
+            SafetensorsFile(self._folder, layout).close()
 
-    def _temporary(self, number: int) -> Path:
-        return self._folder / f"model-{number:05d}.safetensors"
+    def abandon(self) -> None:
+        """Close files that are incomplete."""
+        for file in self._open.values():
+            file.abandon()
 
-    def _flush(self) -> None:
-        from safetensors.torch import save_file  # noqa: PLC0415
-
-        self._files += 1
-        save_file(self._pending, self._temporary(self._files), metadata={"format": "pt", "naming": self._naming})
-        sync_file(self._temporary(self._files))
-        self._file_of |= dict.fromkeys(self._pending, self._files)
-        self._total_bytes += self._pending_bytes
-        self._pending = {}
-        self._pending_bytes = 0
+    def _write(self, entry: StoredTensor) -> None:
+        planned = self._planned.pop(entry.name)
+        if (entry.dtype, entry.shape) != (planned.dtype, planned.shape):
+            raise RuntimeError(
+                f"{entry.name} is {entry.dtype} {list(entry.shape)}, and {planned.dtype} {list(planned.shape)} was planned"
+            )
+        layout = self._layout_of[entry.name]
+        if layout.name not in self._open:
+            self._open[layout.name] = SafetensorsFile(self._folder, layout)
+        file = self._open[layout.name]
+        file.write(entry.name, entry.make())
+        if file.is_complete:
+            del self._open[layout.name]
+            file.close()
 
 
 def write(
     source: WeightSource,
-    folder: Path,
+    folder: Place,
     naming: str,
     shard_bytes: int,
-    pieces: Pieces,
-    finish: Callable[[Path], Sequence[str]] = lambda _: (),
-    plain: Plain = lambda _, tensor: tensor,
+    prepare: Callable[[], Contents],
     allow_unequal_scales: bool = True,
-) -> list[Path]:
+) -> list[Place]:
     """Write the pieces of each tensor of a source into a folder that appears complete.
 
-    `plain` converts tensors that are not quantized; `finish` adds files to the folder before it
-    appears, and returns their names. Unequal scales of weights that engines fuse are logged, or
-    raise. An error on one rank of the source raises on all.
+    `prepare` returns the contents, or raises for a source that cannot be written. Unequal scales of
+    weights that engines fuse are logged, or raise. All ranks of the source call this; an error on
+    one of them raises on all. Returns the paths of all files, the index last.
     """
-    check_naming(naming)
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
-    check_pieces(source, naming, pieces)
+    group = source.group
+    contents, plan = _agreed(source, naming, shard_bytes, prepare)
+    token = group.broadcast_object(secrets.token_hex(8), "the name of a temporary folder")
     # Absolute, since the partial folder is written beside this one and named after it, and "." has
     # no name.
-    whole_folder = WholeFolder(folder.absolute())
-    writer = SafetensorsWriter(whole_folder.partial, naming, shard_bytes)
+    target = folder_at(folder.absolute(), token)
     fused = FusedAmaxes(naming, allow_unequal_scales)
-    _on_rank_0(source.group, lambda: _begin(whole_folder))
+    partial_folder = _on_rank_0(group, partial(_begin, target))
+    writer = TensorWriter(partial_folder, naming, contents, plan.files_of(group.rank))
     try:
         for batch in source.batches():
-            _on_rank_0(source.group, partial(_add, writer, batch, naming, pieces, plain, fused))
-        _on_rank_0(source.group, fused.check)
-        names = _on_rank_0(source.group, lambda: _finish(whole_folder, writer, finish))
+            _together(group, partial(writer.add, batch, fused))
+        _together(group, writer.close)
+        _on_rank_0(group, fused.check)
+        _on_rank_0(group, partial(_finish, target, plan, contents.files))
     except BaseException:
-        if source.group.rank == 0:
-            whole_folder.abandon()
+        writer.abandon()
+        if group.rank == 0:
+            target.abandon()
         raise
-    return [whole_folder.path / name for name in names]
+    return [target.path / name for name in (*contents.files, *(file.name for file in plan.files), INDEX)]
 
 
 def write_safetensors(
-    source: WeightSource, folder: Path, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
-) -> list[Path]:
+    source: WeightSource, folder: Place, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
+) -> list[Place]:
     """Write the tensors of a source, each whole and under its own name, without a config."""
-    return write(source, folder, naming, shard_bytes, lambda name, shape: [whole(name, shape)])
+    return write(
+        source,
+        folder,
+        naming,
+        shard_bytes,
+        lambda: Contents({name: [whole(name, shape)] for name, shape in source.shapes.items()}),
+    )
 
 
-def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
-    """Run `work` on rank 0 while the others wait; its error is raised on every rank."""
-    return work() if group.size == 1 else from_rank_0(group, work, "exports")
-
-
-def _begin(folder: WholeFolder) -> None:
-    if folder.holds_anything():
-        raise ValueError(f"{folder.path} is not empty: export into a new folder")
-    folder.begin()
-
-
-def _finish(folder: WholeFolder, writer: SafetensorsWriter, finish: Callable[[Path], Sequence[str]]) -> list[str]:
-    names = [*finish(folder.partial), *writer.close()]
-    folder.commit()
-    return names
-
-
-def check_pieces(source: WeightSource, naming: str, pieces: Pieces) -> None:
+def check_pieces(source: WeightSource, naming: str, pieces: Mapping[str, Sequence[Piece]]) -> None:
     """ValueError for a weight that the naming cannot express, before anything is read."""
     for name, fmt in source.formats.items():
         if naming == "bf16":
             break
         layout_of(naming, name, fmt)
-        for piece in pieces(name, source.shapes[name]):
+        for piece in pieces[name]:
             if len(piece.shape) != 2:
                 raise ValueError(
                     f"{piece.name} has shape {piece.shape}, and readers of quantized weights know matrices alone: "
@@ -170,15 +179,57 @@ def check_pieces(source: WeightSource, naming: str, pieces: Pieces) -> None:
                 )
 
 
-def _add(
-    writer: SafetensorsWriter, batch: Batch, naming: str, pieces: Pieces, plain: Plain, fused: FusedAmaxes
-) -> None:
-    for name, tensor in batch:
-        tensor_pieces = pieces(name, tensor.shape)
-        if isinstance(tensor, QuantizedWeight):
-            stored = of_weight(tensor, naming, name, tensor_pieces)
-            fused.note(name, tensor, tensor_pieces)
-        else:
-            value = plain(name, tensor)
-            stored = of_plain(value, tensor_pieces, value.dtype)
-        writer.add({entry.name: entry.make() for entry in stored})
+def _agreed(
+    source: WeightSource, naming: str, shard_bytes: int, prepare: Callable[[], Contents]
+) -> tuple[Contents, ExportPlan]:
+    """The contents and the plan, which are the same on all ranks of the source."""
+
+    def work() -> tuple[Contents, ExportPlan]:
+        check_naming(naming)
+        if shard_bytes < 1:
+            raise ValueError(f"shard_bytes must be at least 1, got {shard_bytes}")
+        contents = prepare()
+        check_pieces(source, naming, contents.pieces)
+        units = list(planned_units(source, naming, contents.pieces, contents.plain_dtype))
+        return contents, ExportPlan.of(units, source.group.size, shard_bytes, naming)
+
+    contents, plan = _together(source.group, work)
+    settings = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.files.items()}
+    validate_across_ranks(source.group, plan.lines, None, EXPORTS, {"naming": naming, **settings})
+    return contents, plan
+
+
+def _together(group: Group, work: Callable[[], Result]) -> Result:
+    """Run `work` on every rank; an error on one rank is raised on all."""
+    if group.size == 1:
+        return work()
+    results, problem = [], None
+    try:
+        results.append(work())
+    except Exception as error:
+        problem = error
+    validate_across_ranks(group, [], problem, EXPORTS)
+    return results[0]
+
+
+def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
+    """Run `work` on rank 0 while the others wait; its error is raised on every rank."""
+    return work() if group.size == 1 else from_rank_0(group, work, EXPORTS)
+
+
+def _begin(folder: Folder[Any]) -> Place:
+    if folder.holds_anything():
+        raise ValueError(f"{folder.path} is not empty: export into a new folder")
+    partial_folder: Place = folder.begin()
+    return partial_folder
+
+
+def _finish(folder: Folder[Any], plan: ExportPlan, files: Mapping[str, bytes]) -> None:
+    """Add the other files and commit the folder. The index, without which no reader finds the
+    weights, is the last file.
+    """
+    check_written(folder.partial, {file.name: file.nbytes for file in plan.files})
+    for name, content in {**files, INDEX: plan.index}.items():
+        (folder.partial / name).write_bytes(content)
+        sync_file(folder.partial / name)
+    folder.commit()

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from zerocast.checkpoint import checkpoints, manifest, torch_checkpoint, whole_folder
 from zerocast.checkpoint.whole_folder import NEW, WholeFolder, sync_folder
-from zerocast.serve import write as export_write
+from zerocast.serve import safetensors_file
 
 
 def _put(target: object, name: str, what: object) -> Callable[[], object]:
@@ -85,7 +85,7 @@ def _makes_parents(path: Path) -> None:
 MUTANTS: dict[str, Callable[[], object]] = {
     "files are synced by torch": _torch_syncs,
     "files are not synced": _put(torch_checkpoint, "sync_file", _nothing),
-    "exported files are not synced": _put(export_write, "sync_file", _nothing),
+    "exported files are not synced": _put(safetensors_file, "sync_file", _nothing),
     "the manifest is not synced": _put(manifest, "sync_file", _nothing),
     "folders are not synced": _put(whole_folder, "sync_folder", _nothing),
     "new parents are not synced": _put(whole_folder, "_make_parents", _makes_parents),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 
 from tests.checkpoint.crash import mutants
@@ -177,6 +178,12 @@ def _exported(root: Path, path: Path) -> None:
     assert export(ExportConfig(str(root / "source.safetensors"), str(path), to="checkpoint")) == 0
 
 
+def _exported_live(root: Path, path: Path) -> None:
+    """By all ranks, each of which writes files of its own."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    export_safetensors(_model(), path, group=group)
+
+
 def _read_weights(path: Path) -> None:
     found = open_source(path)
     front = "model." if "model.0.weight" in found.entries else ""
@@ -196,7 +203,7 @@ SAVES: dict[str, Folder | Once] = {
     "an optimizer of torch": Folder(((1, 1),), (1, 2), 1, make=trained_by_torch),
     "zerocast.optim.save": Once(lambda _, path: optim.save(trained(1), path), _read_one),
     "zerocast.optim.save, deeper": Once(lambda _, path: optim.save(trained(1), path), _read_one, "not/yet/there"),
-    "export_safetensors": Once(lambda _, path: export_safetensors(_model(), path), _read_weights),
+    "export_safetensors": Once(_exported_live, _read_weights),
     "zerocast export": Once(_exported, _read_weights),
 }
 

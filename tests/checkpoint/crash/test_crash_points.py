@@ -23,7 +23,12 @@ from tests.workers import START_SECONDS, context
 from zerocast.checkpoint import writer
 
 pytestmark = pytest.mark.skipif(recorder.why_not() is not None, reason=str(recorder.why_not()))
-TWO_RANKS = ("the next, the one before goes", "in place of itself", "in place of itself, while training goes on")
+TWO_RANKS = (
+    "the next, the one before goes",
+    "in place of itself",
+    "in place of itself, while training goes on",
+    "export_safetensors",
+)
 
 
 @pytest.fixture(autouse=True)
