@@ -10,7 +10,7 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices families shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -102,6 +102,10 @@ hosts-table: $(VENV)/.dev
 # The table of docs/notices.md, from the marks of the tests (tests/notices.py).
 notices: $(VENV)/.dev
 	$(BIN)/python -m tests.notices
+
+# What exports accept of every causal family of transformers (tests/serve/families.py).
+families: readers
+	$(BIN)/python -m tests.serve.families
 
 # What pages show of the output of commands (tests/docs/shown.py).
 shown: $(VENV)/.dev

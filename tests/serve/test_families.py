@@ -1,22 +1,29 @@
 """Every causal family that one rule builds small, exported and read back by transformers: to the bit, or refused."""
 
+import copy
 import inspect
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import zerocast
+from tests.serve import families
+from tests.serve.modelopt_reader import decoded
 from tests.serve.models import dequantized, transformers
+from tests.serve.test_export import read
 from zerocast import QuantizedWeight, Recipe, get_format
 from zerocast.export import export_hf
 from zerocast.formats.layout import check_shape
 
 pytest.importorskip("accelerate")
 pytest.importorskip("compressed_tensors")
+pytest.importorskip("modelopt")
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -48,13 +55,15 @@ MORE_SIZES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8},
 }
+# One step of bf16: compressed-tensors divides by a global scale of NVFP4 that is rounded, and holds the scale of a tensor in bf16.
+ROUNDING = {("compressed-tensors", "nvfp4"): 2**-7, ("compressed-tensors", "fp8_current"): 2**-7}
 # By the last part of a module's path: routers, which no engine quantizes.
 ROUTERS = ("gate", "router", "wg", "layer", "shared_expert_gate", "classifier")
 QUICK = ("gpt_neox", "llama", "mixtral", "hunyuan_v1_moe", "phimoe", "apertus", "bamba")
 
 
-def small(family: str) -> Any:
-    """A model of a family with random weights. Whatever its configuration raises where the rule does not fit."""
+def on_meta(family: str) -> Any:
+    """A model of a family without memory. Whatever its configuration raises where the rule does not fit."""
     config = CONFIG_MAPPING[family]
     known = {*inspect.signature(config.__init__).parameters, *getattr(config, "__dataclass_fields__", {})}
     other_names = getattr(config, "attribute_map", {})
@@ -62,12 +71,19 @@ def small(family: str) -> Any:
     sizes |= MORE_SIZES.get(family, {})
     name = CAUSAL[family]
     kind = getattr(transformers, name if isinstance(name, str) else name[0])
-    torch.manual_seed(0)
     with torch.device("meta"):
-        numel = sum(parameter.numel() for parameter in kind._from_config(config(**sizes)).parameters())
+        model = kind._from_config(config(**sizes))
+    numel = sum(parameter.numel() for parameter in model.parameters())
     if numel > MOST_NUMEL:
         raise ValueError(f"{numel} parameters")
-    return kind._from_config(config(**sizes), dtype=torch.float32).eval()
+    return model
+
+
+def small(family: str) -> Any:
+    """The same with random weights."""
+    model = on_meta(family)
+    torch.manual_seed(0)
+    return type(model)._from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
 
 
 def matrices(model: Any, fmt: str) -> dict[str, str]:
@@ -92,7 +108,7 @@ def matrices(model: Any, fmt: str) -> dict[str, str]:
 
 
 def outcome(family: str, naming: str, fmt: str, folder: Path) -> str:
-    """`equal`, or who refused the export and why."""
+    """`equal`, `within a rounding`, or who refused the export and why."""
     try:
         model = small(family)
     except Exception as error:  # of any kind, by its family
@@ -106,14 +122,17 @@ def outcome(family: str, naming: str, fmt: str, folder: Path) -> str:
     except ValueError as error:
         assert not folder.exists()
         return f"refused: {error}"
-    return read_back(model, recipe, naming, folder)
+    return read_back(model, recipe, naming, fmt, folder)
 
 
-def read_back(model: Any, recipe: dict[str, str], naming: str, folder: Path) -> str:
+def read_back(model: Any, recipe: dict[str, str], naming: str, fmt: str, folder: Path) -> str:
     """`equal` where transformers reads the values of the weights in the folder, or why it reads none. AssertionError for others."""
+    rounding = ROUNDING.get((naming, fmt), 0.0)
     shapes = [parameter.shape for name, parameter in model.named_parameters() if name in recipe]
+    if naming == "modelopt":
+        decode_by_modelopt(folder)
     try:
-        read, said = type(model).from_pretrained(folder, output_loading_info=True)
+        reader, said = type(model).from_pretrained(folder, output_loading_info=True)
     except RuntimeError:
         if naming == "deepseek" and any(size > 128 and size % 128 for shape in shapes for size in shape):
             return "refused by the reader: blocks that are cut"
@@ -122,42 +141,85 @@ def read_back(model: Any, recipe: dict[str, str], naming: str, folder: Path) -> 
     if naming == "compressed-tensors":
         try:
             with torch.no_grad():  # it decompresses at the first forward pass
-                read(torch.arange(1, 9).view(1, 8), use_cache=False)
+                reader(torch.arange(1, 9).view(1, 8), use_cache=False)
         except (RuntimeError, ValueError):
             return "no forward pass in the reader"
-    weights, live = dict(read.named_parameters()), dict(model.named_parameters())
+    weights, live = dict(reader.named_parameters()), dict(model.named_parameters())
     for name, parameter in dequantized(model).named_parameters():
         is_plain = not isinstance(live[name], QuantizedWeight)
         wanted = live[name] if is_plain and weights[name].dtype == torch.float32 else parameter
-        assert torch.equal(weights[name].float(), wanted.float()), f"{name} is read as other values"
-    return "equal"
+        bound = rounding if name in recipe else 0.0
+        is_read = torch.allclose(weights[name].float(), wanted.float(), rtol=bound, atol=0.0)
+        assert is_read, f"{name} is read as other values"
+    return "within a rounding" if rounding else "equal"
 
 
-CASES = [
+def decode_by_modelopt(folder: Path) -> None:
+    """Let ModelOpt decode the weights of a folder, whose names transformers then reads."""
+    values = decoded(read(folder))
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(values, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "modelopt"
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+QUICK_CASES = [
+    ("modelopt", "nvfp4"),
     ("deepseek", "fp8_block"),
     ("compressed-tensors", "fp8_block"),
     ("compressed-tensors", "mxfp8"),
     ("bf16", "nvfp4"),
 ]
-# How many families have to be read back, of 189: 156 are built, and 47 of these have experts.
-LEAST = {"deepseek": 130, "compressed-tensors": 100, "bf16": 150}
+
+
+def check(family: str, naming: str, fmt: str, folder: Path) -> str:
+    """The outcome, which has to be that of the page: read back where the matrix says so, else refused."""
+    recorded = json.loads(families.RECORD.read_text())[family]
+    said = outcome(family, naming, fmt, folder)
+    is_accepted = not isinstance(recorded, str) and recorded[f"{naming} {fmt}"] == families.YES
+    is_read = said.startswith(("equal", "within a rounding", "refused by the reader", "no forward pass"))
+    assert is_accepted == is_read, f"{family}: {said}"
+    return said
 
 
 @pytest.mark.parametrize("family", QUICK)
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+@pytest.mark.parametrize("case", QUICK_CASES, ids=" ".join)
 def test_some_families(tmp_path: Path, family: str, case: tuple[str, str]) -> None:
-    said = outcome(family, *case, tmp_path / "out")
-    has_experts = family in ("mixtral", "hunyuan_v1_moe", "phimoe")
-    assert said == "equal" or (has_experts and case[0] == "compressed-tensors" and "experts of this format" in said), (
-        said
-    )
+    assert check(family, *case, tmp_path / "out").startswith(("equal", "refused: "))
+
+
+def test_linears_that_are_stored_under_other_names(tmp_path: Path) -> None:
+    """hy_v3 stores `shared_experts` as `shared_mlp`, and GPT-NeoX `lm_head` as `embed_out`. transformers looks for a module in the
+    list of those that are not quantized by the first name, engines by the second.
+    """
+    assert outcome("hy_v3", "compressed-tensors", "fp8_current", tmp_path / "hy_v3") == "within a rounding"
+    assert outcome("gpt_neox", "deepseek", "fp8_block", tmp_path / "gpt_neox") == "equal"
+    said = json.loads((tmp_path / "gpt_neox" / "config.json").read_text())["quantization_config"]
+    assert said["modules_to_not_convert"] == ["embed_out", "lm_head"]
+
+
+def test_the_matrix_of_the_page() -> None:
+    """docs/reference/export.md shows what exports accept, by what is recorded; a few families are asked again."""
+    record = json.loads(families.RECORD.read_text())
+    assert record.keys() == CAUSAL.keys()
+    assert families.PAGE.read_text() == families.written(families.PAGE.read_text(), record), "make families"
+    for family in ("gpt_neox", "mixtral", "gpt2", "jetmoe", "hrm_text"):
+        assert families.row(family) == record[family], f"{family}: make families"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=" ".join)
+def test_the_matrix_of_all_families() -> None:
+    assert json.loads(families.RECORD.read_text()) == {family: families.row(family) for family in sorted(CAUSAL)}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("case", families.CASES, ids=" ".join)
 def test_all_families(tmp_path: Path, case: tuple[str, str]) -> None:
-    """Each is equal or refused, in no other way than those that `outcome` knows; the counts are those of the page on exports."""
-    said = {family: outcome(family, *case, tmp_path / family) for family in sorted(CAUSAL)}
+    """Each is read back as the matrix says, or refused, in no other way than those that `outcome` knows."""
+    said = {family: check(family, *case, tmp_path / family) for family in sorted(CAUSAL)}
     counts = Counter(text.partition(":")[0] for text in said.values())
     print(*case, dict(counts), *(f"{family}: {text}" for family, text in said.items() if text != "equal"), sep="\n")
-    assert counts["equal"] >= LEAST[case[0]]
+    assert counts["equal"] + counts["within a rounding"] >= 100
