@@ -6,9 +6,11 @@ from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import devices, stages
+from tests import devices, stages, strategies
 from tests.backends.test_adam_step import scalars
 from tests.matrices import bit_patterns
 from zerocast import get_format
@@ -231,6 +233,30 @@ def test_any_cuts_have_the_bits_of_the_whole(any_backend: str, cuts: Sequence[Se
             assert torch.equal(words(master), words(whole.master[ends[index] :][span]))
             for mine, theirs in zip(next(found), expected[index], strict=True):
                 assert torch.equal(mine.view(torch.int32), theirs[span].view(torch.int32))
+
+
+@pytest.mark.long_at_every_level
+def test_drawn_cuts_have_the_bits_of_the_whole(any_backend: str) -> None:
+    """Of one to five ranks, which may own nothing of a weight."""
+
+    @strategies.examples(any_backend)
+    @given(data=st.data(), ranks=st.integers(1, 5))
+    def check(data: st.DataObject, ranks: int) -> None:
+        numels = [torch.Size(shape).numel() for shape in SHAPES]
+        drawn = [st.lists(st.integers(0, numel), min_size=ranks - 1, max_size=ranks - 1) for numel in numels]
+        cuts = [sorted(data.draw(of_weight)) for of_weight in drawn]
+        ends = torch.tensor([0, *numels]).cumsum(0).tolist()
+        for shard in train(any_backend, cuts, 2):
+            owned = [(index, span) for index, span in enumerate(shard.spans) if span.stop > span.start]
+            masters = shard.master.split(shard.pieces[:, Piece.NUMEL].tolist())
+            for (index, span), master, found in zip(owned, masters, shard.dequantized(), strict=True):
+                assert torch.equal(words(master), words(whole.master[ends[index] :][span]))
+                for mine, theirs in zip(found, expected[index], strict=True):
+                    assert torch.equal(mine.view(torch.int32), theirs[span].view(torch.int32))
+
+    (whole,) = train("reference", WHOLE, 2)
+    expected = list(whole.dequantized())
+    check()
 
 
 def test_skip(any_backend: str) -> None:
