@@ -54,7 +54,7 @@ class LoaderMap:
                     self._model.load_weights(list(probes.items()))  # type: ignore[operator]
             except _NotCopied:
                 raise
-            except (AssertionError, IndexError, KeyError, RuntimeError, ValueError) as error:
+            except Exception as error:
                 raise ValueError(
                     f"vLLM's loaders do not take {layout[0][0]} and what came with it, with these settings of quantization and "
                     f"this tensor-parallel size: {type(error).__name__}: {error}"

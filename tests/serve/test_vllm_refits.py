@@ -127,7 +127,7 @@ class Run:
         }
         ranks = engine.ask("matrices")
         for rank, found in enumerate(ranks):
-            assert found.keys() == wanted.keys()
+            assert wanted.keys() - found.keys() <= {"lm_head"} and found.keys() <= wanted.keys()
             for name, value in found.items():
                 heads = self.model.config.num_key_value_heads
                 assert torch.equal(value, cut(name, wanted[name], rank, len(ranks), heads)), (name, rank)

@@ -36,12 +36,12 @@ PROMPTS = torch.arange(24).view(2, 12).tolist()
 
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
-    """What the quantized layers of a rank multiply with, and its other parameters."""
+    """What the quantized layers of a rank multiply with, and its other parameters, but those that a CPU has packed away."""
     found = {}
     for name, module in model.named_modules():
         if hasattr(module, "weight_scale") or hasattr(module, "weight_scale_inv"):
             found[name] = decoded(module).bfloat16()
-        elif getattr(module, "weight", None) is not None:
+        elif getattr(module, "weight", None) is not None and module.weight.numel():
             found[name] = module.weight.data.clone()
     return found
 
