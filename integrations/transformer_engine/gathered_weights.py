@@ -3,13 +3,15 @@
     zerocast.fsdp2.prepare(model, recipe, present=transformer_engine.present)
 
 The FP32 master stays the parameter. Within a pass a module's weight is a quantized tensor of
-TransformerEngine over the gathered bytes, the same that TransformerEngine's own cast would make. So
-the module casts nothing, and caches nothing from one microbatch to the next, with or without
-`is_first_microbatch`. TransformerEngine makes columnwise copies when its backward pass asks for
-them. They are dropped after the input gradient, and at every gather.
+TransformerEngine over the gathered bytes, the same that TransformerEngine's own cast would make
+(but for nvfp4:exact_in_fp8, whose scales it does not choose). So the module casts nothing, and
+caches nothing from one microbatch to the next, with or without `is_first_microbatch`.
+TransformerEngine makes columnwise copies when its backward pass asks for them. They are dropped
+after the input gradient, and at every gather.
 """
 
 import functools
+import logging
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -26,6 +28,8 @@ from zerocast.weight.validity import Use
 
 from . import host
 from .adapters import Adapter, adapter_for, is_quantized, same_codes, shown_format
+
+logger = logging.getLogger(__name__)
 
 
 def present(module: nn.Module, name: str, parameter: Tensor) -> "GatheredWeight | None":
@@ -71,6 +75,15 @@ _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
 }
 
 
+@functools.cache
+def _log_exact_scales() -> None:
+    """Log once that TransformerEngine's own cast gives other bytes."""
+    logger.info(
+        "weights of nvfp4:exact_in_fp8 are gathered as NVFP4Tensors: TransformerEngine reads their bytes, and its own "
+        "NVFP4Quantizer would make those of plain nvfp4"
+    )
+
+
 class GatheredWeight(Presentation):
     """A weight that modules of TransformerEngine see as one of its tensors while it is gathered."""
 
@@ -86,6 +99,8 @@ class GatheredWeight(Presentation):
     def check(self, fmt: FormatSpec) -> None:
         """ValueError for a format that no tensor of TransformerEngine holds."""
         adapter_for(fmt)
+        if fmt.exact_scales:
+            _log_exact_scales()
 
     def attach(self, module: nn.Module, name: str) -> None:
         """Prepare the tensor and check the recipe before each forward pass of a module."""

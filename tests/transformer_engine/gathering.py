@@ -189,7 +189,7 @@ def _wrong_bytes(net: Any, what: str) -> list[str]:
                 continue
             master, owner = whole[name]
             expected, found = models.expected(master, owner), bytes_of(weight)
-            names = {"rowwise_data", "rowwise_scale_inv"} | ({"amax"} if net.fmt == "nvfp4" else set())
+            names = {"rowwise_data", "rowwise_scale_inv"} | ({"amax"} if net.fmt.startswith("nvfp4") else set())
             names |= {"columnwise_scale_inv"} if net.fmt.startswith("mxfp8") else set()
             names |= {"columnwise_data"} if net.fmt == "mxfp8" else set()
             try:

@@ -1,5 +1,6 @@
 """TransformerEngine's modules under FSDP2: the tensors that they see, how long those live, and what is refused."""
 
+import importlib
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from zerocast.fsdp2.parameter import MasterParameter
 
 pytestmark = needs_te
 
-FORMATS = (*gathering.RECIPES, "mxfp8:block=32x32")
+FORMATS = (*gathering.RECIPES, "mxfp8:block=32x32", "nvfp4:exact_in_fp8")
 EVERY_MODULE = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 
 
@@ -93,6 +94,23 @@ def refusal(layer: Any, fmt: str = "fp8_current") -> str:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert not layer._forward_pre_hooks
     return str(caught.value)
+
+
+@pytest.mark.notices(
+    "weights are gathered with NVFP4 scales that its own quantizer does not choose",
+    where="TransformerEngine",
+    answer="logs so once; modules read the bytes",
+)
+def test_exact_scales_are_said_not_to_be_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, since its own quantizer, which the gathered tensors have, would make other bytes of the same masters."""
+    with gathering.host(), caplog.at_level("INFO"):
+        gathered = importlib.import_module("zerocast.integrations.transformer_engine.gathered_weights")
+        gathered._log_exact_scales.cache_clear()
+        for fmt, count in (("nvfp4", 0), ("nvfp4:exact_in_fp8", 1), ("nvfp4:exact_in_fp8", 1)):
+            gathered.GatheredWeight().check(zerocast.get_format(fmt))
+            assert (
+                len([line for line in caplog.messages if "NVFP4Quantizer would make those of plain" in line]) == count
+            )
 
 
 def test_what_is_refused() -> None:
