@@ -79,7 +79,12 @@ SLICED = [
     host="FSDP2", parallel=lambda world: "tensor" if world == 2 else "data, tensor", formats=lambda fmt: [fmt]
 )
 @pytest.mark.parametrize(
-    ("fmt", "hidden", "world"), [*((*case, 4) for case in SLICED), *(models.slow(*case, 2) for case in SLICED)]
+    ("fmt", "hidden", "world"),
+    [
+        *((*case, 4) for case in SLICED),
+        *(models.slow(*case, 2) for case in SLICED),
+        ("nvfp4:exact_in_fp8", 192, 2),
+    ],
 )
 def test_slices(ranks: Ranks, world: int, fmt: str, hidden: int) -> None:
     """Of 160 rows a slice has 80 and a rank of 4 has 40: the cut blocks of both slices ride in one reduction."""

@@ -13,6 +13,7 @@ from tests.workers import Ranks
 
 PER_ELEMENT = {
     "nvfp4": 0.504,
+    "nvfp4:exact_in_fp8": 0.5 + 1 / 256,
     "fp8_current": 1.0,
     "fp8_block": 1.0003,
     "mxfp8": 2.0625,

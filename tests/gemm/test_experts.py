@@ -140,7 +140,10 @@ def test_weight_gradients_in_fp8(is_grouped: bool, is_as_stored: bool, device: s
     left, right = (rounded(t, cuts[-1]) for t in ((x, grad) if is_as_stored else (grad, x)))
     for number, (first, last) in enumerate(zip(cuts, cuts[1:], strict=False)):
         exact = left[first:last].t() @ right[first:last]
-        bound = 2**-8 * exact.abs() + 2**-12 * (left[first:last].abs().t() @ right[first:last].abs())
+        # The accumulator of a GPU has about 14 bits.
+        bound = 2**-8 * exact.abs() + (2**-9 if device == "cuda" else 2**-12) * (
+            left[first:last].abs().t() @ right[first:last].abs()
+        )
         assert ((weight.grad[number].double() - exact).abs() <= bound).all(), number
     assert weight.grad.dtype is BF16 and (not is_grouped or not weight.grad[1].any())
 
