@@ -482,7 +482,10 @@ def test_every_model_can_be_planned_for(capsys, model, parallel, fmt):
     found = json.loads(capsys.readouterr().out)["footprints"][0]
     sharing = 8 if parallel == "hsdp" else 64
     assert found["numel"] == KNOWN[model]
-    assert found["memory"]["masters"] == pytest.approx(4 * KNOWN[model] / sharing, rel=2e-3)
+    owned = KNOWN[model] / sharing
+    if not parallel.startswith("zero"):  # whole rows, and of experts whole ones: some ranks have none
+        owned = sum(-(-p.shape[0] // sharing) * math.prod(p.shape[1:]) for p in read_model(model).parameters)
+    assert found["memory"]["masters"] == pytest.approx(4 * owned, rel=2e-3)
     assert found["memory"]["moments"] == 2 * found["memory"]["masters"]
     code = {"nvfp4": 0.5, "bf16": 2.0, "mxfp8": 2.0}.get(fmt, 1.0)
     if parallel.startswith("zero"):
