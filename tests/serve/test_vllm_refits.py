@@ -179,7 +179,7 @@ def test_refits(fmt: str, ranks: int, stand_in: str, tmp_path: Path) -> None:
 
 def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> None:
     """Trainers that do not fit are refused with nothing changed. Probabilities are then the trainer's own, far closer than those of
-    bf16 weights that an engine quantizes again; they follow the weights, as no cache outlives a refit. Products are stand-ins.
+    bf16 weights that an engine quantizes again; they follow the weights, as no cache outlives a refit.
     """
     run = Run("fp8_block", tmp_path)
     with running(run.folder, tmp_path) as engine:
