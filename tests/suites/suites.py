@@ -40,7 +40,9 @@ SCHEDULERS = ("optim/test_lrscheduler.py",)
 TRAINING = ("distributed/_composable/fsdp/test_fully_shard_training.py",)
 TWO_RANKS = {f"min_world_size = {ranks}": "min_world_size = 2" for ranks in (4, 8)}
 STATES = ("distributed/checkpoint/test_state_dict.py",)
-RANKS_WITHOUT_GPUS = {'"cuda"': '"cpu"', "min(4, torch.cuda.device_count())": "2"}
+# Compiled models take minutes on a CPU.
+NOT_COMPILED = {'"compile_model": [True, False]': '"compile_model": [False]'}
+RANKS_WITHOUT_GPUS = {'"cuda"': '"cpu"', "min(4, torch.cuda.device_count())": "2", **NOT_COMPILED}
 TRAINED = "ForwardInputs or RegisteredParams or CastAfterInit or 1DTrainingCore or PlacementFn or SharedParams"
 
 ACCELERATE = tuple(
