@@ -120,6 +120,22 @@ ZC_HD float decode(int32_t code) {
   return float_of(bits);
 }
 
+struct Int4 {  // an integer from -7 to 7, stored as 8 more
+  static constexpr int kBits = 4;
+};
+
+// The sum rounds to an integer, whose last four bits are the code.
+template <>
+ZC_HD int32_t encode<Int4>(float x, bool nan) {
+  const float below = x < 7.0f ? x : 7.0f, clamped = below > -7.0f ? below : -7.0f;
+  return nan ? 15 : bits_of(clamped + 12582920.0f) & 15;  // 1.5 * 2**23 + 8
+}
+
+template <>
+ZC_HD float decode<Int4>(int32_t code) {
+  return static_cast<float>(code - 8);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Storage types of masters and nominal weights. `narrow_number` is `narrow` for values other than
 // NaN. `magnitude` is an integer that orders like the absolute value, 0 for NaN; `of_magnitude` is
@@ -310,6 +326,16 @@ ZC_HD int32_t exact_upcast_code(int32_t code, int32_t scale) {
 }
 
 ZC_HD float exact_upcast_scale(float tensor_amax) { return 8.0f * (tensor_amax * float_of(0x39C30C31)); }
+
+// BF16 scales (docs/formats/int4.md): amax / 7 as a bf16 number, at most the largest one.
+ZC_HD int32_t bf16_scale(float amax) {
+  return smaller(Bfloat16::narrow(amax * float_of(0x3E124925)), 0x7F7F);  // 1 / 7, rounded
+}
+
+ZC_HD float bf16_multiplier(float amax) {
+  const float reciprocal = 1.0f / Bfloat16::widen(static_cast<uint16_t>(bf16_scale(amax)));
+  return reciprocal < kFloatMax ? reciprocal : kFloatMax;
+}
 
 // Delayed scaling (docs/formats/fp8_delayed.md): the scale of the next cast, or `previous` if the
 // amax gives none.

@@ -51,8 +51,8 @@ struct Table {
 };
 
 enum class Dtype : int { kFloat32, kBfloat16, kFloat16 };
-enum class Element : int { kNominal, kE4M3, kE5M2, kE2M1 };
-enum class ScaleRule : int { kNone, kFP32, kE8M0, kTwoLevel };
+enum class Element : int { kNominal, kE4M3, kE5M2, kE2M1, kInt4 };
+enum class ScaleRule : int { kNone, kFP32, kE8M0, kTwoLevel, kBF16 };
 enum class Columnwise : int { kNone, kTranspose, kOwnGrid, kShared };
 enum class AmaxPolicy : int { kNone, kCurrent, kDelayed };
 
@@ -101,7 +101,7 @@ struct Format {
     const bool local = scale_rule == ScaleRule::kFP32 || scale_rule == ScaleRule::kE8M0;
     return local && amax_policy == AmaxPolicy::kCurrent && block && !columnwise_block;
   }
-  ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 ? 2 : 1; }
+  ZC_HD int64_t elements_per_byte() const { return element == Element::kE2M1 || element == Element::kInt4 ? 2 : 1; }
   ZC_HD PowerOfTwoScale power_of_two_scale() const { return {element == Element::kE2M1, scale_rounds_down}; }
   ZC_HD TwoLevel two_level(float tensor_amax) const { return {tensor_amax, exact_scales}; }
   ZC_HD float stored_amax(float amax) const { return exact_scales ? exact_tensor_amax(amax) : amax; }

@@ -32,6 +32,7 @@ FORMATS = (
     "mxfp4:exact_in_fp8=False,scale_rounding=floor",
     "nvfp4",
     "nvfp4:exact_in_fp8=True",
+    "int4",
     "identity",
 )
 NOMINAL = (torch.bfloat16, torch.float16, torch.float32)

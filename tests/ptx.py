@@ -31,7 +31,17 @@ from zerocast.formats.element import fp8
 from zerocast.formats.layout import GradientMessage
 from zerocast.gemm import triton_inputs
 
-FORMATS = ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "identity")
+FORMATS = (
+    "fp8_delayed",
+    "fp8_current",
+    "fp8_block",
+    "mxfp8",
+    "mxfp8:block=32x32",
+    "mxfp4",
+    "nvfp4",
+    "int4",
+    "identity",
+)
 INSTRUCTION = re.compile(r"^\s*(?:@!?%p\d+ )?([a-z]\w*\.[\w.:]+)", re.MULTILINE)
 
 
@@ -116,7 +126,7 @@ def run_every_kernel() -> None:
     run_inputs_of_products()
     for fmt in ("fp8_current", "fp8_block"):
         run_adam_8bit(fmt, torch.bfloat16)
-    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity"):
+    for fmt in ("fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "identity"):
         run_casts(fmt, torch.bfloat16, nominal_master=False)
     for fmt in ("fp8_delayed", "nvfp4"):
         run_adam_amax(fmt, torch.bfloat16, torch.float32)

@@ -12,6 +12,10 @@ from zerocast import get_format
 from zerocast.backends.descriptor import WIDTH, Column
 from zerocast.formats import ScaleRule, layout
 
+# Of elements of 4 bits: a format, the elements of its blocks, and the amax and the scale entry by which the scale of a block is
+# one. A tensor amax of 2688 makes the global scale of nvfp4 one.
+OF_4_BITS = {"e2m1": ("nvfp4", 256, 6.0, 0x38), "int4": ("int4", 32, 7.0, 1.0)}
+
 
 def row(**columns: int) -> list[int]:
     """A descriptor row: the named columns (`rows=4, master_base=0`), -1 in the others."""
@@ -32,19 +36,19 @@ def encode(backend: str, element: str, x: Tensor) -> Tensor:
     one = torch.ones(1)
     where = {"rows": x.numel(), "columns": 1, "start": 0, "numel": x.numel(), "master_base": 0, "master_offset": 0}
     where |= {"row_data_base": 0, "row_data_offset": 0, "amax_base": 0, "amax_offset": 0, "row_amax": 0}
-    if element != "e2m1":
+    if element not in OF_4_BITS:
         codes = torch.empty(x.numel(), dtype=torch.uint8)
         rows = table(row(**where, scale_base=0, scale_offset=0))
         fmt = get_format("fp8_delayed", element=element)
         stage(fmt, torch.float32, [x], one, [one], [one], rows, [codes], [], None)
         return codes
-    # A tensor amax of 2688 makes S_enc one, and a block amax of 6 then makes the stored scale one.
-    whole = torch.nn.functional.pad(x, (0, -x.numel() % 256))
-    packed, amax = torch.full((whole.numel() // 256,), 6.0), torch.tensor([2688.0])
+    name, block, largest, _ = OF_4_BITS[element]
+    whole = torch.nn.functional.pad(x, (0, -x.numel() % 512))
+    packed, amax = torch.full((whole.numel() // block,), largest), torch.tensor([2688.0])
     packed_codes = torch.empty(whole.numel() // 2, dtype=torch.uint8)
     where |= {"rows": 16, "columns": whole.numel() // 16, "numel": whole.numel()}
     data = [packed_codes], []
-    stage(get_format("nvfp4"), torch.float32, [whole], packed, [amax], [], table(row(**where)), *data, None)
+    stage(get_format(name), torch.float32, [whole], packed, [amax], [], table(row(**where)), *data, None)
     return torch.stack((packed_codes & 15, packed_codes >> 4), -1).view(-1)[: x.numel()]
 
 
@@ -59,19 +63,21 @@ def to_nominal(backend: str, nominal: torch.dtype, x: Tensor) -> Tensor:
 
 
 def decode(backend: str, element: str, codes: Tensor) -> Tensor:
-    """Values of an even number of codes, given one a byte, by a backend's own dequantize."""
-    values = torch.empty(codes.numel() // 16, 16)
+    """Values of a multiple of 16 codes, given one a byte, by a backend's own dequantize."""
     stage = devices.stage(backend, "dequantize")
-    if element != "e2m1":
-        fmt = get_format("fp8_delayed", element=element)
+    if element not in OF_4_BITS:
+        fmt, values = get_format("fp8_delayed", element=element), torch.empty(codes.numel() // 16, 16)
         stage(fmt, codes.view(-1, 16), torch.ones(1), torch.ones(1), *values.shape, False, values)
         return values.view(-1)
-    fmt, data = get_format("nvfp4"), (codes[0::2] | codes[1::2] << 4).view(-1, 8)
+    name, _, _, entry = OF_4_BITS[element]
+    pairs = codes.repeat(2)  # rows of int4 have 32 codes
+    values = torch.empty(pairs.numel() // 32, 32)
+    fmt, data = get_format(name), (pairs[0::2] | pairs[1::2] << 4).view(-1, 16)
     buffer = layout.rowwise_scale_inv(fmt, *values.shape)
     assert buffer
-    one = torch.full(buffer.shape, 0x38, dtype=torch.uint8)
+    one = torch.full(buffer.shape, entry, dtype=buffer.dtype)
     stage(fmt, data, one, torch.tensor([2688.0]), *values.shape, False, values)
-    return values.view(-1)
+    return values.view(-1)[: codes.numel()]
 
 
 def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,9 +87,10 @@ def scales(backend: str, fmt: str, amaxes: Tensor) -> tuple[Tensor, Tensor]:
     across = -(-amaxes.numel() // down)
     rows, columns = down * spec.block[0], across * spec.block[1]
     buffer, own = layout.rowwise_scale_inv(spec, rows, columns), layout.columnwise_scale_inv(spec, rows, columns)
-    assert buffer and own
+    assert buffer
     stored = torch.empty(buffer.shape, dtype=buffer.dtype)
-    unused, amax, one = torch.empty(own.shape, dtype=own.dtype), torch.empty(1), torch.ones(1)
+    unused = torch.empty(own.shape, dtype=own.dtype) if own else torch.empty(0, dtype=torch.uint8)
+    amax, one = torch.empty(1), torch.ones(1)
     packed = torch.zeros(sum(layout.amax_counts(spec, rows, columns)))
     packed[: amaxes.numel()] = amaxes
     where = {"rows": rows, "columns": columns, "row_amax": 0}

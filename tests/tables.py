@@ -75,9 +75,8 @@ class Bench:
         first = self.weights[0]
         self.fmt, self.nominal = get_format(first.fmt), first.nominal
         self._rng = np.random.default_rng(self.seed)
-        scale = torch.float32 if self.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         roles = {name: torch.uint8 for name in ("row_data", "column_data")}
-        roles |= {name: scale for name in ("row_scale", "column_scale")}
+        roles |= {name: self.fmt.scale_dtype for name in ("row_scale", "column_scale")}
         roles |= {name: torch.float32 for name in ("amax", "scale", "history")}
         self.arenas = {name: Arena(dtype, self._rng) for name, dtype in roles.items()}
         self.arenas["master"] = Arena(first.nominal if first.nominal_master else torch.float32, self._rng, guard=3e4)

@@ -23,9 +23,12 @@ Dtype dtype_of(const std::string& name) {
 }
 
 Element element_of(const std::string& name) {
-  return lookup<Element>(
-      "element", name,
-      {{"nominal", Element::kNominal}, {"e4m3", Element::kE4M3}, {"e5m2", Element::kE5M2}, {"e2m1", Element::kE2M1}});
+  return lookup<Element>("element", name,
+                         {{"nominal", Element::kNominal},
+                          {"e4m3", Element::kE4M3},
+                          {"e5m2", Element::kE5M2},
+                          {"e2m1", Element::kE2M1},
+                          {"int4", Element::kInt4}});
 }
 
 ScaleRule scale_rule_of(const std::string& name) {
@@ -33,7 +36,8 @@ ScaleRule scale_rule_of(const std::string& name) {
                            {{"NONE", ScaleRule::kNone},
                             {"FP32", ScaleRule::kFP32},
                             {"E8M0", ScaleRule::kE8M0},
-                            {"TWO_LEVEL", ScaleRule::kTwoLevel}});
+                            {"TWO_LEVEL", ScaleRule::kTwoLevel},
+                            {"BF16", ScaleRule::kBF16}});
 }
 
 Columnwise columnwise_of(const std::string& name) {

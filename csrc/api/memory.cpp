@@ -39,7 +39,9 @@ int64_t code_bytes(const Format& format, int64_t rows, int64_t columns) {
 // missing, and padding.
 int64_t read_bytes(const ScaleBuffer& buffer) { return ((buffer.grid.down - 1) * buffer.repeat + 1) * buffer.row_bytes(); }
 
-const char* scale_dtype(const ScaleBuffer& buffer) { return buffer.entry == 1 ? "bytes" : "float32"; }
+const char* scale_dtype(const ScaleBuffer& buffer) {
+  return buffer.entry == 1 ? "bytes" : buffer.entry == 2 ? "bfloat16" : "float32";
+}
 
 void check_messages(const Memory& messages, int64_t parts, int64_t numel) {
   if (parts < 1 || parts > kMost / (numel + 16)) {

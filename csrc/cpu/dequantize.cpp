@@ -45,6 +45,7 @@ struct Factors {
   float value(int64_t index) const {
     if (rule == ScaleRule::kE8M0) return e8m0_value(buffer[index]);
     if (rule == ScaleRule::kTwoLevel) return two_level_value(buffer[index], tensor_amax);
+    if (rule == ScaleRule::kBF16) return Bfloat16::widen(reinterpret_cast<const uint16_t*>(buffer)[index]);
     return reinterpret_cast<const float*>(buffer)[index];
   }
 

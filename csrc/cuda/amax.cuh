@@ -8,8 +8,11 @@
 
 namespace zerocast::cuda {
 
-// The kinds of block grids that the kernels know: the whole tensor, squares, and 1 x 32 with 32 x 1.
-enum class Grid { kTensor, kSquare128, kSquare32, kSquare16, kRowsAndColumns };
+// The kinds of block grids that the kernels know: the whole tensor, squares, 1 x 32, and 1 x 32 with
+// 32 x 1.
+enum class Grid { kTensor, kSquare128, kSquare32, kSquare16, kRows, kRowsAndColumns };
+
+__host__ __device__ constexpr bool has_rows(Grid grid) { return grid == Grid::kRows || grid == Grid::kRowsAndColumns; }
 
 // The side of a square block; 0 for the other grids.
 __host__ __device__ constexpr int side_of(Grid grid) {
@@ -21,14 +24,18 @@ template <Grid kGrid>
 __device__ Format known(Format format) {
   constexpr int64_t kSide = side_of(kGrid);
   constexpr bool kOwn = kGrid == Grid::kRowsAndColumns;
-  format.block = kOwn ? Block{1, 32} : Block{kSide, kSide};
+  format.block = has_rows(kGrid) ? Block{1, 32} : Block{kSide, kSide};
   format.columnwise_block = kOwn ? Block{32, 1} : Block{0, 0};
-  if (kGrid != Grid::kSquare32) format.columnwise = kOwn ? Columnwise::kOwnGrid : Columnwise::kTranspose;
+  if (kGrid == Grid::kRows) {
+    format.columnwise = Columnwise::kNone;
+  } else if (kGrid != Grid::kSquare32) {
+    format.columnwise = kOwn ? Columnwise::kOwnGrid : Columnwise::kTranspose;
+  }
   return format;
 }
 
 __host__ __device__ constexpr int panel_rows(Grid grid) {
-  return grid == Grid::kRowsAndColumns || grid == Grid::kSquare32 ? 2 * kPanelRows : kPanelRows;
+  return has_rows(grid) || grid == Grid::kSquare32 ? 2 * kPanelRows : kPanelRows;
 }
 
 // The destination of amaxes and the dtype that they are rounded to.
@@ -130,9 +137,10 @@ __device__ void fold(float (&of)[n], int bit) {
   }
 }
 
-// Blocks of 1 x 32, over eight lanes of a row, and of 32 x 1, along the rows of one lane.
-template <>
-class PanelAmaxes<Grid::kRowsAndColumns> {
+// Blocks of 1 x 32, over eight lanes of a row, and with kColumns of 32 x 1, along the rows of one
+// lane.
+template <bool kColumns>
+class RowAmaxes {
  public:
   __device__ void row(const AmaxPlace& at, int r, const AmaxRow& x) {
     const float most = greatest<kAmaxRows>(lane_amax(x));
@@ -155,6 +163,7 @@ class PanelAmaxes<Grid::kRowsAndColumns> {
   __device__ void finish(const AmaxPlace& at) const {
     const auto& [lane, w, out] = at;
     note_poison(w, out, poison_);
+    if constexpr (!kColumns) return;
     const int64_t first = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
 #pragma unroll
     for (int c = 0; c < kAmaxShape.lane_columns; ++c) out.store(first + c, columns_[c]);
@@ -170,13 +179,20 @@ class PanelAmaxes<Grid::kRowsAndColumns> {
   // Folds a row into the columns; returns its largest absolute value.
   __device__ float lane_amax(const AmaxRow& x) {
     add_poison<kAmaxShape.lane_columns>(x, poison_);
+    if constexpr (kColumns) {
 #pragma unroll
-    for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[c]));
+      for (int c = 0; c < kAmaxShape.lane_columns; ++c) columns_[c] = fmaxf(columns_[c], fabsf(x[c]));
+    }
     return row_amax<kAmaxShape.lane_columns>(x);
   }
 
   float columns_[kAmaxShape.lane_columns] = {};
   float poison_ = 0.0f;
 };
+
+template <>
+class PanelAmaxes<Grid::kRows> : public RowAmaxes<false> {};
+template <>
+class PanelAmaxes<Grid::kRowsAndColumns> : public RowAmaxes<true> {};
 
 }  // namespace zerocast::cuda

@@ -121,6 +121,16 @@ struct Encoder<E2M1> {
   }
 };
 
+template <>
+struct Encoder<Int4> {
+  __device__ static uint32_t encode8(const float2 (&y)[4]) {
+    uint32_t codes = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) codes |= (encode<Int4>(y[i].x) | encode<Int4>(y[i].y) << 4) << (8 * i);
+    return codes;
+  }
+};
+
 template <class E>
 struct Decoder {
   // FP16 holds every value of E4M3 and of E5M2.
@@ -151,6 +161,14 @@ struct Decoder<E2M1> {
         y[2 * half + i] = {float_of(static_cast<int32_t>(pair << 16)), float_of(static_cast<int32_t>(pair & 0xFFFF0000u))};
       }
     }
+  }
+};
+
+template <>
+struct Decoder<Int4> {
+  __device__ static void decode8(uint32_t codes, float2 (&y)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) y[i] = {decode<Int4>(codes >> (8 * i) & 15), decode<Int4>(codes >> (8 * i + 4) & 15)};
   }
 };
 

@@ -25,7 +25,7 @@ __device__ float tensor_amax(const Format& format, const Weight& w, int64_t inde
   return format.has_tensor_amax() ? packed.load(w[column::ROW_AMAX]) : 0.0f;
 }
 
-// The stored scale of a block: f32 bits, or a byte.
+// The stored scale of a block: the bits of an f32 or a bf16, or a byte.
 template <ScaleRule kGivenRule>
 struct StoredScale {
   static constexpr ScaleRule kRule = kGivenRule;
@@ -35,6 +35,7 @@ struct StoredScale {
   __device__ uint32_t of(float amax) const {
     if constexpr (kRule == ScaleRule::kE8M0) return format.power_of_two_scale().code(amax);
     if constexpr (kRule == ScaleRule::kTwoLevel) return two_level.stored(amax);
+    if constexpr (kRule == ScaleRule::kBF16) return bf16_scale(amax);
     return bits_of(1.0f / fp32_scale(amax, format.fp8_max(), format.amax_epsilon, format.power_of_2_scale));
   }
 };
@@ -79,8 +80,9 @@ __device__ float group_amax(const Amaxes& packed, int64_t first_amax, const Grid
 template <class Packed, bool kGrouped, bool kRepeated, class Stored>
 __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_amax, const Amaxes& packed,
                      const Stored& scale, uint8_t* out) {
-  constexpr bool kBytes = Stored::kRule != ScaleRule::kFP32;
-  constexpr uint32_t kPadding = kBytes ? 0u : 0x3F800000u, kEntry = kBytes ? 1 : 4;
+  constexpr ScaleRule kRule = Stored::kRule;
+  constexpr uint32_t kEntry = kRule == ScaleRule::kFP32 ? 4 : kRule == ScaleRule::kBF16 ? 2 : 1;
+  constexpr uint32_t kPadding = kRule == ScaleRule::kFP32 ? 0x3F800000u : 0u;
   const uint32_t across = scale_threads_across(buffer), rows = scale_rows(buffer), row_bytes = buffer.row_bytes();
   const uint32_t tall = thread / across, first_byte = (thread - tall * across) * kScaleBytes, column = first_byte / kEntry;
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);
@@ -99,7 +101,7 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
       for (uint32_t& word : words) word = entry * 0x01010101u;
     } else {
 #pragma unroll
-      for (int four = 0; four < (kBytes ? kScaleWords : 1); ++four) {
+      for (int four = 0; four < kScaleBytes / (kFour * static_cast<int>(kEntry)); ++four) {
         const uint32_t first = column + four * kFour, exist = count > four * kFour ? count - four * kFour : 0u;
         float amaxes[kFour];
         read_amaxes<Packed>(packed, grid_row + first, exist, amaxes);
@@ -116,8 +118,11 @@ __device__ void fill(const ScaleBuffer& buffer, uint32_t thread, int64_t first_a
             }
           }
         }
-        if constexpr (kBytes) {
+        if constexpr (kEntry == 1) {
           words[four] = word_of(entries);
+        } else if constexpr (kEntry == 2) {
+          words[2 * four] = word_of(entries[0], entries[1]);
+          words[2 * four + 1] = word_of(entries[2], entries[3]);
         } else {
 #pragma unroll
           for (int c = 0; c < kFour; ++c) words[c] = entries[c];
@@ -144,7 +149,7 @@ __global__ void __launch_bounds__(kScaleThreads)
   const auto at = [&](const BaseList& bases, column::Column base, column::Column offset, int64_t entry) {
     return reinterpret_cast<uint8_t*>(bases.addresses[w[base]] + w[offset] * entry);
   };
-  const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
+  const ScaleBuffer buffer = filled_scale_buffer(format, w);
   const StoredScale<kRule> scale{format, format.two_level(amax)};
   const uint32_t rowwise = scale_threads(buffer), columnwise = own_scale_threads(format, w);
   if (format.amax_policy == AmaxPolicy::kDelayed) {

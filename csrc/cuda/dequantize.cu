@@ -40,12 +40,13 @@ struct Factors {
   // before it waits for any.
   __device__ uint32_t load(int32_t row, int32_t column) const {
     const int64_t index = (row >> row_bits) * stride + (column >> column_bits) * column_stride;
-    return rule == ScaleRule::kFP32 ? reinterpret_cast<const uint32_t*>(buffer)[index] : buffer[index];
+    if (rule == ScaleRule::kFP32) return reinterpret_cast<const uint32_t*>(buffer)[index];
+    return rule == ScaleRule::kBF16 ? reinterpret_cast<const uint16_t*>(buffer)[index] : buffer[index];
   }
   __device__ float value(uint32_t stored) const {
     if (rule == ScaleRule::kE8M0) return e8m0_value(static_cast<int32_t>(stored));
     if (rule == ScaleRule::kTwoLevel) return two_level_value(static_cast<int32_t>(stored), *tensor_amax);
-    return float_of(static_cast<int32_t>(stored));
+    return float_of(static_cast<int32_t>(rule == ScaleRule::kBF16 ? stored << 16 : stored));
   }
   __device__ float of(int32_t row, int32_t column) const { return value(load(row, column)); }
 };
@@ -205,6 +206,7 @@ template <class Body>
 void for_element(Element element, const Body& body) {
   if (element == Element::kE4M3) return body(E4M3{});
   if (element == Element::kE5M2) return body(E5M2{});
+  if (element == Element::kInt4) return body(Int4{});
   return body(E2M1{});
 }
 

@@ -101,6 +101,7 @@ void for_grid(const Format& format, const Body& body) {
     throw std::invalid_argument("the CUDA kernels have no scale groups of this shape");
   }
   if (!block && !own) return body(GridConstant<Grid::kTensor>{});
+  if (is(block, 1, 32) && !own) return body(GridConstant<Grid::kRows>{});
   if (is(block, 1, 32) && is(own, 32, 1)) return body(GridConstant<Grid::kRowsAndColumns>{});
   if (is(block, 16, 16) && !own) return body(GridConstant<Grid::kSquare16>{});
   if (is(block, 32, 32) && !own) return body(GridConstant<Grid::kSquare32>{});
@@ -110,7 +111,8 @@ void for_grid(const Format& format, const Body& body) {
 
 // The scale rule that goes with a kind of grid.
 __host__ __device__ constexpr ScaleRule rule_of(Grid grid) {
-  return grid == Grid::kSquare16                                    ? ScaleRule::kTwoLevel
+  return grid == Grid::kRows                                        ? ScaleRule::kBF16
+         : grid == Grid::kSquare16                                  ? ScaleRule::kTwoLevel
          : grid == Grid::kSquare32 || grid == Grid::kRowsAndColumns ? ScaleRule::kE8M0
                                                                     : ScaleRule::kFP32;
 }

@@ -17,7 +17,7 @@ enum class Stage : int { kAmaxPanels, kCastPanels, kOnePass, kOnePass8bit, kScal
 
 constexpr int kWarpLanes = 32;
 
-// A warp takes a panel of 16 rows, or of the 32 rows of a block; a lane takes some neighbouring
+// A warp takes a panel of 16 rows, or of 32 if blocks have 32 columns; a lane takes some neighbouring
 // columns of each row. The warps of a thread block are stacked, so that 8
 // of them cover a block of 128 rows.
 struct PanelShape {
@@ -55,9 +55,7 @@ struct PanelGrid {
   uint32_t across;  // thread blocks side by side
 };
 
-ZC_HD int panel_rows(const Format& format) {
-  return format.block.rows == 2 * kPanelRows || format.columnwise_block.rows == 2 * kPanelRows ? 2 * kPanelRows : kPanelRows;
-}
+ZC_HD int panel_rows(const Format& format) { return format.block.columns == 2 * kPanelRows ? 2 * kPanelRows : kPanelRows; }
 
 ZC_HD PanelGrid panel_grid(const Format& format, const Weight& w, PanelShape shape) {
   const int64_t width = shape.width();
@@ -97,6 +95,13 @@ ZC_HD uint32_t scale_threads(const ScaleBuffer& buffer) {
   return (grid_rows + scale_rows(buffer) - 1) / scale_rows(buffer) * scale_threads_across(buffer);
 }
 
+// The rowwise scale buffer as compute_scales fills it: as one row if it has no padding.
+ZC_HD ScaleBuffer filled_scale_buffer(const Format& format, const Weight& w) {
+  const ScaleBuffer buffer = rowwise_scale_buffer(format, w.rows(), w.columns());
+  const int64_t scales = buffer.rows * buffer.columns;
+  return format.scale_rule == ScaleRule::kBF16 ? ScaleBuffer{{1, scales}, 1, 1, 1, scales, buffer.entry} : buffer;
+}
+
 // compute_scales fills the columnwise buffer too, unless that is the transposed rowwise one.
 ZC_HD uint32_t own_scale_threads(const Format& format, const Weight& w) {
   return format.columnwise == Columnwise::kOwnGrid || format.columnwise == Columnwise::kShared
@@ -126,8 +131,7 @@ inline Ordinals ordinals(Stage stage, const Format& format, const Weight& w) {
     case Stage::kOnePass8bit:
       return panel_ordinals(format, w, kOnePass8bitShape, one_pass_rows(kOnePass8bitShape.warps));
     case Stage::kScales:
-      return blocks(static_cast<int64_t>(scale_threads(rowwise_scale_buffer(format, w.rows(), w.columns()))) +
-                    own_scale_threads(format, w));
+      return blocks(static_cast<int64_t>(scale_threads(filled_scale_buffer(format, w))) + own_scale_threads(format, w));
     case Stage::kTranspose:
       return {0, transpose_grid(format, w).across * transpose_grid(format, w).down};
     case Stage::kTransposeScales:

@@ -8,7 +8,7 @@ namespace {
 
 // Thread blocks a multiprocessor: kernels with shuffles need more warps to hide latency, the others
 // more registers.
-constexpr int min_blocks(Grid grid) { return grid == Grid::kRowsAndColumns ? 3 : 1; }
+constexpr int min_blocks(Grid grid) { return has_rows(grid) ? 3 : 1; }
 
 template <class Storage, Grid kGrid>
 __global__ void __launch_bounds__(kAmaxShape.threads(), min_blocks(kGrid))

@@ -181,8 +181,16 @@ __global__ void __launch_bounds__(kCastShape.threads(), kMinBlocks<E>)
   }
 }
 
+// The multiplier of the elements of a block with this amax, where scales depend on nothing else.
+template <Grid kGrid>
+__device__ float local_multiplier(const Format& format, float amax) {
+  if constexpr (rule_of(kGrid) == ScaleRule::kBF16) return bf16_multiplier(amax);
+  return PowerOfTwoScale::multiplier(format.power_of_two_scale().code(amax));
+}
+
 // Multipliers of the 1 x 32 blocks under a panel of 32 rows by 256 columns, eight a lane: of row r
 // and the lanes 4 b to 4 b + 3 in register r / 4 of lane r % 4 * 8 + b.
+template <Grid kGrid>
 class RowMultipliers {
  public:
   __device__ RowMultipliers(const CastInputs& in, const Weight& w, const CastLane& lane) {
@@ -195,11 +203,7 @@ class RowMultipliers {
       of_[k] = there ? in.packed.load(w[column::ROW_AMAX] + row * across + block) : 0.0f;
     }
 #pragma unroll
-    for (int k = 0; k < 8; ++k) of_[k] = multiplier(in, of_[k]);
-  }
-
-  __device__ static float multiplier(const CastInputs& in, float amax) {
-    return PowerOfTwoScale::multiplier(in.format.power_of_two_scale().code(amax));
+    for (int k = 0; k < 8; ++k) of_[k] = local_multiplier<kGrid>(in.format, of_[k]);
   }
 
   // The multiplier of row 8 * step + r for this lane; the whole warp calls it, with a constant `r`.
@@ -212,28 +216,32 @@ class RowMultipliers {
   float of_[8];
 };
 
-// Both directions from one read: rows of 32 columns and columns of 32 rows have scales of their
-// own.
-template <class Storage, class Nominal, class E>
+// Rows of 32 columns have scales of their own, and so have columns of 32 rows, cast from the same read.
+template <class Storage, class Nominal, class E, Grid kGrid>
 __global__ void __launch_bounds__(kCastShape.threads(), 4)
-    cast_twice_kernel(CastInputs in, const int64_t* table, const Item* items) {
-  constexpr int kRows = panel_rows(Grid::kRowsAndColumns);
+    cast_rows_kernel(CastInputs in, const int64_t* table, const Item* items) {
+  constexpr int kRows = panel_rows(kGrid);
+  constexpr bool kTwice = kGrid == Grid::kRowsAndColumns;
   if (holds(in.skip)) return;
   const Item item = items[blockIdx.x];
   const Weight w = weight_of(table, item);
-  const CastLane lane = cast_lane<Grid::kRowsAndColumns>(in, w, item);
+  const CastLane lane = cast_lane<kGrid>(in, w, item);
   if (lane.row >= lane.rows) return;
-  const RowMultipliers rows(in, w, lane);
+  const RowMultipliers<kGrid> rows(in, w, lane);
   CastRow columns;
-  const int64_t first_amax = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
+  if constexpr (kTwice) {
+    const int64_t first_amax = w[column::COLUMN_AMAX] + lane.row / 32 * lane.columns + lane.column;
 #pragma unroll
-  for (int c = 0; c < kColumns; ++c) {
-    columns[c] = lane.column + c < lane.columns ? RowMultipliers::multiplier(in, in.packed.load(first_amax + c)) : 0.0f;
+    for (int c = 0; c < kColumns; ++c) {
+      const bool there = lane.column + c < lane.columns;
+      columns[c] = there ? local_multiplier<kGrid>(in.format, in.packed.load(first_amax + c)) : 0.0f;
+    }
   }
   const MasterReader<Storage, kColumns> masters(lane, origin_of<Storage>(in.masters, w), kRows);
   const CodeWriter<E> rowwise(lane, data_origin(in.row_data, w, column::ROW_DATA_BASE, column::ROW_DATA_OFFSET), kRows);
-  const CodeWriter<E> columnwise(lane, data_origin(in.column_data, w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET),
-                                 kRows);
+  const uint64_t column_data =
+      kTwice ? data_origin(in.column_data, w, column::COLUMN_DATA_BASE, column::COLUMN_DATA_OFFSET) : 0;
+  const CodeWriter<E> columnwise(lane, column_data, kRows);
 #pragma unroll 1
   for (int step = 0; step < kRows / kStep; ++step) {
     CastRow x[kStep];
@@ -242,7 +250,7 @@ __global__ void __launch_bounds__(kCastShape.threads(), 4)
     for (int r = 0; r < kStep; ++r) {
       const NominalRow<Storage, Nominal> row(x[r]);
       rowwise.write(step * kStep + r, row.template codes<E>(rows.of(step, r)));
-      columnwise.write(step * kStep + r, row.template codes<E>(columns));
+      if constexpr (kTwice) columnwise.write(step * kStep + r, row.template codes<E>(columns));
     }
   }
 }
@@ -317,8 +325,10 @@ void launch_cast(const CastInputs& in, const Work& work, Stream stream) {
       if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
     } else if constexpr (kGrid == Grid::kSquare16) {
       if (in.format.element == Element::kE2M1) return go(cast_kernel<Storage, Nominal, E2M1, kGrid>);
+    } else if constexpr (kGrid == Grid::kRows) {
+      if (in.format.element == Element::kInt4) return go(cast_rows_kernel<Storage, Nominal, Int4, kGrid>);
     } else if constexpr (kGrid == Grid::kRowsAndColumns) {
-      if (in.format.element == Element::kE4M3) return go(cast_twice_kernel<Storage, Nominal, E4M3>);
+      if (in.format.element == Element::kE4M3) return go(cast_rows_kernel<Storage, Nominal, E4M3, kGrid>);
     } else {
       if (in.format.element == Element::kE4M3) return go(cast_kernel<Storage, Nominal, E4M3, kGrid>);
       if (in.format.element == Element::kE5M2) return go(cast_kernel<Storage, Nominal, E5M2, kGrid>);

@@ -22,6 +22,7 @@ Format = Literal[
     "mxfp4:scale_rounding=floor",
     "nvfp4",
     "nvfp4:exact_in_fp8",
+    "int4",
 ]
 Parallel = Literal["zero", "fsdp2", "hsdp", "fsdp2_tp"]
 

@@ -25,7 +25,7 @@ SHAPES = ((9, 1024), (5, 256), (7, 200), (40, 3), (1, 1000), (3, 129))
 KEYS = [7 + index + 2**31 * (index % 2) for index in range(len(SHAPES))]
 # matrices that blocks of any format divide, with short last groups, and more rows than a thread block takes
 MATRICES = ((288, 128), (64, 256), (32, 416), (32, 32), (160, 64), (96, 160))
-FORMATS = ("fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "nvfp4:exact_in_fp8")
+FORMATS = ("fp8_current", "fp8_block", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "nvfp4:exact_in_fp8", "int4")
 
 
 def piece_of(shape: Sequence[int], key: int, start: int, stop: int, offset: int, scale: int, cut: Tensor) -> list[int]:

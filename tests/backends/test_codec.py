@@ -11,12 +11,12 @@ from torch import Tensor
 from tests import devices, stages
 from tests.backends import test_adam_8bit
 from tests.formats import model
-from tests.matrices import F32, bit_patterns
+from tests.matrices import F32, bit_patterns, matrix
 from tests.strategies import is_interpreted
 from zerocast import get_format
 from zerocast.backends import extension
 
-ELEMENTS = ("e4m3", "e5m2", "e2m1")
+ELEMENTS = ("e4m3", "e5m2", "e2m1", "int4")
 ALL_BF16 = (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32)
 BF16_AMAXES = ALL_BF16[: 0x7F80 + 1]  # not negative, Inf included
 
@@ -57,11 +57,13 @@ def test_ties_and_their_neighbours(any_backend: str, element: str) -> None:
 
 @pytest.mark.parametrize("element", ELEMENTS)
 def test_decoders(any_backend: str, element: str) -> None:
-    codes = np.arange(2 ** (4 if element == "e2m1" else 8), dtype=np.uint8)
+    codes = np.arange(2 ** (4 if element in stages.OF_4_BITS else 8), dtype=np.uint8)
     infinity = {"e5m2": [np.inf]}.get(element, [])
     positive = np.concatenate([model.VALUES[element], infinity])
     positive = np.append(positive, np.full(len(codes) // 2 - len(positive), np.nan))
     expected = np.concatenate([positive, -positive]).astype(np.float32)
+    if element == "int4":
+        expected = np.arange(-8, 8, dtype=np.float32)
     found = stages.decode(any_backend, element, torch.from_numpy(codes)).numpy()
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(np.signbit(found)[~np.isnan(expected)], np.signbit(expected)[~np.isnan(expected)])
@@ -97,6 +99,29 @@ def test_e8m0_is_the_exact_ceiling_for_bf16_amaxes() -> None:
     mantissa, exponent = np.frexp(finite / 7)  # 448 is 7 * 2**6
     exact = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) - 6 + 127, 0, 254)
     np.testing.assert_array_equal(model.e8m0(BF16_AMAXES[1:-1]), exact)
+
+
+def test_bf16_scale_of_amax(any_backend: str, seed: int) -> None:
+    x = np.concatenate([amaxes(seed), np.arange(2000, dtype=np.uint32).view(np.float32)])
+    stored, _ = stages.scales(any_backend, "int4", torch.from_numpy(x))
+    assert_same(stored.view(torch.int16), model.to_16_bits(model.bf16_scale(x), "bfloat16"), x)
+
+
+def test_int4_keeps_the_scales_of_bf16_weights() -> None:
+    """docs/formats/int4.md: the product with 1/7 loses nothing, and weights that were decoded from a cast have its scales."""
+    normal = BF16_AMAXES[2**10 : -2]
+    scale = model.bf16_scale(normal)
+    np.testing.assert_array_equal(
+        scale, model.round_nominal((normal.astype(np.float64) / 7).astype(np.float32), "bfloat16")
+    )
+    np.testing.assert_array_equal(model.bf16_scale(model.round_nominal(7 * scale, "bfloat16")), scale)
+
+
+def test_int4_of_decoded_weights_is_what_they_were_decoded_from(seed: int) -> None:
+    cast = model.Cast("int4", "bfloat16")
+    once = cast.of(matrix("wide", 96, 1024, seed))
+    again = cast.of(cast.dequantized(once, columnwise=False))
+    assert {name: data.tobytes() for name, data in again.items()} == {n: data.tobytes() for n, data in once.items()}
 
 
 @pytest.mark.parametrize("pow2", [False, True])

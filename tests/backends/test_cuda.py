@@ -22,7 +22,14 @@ from zerocast.formats.layout import BUFFERS
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "fp8_block:element=e5m2", "mxfp8", "mxfp8:block=32x32")
-FORMATS += ("mxfp4", "mxfp4:exact_in_fp8=False,scale_rounding=floor", "nvfp4", "nvfp4:exact_in_fp8=True", "identity")
+FORMATS += (
+    "mxfp4",
+    "mxfp4:exact_in_fp8=False,scale_rounding=floor",
+    "nvfp4",
+    "nvfp4:exact_in_fp8=True",
+    "int4",
+    "identity",
+)
 
 MomentDtype = torch.dtype | Literal["8bit"]
 MOMENT_DTYPES: tuple[MomentDtype, ...] = (torch.float32, "8bit")

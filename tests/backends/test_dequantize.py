@@ -80,10 +80,11 @@ def test_large_weights(variant: str, seed: int) -> None:
         ("fp8_block", (300, 2100)),
         ("mxfp8", (160, 4128)),
         ("nvfp4", (4128, 144)),
+        ("int4", (129, 4128)),
     ):
         shape = (min(rows, 160), min(columns, 288)) if strategies.is_interpreted(variant) else (rows, columns)
         buffers = random_buffers(fmt, shape, torch.bfloat16, seed)
-        for columnwise in (False, True):
+        for columnwise in {False, get_format(fmt).columnwise is not Columnwise.NONE}:
             found, expected = (run(n, fmt, buffers, shape, columnwise, torch.bfloat16) for n in (variant, "reference"))
             assert np.array_equal(words(found), words(expected)), (fmt, columnwise)
 
@@ -93,10 +94,13 @@ def test_large_weights(variant: str, seed: int) -> None:
 def test_values_are_those_of_the_model(
     backend_anywhere: str, name: str, settings: model.Settings, columnwise: bool
 ) -> None:
+    fmt = format_text(name, settings)
+    columnwise = columnwise and get_format(fmt).columnwise is not Columnwise.NONE
     cast = model.Cast(name, "bfloat16", settings)
     expected = cast.of(lcg_matrix(160, 192, 5))
     buffers = {key: torch.from_numpy(np.ascontiguousarray(value)) for key, value in expected.items()}
-    fmt = format_text(name, settings)
+    dtype = get_format(fmt).scale_dtype  # numpy has words for bf16
+    buffers |= {key: value.view(dtype) for key, value in buffers.items() if value.dtype is torch.uint16}
     value = run(backend_anywhere, fmt, {"amax": None} | buffers, (160, 192), columnwise, torch.float32)
     np.testing.assert_array_equal(value.numpy(), cast.dequantized(expected, columnwise))
 

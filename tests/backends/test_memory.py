@@ -19,7 +19,7 @@ from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import AmaxPolicy, FormatSpec
 
-FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity")
+FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "identity")
 SHAPE = (64, 64)
 _C = extension.load()
 Call = tuple[str, FormatSpec, dict[str, Any]]  # stage, format, arguments by name

@@ -22,7 +22,7 @@ from zerocast.distributed.group import ONE_PROCESS
 REASON = backends.why_not("triton", CPU)
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"triton: {REASON}")
 
-SHAPES = {"mxfp8": (64, 160), "mxfp4": (160, 192), "nvfp4": (48, 288), "fp8_block": (150, 133)}
+SHAPES = {"mxfp8": (64, 160), "mxfp4": (160, 192), "nvfp4": (48, 288), "int4": (61, 160), "fp8_block": (150, 133)}
 
 
 CONTENTS = ("wide", "bits", "normal", "nan")
@@ -40,7 +40,7 @@ def bench_of(fmt: str, nominal: torch.dtype, seed: int, nominal_master: bool) ->
     return Bench(tuple(weights), seed, separate_shards=nominal_master)
 
 
-EVERY_RUN = ("fp8_current", "mxfp8", "mxfp4", "nvfp4")
+EVERY_RUN = ("fp8_current", "mxfp8", "mxfp4", "nvfp4", "int4")
 
 
 @pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in casts.FORMATS}, *EVERY_RUN))

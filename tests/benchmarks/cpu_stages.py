@@ -65,10 +65,9 @@ class Weights:
                 for i in range(count)
             ]
         )  # fmt: skip
-        dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         self.packed = torch.zeros(count * each, dtype=torch.bfloat16)
-        self.row_scale = torch.zeros(count * sizes["rowwise_scale_inv"], dtype=dtype)
-        self.column_scale = torch.zeros(count * sizes["columnwise_scale_inv"], dtype=dtype)
+        self.row_scale = torch.zeros(count * sizes["rowwise_scale_inv"], dtype=fmt.scale_dtype)
+        self.column_scale = torch.zeros(count * sizes["columnwise_scale_inv"], dtype=fmt.scale_dtype)
         self.row_data, self.column_data = (torch.zeros(count * data, dtype=torch.uint8) for _ in range(2))
         self.amax, self.scale = torch.ones(count), torch.ones(count)
 

@@ -32,13 +32,19 @@ VALUES = {
     "e4m3": _float_values(4, 3, 0x7F),
     "e5m2": _float_values(5, 2, 0x7C),
     "e2m1": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+    "int4": np.arange(8),
 }
-SIGN_AND_NAN = {"e4m3": (0x80, 0x7F), "e5m2": (0x80, 0x7F), "e2m1": (0x8, 0x7)}
+SIGN_AND_NAN = {"e4m3": (0x80, 0x7F), "e5m2": (0x80, 0x7F), "e2m1": (0x8, 0x7), "int4": (0x8, 0x7)}
+# What is stored for each INT4 code of sign and magnitude: 8 plus the integer.
+OFFSET_BY_8 = np.array([8, 9, 10, 11, 12, 13, 14, 15, 8, 7, 6, 5, 4, 3, 2, 1], np.uint8)
 MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
 def encode(element: str, x: F32) -> U8:
-    """Nearest value, ties to the even code, saturating; sign kept, NaN to the NaN code (section 1.0)."""
+    """Nearest value, ties to the even code, saturating; sign kept, NaN to the NaN code (section 1.0).
+
+    INT4 is encoded with a sign bit as well, and stored as `OFFSET_BY_8` says.
+    """
     values = VALUES[element]
     sign, nan = SIGN_AND_NAN[element]
     middles = (values[1:] + values[:-1]) / 2
@@ -47,7 +53,8 @@ def encode(element: str, x: F32) -> U8:
     code = np.searchsorted(middles, magnitude)
     tie = (code < len(middles)) & (middles[np.minimum(code, len(middles) - 1)] == magnitude)
     code = code + (tie & (code % 2 == 1)) + sign * np.signbit(x)
-    return np.where(np.isnan(x), nan, code).astype(np.uint8)
+    code = np.where(np.isnan(x), nan, code)
+    return OFFSET_BY_8[code] if element == "int4" else code.astype(np.uint8)
 
 
 def steps(element: str) -> NDArray[np.uint32]:
@@ -119,6 +126,12 @@ def e8m0(amax: F32, inverse: int = 0x3B124925) -> U8:
     mantissa, exponent = np.frexp(t.astype(np.float64))
     code = np.clip(np.where(mantissa == 0.5, exponent - 1, exponent) + 127, 0, 254)
     return np.where(t == 0, 0, np.where(np.isinf(t), 254, code)).astype(np.uint8)
+
+
+def bf16_scale(amax: F32) -> F32:
+    """`amax / 7` as a bf16 number, at most the largest one."""
+    seventh, largest = np.array([0x3E124925, 0x7F7F0000], np.uint32).view(np.float32)
+    return np.minimum(round_nominal(amax * seventh, "bfloat16"), largest)
 
 
 # The scales of a tile that `exact_in_fp8` allows, and the E4M3 code of each.
@@ -235,6 +248,10 @@ class Cast:
             element, block = "e2m1", (1, 32)
             data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
             stored = np.ldexp(ONE, stored.astype(np.int32) - 127)
+        elif self.name == "int4":
+            data = np.stack((data & 15, data >> 4), -1).reshape(len(data), -1)
+            scale = (stored.astype(np.uint32) << 16).view(np.float32)
+            return (data.astype(np.float32) - 8) * spread(scale, (1, 32), data.shape)
         elif self.name == "mxfp8":  # also of 32x32 blocks, whose scales are repeated in the buffers
             block = (32, 1) if columnwise else (1, 32)
             stored = np.ldexp(ONE, stored.astype(np.int32) - 127)
@@ -317,6 +334,13 @@ class Cast:
             "columnwise_data": pack(codes.T),
             "columnwise_scale_inv": padded(byte.T.repeat(32, 0), (up(columns, 128), up(rows // 32, 4)), 0),
         }
+
+    def int4(self, x: F32) -> Buffers:
+        scale = bf16_scale(block_amax(x, (1, 32)))
+        with np.errstate(divide="ignore"):
+            enc = np.minimum(ONE / scale, FLT_MAX)
+        codes = encode("int4", x * spread(enc, (1, 32), x.shape))
+        return {"rowwise_data": pack(codes), "rowwise_scale_inv": to_16_bits(scale, "bfloat16")}
 
     def nvfp4(self, x: F32) -> Buffers:
         rows, columns = x.shape

@@ -32,6 +32,7 @@ CASES: tuple[tuple[str, model.Settings], ...] = (
     ("mxfp4", model.Settings(scale_rounding="floor", exact_in_fp8=False)),
     ("nvfp4", model.Settings()),
     ("nvfp4", model.Settings(exact_in_fp8=True)),
+    ("int4", model.Settings()),
 )
 SHAPE = (160, 192)
 # Experts of which blocks of 128 rows would span two: stored one after another in the first two formats.
@@ -42,6 +43,7 @@ OF_EXPERTS: tuple[tuple[str, model.Settings], ...] = (
     ("mxfp4", model.Settings(scale_rounding="floor", exact_in_fp8=False)),
     ("mxfp8", model.Settings()),
     ("nvfp4", model.Settings()),
+    ("int4", model.Settings()),
 )
 
 

@@ -18,6 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mxfp8": {"block": "1x32"},
     "mxfp4": {"scale_rounding": "up", "exact_in_fp8": True},
     "nvfp4": {"exact_in_fp8": False},
+    "int4": {},
     "identity": {},
 }
 

@@ -22,7 +22,7 @@ from zerocast.formats.layout import (
     stored_matrices,
 )
 
-BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0, "mxfp4": 0.5}
+BYTES_PER_CODE = {"nvfp4": 0.5, "identity": 2.0, "mxfp4": 0.5, "int4": 0.5}
 
 
 @given(value=st.integers(0, 10**12), multiple=st.integers(1, 10**6))
@@ -100,6 +100,7 @@ def test_identity_bytes_follow_the_nominal_dtype() -> None:
         ("fp8_block", (2 * 3, 0)),
         ("mxfp8", (160 * 9, 5 * 288)),
         ("nvfp4", (10 * 18, 0)),
+        ("int4", (160 * 9, 0)),
         ("identity", (0, 0)),
     ],
 )

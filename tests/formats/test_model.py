@@ -85,13 +85,12 @@ def test_own_goldens_are_what_the_model_gives() -> None:
 @given(data=st.data())
 def test_reference_equals_the_model(data: st.DataObject) -> None:
     name, settings = data.draw(st.sampled_from(own_goldens.CASES))
-    multiple = {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(name, 1)
-    side = st.integers(1, 272 // multiple).map(lambda k: k * multiple)
+    sides = [st.integers(1, 272 // k).map(lambda n, k=k: n * k) for k in get_format(name).multiple]  # type: ignore[misc]
     content, nominal = data.draw(st.sampled_from(sorted(CONTENTS))), data.draw(st.sampled_from(own_goldens.NOMINAL))
     if settings.element == "e4m3" and name != "mxfp8":
         epsilon = data.draw(st.sampled_from([0.0, 1e-30, 0.5])) if name in ("fp8_current", "fp8_block") else 0.0
         settings = replace(settings, amax_epsilon=epsilon)
-    rows, columns, experts = data.draw(side), data.draw(side), data.draw(st.sampled_from([None, 1, 2]))
+    rows, columns, experts = *map(data.draw, sides), data.draw(st.sampled_from([None, 1, 2]))
     x = matrix(content, rows * (experts or 1), columns, data.draw(st.integers(0, 2**31)))
     x = x if experts is None else x.reshape(experts, rows, columns)
     expected = model.Cast(name, nominal, settings).of(x)

@@ -15,6 +15,7 @@ FORMATS = (
     "nvfp4:exact_in_fp8=True",
     "mxfp4",
     "mxfp4:exact_in_fp8=False,scale_rounding=floor",
+    "int4",
     "mxfp8",
     "mxfp8:block=32x32",
     "fp8_block",

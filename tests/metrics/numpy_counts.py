@@ -3,21 +3,25 @@
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from tests.formats import model
 from zerocast import QuantizedWeight, get_format
 
-LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}  # the largest value and half of the step below it
-ONES = {"e4m3": 0x38, "e5m2": 0x3C, "e2m1": 0x22}  # a byte of codes that stand for 1.0
+LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0, "int4": 7.5}  # the largest value and half of the step below it
+ONES = {"e4m3": 0x38, "e5m2": 0x3C, "e2m1": 0x22, "int4": 0x99}  # a byte of codes that stand for 1.0
 
 Buffers = dict[str, NDArray[Any]]
 
 
 def buffers_of(weight: QuantizedWeight) -> Buffers:
-    """Copies of the rowwise bytes, with their shapes."""
+    """Copies of the rowwise bytes, with their shapes; numpy has words for bf16."""
     held = {"rowwise_data": weight.rowwise_data, "rowwise_scale_inv": weight.rowwise_scale_inv, "amax": weight.amax}
-    return {name: tensor.numpy().copy() for name, tensor in held.items() if tensor is not None}
+    words = {
+        name: t.view(torch.uint16) if t is not None and t.dtype is torch.bfloat16 else t for name, t in held.items()
+    }
+    return {name: tensor.numpy().copy() for name, tensor in words.items() if tensor is not None}
 
 
 def counts(fmt: str, master: NDArray[np.float32], before: Buffers, now: Buffers) -> dict[str, float]:
@@ -46,4 +50,4 @@ def counts(fmt: str, master: NDArray[np.float32], before: Buffers, now: Buffers)
 
 def _codes(element: str, buffers: Buffers) -> NDArray[np.uint8]:
     data = buffers["rowwise_data"]
-    return np.stack((data & 15, data >> 4), -1) if element == "e2m1" else data
+    return np.stack((data & 15, data >> 4), -1) if element in ("e2m1", "int4") else data

@@ -34,6 +34,7 @@ FORMATS = (
     "fp8_block:power_of_2_scale=False",
     "mxfp8",
     "nvfp4",
+    "int4",
 )
 CONTENTS = ("wide", "nan", "inf", "steep")
 SCALES = {"fp8_delayed:amax_history_len=4": 300.0, "fp8_delayed:element=e5m2": 40000.0}  # too large: they clip

@@ -86,6 +86,7 @@ RUNS = {
             Spec("blocks", (3, 128, 40), "fp8_block"),
             Spec("mx", (2, 32, 64), "mxfp8", FP16),
             Spec("tiles", (2, 128, 96), "mxfp4"),
+            Spec("groups", (3, 37, 96), "int4"),
             Spec("convolution", (8, 3, 3, 3), dtype=FP32),
         ),
         options=(ADAM,),

@@ -20,7 +20,7 @@ ATTRIBUTES = {
     "IdentityTensor": {"rowwise_data": "_hp_data"},
 }
 # The formats that it has tensors for, but for a rule for scales that its quantizers do not know.
-HELD = tuple(fmt for fmt in casts.FORMATS if not fmt.startswith("mxfp4") and "exact_in_fp8=True" not in fmt)
+HELD = tuple(fmt for fmt in casts.FORMATS if not fmt.startswith(("mxfp4", "int4")) and "exact_in_fp8=True" not in fmt)
 _BLOCKS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 

@@ -17,7 +17,7 @@ from zerocast.weight.weight import _restore
 
 REFUSED = (TypeError, ValueError, RuntimeError)
 SHAPE = (64, 64)
-FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "identity")
+FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "mxfp4", "nvfp4", "int4", "identity")
 Case = Callable[[], object]
 
 

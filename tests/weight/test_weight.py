@@ -60,6 +60,7 @@ LAYOUTS: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype] | None]] = {
         "columnwise_scale_inv": ((128, 12), torch.uint8),
         "amax": ((1,), torch.float32),
     },
+    "int4": {"rowwise_data": ((160, 48), torch.uint8), "rowwise_scale_inv": ((160, 3), torch.bfloat16)},
     "identity": {"rowwise_data": ((160, 96), torch.float16)},
 }
 

@@ -138,7 +138,7 @@ def sizes_of_direction(
     is_transposed = has_own and fmt.columnwise is Columnwise.TRANSPOSE
     if has_own and not is_transposed:
         height = layout.amax_grid(fmt.columnwise_block or fmt.block, rows, columns)[0]
-    elif fmt.scale_rule is ScaleRule.FP32:
+    elif fmt.scale_dtype is not torch.uint8:
         height = scales.shape[0]
     else:
         # Byte scales are repeated over the rows of a block; the rest of their 128 rows is padding.
@@ -279,11 +279,10 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
         for tensor in tensors:
             check_plain(name, tensor, _dtypes_like_masters(name, stage.startswith("adam")), 0, table.device)
     buffers = {BUFFER_ARGUMENTS[name]: arguments[name] for name in BUFFER_ARGUMENTS if name in arguments}
-    has_byte_scales = fmt.scale_rule is not ScaleRule.FP32
     for name, tensors in buffers.items():
-        is_bytes = name.endswith("_data") or (has_byte_scales and name.endswith("scale_inv"))
+        dtype = fmt.scale_dtype if name.endswith("scale_inv") else torch.float32
         for tensor in tensors:
-            check_plain(name, tensor, (torch.uint8 if is_bytes else torch.float32,), 0, table.device)
+            check_plain(name, tensor, (torch.uint8 if name.endswith("_data") else dtype,), 0, table.device)
     check_rows(fmt, nominal, rows, lists, buffers, stage == "transpose", _reached(stage, fmt))
     if "packed" in arguments:
         _check_packed(fmt, rows, arguments["packed"], table.device)

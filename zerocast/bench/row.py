@@ -131,6 +131,7 @@ CAST_LIMIT = {
     "mxfp8:block=32x32": 1.05,
     "mxfp4": 1.08,
     "nvfp4": 1.08,
+    "int4": 1.12,
 }
 FORMATS = tuple(CAST_LIMIT)
 OWN_SCALES_LIMIT = 1.08

@@ -290,7 +290,7 @@ TRANSFORMER_ENGINE_RECIPES = {
 }
 # The formats whose products run in FP8 on Hopper.
 FP8_FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp4", "nvfp4:exact_in_fp8")
-OTHER_FORMATS = ("mxfp8", "mxfp8:block=32x32", "nvfp4")
+OTHER_FORMATS = ("mxfp8", "mxfp8:block=32x32", "nvfp4", "int4")
 
 
 def _all_variants() -> Iterator[Variant]:

@@ -154,9 +154,8 @@ class WeightTable:
         # table. None before the first such update.
         self._pieces_of: tuple[Sequence[list[int]], Tensor] | None = None
         self._has_amaxes = key.fmt.amax_policy is not AmaxPolicy.NONE
-        scale = torch.float32 if key.fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         dtypes = {name: torch.float32 for name in ("amax", "scale", "amax_history")}
-        dtypes |= {name: scale for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
+        dtypes |= {name: key.fmt.scale_dtype for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
         dtypes |= {name: torch.uint8 for name in ("rowwise_data", "columnwise_data")}
         self.buffers = {name: StorageTable(dtype) for name, dtype in dtypes.items()}
         self.masters = StorageTable(key.master)

@@ -35,6 +35,7 @@ FORMATS = (
     "mxfp4",
     "nvfp4",
     "nvfp4:exact_in_fp8=True",
+    "int4",
     "identity",
 )
 STEPS = 2

@@ -33,6 +33,7 @@ class Element:
 E4M3 = Element("e4m3", 8, 448.0)
 E5M2 = Element("e5m2", 8, 57344.0)
 E2M1 = Element("e2m1", 4, 6.0)
+INT4 = Element("int4", 4, 7.0)
 
 FP8 = {element.name: element for element in (E4M3, E5M2)}
 

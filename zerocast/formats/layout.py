@@ -209,13 +209,15 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
     """The scale buffer of the rowwise data with its padding, or None for formats without scales.
 
     A buffer row holds the scales of one row of blocks; byte scales are repeated for each row of
-    their blocks.
+    their blocks. BF16 scales have no padding.
     """
     if fmt.scale_rule is ScaleRule.NONE:
         return None
     if fmt.block is None:
         return Buffer((1,), torch.float32, 1.0)
     down, across = amax_grid(fmt.block, rows, columns)
+    if fmt.scale_rule is ScaleRule.BF16:
+        return Buffer((down, across), torch.bfloat16)
     # The paddings are those of cuBLAS: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
     if fmt.scale_rule is ScaleRule.FP32:
         return Buffer((down, round_up(across, 4)), torch.float32, 1.0)

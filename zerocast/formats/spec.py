@@ -9,9 +9,12 @@ import enum
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerocast.formats.element import Element
+
+if TYPE_CHECKING:
+    import torch
 
 # (rows, columns) of a block of elements, or of a matrix.
 Block = tuple[int, int]
@@ -26,7 +29,8 @@ class ScaleRule(enum.IntEnum):
     NONE = 0  # identity: no scale
     FP32 = 1  # fp8_max / amax, optionally floored to a power of two; FP32 scale_inv
     E8M0 = 2  # one biased-exponent byte per block, rounded up
-    TWO_LEVEL = 3  # one E4M3 byte per block, and one FP32 scale from the tensor amax
+    BF16 = 3  # the amax over the largest integer, as a bf16 number
+    TWO_LEVEL = 4  # one E4M3 byte per block, and one FP32 scale from the tensor amax
 
 
 class Columnwise(enum.IntEnum):
@@ -145,13 +149,21 @@ class FormatSpec:
         Tensor cores read byte scales per 1x16, 1x32 or 32x1 elements, so the scale of a larger
         block is repeated.
         """
-        if self.block is None or self.scale_rule is ScaleRule.FP32:
+        if self.block is None or self.scale_rule in (ScaleRule.FP32, ScaleRule.BF16):
             return 1, 1
         if not columnwise:
             return self.block[0], 1
         if self.columnwise is Columnwise.TRANSPOSE:
             return self.block[1], 1
         return 1, (self.columnwise_block or self.block)[1]
+
+    @property
+    def scale_dtype(self) -> "torch.dtype":
+        """The dtype of the entries of scale buffers. A byte is an E8M0 or an E4M3 code."""
+        import torch  # noqa: PLC0415  # as in element.py
+
+        dtypes = {ScaleRule.FP32: torch.float32, ScaleRule.BF16: torch.bfloat16}
+        return dtypes.get(self.scale_rule, torch.uint8)
 
     @property
     def has_tensor_scale(self) -> bool:

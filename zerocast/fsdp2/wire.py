@@ -395,13 +395,12 @@ class WeightLayout:
         if block is None:
             return
         fmt, shards = self.geometry.format, self.geometry.scale_shards
-        dtype = torch.float32 if fmt.scale_rule is ScaleRule.FP32 else torch.uint8
         across = amax_grid(block, shards.rows, self.geometry.columns)[1]
         # Rank 0 owns the most block rows, since its shard begins with one.
         count = shards.owned(0, block[0]).numel
-        offset = self._reserve(count * across * dtype.itemsize)
+        offset = self._reserve(count * across * fmt.scale_dtype.itemsize)
         repeat = fmt.scale_repeat(columnwise=block is fmt.columnwise_block)
-        self.scales.append(ScaleRegion(name, block[0], across, dtype, repeat, offset, count))
+        self.scales.append(ScaleRegion(name, block[0], across, fmt.scale_dtype, repeat, offset, count))
 
     def codes_in(self, buffer: Tensor) -> list[Tensor]:
         """Return the codes by direction at the beginning of buffers `[..., bytes]`."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.backends.reference.codec import decode
 from zerocast.distributed.group import Group
-from zerocast.formats import Element
 from zerocast.formats.layout import Span
-from zerocast.metrics.owned_part import OwnedPart, largest_code, overshoot
+from zerocast.metrics.owned_part import OwnedPart, overshoot
 from zerocast.verification.master_views import MasterViews, owners_of
 
 
@@ -215,7 +215,7 @@ def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> 
     magnitude, finite = master.abs(), master.isfinite()
     # A saturated element has the largest code. An element that was merely rounded down to it has
     # this code too, but is within half a step of the value.
-    has_largest_code = (code & _magnitude_bits(part.element)) == largest_code(part.element)
+    has_largest_code = decode(part.element, code).abs() == part.element.max
     is_beyond = (magnitude > value.abs() * overshoot(part.element)) & (value != 0)
     error = torch.where(finite, value - master, 0.0)
     finite_master = torch.where(finite, master, 0.0)
@@ -230,8 +230,3 @@ def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> 
         torch.where(master.isnan(), 0.0, magnitude).max(),
     ]
     return torch.stack([count.double() for count in counts])
-
-
-def _magnitude_bits(element: Element) -> int:
-    """The mask of all bits of a code but its sign."""
-    return (1 << (element.bits - 1)) - 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.backends import ops
 from zerocast.backends.reference.codec import decode, encode, unpack
-from zerocast.formats import Element, ScaleRule
+from zerocast.formats import Element
 from zerocast.formats.layout import Span, byte_range, round_up, split_by_matrix
 from zerocast.verification.master_views import MasterView
 
@@ -92,8 +92,8 @@ class OwnedPart:
         rowwise_data, scale = buffers["rowwise_data"], buffers["rowwise_scale_inv"]
         assert rowwise_data is not None
         if scale is not None and weight.format.block:
-            # A buffer of FP32 scales has a row per block row, one of byte scales a row per row.
-            has_row_per_block = weight.format.scale_rule is ScaleRule.FP32
+            # A buffer of bytes has a row per row, the others have a row per block row.
+            has_row_per_block = weight.format.scale_dtype is not torch.uint8
             scale = scale[first // (self._block_rows if has_row_per_block else 1) :]
         data = rowwise_data[first:last]
         backend = backends.choose(weight.device)

@@ -42,8 +42,8 @@ class WeightBuffers(Tensor):
 
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
-        """Decode scales of the rowwise data: f32, or uint8 holding E8M0 or E4M3 codes; None for
-        identity. Waits for a gather in flight, which may bring them.
+        """Decode scales of the rowwise data: f32, bf16, or uint8 holding E8M0 or E4M3 codes; None
+        for identity. Waits for a gather in flight, which may bring them.
         """
         # Compiled functions read it twice at every call.
         if self.state.validity.finish is not None:

@@ -75,6 +75,11 @@ def encode_e2m1(x: Tensor) -> Tensor:
     return torch.where(x.isnan(), torch.full_like(code, 7), code)
 
 
+def encode_int4(x: Tensor) -> Tensor:
+    """f32 to 8 plus the nearest integer from -7 to 7, one a byte: RNE, NaN to 15."""
+    return torch.where(x.isnan(), 15.0, x.clamp(-7.0, 7.0).round() + 8.0).to(torch.uint8)
+
+
 def encode_e8m0(x: Tensor) -> Tensor:
     """Non-negative f32 to the biased exponent of the next power of two at or above it."""
     bits = x.contiguous().view(torch.int32)
@@ -116,6 +121,11 @@ def decode_e2m1(code: Tensor) -> Tensor:
     return torch.where(c > 7, -value, value)
 
 
+def decode_int4(code: Tensor) -> Tensor:
+    """INT4 codes 0..15, one a byte, to f32."""
+    return code.float() - 8.0
+
+
 def decode_e8m0(code: Tensor) -> Tensor:
     """Biased exponents to f32 powers of two; 0 is the subnormal 2**-127 and 255 is NaN."""
     c = code.to(torch.int32)
@@ -123,8 +133,18 @@ def decode_e8m0(code: Tensor) -> Tensor:
     return torch.where(c == 255, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
 
 
-_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {"e4m3": encode_e4m3, "e5m2": encode_e5m2, "e2m1": encode_e2m1}
-_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {"e4m3": decode_e4m3, "e5m2": decode_e5m2, "e2m1": decode_e2m1}
+_ENCODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "e4m3": encode_e4m3,
+    "e5m2": encode_e5m2,
+    "e2m1": encode_e2m1,
+    "int4": encode_int4,
+}
+_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "e4m3": decode_e4m3,
+    "e5m2": decode_e5m2,
+    "e2m1": decode_e2m1,
+    "int4": decode_int4,
+}
 
 
 def encode(element: Element, x: Tensor) -> Tensor:

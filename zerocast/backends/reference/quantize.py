@@ -71,24 +71,34 @@ def quantize(
     codes = encode(fmt.element, x * expand(factors, fmt.block, rows, columns))
     stored = stored_scales(fmt, grid, tensor_amax, scale)
     row_buffer = rowwise_scale_inv(fmt, rows, columns)
-    column_buffer = columnwise_scale_inv(fmt, rows, columns)
-    assert row_buffer and column_buffer
+    assert row_buffer
     row_scales = fill_scales(stored, fmt.scale_repeat(), row_buffer)
+    column_codes, column_scales = _columnwise(fmt, x, codes, stored, scale)
+    if fmt.elements_per_byte == 2:
+        codes = pack(codes)
+        column_codes = None if column_codes is None else pack(column_codes)
+    return Quantized(codes, row_scales, column_codes, column_scales, tensor_amax)
 
+
+def _columnwise(
+    fmt: FormatSpec, x: Tensor, codes: Tensor, stored: Tensor, scale: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The columnwise codes, one a byte, and their scale buffer, from the rowwise codes and scales.
+    None for what the format lacks.
+    """
+    buffer = columnwise_scale_inv(fmt, *x.shape)
+    if buffer is None:
+        return None, None
+    column_codes: Tensor | None = None
     if fmt.columnwise is Columnwise.OWN_GRID:
         grid = block_amax(x, fmt.columnwise_block)
         factors = encode_scales(fmt, grid, None, scale)
-        column_codes: Tensor | None = encode(fmt.element, x * expand(factors, fmt.columnwise_block, rows, columns))
+        assert fmt.element
+        column_codes = encode(fmt.element, x * expand(factors, fmt.columnwise_block, *x.shape))
         stored = stored_scales(fmt, grid, None, scale)
-    elif fmt.columnwise is Columnwise.SHARED:
-        column_codes = None
-    else:
+    elif fmt.columnwise is Columnwise.TRANSPOSE:
         column_codes, stored = codes.t().contiguous(), stored.t()
-    column_scales = fill_scales(stored, fmt.scale_repeat(columnwise=True), column_buffer)
-    if fmt.elements_per_byte == 2:
-        assert column_codes is not None
-        codes, column_codes = pack(codes), pack(column_codes)
-    return Quantized(codes, row_scales, column_codes, column_scales, tensor_amax)
+    return column_codes, fill_scales(stored, fmt.scale_repeat(columnwise=True), buffer)
 
 
 def _one_after_another(matrices: Sequence[Quantized]) -> Quantized:

@@ -67,6 +67,8 @@ def divide(numerator: float, x: Tensor) -> Tensor:
 
 ONE_448TH = f32(0x3B124925)
 ONE_6TH = f32(0x3E2AAAAB)
+ONE_7TH = f32(0x3E124925)
+BF16_MAX = torch.finfo(torch.bfloat16).max
 ONE_2688TH = f32(0x39C30C31)  # 1 / (448 * 6), the largest scale times the largest code
 ONE_2304TH = f32(0x39E38E39)  # 1 / (384 * 6), the largest exact scale times the largest code
 E4M3_BIAS, E4M3_EIGHTH, E4M3_384 = 7, 0x20, 0x7C
@@ -165,6 +167,11 @@ def _e8m0_encode(code: Tensor) -> Tensor:
     return decode_e8m0(254 - code)
 
 
+def _bf16_scale(amax: Tensor) -> Tensor:
+    """The stored scale of each block, `amax / 7` as a bf16 number, in f32."""
+    return round_nominal(amax * ONE_7TH, torch.bfloat16).clamp(max=BF16_MAX)
+
+
 def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
     """The factor for the elements of each block before encoding, f32 of the shape of `amaxes`."""
     if fmt.scale_rule is ScaleRule.NONE:
@@ -174,6 +181,8 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
         return _nvfp4_encode(fmt, amaxes, tensor_amax)
+    if fmt.scale_rule is ScaleRule.BF16:
+        return divide(1.0, _bf16_scale(amaxes)).clamp(max=FLT_MAX)
     if fmt.amax_policy is AmaxPolicy.DELAYED:
         assert scale is not None
         return scale.expand_as(amaxes)
@@ -181,12 +190,16 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """The entry of the scale buffer for each block: f32 reciprocals, E8M0 bytes or E4M3 bytes."""
+    """The entry of the scale buffer for each block: f32 reciprocals, bf16 scales, or bytes, which
+    are E8M0 or E4M3 codes.
+    """
     if fmt.scale_rule is ScaleRule.E8M0:
         return _e8m0_bytes(fmt, amaxes)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
         return _nvfp4_byte(fmt, amaxes, tensor_amax)
+    if fmt.scale_rule is ScaleRule.BF16:
+        return _bf16_scale(amaxes)
     return divide(1.0, encode_scales(fmt, amaxes, tensor_amax, scale))
 
 
@@ -202,4 +215,4 @@ def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:
         assert tensor_amax is not None
         return (decode_e4m3(stored) * tensor_amax) * ONE_2688TH
-    return stored
+    return stored.float()

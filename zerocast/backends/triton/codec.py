@@ -76,6 +76,21 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
     return tl.where(a > INF, NAN, code | sign)
 
 
+@triton.constexpr_function
+def codes_per_byte(element):
+    """2 for 4-bit codes, else 1."""
+    return 2 if element in ("e2m1", "int4") else 1
+
+
+@triton.jit
+def _encode_int4(x):
+    clamped = tl.where(x < 7.0, x, 7.0)
+    clamped = tl.where(clamped > -7.0, clamped, -7.0)
+    # The sum with 1.5 * 2**23 + 8 rounds to an integer, whose last four bits are the code.
+    code = (clamped + 12582920.0).to(tl.int32, bitcast=True) & 15
+    return tl.where(magnitude(x) > INF, 15, code)
+
+
 @triton.jit
 def encode(x, ELEMENT: tl.constexpr):
     """f32 to codes as int32: RNE, saturating, NaN to the largest code pattern without sign."""
@@ -83,6 +98,8 @@ def encode(x, ELEMENT: tl.constexpr):
         return _encode(x, 3, 7, 0x43E00000, 0x7F)
     elif ELEMENT == "e5m2":
         return _encode(x, 2, 15, 0x47600000, 0x7F)
+    elif ELEMENT == "int4":
+        return _encode_int4(x)
     else:
         return _encode(x, 1, 1, 0x40C00000, 7)
 
@@ -121,6 +138,8 @@ def decode(code, ELEMENT: tl.constexpr):
         return _decode(code, 3, 7, 0x80, 0x7F, 0x7F)
     elif ELEMENT == "e5m2":
         return _decode(code, 2, 15, 0x80, 0x7C, 0x7D)
+    elif ELEMENT == "int4":
+        return code.to(tl.float32) - 8.0
     else:
         return _decode(code, 1, 1, 8, 8, 8)
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from zerocast.backends.triton.amaxes import grid_cells, group_amaxes, load_amax
-from zerocast.backends.triton.codec import encode
+from zerocast.backends.triton.codec import codes_per_byte, encode
 from zerocast.backends.triton.launch import address
 from zerocast.backends.triton.scales import encode_scale
 from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
@@ -13,9 +13,7 @@ from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
 @triton.jit
 def code_address(bases, row, BASE: tl.constexpr, first, ELEMENT: tl.constexpr):
     """The address of the byte with the code of element `first`, which is even for 4-bit codes."""
-    if ELEMENT == "e2m1":
-        first = first // 2
-    return address(bases, row, BASE, 1) + first
+    return address(bases, row, BASE, 1) + first // codes_per_byte(ELEMENT)
 
 
 @triton.jit
@@ -82,7 +80,7 @@ def store_codes(
     A byte with one owned code keeps its other half, which is read and written back. That half
     belongs to another rank and never to another program.
     """
-    if ELEMENT != "e2m1":
+    if codes_per_byte(ELEMENT) == 1:
         i = offsets(columns, HEIGHT, WIDTH_A, FULL)
         mask = owned(row, top, left, HEIGHT, WIDTH_A)
         store_raw(out, i, codes.to(tl.uint8), mask, tl.uint8, FULL)

@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerocast.backends.triton.codec import DTYPES, bf16_bits, decode, fp16_bits
+from zerocast.backends.triton.codec import DTYPES, bf16_bits, codes_per_byte, decode, fp16_bits
 from zerocast.backends.triton.launch import addresses, launch
-from zerocast.backends.triton.scales import FP32, TWO_LEVEL, decode_scale
+from zerocast.backends.triton.scales import BF16, FP32, TWO_LEVEL, decode_scale
 from zerocast.backends.triton.tiles import load_f32, load_raw, offsets, store_raw
 from zerocast.formats import Columnwise, FormatSpec
 
@@ -130,7 +130,7 @@ def _decode(
         amax,
         RULE,
     )
-    packing: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
+    packing: tl.constexpr = codes_per_byte(ELEMENT)
     size: tl.constexpr = 4 if OUT == tl.float32 else 2
     source = tl.load(bases) + (top * width + left) // packing
     target = tl.load(bases + 3) + (left * height + top if TRANSPOSED else top * width + left) * size
@@ -170,6 +170,8 @@ def _stored_scales(
     cell = i * REPEAT * scale_width + j * REPEAT_COLUMNS
     if RULE == FP32:
         return load_raw(at, cell, exists, tl.float32, False)
+    elif RULE == BF16:
+        return load_raw(at, cell, exists, tl.uint16, False).to(tl.int32)
     else:
         return load_raw(at, cell, exists, tl.uint8, False).to(tl.int32)
 
@@ -191,7 +193,7 @@ def _square(
     SIDE_A: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    packing: tl.constexpr = 2 if ELEMENT == "e2m1" else 1
+    packing: tl.constexpr = codes_per_byte(ELEMENT)
     bytes_a: tl.constexpr = SIDE_A // packing
     down = tl.arange(0, SIDE_A)[:, None]
     mask = (top + down < height) & (left + packing * tl.arange(0, bytes_a)[None, :] < width)

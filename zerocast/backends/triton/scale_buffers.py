@@ -8,7 +8,7 @@ import triton.language as tl
 
 from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.launch import COLUMNS, ROWS, address
-from zerocast.backends.triton.scales import FP32
+from zerocast.backends.triton.scales import BF16, FP32
 from zerocast.formats import Block, FormatSpec, ScaleRule
 from zerocast.formats.layout import Buffer, columnwise_scale_inv, rowwise_scale_inv
 
@@ -33,7 +33,8 @@ class ScaleBuffer:
     def rowwise(fmt: FormatSpec) -> "ScaleBuffer":
         """The scale buffer of the rowwise data."""
         assert fmt.block
-        return ScaleBuffer(fmt, fmt.block, False, False, (1 if fmt.scale_rule is ScaleRule.FP32 else 128, 4))
+        rounding = {ScaleRule.FP32: (1, 4), ScaleRule.BF16: (1, 1)}.get(fmt.scale_rule, (128, 4))
+        return ScaleBuffer(fmt, fmt.block, False, False, rounding)
 
     @staticmethod
     def columnwise(fmt: FormatSpec) -> "ScaleBuffer":
@@ -107,8 +108,11 @@ def buffer_tile(
 
 @triton.jit
 def store_scales(bases, row, BASE: tl.constexpr, at, scale, in_buffer, in_grid, RULE: tl.constexpr):
-    """Store a tile of scales: f32 with padding 1, or bytes with padding 0."""
-    if RULE == FP32:
+    """Store a tile of scales: f32 with padding 1, bf16 without padding, or bytes with padding 0."""
+    if RULE == BF16:
+        out = address(bases, row, BASE, 2).to(tl.pointer_type(tl.int16))
+        tl.store(out + at, scale.to(tl.int16), mask=in_buffer)
+    elif RULE == FP32:
         out = address(bases, row, BASE, 4).to(tl.pointer_type(tl.float32))
         tl.store(out + at, tl.where(in_grid, scale, 1.0), mask=in_buffer)
     else:

@@ -10,12 +10,22 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from zerocast.backends.triton.codec import INF, as_f32, decode, decode_e8m0, encode, encode_e8m0, round_nominal
+from zerocast.backends.triton.codec import (
+    INF,
+    as_f32,
+    bf16_bits,
+    decode,
+    decode_e8m0,
+    encode,
+    encode_e8m0,
+    round_nominal,
+)
 from zerocast.formats import FormatSpec, ScaleRule
 from zerocast.formats.spec import SCALE_SPREAD
 
 FP32 = tl.constexpr(int(ScaleRule.FP32))
 E8M0 = tl.constexpr(int(ScaleRule.E8M0))
+BF16 = tl.constexpr(int(ScaleRule.BF16))
 TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
 # Two-level scales that are exact in FP8 (FormatSpec.exact_scales). Only this file tells them from
 # plain ones; kernels compare with `>= TWO_LEVEL`.
@@ -26,6 +36,7 @@ FLT_MIN = tl.constexpr(2.0**-126)
 FLT_MAX = tl.constexpr((2.0 - 2.0**-23) * 2.0**127)
 ONE_448TH = tl.constexpr(0x124925 * 2.0**-32 + 2.0**-9)  # 0x3B124925
 ONE_6TH = tl.constexpr(0x2AAAAB * 2.0**-26 + 2.0**-3)  # 0x3E2AAAAB
+ONE_7TH = tl.constexpr(0x124925 * 2.0**-26 + 2.0**-3)  # 0x3E124925
 ONE_2304TH = tl.constexpr(0x638E39 * 2.0**-35 + 2.0**-12)  # 0x39E38E39
 ONE_2688TH = tl.constexpr(0x430C31 * 2.0**-35 + 2.0**-12)  # 0x39C30C31
 
@@ -132,6 +143,12 @@ def e8m0_byte(amax, group, LARGEST: tl.constexpr, GROUPED: tl.constexpr, ROUNDS_
 
 
 @triton.jit
+def bf16_word(amax):
+    """The stored bf16 scale of each block, `amax / 7`, as the int32 value of its bits."""
+    return tl.minimum(bf16_bits(amax * ONE_7TH) >> 16, 0x7F7F)
+
+
+@triton.jit
 def encode_scale(
     amax,
     group,
@@ -148,6 +165,8 @@ def encode_scale(
     """
     if RULE >= TWO_LEVEL:
         return two_level_encode(amax, s_enc, RULE)
+    elif RULE == BF16:
+        return tl.minimum(tl.div_rn(1.0, as_f32(bf16_word(amax) << 16)), FLT_MAX)
     elif RULE == E8M0:
         return decode_e8m0(254 - e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN))
     else:
@@ -166,9 +185,13 @@ def stored_scale(
     GROUPED: tl.constexpr,
     ROUNDS_DOWN: tl.constexpr,
 ):
-    """The entry of the scale buffer: an f32 reciprocal, or an E8M0 or E4M3 code as int32."""
+    """The entry of the scale buffer: an f32 reciprocal, or as int32 the bits of a bf16 scale or an
+    E8M0 or E4M3 code.
+    """
     if RULE >= TWO_LEVEL:
         return two_level_byte(amax, s_enc, RULE)
+    elif RULE == BF16:
+        return bf16_word(amax)
     elif RULE == E8M0:
         return e8m0_byte(amax, group, LARGEST, GROUPED, ROUNDS_DOWN)
     else:
@@ -182,5 +205,7 @@ def decode_scale(stored, amax, RULE: tl.constexpr):
         return (decode(stored, "e4m3") * amax) * ONE_2688TH
     elif RULE == E8M0:
         return decode_e8m0(stored)
+    elif RULE == BF16:
+        return as_f32(stored << 16)
     else:
         return stored

@@ -34,7 +34,7 @@ class TileShape:
         """One tile a program; its height divides that of a block, or is a multiple of it."""
         assert fmt.block
         own = fmt.columnwise_block or (1, 1)
-        height = max(fmt.block[0], own[0])
+        height = max(fmt.block[0], own[0], elements // _WIDEST)
         width = max(fmt.block[1], own[1], min(_WIDEST, elements // height))
         height = min(height, elements // width)
         return TileShape(fmt, height, width, 1)
