@@ -246,6 +246,20 @@ def test_muon_is_planned_where_zerocast_owns_it(capsys):
         Setup(optimizer="sgd")
 
 
+@pytest.mark.parametrize("fmt", ["nvfp4:exact_in_fp8", "mxfp4"])
+def test_operands_in_fp8_are_planned(fmt):
+    """A byte an element of what products read of a block at once, of one weight under ZeroAdamW, beside kept copies too."""
+    numel = 512 * 128
+    copies = 2 * LAYERS * numel // 2
+    for setup, expected in (
+        (Setup("fsdp2", 2), 2 * numel),
+        (Setup("zero2", 2), numel),
+        (Setup("zero2", 2, config=ZeroConfig(keep_columnwise=True)), numel + copies),
+    ):
+        found = footprint(layers(), fmt, setup).memory["columnwise copies"]
+        assert 0 < found - expected <= 0.11 * expected, "and scales"
+
+
 def test_stage_1_keeps_gradients():
     one, two = (footprint(layers(), "nvfp4", Setup(parallel, 2)).memory for parallel in ("zero1", "zero2"))
     assert one["gradients"] - two["gradients"] == 2 * sum(math.prod(p.shape) for p in layers())

@@ -11,7 +11,6 @@ of gradients.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import torch
@@ -24,14 +23,14 @@ from zerocast.footprint.weight_bytes import (
     Collective,
     Placed,
     all_reduce,
-    copy_bytes,
     cut_groups,
     gradient_collective,
     moment_bytes,
+    operand_bytes,
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import cut_moment_groups, moment_groups, upcast_operand
+from zerocast.formats.layout import cut_moment_groups, moment_groups
 from zerocast.fsdp2.wire import MOST_KEPT, RowShards, ShardGeometry, weight_layout
 from zerocast.optim import ZeroConfig
 from zerocast.weight import QuantizedWeight
@@ -61,7 +60,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     not_kept = 0 if keeps_codes else sum(codes) - max(codes)
     memory = {
         "weights": sum(_sent(weight, shards) for weight in weights) - not_kept + unsharded,
-        "columnwise copies": max(sum(map(_operand_bytes, quantized(members))) for members in units.values()),
+        "columnwise copies": max(sum(map(operand_bytes, quantized(members))) for members in units.values()),
         "scales": 4 * len(weights) + packed + scales,
         "masters": owned * FP32,
         "moments": moment_bytes(owned, groups, config),
@@ -85,17 +84,6 @@ def _at_the_peak(by_unit: dict[int, int]) -> int:
     """The bytes of the root and of the two largest blocks, which are unsharded together."""
     blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
     return by_unit.get(ROOT, 0) + sum(blocks[-2:])
-
-
-@functools.lru_cache(maxsize=1024)
-def _operand_bytes(weight: QuantizedWeight) -> int:
-    """The bytes of what a product reads in place of gathered codes."""
-    if not weight.format.is_exact_in_fp8:
-        return copy_bytes(weight)
-    return sum(
-        math.prod(buffer.shape) * buffer.dtype.itemsize
-        for buffer in upcast_operand(weight.format, *weight.matrix_shape)
-    )
 
 
 def _rows(tensor: Tensor, shards: int) -> int:

@@ -15,6 +15,7 @@ from zerocast.formats.layout import (
     GradientMessage,
     buffers,
     round_up,
+    upcast_operand,
     weight_amax_counts,
 )
 from zerocast.optim import ZeroConfig
@@ -94,6 +95,19 @@ def copy_bytes(weight: QuantizedWeight) -> int:
     layout = buffers(fmt, weight.shape, weight.dtype)
     names = ["columnwise_data", "columnwise_scale_inv"] if fmt.block else ["columnwise_data"]
     return sum(_in_flat_buffer(layout[name]) for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def operand_bytes(weight: QuantizedWeight) -> int:
+    """The bytes of what a product reads in place of the rowwise codes: an operand in FP8 of formats
+    that are exact there, else a columnwise copy.
+    """
+    if not weight.format.is_exact_in_fp8:
+        return copy_bytes(weight)
+    return sum(
+        math.prod(buffer.shape) * buffer.dtype.itemsize
+        for buffer in upcast_operand(weight.format, *weight.matrix_shape)
+    )
 
 
 def moment_bytes(numel: int, groups: int, config: ZeroConfig) -> int:

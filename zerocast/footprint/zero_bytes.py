@@ -33,6 +33,7 @@ from zerocast.footprint.weight_bytes import (
     cut_groups,
     gradient_collective,
     moment_bytes,
+    operand_bytes,
     quantized,
     scale_bytes,
 )
@@ -76,10 +77,12 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
     # Stage 1 keeps all gradients of this rank until the step.
     all_gradients = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors)
     kept_gradients = all_gradients if stage == 1 else 0
-    copies = list(map(copy_bytes, weights)) or [0]
+    # Products make them one after another, of kept copies too where a format is exact in FP8.
+    made = [operand_bytes(weight) for weight in weights if weight.format.is_exact_in_fp8 or not config.keep_columnwise]
+    kept_copies = sum(map(copy_bytes, weights)) if config.keep_columnwise else 0
     memory = {
         "weights": sum(_flat(bucket, bucket.storage.codes) for bucket in buckets),
-        "columnwise copies": sum(copies) if config.keep_columnwise else max(copies),
+        "columnwise copies": kept_copies + max(made, default=0),
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
         "moments": _moments(buckets, cut, ranks, config) + _momentum(buckets, shard - cut, ranks, config),
