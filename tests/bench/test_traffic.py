@@ -103,5 +103,10 @@ def test_a_small_mxfp4_upcast_by_hand():
     assert traffic.upcast == 2 * (24_576 + 48 + 49_152 + 4 * 8)
 
 
+def test_a_small_upcast_of_exact_nvfp4_by_hand():
+    traffic = of(HALF, "nvfp4:exact_in_fp8")  # a weight has 16 x 12 tiles, and an operand one scale
+    assert traffic.upcast == 2 * (24_576 + 192 + 49_152 + 4)
+
+
 def test_per_tensor_scales_are_not_transposed():
     assert of(HALF, "fp8_current").transpose == 2 * 2 * 49_152
