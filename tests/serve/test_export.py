@@ -75,6 +75,15 @@ def compressed_mx(found: dict[str, Tensor], name: str, shape: torch.Size) -> Ten
     return unpack(found[f"{name}_packed"]) * torch.exp2(spread(scale, 1, 32, shape) - 127)
 
 
+def compressed_int4(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    packed, scale = found[f"{name}_packed"], found[f"{name}_scale"]
+    assert packed.dtype == torch.int32 and packed.shape == (shape[0], shape[1] // 8)
+    assert scale.dtype == torch.bfloat16 and scale.shape == (shape[0], shape[1] // 32)
+    assert found[f"{name}_shape"].tolist() == list(shape)
+    codes = (packed[..., None] >> 4 * torch.arange(8)) & 15  # the first of eight in the lowest bits
+    return (codes.reshape(shape) - 8) * spread(scale, 1, 32, shape)
+
+
 def modelopt(found: dict[str, Tensor], name: str, shape: torch.Size) -> Tensor:
     assert found[f"{name}_scale_2"].shape == ()
     return unpack(found[name]) * (spread(found[f"{name}_scale"], 1, 16, shape) * found[f"{name}_scale_2"])
@@ -120,6 +129,7 @@ CASES = [
     ("compressed-tensors", "nvfp4:exact_in_fp8=True", compressed),
     ("compressed-tensors", "mxfp4", compressed_mx),
     ("compressed-tensors", "mxfp4:exact_in_fp8=False,scale_rounding=floor", compressed_mx),
+    ("compressed-tensors", "int4", compressed_int4),
     ("compressed-tensors", "fp8_current", compressed_fp8),
     ("compressed-tensors", "fp8_delayed", compressed_fp8),
     ("compressed-tensors", "fp8_block", blocks),

@@ -20,6 +20,7 @@ ULP = 2**-8  # of bf16, relative: compressed-tensors multiplies in bf16, and hol
 QUICK = [
     ("llama, tied", "deepseek", "fp8_block", 0.0),
     ("llama", "compressed-tensors", "fp8_block", 0.0),
+    ("llama", "compressed-tensors", "int4", 0.0),
 ]
 MORE = [
     *((model, "deepseek", "fp8_block", 0.0) for model in ("llama", "qwen3", "mixtral", "qwen3_moe")),
@@ -30,6 +31,7 @@ MORE = [
     ("qwen3", "compressed-tensors", "nvfp4", ULP),
     ("mixtral", "compressed-tensors", "fp8_current", 2 * ULP),
     ("qwen3_moe", "compressed-tensors", "fp8_current", 2 * ULP),
+    *((model, "compressed-tensors", "int4", 0.0) for model in ("mixtral", "qwen3_moe")),
     *((model, "bf16", "nvfp4", 0.0) for model in ("llama", "llama, tied", "qwen3_moe")),
 ]
 CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]

@@ -94,7 +94,12 @@ class Run:
 
 
 CASES = [("modelopt", "nvfp4"), ("modelopt", "nvfp4:exact_in_fp8=True")]
-CASES += [("compressed-tensors", "mxfp8"), ("deepseek", "fp8_block"), ("bf16", "fp8_current")]
+CASES += [
+    ("compressed-tensors", "int4"),
+    ("compressed-tensors", "mxfp8"),
+    ("deepseek", "fp8_block"),
+    ("bf16", "fp8_current"),
+]
 
 
 def refit(fmt: str, naming: str) -> list[int]:

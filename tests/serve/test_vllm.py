@@ -30,6 +30,7 @@ pytestmark = [
 FORMATS = {
     "nvfp4": ["compressed-tensors", "modelopt"],
     "mxfp4": ["compressed-tensors"],
+    "int4": ["compressed-tensors"],
     "mxfp8:block=32x32": ["compressed-tensors", "modelopt"],
     "fp8_block": ["deepseek", "modelopt", "compressed-tensors"],
     "fp8_current": ["compressed-tensors", "modelopt"],

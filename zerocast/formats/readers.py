@@ -67,9 +67,14 @@ FUSED: Patterns = (
 )
 READERS: Mapping[str, Reader] = {
     "vllm": Reader(
-        "vllm", "0.32.0", FUSED, frozenset({"nvfp4", "mxfp4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"})
+        "vllm",
+        "0.32.0",
+        FUSED,
+        frozenset({"nvfp4", "mxfp4", "int4", "mxfp8", "fp8_block", "fp8_current", "fp8_delayed"}),
     ),
-    "sglang": Reader("sglang", "0.5.23", FUSED, frozenset({"nvfp4", "fp8_block", "fp8_current", "fp8_delayed"})),
+    "sglang": Reader(
+        "sglang", "0.5.23", FUSED, frozenset({"nvfp4", "int4", "fp8_block", "fp8_current", "fp8_delayed"})
+    ),
 }
 
 # Routers of experts, which engines do not quantize, and the block that they are in.

@@ -18,7 +18,7 @@ from zerocast.weight import QuantizedWeight
 TOP = 6.0 * 448.0
 # The tensors of a weight by the suffix after its name.
 Stored = Mapping[str, Tensor]
-_SUFFIXES = ("_packed", "_global_scale", "_scale", "_scale_2", "_scale_inv")
+_SUFFIXES = ("_packed", "_global_scale", "_scale", "_scale_2", "_scale_inv", "_shape")
 
 
 def dequantized(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat16) -> Iterator[tuple[str, Tensor]]:
@@ -44,6 +44,7 @@ def _is_weight(name: str, tensors: Mapping[str, Tensor]) -> bool:
 
 # The format by the dtypes of codes and scales.
 _FORMATS = {
+    (torch.int32, torch.bfloat16): "int4",
     (torch.uint8, torch.uint8): "mxfp4",
     (torch.uint8, torch.float8_e4m3fn): "nvfp4",
     (torch.float8_e4m3fn, torch.uint8): "mxfp8",
@@ -62,9 +63,9 @@ def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
     if key == "fp8_block" and scales.dim() == 1:
         key = "fp8_current"
         scales = scales[:1]
-    fmt = get_format(key)
+    fmt, codes = get_format(key), codes.view(torch.uint8)
     shape = codes.shape[0], codes.shape[1] * fmt.elements_per_byte
-    buffers = {"rowwise_data": codes.view(torch.uint8), "rowwise_scale_inv": _padded(name, fmt, shape, scales)}
+    buffers = {"rowwise_data": codes, "rowwise_scale_inv": _padded(name, fmt, shape, scales)}
     if key == "nvfp4":
         buffers["amax"] = _amax(name, stored, dtype)
     return QuantizedWeight.of_buffers(shape, fmt, dtype, buffers)

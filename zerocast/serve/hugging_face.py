@@ -121,7 +121,7 @@ def quantized_pieces(
                 raise ValueError(
                     f"{piece.name} is {fmt}: readers of {naming!r} take other values for experts of this format, or do not load "
                     "them; 'modelopt' has names for nvfp4 and mxfp8 experts, 'deepseek' for fp8_block, 'compressed-tensors' for "
-                    "per-tensor FP8"
+                    "int4 and per-tensor FP8"
                 )
             if fmt.name == "fp8_block" and naming == "deepseek":
                 _check_blocks(piece)
@@ -201,6 +201,7 @@ def _given_files(folder: Path) -> dict[str, bytes]:
 _WEIGHTS: Mapping[str, Mapping[str, Any]] = {
     "nvfp4": {"num_bits": 4, "group_size": 16, "strategy": "tensor_group", "scale_dtype": "torch.float8_e4m3fn"},
     "mxfp4": {"num_bits": 4, "group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"},
+    "int4": {"type": "int", "num_bits": 4, "group_size": 32, "strategy": "group"},
     "mxfp8": {"num_bits": 8, "group_size": 32, "strategy": "group", "scale_dtype": "torch.uint8"},
     "fp8_block": {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]},
     "fp8_current": {"num_bits": 8, "strategy": "tensor"},

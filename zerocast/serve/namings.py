@@ -5,17 +5,19 @@
 | `bf16` | all, dequantized | `weight` |
 | `compressed-tensors` | nvfp4 | `weight_packed`, `weight_scale`, `weight_global_scale` |
 | `compressed-tensors` | mxfp4 | `weight_packed`, `weight_scale` |
+| `compressed-tensors` | int4 | `weight_packed`, `weight_scale`, `weight_shape` |
 | `compressed-tensors` | mxfp8, fp8_block, fp8_current, fp8_delayed | `weight`, `weight_scale` |
 | `modelopt` | nvfp4 | `weight`, `weight_scale`, `weight_scale_2` |
 | `modelopt` | mxfp8, fp8_block, fp8_current, fp8_delayed | `weight`, `weight_scale` |
 | `deepseek` | fp8_block | `weight`, `weight_scale_inv` |
 
-Codes of nvfp4 and mxfp4 are u8 `[M, K/2]` with the even element in the low half, those of FP8
-`[M, K]` E4M3. Scales have no padding:
+Codes of nvfp4 and mxfp4 are u8 `[M, K/2]` with the even element in the low half, those of int4 the
+same bytes as int32 `[M, K/8]`, those of FP8 `[M, K]` E4M3. Scales have no padding:
 
 * nvfp4: E4M3 `[M, K/16]`; `weight_global_scale` is f32 `[1]`, 2688 / amax, and `weight_scale_2` f32
   `[]`, amax / 2688;
 * mxfp4, mxfp8: biased exponents, u8 `[M, K/32]`;
+* int4: bf16 `[M, K/32]`; `weight_shape` is `(M, K)`, int64;
 * fp8_block: f32 `[M/128, K/128]`, rounded up; `[M/128, 1, K/128, 1]` for modelopt;
 * fp8_current, fp8_delayed: f32 `[1]`; for modelopt the same scale for each row, f32 `[M]`. Its
   per-tensor algorithm takes the scale of activations from the checkpoint too, which only a
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import FormatSpec
-from zerocast.formats.element import E2M1, E4M3
+from zerocast.formats.element import E2M1, E4M3, INT4
 from zerocast.formats.layout import amax_grid
 from zerocast.weight import QuantizedWeight
 
@@ -64,22 +66,26 @@ class Layout:
         parts: makes the tensors of a weight.
         shares_amax: True if engines use one tensor amax for weights that they fuse.
         reads_experts: False if a reader of the naming cannot decode experts, or decodes them to
-            other values: transformers for compressed-tensors, which knows one scale a tensor; vLLM
-            for modelopt, whose FP8 experts have a scale of activations too.
+            other values: transformers for compressed-tensors, which knows int4 and one scale a
+            tensor; vLLM for modelopt, whose FP8 experts have a scale of activations too.
+        has_shape: True if the shape of a weight is stored beside it.
     """
 
     algorithm: str
     parts: Callable[[QuantizedWeight], Parts]
     shares_amax: bool = False
     reads_experts: bool = True
+    has_shape: bool = False
 
 
 def layout_of(naming: str, name: str, fmt: FormatSpec) -> Layout:
     """The layout of the weight `name`; ValueError if the naming has none for its format."""
     layouts = NAMINGS[naming]
-    if fmt.name not in layouts or fmt.element not in (E2M1, E4M3):
+    if fmt.name not in layouts or fmt.element not in (E2M1, E4M3, INT4):
         wanted = " and ".join(layouts)
-        raise ValueError(f"{name} is {fmt}; {naming} has names for {wanted} with E2M1 or E4M3 codes: export it as bf16")
+        raise ValueError(
+            f"{name} is {fmt}; {naming} has names for {wanted} with E2M1, E4M3 or INT4 codes: export it as bf16"
+        )
     return layouts[fmt.name]
 
 
@@ -124,6 +130,10 @@ def _compressed_mxfp4(weight: QuantizedWeight) -> Parts:
     return {"_packed": Part(weight.rowwise_data), "_scale": Part(_scales(weight, (1, 32)))}
 
 
+def _compressed_int4(weight: QuantizedWeight) -> Parts:
+    return {"_packed": Part(weight.rowwise_data.view(torch.int32)), "_scale": Part(_scales(weight, (1, 32)))}
+
+
 def _mxfp8(weight: QuantizedWeight) -> Parts:
     return {"": Part(_fp8_codes(weight)), "_scale": Part(_scales(weight, (1, 32)))}
 
@@ -160,6 +170,7 @@ NAMINGS: Mapping[str, Mapping[str, Layout]] = {
     "compressed-tensors": {
         "nvfp4": Layout("nvfp4-pack-quantized", _compressed_nvfp4, shares_amax=True, reads_experts=False),
         "mxfp4": Layout("mxfp4-pack-quantized", _compressed_mxfp4, reads_experts=False),
+        "int4": Layout("pack-quantized", _compressed_int4, has_shape=True),
         "mxfp8": Layout("mxfp8-quantized", _mxfp8, reads_experts=False),
         "fp8_block": Layout("float-quantized", _compressed_block, reads_experts=False),
         "fp8_current": Layout("float-quantized", _compressed_tensor),

@@ -59,9 +59,10 @@ def by_piece(
             make = partial(_dequantized, weight, matrices, piece)
             yield [StoredTensor(piece.name, torch.bfloat16, piece.shape, make)]
         return
-    parts = layout_of(naming, name, weight.format).parts(weight)
+    layout = layout_of(naming, name, weight.format)
+    parts = layout.parts(weight)
     for piece in pieces:
-        yield [
+        stored = [
             StoredTensor(
                 piece.name + suffix,
                 part.tensor.dtype,
@@ -70,6 +71,10 @@ def by_piece(
             )
             for suffix, part in parts.items()
         ]
+        if layout.has_shape:
+            make = partial(torch.tensor, piece.shape, device=weight.device)
+            stored.append(StoredTensor(f"{piece.name}_shape", torch.int64, (len(piece.shape),), make))
+        yield stored
 
 
 def plain_value(tensor: Tensor) -> Tensor:
