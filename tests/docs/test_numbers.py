@@ -80,8 +80,8 @@ COMPARED = {
 def test_the_table_of_the_first_page(name: str) -> None:
     """Speed and memory of a step beside the final loss of the same recipe."""
     row, variant = COMPARED[name]
-    report = (REPORTS / "2026-11-27-nvidia-h200-step-x2-shapes.md").read_text()
-    steps = dict(re.findall(r"^\| (.+?) \| ([\d.]+ .*) \|$", report.partition("## C")[0], re.MULTILINE))
+    report = (REPORTS / "2026-11-27-nvidia-h200-step.md").read_text()
+    steps = dict(re.findall(r"^\| (.+?) \| ([\d.]+ .*) \|$", report.partition("## B")[0], re.MULTILINE))
     milliseconds, *_, peak, _ = steps[row].split(" | ")
     speed = float(steps["FSDP2 bf16"].split(" | ")[0]) / float(milliseconds)
     shown = f"{speed:.2f}x" + f" ({milliseconds} ms)" * (name == "bf16")
