@@ -20,7 +20,7 @@ _SPEC.loader.exec_module(collect_pages)
 NAVIGATION: list[dict[str, Any]] = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 SOURCES: dict[str, str] = collect_pages.sources()
 PAGES = {place for place in SOURCES.values() if place.endswith(".md")}
-AT_THE_TOP, IN_A_SECTION = 10, 12
+AT_THE_TOP, IN_A_SECTION = 10, 13
 AUDIENCES = (
     "Megatron",
     "FSDP2",
