@@ -273,7 +273,8 @@ def transposed_codes(backend: str, format: str, row_data: Tensor, rows: int, col
     transposition = _transposition(backend, format, ((rows, columns),), row_data.device)
     checks.check_plain("data", row_data, transposition.dtypes, transposition.numel, row_data.device)
     ((shape, _, _),) = transposition.made
-    data = row_data.new_empty(shape)
+    # `new_empty` calls `empty`. Every product allocates such an operand.
+    data = torch.empty(shape, dtype=row_data.dtype, device=row_data.device)
     transposition.run([row_data], [], [data], [])
     return data
 
@@ -287,14 +288,13 @@ def transposed_together(
     The caller has checked the tensors.
     """
     transposition = _transposition(backend, format, shapes, row_data[0].device)
-    data = [codes.new_empty(shape) for codes, (shape, _, _) in zip(row_data, transposition.made, strict=True)]
+    dtype, device = row_data[0].dtype, row_data[0].device
+    data = [torch.empty(shape, dtype=dtype, device=device) for shape, _, _ in transposition.made]
     if get_format(format).block is None:
         transposition.run(row_data, [], data, [])
-        nothing = row_data[0].new_empty(0, dtype=torch.float32)
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
         return [(codes, nothing) for codes in data]
-    scales = [
-        codes.new_empty(shape, dtype=dtype) for codes, (_, shape, dtype) in zip(data, transposition.made, strict=True)
-    ]
+    scales = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in transposition.made]
     transposition.run(row_data, row_scales, data, scales)
     return list(zip(data, scales, strict=True))
 
@@ -421,10 +421,9 @@ def upcast_together(
     The caller has checked the tensors.
     """
     made_shapes = [_upcast_shapes(format, rows, columns, transposed) for rows, columns in shapes]
-    codes = [one.new_empty(shape) for one, (shape, _) in zip(data, made_shapes, strict=True)]
-    group_scale_inv = [
-        one.new_empty(shape, dtype=torch.float32) for one, (_, shape) in zip(data, made_shapes, strict=True)
-    ]
+    dtype, device = data[0].dtype, data[0].device
+    codes = [torch.empty(shape, dtype=dtype, device=device) for shape, _ in made_shapes]
+    group_scale_inv = [torch.empty(shape, dtype=torch.float32, device=device) for _, shape in made_shapes]
     made = list(zip(codes, group_scale_inv, strict=True))
     together = getattr(backends.load(backend), "upcast_together", None)
     if together is not None:

@@ -28,7 +28,7 @@ from zerocast.fsdp2.torch_fsdp import MasterMemory
 from zerocast.fsdp2.weight import LOAD, FSDPWeight, Presentation
 from zerocast.optim.untrained_checks import COMPARED_AFTER
 from zerocast.verification.verify import verify
-from zerocast.weight.validity import Use, Validity
+from zerocast.weight.validity import Use, Validity, changed
 
 BETWEEN = "call switch after a step, or after zero_grad(), and before the next forward pass"
 
@@ -168,8 +168,8 @@ class CastManager(Driver[ShardPlan]):
         """Mark the weights that a cast may have changed as changed. No cast is due any longer."""
         self._steps += not repeat
         one_has_stepped = self._stepped and len(self._steppers) == 1
-        for weight in self.weights if one_has_stepped else self.plan.changed:
-            weight.validity.changed()
+        changed_weights = self.weights if one_has_stepped else self.plan.changed
+        changed([weight.validity for weight in changed_weights])
         self._is_due = self._stepped = False
         self.plan.param_groups.after_cast()
 

@@ -80,7 +80,7 @@ def turned(codes: Tensor) -> Tensor:
 def turned_like(codes: Tensor) -> Tensor:
     """Uninitialized memory for the result of `turned`."""
     rows, k = codes.shape
-    return codes.new_empty((k, -(-rows // ROWS) * ROWS))
+    return torch.empty((k, -(-rows // ROWS) * ROWS), dtype=codes.dtype, device=codes.device)
 
 
 def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> BothWays:
@@ -88,21 +88,23 @@ def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> 
     rows = -(-x.shape[0] // ROWS) * ROWS
     k = x.shape[1]
     row_groups = -(-rows // width)
-    codes = x.new_empty((rows, k), dtype=element.dtype)
-    turned = x.new_empty((k, rows), dtype=element.dtype)
-    # cuBLAS reads scales column by column, so they are allocated transposed. Scales of square
-    # blocks have their number of rows padded to a multiple of 4, as those of a weight.
-    turned_shape = (k // width, -(-row_groups // 4) * 4) if is_square else (row_groups, k)
-    scale_inv = x.new_empty((k // width, rows), dtype=torch.float32)
-    turned_scale_inv = x.new_empty(turned_shape, dtype=torch.float32)
-    return codes, scale_inv.t(), turned, turned_scale_inv.t()
+    # `new_empty` calls `empty`, and a view is one more call. Every product allocates these.
+    device = x.device
+    codes = torch.empty((rows, k), dtype=element.dtype, device=device)
+    turned = torch.empty((k, rows), dtype=element.dtype, device=device)
+    # cuBLAS reads scales column by column. Scales of square blocks have their number of rows padded
+    # to a multiple of 4, as those of a weight.
+    shape = (-(-row_groups // 4) * 4, k // width) if is_square else (k, row_groups)
+    scale_inv = torch.empty_strided((rows, k // width), (1, rows), dtype=torch.float32, device=device)
+    turned_scale_inv = torch.empty_strided(shape, (1, shape[0]), dtype=torch.float32, device=device)
+    return codes, scale_inv, turned, turned_scale_inv
 
 
 def tensor_both_ways_like(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
     """Uninitialized memory for the results of `inputs.per_tensor_both_ways`."""
     rows, k = x.shape
-    codes = x.new_empty((rows, k), dtype=element.dtype)
-    scale_inv = x.new_empty(1, dtype=torch.float32)
+    codes = torch.empty((rows, k), dtype=element.dtype, device=x.device)
+    scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     return codes, scale_inv, turned_like(codes)
 
 

@@ -383,6 +383,13 @@ class Validity:
             )
 
 
+def changed(validities: Iterable[Validity]) -> None:
+    """Record that all of these weights have other values, as a step changes them."""
+    version = next(_versions)
+    for validity in validities:
+        validity.version = version
+
+
 def gathered(validities: Iterable[Validity]) -> None:
     """Record that weights hold the bytes of another gather, which has completed. Columnwise copies
     that were made before are stale.
