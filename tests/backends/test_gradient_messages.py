@@ -9,6 +9,7 @@ from torch import Tensor
 from tests import devices
 from tests.formats import model
 from tests.matrices import F32, bit_patterns
+from zerocast.backends import ops
 from zerocast.formats.layout import GradientMessage
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -86,3 +87,25 @@ def test_no_elements(any_backend: str) -> None:
     """A part without elements has an empty message, and nothing is written."""
     assert messages_of(any_backend, torch.empty(0), 3).size == 0
     devices.stage(any_backend, "add_gradients")(torch.empty(0, dtype=torch.uint8), 3, 3, True, torch.empty(0))
+
+
+@pytest.mark.parametrize("stage", ["quantize_gradient", "add_gradients"])
+def test_what_is_no_gradient_or_no_message_is_refused(stage: str) -> None:
+    """On every backend alike, before a kernel reads or writes it."""
+    grad = torch.ones(256)
+    sent = torch.zeros(2 * GradientMessage(128).nbytes, dtype=torch.uint8)
+    bad: list[tuple[Tensor, Tensor, type[Exception]]] = [
+        (grad.int(), sent, TypeError),
+        (torch.ones(512)[::2], sent, ValueError),
+        (grad, sent.view(torch.int8), TypeError),
+        (grad, sent.repeat_interleave(2)[::2], ValueError),
+        (grad, sent[:-16], ValueError),
+    ]
+    for flat, messages, error in bad:
+        arguments = (
+            {"grad": flat, "parts": 2, "messages": messages}
+            if stage == "quantize_gradient"
+            else {"messages": messages, "parts": 2, "divisor": 2, "adds": False, "out": flat[: len(flat) // 2]}
+        )
+        with pytest.raises(error):
+            getattr(ops, stage)("reference", **arguments)

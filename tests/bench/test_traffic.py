@@ -87,6 +87,7 @@ def test_a_small_fp8_block_cast_by_hand():
     assert traffic.packed == 2 * (2 * 4)
     assert traffic.scales == 2 * (8 * 4)
     assert traffic.cast == 2 * 196_608 + 2 * 16 + 64 + 49_152
+    assert traffic.cast_of_own_scales == 2 * 196_608 + (2 * 16 + 64) // 2 + 49_152
     assert traffic.transpose == 2 * (2 * 49_152 + 4 * 4 + 8 * 4)
 
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tests import casts
-from zerocast import CastPlan, QuantizedWeight
+from zerocast import CastPlan, QuantizedWeight, Recipe, quantize_
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import ONE_PROCESS
+from zerocast.quantize import cast_whole
 
 FORMATS = (
     "fp8_delayed:amax_history_len=3",
@@ -178,3 +179,13 @@ def test_launches_do_not_grow_with_the_weights(flat: bool) -> None:
         into_flat_buffer(weights, name)
     delayed = DelayedScaling({f"{i}": w.state.buffers for i, w in enumerate(weights)}, torch.device("cpu"))
     assert (len(delayed._scales), len(delayed._histories)) == ((1, 1) if flat else (40, 40))
+
+
+def test_a_whole_value_is_scaled_by_the_amaxes_before_it() -> None:
+    """As in every cast; only a weight that is made takes the scale of its first value."""
+    layer, value = torch.nn.Linear(64, 64, bias=False), torch.randn(64, 64)
+    quantize_(layer, Recipe({"weight": "fp8_delayed"}))
+    for factor in (1, 16):
+        cast_whole(layer.weight, value * factor)
+    expected = value.abs().max() / 448
+    assert layer.weight.state.buffers["rowwise_scale_inv"].item() == pytest.approx(expected.item())
