@@ -270,6 +270,9 @@ class EngineReceiver:
             tensors = self._stored(bucket)
             for tensor in tensors:
                 self._bytes_group.all_reduce_max(as_bytes(tensor), "the bytes of an engine")
+            # Of a tensor that several ranks hold, the maximum hides a copy with smaller bytes.
+            if differing is None and not self._holds(bucket, tensors):
+                differing = bucket.layout[0][0]
             if stage.payloads:
                 self._change(tensors, header, stage.payloads[index])
             # Every rank goes through all buckets, for the others' reductions.
@@ -280,6 +283,16 @@ class EngineReceiver:
                 f"the engine's bytes of {differing} and what came with it would not be those of the sender: something else wrote "
                 f"to them, such as a reload or a wake-up from sleep level 2, or the engine laid them out again; {ASK}"
             )
+
+    def _holds(self, bucket: _Bucket, tensors: Sequence[Tensor]) -> bool:
+        """Return True if the engine's bytes on this rank are those of the stored tensors."""
+        own = self._weights.tensors()
+        pairs = (
+            (region.stored.of(stored), region.own.of(own[region.name]).to(stored.device))
+            for (name, _, _), stored in zip(bucket.layout, tensors, strict=True)
+            for region in bucket.regions.get(name, [])
+        )
+        return all(torch.equal(as_bytes(whole.contiguous()), as_bytes(part.contiguous())) for whole, part in pairs)
 
     def _write(self, stage: _Stage) -> None:
         """Write the changes of a delta to the engine."""
