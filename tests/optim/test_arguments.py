@@ -246,25 +246,27 @@ def test_values_that_went_out_of_range(kind: str, key: str, value: Any) -> None:
     assert all(same)
 
 
-def stepped_on_ranks(bad_ranks: list[int]) -> tuple[str, bool]:
+def stepped_on_ranks(bad_ranks: list[int], kind: type[ZeroAdamW | ZeroMuon] = ZeroAdamW) -> tuple[str, bool]:
     """The error of a step whose learning rate is NaN on some ranks, and whether the bias is what it was."""
     net = linear()
-    optimizer = ZeroAdamW(net.named_parameters(), config=ZeroConfig(bucket_size=1))
+    groups: Any = [{"params": [(name, parameter)], "use_muon": name == "weight"} for name, parameter in net.named_parameters()]
+    optimizer = kind(net.named_parameters() if kind is ZeroAdamW else groups, config=ZeroConfig(bucket_size=1))
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
     before = net.bias.detach().clone()
     if dist.get_rank() in bad_ranks:
-        optimizer.param_groups[0]["lr"] = NAN
+        optimizer.param_groups[-1]["lr"] = NAN
     error = error_of(optimizer.step)
     assert optimizer.skipped_steps == 0
     return error, torch.equal(net.bias, before)
 
 
-def test_values_out_of_range_are_told_to_all_ranks(ranks: Ranks) -> None:
-    """Also where one rank alone has them."""
-    for error, same in ranks(2)(stepped_on_ranks, [0, 1]):
+@pytest.mark.parametrize("kind", [ZeroAdamW, ZeroMuon])
+def test_values_out_of_range_are_told_to_all_ranks(ranks: Ranks, kind: type[ZeroAdamW | ZeroMuon]) -> None:
+    """Also where one rank alone has them, which then sends its gradients to those that step matrices."""
+    for error, same in ranks(2)(stepped_on_ranks, [0, 1], kind):
         assert error == "ValueError: lr is out of range: nan"
         assert same
-    for error, _ in ranks(2)(stepped_on_ranks, [1]):
+    for error, _ in ranks(2)(stepped_on_ranks, [1], kind):
         assert error.startswith("RuntimeError: ranks make different calls")
         assert "lr is out of range: nan" in error
 

@@ -253,10 +253,13 @@ class CastDriver(Driver[CastPlan]):
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
-    def step(self, launch: Callable[[], None], take_part: Callable[[], None]) -> None:
+    def step(
+        self, launch: Callable[[], None], before_cast: Callable[[], None], after_cast: Callable[[], None]
+    ) -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
 
-        A rank that cannot calls `take_part` for what `launch` reduces after the cast.
+        A rank that cannot calls `before_cast` and `after_cast`, which take part in the collectives
+        of `launch` before and after those of the cast.
 
         Collective. Call `ready` first, whose problem all ranks raise here. What raises in here
         leaves masters and weights partial, unless no rank was ready.
@@ -264,9 +267,10 @@ class CastDriver(Driver[CastPlan]):
         if self.plan.problem is not None:
 
             def gather() -> None:
-                take_part()
+                after_cast()
                 self._gather()
 
+            before_cast()
             self.plan.take_part(gather, "an optimizer step", masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():

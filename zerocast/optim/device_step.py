@@ -82,8 +82,12 @@ class DeviceStep:
             self.clip.fill_(1.0)
         return clipped
 
-    def take_part(self) -> None:
-        """Take part in the collective of a step that this rank cannot make."""
+    def take_part_before_cast(self) -> None:
+        """Take part in what `launch` sends before the cast, in a step that this rank cannot make."""
+        self._muon.take_part(self.gradients.flat)
+
+    def take_part_after_cast(self) -> None:
+        """Take part in what `launch` reduces after the cast, in a step that this rank cannot make."""
         if self._masters.eight_bit is not None:
             self._masters.eight_bit.cut_groups.take_part()
 

@@ -109,6 +109,10 @@ class MuonStep:
         self._exchange.deliver(gradients, lambda gradient: self._step(next(matrices), gradient, clip, skip))
         assert next(matrices, None) is None
 
+    def take_part(self, gradients: Tensor) -> None:
+        """Send this rank's shard of the gradients to the ranks that step, and step nothing."""
+        self._exchange.deliver(gradients, lambda gradient: None)
+
     def _step(self, matrix: SteppedMatrix, gradient: Tensor, clip: Tensor, skip: Tensor) -> None:
         master = matrix.master.detach()
         momentum = matrix.read_momentum()
