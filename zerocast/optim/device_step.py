@@ -83,11 +83,11 @@ class DeviceStep:
         return clipped
 
     def take_part_before_cast(self) -> None:
-        """Take part in what `launch` sends before the cast, in a step that this rank cannot make."""
+        """In a step that this rank cannot make, take part in what `launch` sends before the cast."""
         self._muon.take_part(self.gradients.flat)
 
     def take_part_after_cast(self) -> None:
-        """Take part in what `launch` reduces after the cast, in a step that this rank cannot make."""
+        """In a step that this rank cannot make, take part in what it reduces after the cast."""
         if self._masters.eight_bit is not None:
             self._masters.eight_bit.cut_groups.take_part()
 
