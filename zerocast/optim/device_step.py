@@ -83,7 +83,7 @@ class DeviceStep:
         return clipped
 
     def take_part_before_cast(self) -> None:
-        """In a step that this rank cannot make, take part in what `launch` sends before the cast."""
+        """Send gradients for `launch` of the other ranks, in a step that this rank cannot make."""
         self._muon.take_part(self.gradients.flat)
 
     def take_part_after_cast(self) -> None:
