@@ -29,6 +29,7 @@ NOT_TORCH = {
     "_of_ranks",
     "_scale_2",
     "_scale_inv",
+    "_shape",
     "_slice_file",
 }
 
