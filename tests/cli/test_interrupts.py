@@ -182,7 +182,7 @@ def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: 
 def test_nothing_half_written_is_left_of_an_export(tmp_path: Path, monkeypatch: Any, capfd: Any, to: str) -> None:
     torch.save({"w": torch.ones(64, 64), "v": torch.ones(64, 64)}, tmp_path / "masters.pt")
     if to == "safetensors":
-        monkeypatch.setattr(write, "_add", press)
+        monkeypatch.setattr(write.TensorWriter, "add", press)
     else:
         monkeypatch.setattr(
             "zerocast.serve.from_masters._master", press

@@ -64,8 +64,8 @@ def launches_of(model: Any, rows: int = 32) -> tuple[Counter[str], list[Tensor]]
     counts: Counter[str] = Counter()
 
     def note(frame: Any, event: str, argument: Any) -> None:
-        name = getattr(argument, "__name__", "")
-        if event == "c_call" and name in ("transpose", "upcast", "upcast_together"):
+        name = argument.__name__ if event == "c_call" else ""
+        if name in ("transpose", "upcast", "upcast_together"):
             counts[name] += frame.f_code.co_filename.endswith("backends/cpu.py")
 
     sys.setprofile(note)

@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import count, groupby
@@ -64,7 +65,7 @@ def _recorded_with(runs: list[dict[str, Any]]) -> str:
             dates[_machine(run, device)].add(run["date"])
         found[device] = {f"{machine} ({', '.join(sorted(days))})" for machine, days in dates.items()}
     parts = [f"{what}: {', '.join(sorted(values))}" for what, values in found.items() if values]
-    return f"Recorded with {'; '.join(parts)}."
+    return textwrap.fill(f"Recorded with {'; '.join(parts)}.", 100, break_on_hyphens=False)
 
 
 def _packages(run: dict[str, Any]) -> set[str]:

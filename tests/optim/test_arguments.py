@@ -249,7 +249,9 @@ def test_values_that_went_out_of_range(kind: str, key: str, value: Any) -> None:
 def stepped_on_ranks(bad_ranks: list[int], kind: type[ZeroAdamW | ZeroMuon] = ZeroAdamW) -> tuple[str, bool]:
     """The error of a step whose learning rate is NaN on some ranks, and whether the bias is what it was."""
     net = linear()
-    groups: Any = [{"params": [(name, parameter)], "use_muon": name == "weight"} for name, parameter in net.named_parameters()]
+    groups: Any = [
+        {"params": [(name, parameter)], "use_muon": name == "weight"} for name, parameter in net.named_parameters()
+    ]
     optimizer = kind(net.named_parameters() if kind is ZeroAdamW else groups, config=ZeroConfig(bucket_size=1))
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
     before = net.bias.detach().clone()

@@ -244,7 +244,7 @@ def test_shards_of_fsdp2_export_as_the_whole_model(ranks, tmp_path):
         ("gguf", "nvfp4", "naming is one of bf16, compressed-tensors, modelopt, deepseek, got 'gguf'"),
         ("deepseek", "nvfp4", "up.weight is nvfp4; deepseek has names for fp8_block"),
         ("modelopt", "mxfp4", "up.weight is mxfp4; modelopt has names for nvfp4 and mxfp8"),
-        ("deepseek", "fp8_block:element=e5m2", "with E2M1 or E4M3 codes: export it as bf16"),
+        ("deepseek", "fp8_block:element=e5m2", "with E2M1, E4M3 or INT4 codes: export it as bf16"),
     ],
 )
 def test_what_has_no_place(tmp_path, naming, fmt, message):

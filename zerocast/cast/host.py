@@ -253,9 +253,7 @@ class CastDriver(Driver[CastPlan]):
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
-    def step(
-        self, launch: Callable[[], None], before_cast: Callable[[], None], after_cast: Callable[[], None]
-    ) -> None:
+    def step(self, launch: Callable[[], None], before_cast: Callable[[], None], after_cast: Callable[[], None]) -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
 
         A rank that cannot calls `before_cast` and `after_cast`, which take part in the collectives

@@ -19,6 +19,7 @@ from zerocast.cli.output import Progress
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import get_format
 from zerocast.formats.layout import BUFFERS
+from zerocast.formats.spec import Columnwise
 from zerocast.optim import ZeroAdamW, ZeroConfig
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
 
@@ -179,7 +180,9 @@ def _tensors(backend: str, model: nn.ParameterDict, optimizer: ZeroAdamW) -> Ite
             if tensor is not None:
                 yield f"{fmt}: {name}", tensor
         if weight is not None:
-            for columnwise in (False, True):
+            # A format without a columnwise copy is read as it is stored.
+            has_columns = parameter.format.columnwise is not Columnwise.NONE
+            for columnwise in (False, True) if has_columns else (False,):
                 data, scale_inv = parameter.direction(columnwise)
                 arguments = str(parameter.format), data, scale_inv, parameter.amax, *parameter.matrix_shape, columnwise
                 direction = "columnwise" if columnwise else "rowwise"

@@ -31,7 +31,7 @@ ROWS = 128
 LOWEST = -149
 BINADES = 127 - LOWEST + 1
 # A scaled value above the limit of an element would round to a larger code than the element has.
-LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0}
+LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0, "int4": 7.5}
 
 
 @dataclass(frozen=True)
