@@ -77,13 +77,7 @@ def left_behind(optimizer: str) -> list[list[str]]:
     return found
 
 
-# Since 2026-11-27 something of a dropped model outlives one collection on two ranks, not on one.
-KEPT = pytest.mark.xfail(reason="a model trained by FusedAdamW on two ranks is not freed by one collection")
-
-
-@pytest.mark.parametrize(
-    "optimizer", [pytest.param("FusedAdamW", marks=KEPT), models.slow("AdamW"), models.slow("8-bit moments")]
-)
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", models.slow("AdamW"), models.slow("8-bit moments")])
 def test_a_model_that_is_dropped_is_freed(ranks: Ranks, optimizer: str) -> None:
     """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage
     collector does not look into.

@@ -68,7 +68,7 @@ class CastGroup:
         # stages fill.
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
-        self._gather_casts: list[GatherCast] = []
+        self._gather_casts: list[tuple[ParamGroup, GatherCast]] = []
         self._lay_out(groups)
 
     def build_tables(self) -> None:
@@ -77,8 +77,8 @@ class CastGroup:
         """
         tables = functools.partial(_tables_of, self.shards, self.amaxes, self._device, self._backend)
         try:
-            for gather_cast in self._gather_casts:
-                gather_cast.build_tables()
+            for group, gather_cast in self._gather_casts:
+                gather_cast.build_tables(group.weights, self.shards, self.amaxes.offsets, self.delayed)
             self._tables_without = TablesOfSets(lambda names: tables(without=names))
             # The rows of blocks that a boundary between shards cuts.
             self._cut_rows_of = TablesOfSets(
@@ -120,9 +120,8 @@ class CastGroup:
             for group, own in zip(members, sent, strict=True):
                 cast_codes = None
                 if not self.keep_codes:
-                    amaxes = self.amaxes.offsets, self.amaxes.buffer
-                    gather_cast = GatherCast(group.weights, layout, self.shards, *amaxes, self.delayed, self._backend)
-                    self._gather_casts.append(gather_cast)
+                    gather_cast = GatherCast(layout, self.amaxes.buffer, self._backend)
+                    self._gather_casts.append((group, gather_cast))
                     cast_codes = gather_cast.cast
                 group.lay_out(layout, own, cast_codes)
         self._sent = all_sent.view(torch.int32)
@@ -197,7 +196,7 @@ class CastGroup:
 
     def note_masters(self, *, are_there: bool) -> None:
         """Note whether gathers can read the masters. If not, they send zeros for codes."""
-        for gather_cast in self._gather_casts:
+        for _, gather_cast in self._gather_casts:
             gather_cast.has_masters = are_there
 
     def stamp(self, generation: int | None) -> None:
@@ -225,7 +224,7 @@ class CastGroup:
         """Keep the codes of the masters as they are now, by the scales of the last cast. The host
         waits for a GPU once, since gathers to come run on another stream.
         """
-        for gather_cast in self._gather_casts:
+        for _, gather_cast in self._gather_casts:
             gather_cast.hold()
         self.synchronize()
 
@@ -298,12 +297,8 @@ class GatherCast:
     weights of its forward pass: `hold` keeps their codes until the next cast.
 
     Args:
-        weights: the weights of the group.
-        layout: the layout of the bytes that it sends.
-        shards: the shards of this rank, by name. Weights without a row on this rank are left out.
-        offsets: the places of each weight's amaxes in `packed`.
+        layout: the layout of the bytes that the group sends.
         packed: the amaxes of the last cast.
-        delayed: the scales of the last cast, from which delayed scaling has moved on.
         backend: a name from `zerocast.backends`.
 
     Attributes:
@@ -312,16 +307,11 @@ class GatherCast:
 
     def __init__(
         self,
-        weights: Sequence[FSDPWeight],
         layout: GatherLayout,
-        shards: Mapping[str, MasterShard],
-        offsets: Mapping[str, tuple[int, int]],
         packed: Tensor,
-        delayed: DelayedScaling,
         backend: str,
     ) -> None:
-        self._weights, self._shards, self._offsets = weights, shards, offsets
-        self._packed, self._delayed, self._backend = packed, delayed, backend
+        self._packed, self._backend = packed, backend
         self.has_masters = True
         # One buffer has the codes of all weights. `_sizes` are the bytes of each set of codes and
         # of the gap after it, `_sets` the sets of each weight, by direction.
@@ -338,18 +328,34 @@ class GatherCast:
         self._held: list[Sequence[Tensor]] | None = None
         self._nothing = torch.empty(0, dtype=torch.uint8, device=packed.device).untyped_storage()
 
-    def build_tables(self) -> None:
-        """Build the tables of casts. Called before the first one."""
+    def build_tables(
+        self,
+        weights: Sequence[FSDPWeight],
+        shards: Mapping[str, MasterShard],
+        offsets: Mapping[str, tuple[int, int]],
+        delayed: DelayedScaling,
+    ) -> None:
+        """Build the tables of casts. Called before the first one.
+
+        The weights are not kept: FSDP2 holds this object, and a dropped model would outlive a
+        collection.
+
+        Args:
+            weights: the weights of the group.
+            shards: the shards of this rank, by name. Weights without a row here are left out.
+            offsets: the places of each weight's amaxes in `packed`.
+            delayed: the scales of the last cast, from which delayed scaling has moved on.
+        """
         memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._packed.device)
         tables = WeightTables(self._packed.device, self._backend)
-        for weight, codes in zip(self._weights, self._by_weight(memory), strict=True):
-            shard = self._shards.get(weight.name)
+        for weight, codes in zip(weights, self._by_weight(memory), strict=True):
+            shard = shards.get(weight.name)
             if shard is None:
                 continue
             buffers = {name: buffer for name, buffer in shard.weight.state.buffers.items() if buffer is not None}
-            if (scale := self._delayed.cast_scale(weight.name)) is not None:
+            if (scale := delayed.cast_scale(weight.name)) is not None:
                 buffers["scale"] = scale
-            tables.of(shard.weight).add_shard(weight.shard_over(codes, buffers), self._offsets[weight.name])
+            tables.of(shard.weight).add_shard(weight.shard_over(codes, buffers), offsets[weight.name])
         # Like the bases of codes below, they live as long as the group.
         self._tables = tables.freeze()
         self._bases = [base for table in self._tables for name in CODES for base in table.buffers[name].tensors]
