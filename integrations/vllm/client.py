@@ -32,11 +32,11 @@ class VllmServer:
         self._timeout = timeout
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect every worker."""
+        """Connect every worker of the engine to the folder of messages."""
         self._post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin a refit."""
+        """Begin a refit on every worker, while requests go on."""
         self._post("start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class VllmServer:
         self._post(f"pause?mode={self._mode}&clear_cache=true", {})
 
     def resume(self) -> None:
-        """Let requests compute again."""
+        """Let requests compute again, with the weights of the refit."""
         self._post("resume", {})
 
     def _post(self, path: str, body: dict[str, Any]) -> None:
@@ -79,11 +79,11 @@ class OfflineVllm:
         self._llm = llm
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Connect every worker."""
+        """Connect every worker of the engine to the folder of messages."""
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin a refit."""
+        """Begin a refit on every worker, while requests go on."""
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -101,5 +101,5 @@ class OfflineVllm:
         self._llm.reset_mm_cache()
 
     def resume(self) -> None:
-        """Let requests compute again."""
+        """Let requests compute again, with the weights of the refit."""
         self._llm.wake_up(tags=["scheduling"])

@@ -62,7 +62,7 @@ class VllmWeights:
         return {name: tensor for name, tensor in self._map.model_tensors.items() if name not in self._layers.aliases}
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Through vLLM's own processing."""
+        """Write whole tensors, through the processing that vLLM does after it loads them."""
         self._layers.load(values)
 
     def tensors(self) -> Mapping[str, Tensor]:

@@ -39,5 +39,5 @@ class ZerocastTrainerEngine(TrainerWeightTransferEngine[ZerocastTrainerInitInfo]
         self._sender.refit()
 
     def shutdown(self) -> None:
-        """Remove the folder."""
+        """Remove the folder of messages, after the last refit."""
         self._sender.close()
