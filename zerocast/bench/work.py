@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from zerocast.bench.shard import STANDARD_DEVIATION, Shard
 from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate, Hyperparameters
 from zerocast.cast.tables import WeightTable
+from zerocast.formats import get_format
 from zerocast.formats.layout import GradientMessage
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 
@@ -77,17 +79,20 @@ def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
         shard.plan.cast()
-        # The codes and scales of the last weight.
-        upcast_buffers: list[Tensor] = []
+        operands: list[Tensor] = []  # of the last layer
 
         def run() -> None:
-            for weight in shard.weights:
-                codes = weight.rowwise_data, weight.rowwise_scale_inv
-                upcast_buffers[:] = ops.upcast(
-                    place.backend, fmt, *codes, weight.amax, *weight.matrix_shape, transposed
-                )
+            in_layer = len(workload.layer)
+            for first in range(0, len(shard.weights), in_layer):
+                layer = shard.weights[first : first + in_layer]
+                data = [weight.rowwise_data for weight in layer]
+                scale_inv = [weight.rowwise_scale_inv for weight in layer]
+                amaxes = [weight.amax for weight in layer if get_format(fmt).exact_scales]
+                shapes = tuple(weight.matrix_shape for weight in layer)
+                made = ops.upcast_together(place.backend, fmt, data, scale_inv, amaxes, shapes, transposed)
+                operands[:] = chain.from_iterable(made)
 
-        return Job(in_a_graph(run, place.device), lambda: upcast_buffers)
+        return Job(in_a_graph(run, place.device), lambda: operands)
 
     return build
 
@@ -109,8 +114,8 @@ def in_a_graph(run: Callable[[], None], device: torch.device) -> Callable[[], ob
     return graph.replay
 
 
-# Jobs that make the E4M3 operands of every weight, one weight after another: those of the forward
-# pass, and those of the input gradients.
+# Jobs that make the E4M3 operands of every weight, layer by layer, as if each layer was gathered by
+# itself: those of the forward pass, and those of the input gradients.
 upcast = _upcast(transposed=False)
 upcast_transposed = _upcast(transposed=True)
 

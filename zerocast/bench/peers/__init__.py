@@ -42,12 +42,11 @@ def fused_adamw(workload: Workload, fmt: str, place: Place) -> Job:
 
 
 def copies(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of one copy for every weight: 3/4 byte an element read and written, which is as much
-    traffic as `upcast` has. No kernel that is launched once for each weight can be faster.
+    """Job of one copy for every layer: 3/4 byte an element read and written, which is as much
+    traffic as `upcast` has. No kernel that is launched once for each layer can be faster.
     """
-    sources = [
-        torch.ones(math.prod(shape) * 3 // 4, dtype=torch.uint8, device=place.device) for shape in workload.shapes
-    ]
+    layer_bytes = sum(map(math.prod, workload.layer)) * 3 // 4
+    sources = [torch.ones(layer_bytes, dtype=torch.uint8, device=place.device) for _ in range(workload.layers)]
     targets = [torch.empty_like(source) for source in sources]
 
     def run() -> None:
