@@ -66,12 +66,16 @@ class VllmWeights:
         self._layers.load(values)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Views of what kernels read, or copies where kernels have the bytes in another order."""
+        """Views of what kernels read, or the bytes before processing where kernels have others."""
         return self._layers.tensors()
 
     def written(self, names: Iterable[str]) -> None:
         """Replay vLLM's processing where kernels have copies."""
         self._layers.written(names)
+
+    def check(self) -> None:
+        """ValueError unless those copies are what the processing gave."""
+        self._layers.check()
 
 
 class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo]):

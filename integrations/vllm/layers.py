@@ -3,8 +3,9 @@
 After a load vLLM lets the kernel of each layer process its weights. Some kernels read them where
 they are, possibly as a transpose; then the engine's bytes are the trainer's, and a delta is written
 to them in place. Others lay the weights out again. For these the bytes before that are kept in host
-memory, and vLLM's own processing is replayed into the tensors that the kernel has. Addresses stay
-in both cases. Kernels that compute with other numbers than the stored ones are refused.
+memory, and vLLM's own processing is replayed into the tensors that the kernel has. A digest of what
+the processing gave tells later whether the kernel still has that. Addresses stay in both cases.
+Kernels that compute with other numbers than the stored ones are refused.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from zerocast.serve.flat_bytes import as_bytes
+from zerocast.serve.flat_bytes import as_bytes, digest
 
 KERNELS = "vllm.model_executor.kernels.linear"
 # By reading vLLM 0.32.0. Kernels that read weights where the loaders put them. A tensor that one of
@@ -112,6 +113,11 @@ class Layers:
             if any(source in changed and not layer.is_in_place(key) for key, source in sources.items()):
                 layer.load({key: values[source].clone() for key, source in sources.items()})
 
+    def check(self) -> None:
+        """ValueError unless every kernel has what vLLM's processing made of the kept tensors."""
+        for layer in self._layers.values():
+            layer.check_kernel()
+
     def _source(self, name: str, key: str) -> str:
         full = _joined(name, key)
         return self.aliases.get(full, full)
@@ -164,6 +170,8 @@ class _Layer:
         # By key the place of a tensor in the kernel's, or else a copy of it. Filled by `load`.
         self._views: dict[str, _View] = {}
         self._copies: dict[str, Tensor] = {}
+        # By name the digests of the kernel's other tensors, as processing gave them. From `load`.
+        self._processed: dict[str, int] = {}
 
     def is_in_place(self, key: str) -> bool:
         """True if a write to this tensor is one to the kernel's."""
@@ -198,6 +206,10 @@ class _Layer:
             given = {key: getattr(layer, key) for key in values}
             for key, value in values.items():
                 given[key].data.copy_(value)
+            # Buffers are not loaded: they keep what they have.
+            kept = {key for key in info.restore_metadata[1] if key in info.kernel_tensors[1]}
+            for key in kept:
+                getattr(layer, key).copy_(info.kernel_tensors[1][key])
             self._process()
             processed = get_layer_tensors(layer)
             kernel = {**info.kernel_tensors[0], **info.kernel_tensors[1]}
@@ -216,6 +228,18 @@ class _Layer:
                 del self._views[key]
             if key not in self._views:
                 self._copies[key] = value.cpu()
+        apart = kept | {view.kernel for view in self._views.values()}
+        self._processed = {key: _digest(tensor) for key, tensor in processed.items() if key not in apart}
+
+    def check_kernel(self) -> None:
+        """ValueError unless the kernel has the tensors that processing gave."""
+        kernel = get_layer_tensors(self.module)
+        for key, expected in self._processed.items():
+            if key not in kernel or _digest(kernel[key]) != expected:
+                raise ValueError(
+                    f"{self._name} does not compute with the {key} that vLLM's processing made: something else wrote to it, such "
+                    "as a reload or a wake-up from sleep level 2, or vLLM did not keep it"
+                )
 
     def _process(self) -> None:
         layer: Any = self.module
@@ -280,6 +304,10 @@ def _kernel(module: nn.Module, method: Any) -> Any:
 
 def _have_equal_bytes(tensor: Tensor, value: Tensor) -> bool:
     return torch.equal(as_bytes(tensor), as_bytes(value.to(tensor.device)))
+
+
+def _digest(tensor: Tensor) -> int:
+    return digest(tensor.detach().contiguous())
 
 
 def _joined(name: str, key: str) -> str:

@@ -35,6 +35,7 @@ class SlicedWeights:
         self.own: dict[str, Tensor] = {}
         self.kernel: dict[str, Tensor] = {}
         self.fails_in = ""
+        self.packs_wrongly = False
 
     def dim(self, shape: tuple[int, ...]) -> int | None:
         return next((d for d in (len(shape) % 2, 0) if len(shape) > d and shape[d] % self.size == 0), None)
@@ -67,8 +68,15 @@ class SlicedWeights:
         self.fail("written")
         self.pack(names)
 
+    def check(self) -> None:
+        for name, tensor in self.kernel.items():
+            if not torch.equal(as_bytes(tensor), as_bytes(dense(self.own[name].t()))):
+                raise ValueError(f"products read another {name}")
+
     def pack(self, names: Iterable[str]) -> None:
         self.kernel.update({name: dense(self.own[name].t()) for name in names if self.own[name].dim() == 2})
+        if self.packs_wrongly:
+            as_bytes(next(iter(self.kernel.values())))[0] ^= 1
 
     def fail(self, where: str) -> None:
         if where == self.fails_in:
@@ -266,6 +274,35 @@ def test_bytes_that_something_else_wrote(held_by: str) -> None:
         assert rank.accept(full) == ""
 
     on_engine(2, run)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_products_that_read_something_else(is_full: bool) -> None:
+    """What products read was written to, or was made wrongly of what came: no refit calls it the bytes of the run."""
+    trainer = Trainer()
+    first, second, full = trainer.full(), trainer.delta(), trainer.full()
+    wanted = trainer.weights()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        if rank.weights.rank == 1:
+            as_bytes(next(iter(rank.weights.kernel.values()))).zero_()
+        assert "a refit was not applied: rank 1 of 2: ValueError: products read another" in rank.accept(second)
+        assert rank.is_servable()
+        rank.weights.packs_wrongly = rank.weights.rank == 1
+        error = rank.accept(full)
+        assert "serves nothing until a full refit: rank 1 of 2: ValueError: products read another" in error
+        assert not rank.is_servable()
+
+    def changes(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        rank.weights.packs_wrongly = rank.weights.rank == 1
+        assert "serves nothing until a full refit: rank 1 of 2: ValueError" in rank.accept(second)
+        rank.weights.packs_wrongly = False
+        assert rank.accept(full) == "" and rank.is_servable()
+        rank.check(wanted)
+
+    on_engine(2, run if is_full else changes)
 
 
 def test_refits_go_forward() -> None:

@@ -221,6 +221,25 @@ def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> Non
     assert own < again / 10
 
 
+@pytest.mark.parametrize("stand_in", ["packed", "packed into a buffer"])
+def test_a_kernel_that_reads_something_else(stand_in: str, tmp_path: Path) -> None:
+    """Bytes that a kernel laid out again are compared too: with those that something else wrote, though no stored tensor has
+    changed, and with those that vLLM does not renew, in a buffer that is not persistent.
+    """
+    run = Run("fp8_block", tmp_path)
+    with running(run.folder, tmp_path, stand_in=stand_in) as engine:
+        sender = EngineSender(run.sender, engine, tmp_path)
+        if stand_in == "packed into a buffer":
+            with pytest.raises(RefitError, match="does not compute with the codes that vLLM's processing made"):
+                sender.refit()
+            return
+        sender.refit()
+        engine.ask("zero", ending="qkv_proj.weight")
+        sender.refit()
+        assert run.sender.refit == 3
+        run.check(engine)
+
+
 def kl(run: Run, engine: Tensor) -> float:
     """The mean divergence of an engine's probabilities from the trainer's, in nats."""
     with torch.no_grad():

@@ -4,6 +4,7 @@ With the load format `dummy` its weights are not those of the folder: they come 
 and keyword arguments; the answer is a value or an error.
 """
 
+import functools
 import os
 import sys
 from multiprocessing.connection import Client
@@ -50,10 +51,11 @@ def addresses(model: nn.Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
 
-def zero(model: nn.Module) -> None:
-    """As after a wake-up from sleep level 2, which a CPU does not have."""
-    for parameter in model.parameters():
-        parameter.data.zero_()
+def zero(ending: str, model: nn.Module) -> None:
+    """As after a wake-up from sleep level 2, which a CPU does not have; or only parameters whose names end so."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(ending):
+            parameter.data.zero_()
 
 
 class Recorded:
@@ -96,8 +98,8 @@ class Engine(OfflineVllm):
     def addresses(self) -> list[dict[str, int]]:
         return self.llm.apply_model(addresses)
 
-    def zero(self) -> None:
-        self.llm.apply_model(zero)
+    def zero(self, ending: str = "") -> None:
+        self.llm.apply_model(functools.partial(zero, ending))
 
     def version(self) -> str:
         return self.llm.get_weight_version()

@@ -82,6 +82,14 @@ class Packing(Dequantizing):
                 setattr(layer, name, nn.Parameter(codes, requires_grad=False))
 
 
+class Buffering(Packing):
+    """One that also keeps codes in a buffer, which vLLM does not copy where a load has not named it."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        super().process_weights_after_loading(layer)
+        layer.register_buffer("codes", layer.weight.data.clone(), persistent=False)
+
+
 def use(kernel: type[Dequantizing]) -> None:
     """Put a stand-in in the place of all kernels."""
     for name, table in vars(linear).items():
@@ -96,5 +104,6 @@ def register() -> None:
     from zerocast.integrations.vllm import layers
 
     layers.READ_IN_PLACE.add(Dequantizing.__name__)
-    layers.REPLAYED.add(Packing.__name__)
-    use({"in place": Dequantizing, "packed": Packing}[os.environ["ZEROCAST_STAND_IN"]])
+    layers.REPLAYED.update((Packing.__name__, Buffering.__name__))
+    kernels = {"in place": Dequantizing, "packed": Packing, "packed into a buffer": Buffering}
+    use(kernels[os.environ["ZEROCAST_STAND_IN"]])

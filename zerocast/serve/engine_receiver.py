@@ -241,6 +241,7 @@ class EngineReceiver:
                 stage.values.clear()
             else:
                 self._write(stage)
+                self._weights.check()
         if stage.first["kind"] == FULL:
             with self._agreed(broken):
                 self._check_bytes(stage)
@@ -283,6 +284,7 @@ class EngineReceiver:
                 f"the engine's bytes of {differing} and what came with it would not be those of the sender: something else wrote "
                 f"to them, such as a reload or a wake-up from sleep level 2, or the engine laid them out again; {ASK}"
             )
+        self._weights.check()
 
     def _holds(self, bucket: _Bucket, tensors: Sequence[Tensor]) -> bool:
         """Return True if the engine's bytes on this rank are those of the stored tensors."""

@@ -75,9 +75,17 @@ class EngineWeights(Protocol):
     def tensors(self) -> Mapping[str, Tensor]:
         """The engine's bytes in model layout, contiguous. Written to, they change; then `written`
         says so. Valid after `load`.
+
+        Where products read another layout these may be the bytes from which it was made.
         """
         ...
 
     def written(self, names: Iterable[str]) -> None:
         """Make the engine compute with tensors that were written to."""
+        ...
+
+    def check(self) -> None:
+        """Compare what products read with what was made of `tensors`, where that is another
+        layout. ValueError, naming a tensor, if they differ.
+        """
         ...
