@@ -262,6 +262,21 @@ def stepped_on_ranks(bad_ranks: list[int], kind: type[ZeroAdamW | ZeroMuon] = Ze
     return error, torch.equal(net.bias, before)
 
 
+def unfreezes_alone() -> str:
+    """The error of a step once a parameter that was frozen is not on rank 1."""
+    net = linear()
+    net.bias.requires_grad_(False)
+    optimizer = ZeroAdamW(net.named_parameters())
+    net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
+    net.bias.requires_grad_(dist.get_rank() == 1)
+    return error_of(optimizer.step)
+
+
+def test_a_parameter_that_one_rank_unfreezes(ranks: Ranks) -> None:
+    for error in ranks(2)(unfreezes_alone):
+        assert "parameters were frozen when this ZeroAdamW was built and require gradients now" in error
+
+
 @pytest.mark.parametrize("kind", [ZeroAdamW, ZeroMuon])
 def test_values_out_of_range_are_told_to_all_ranks(ranks: Ranks, kind: type[ZeroAdamW | ZeroMuon]) -> None:
     """Also where one rank alone has them, which then sends its gradients to those that step matrices."""

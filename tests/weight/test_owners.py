@@ -8,10 +8,12 @@ import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerocast
 from tests import casts
@@ -29,9 +31,9 @@ ALL = Recipe({"*.weight": "nvfp4"})
 def nothing_left() -> Iterator[None]:
     """What one test left without an owner is not the next one's."""
     gc.collect()
-    owners._read.clear()
+    owners.forget_all()
     yield
-    owners._read.clear()
+    owners.forget_all()
 
 
 def network(quantized: bool = True) -> nn.Sequential:
@@ -158,18 +160,115 @@ def test_a_step_without_torchs_hooks_looks_too() -> None:
         optimizer._prepare()  # type: ignore[attr-defined]
 
 
-def on_every_rank() -> str:
+class ByZero:
+    """A model of ranks that share masters, trained by ZeroAdamW, which raises within its step."""
+
+    def __init__(self) -> None:
+        self.model = network()
+        self.optimizer: torch.optim.Optimizer = ZeroAdamW(self.model.named_parameters())
+
+    def step(self) -> None:
+        backward(self.model)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def mend(self) -> None:
+        """What makes weights whole that a step has left half-way."""
+        assert isinstance(self.optimizer, ZeroAdamW)
+        self.optimizer.load_state_dict(ZeroAdamW(network().named_parameters()).state_dict())
+
+
+class ByPlan(ByZero):
+    """By torch's SGD over masters of its own, after which an attached plan casts."""
+
+    def __init__(self) -> None:
+        self.model, group = network(), Group.of(None)
+        numel = 32 * 32 // group.size
+        self.masters = [nn.Parameter(torch.randn(numel)) for _ in self.model]
+        self.optimizer = torch.optim.SGD(self.masters, lr=1e-3)
+        weights = [layer.weight for layer in self.model]
+        self.plan = CastPlan(weights, list(self.masters), [group.rank * numel] * 2)
+        self.plan.attach(self.optimizer)
+
+    def step(self) -> None:
+        for master in self.masters:
+            master.grad = torch.ones_like(master)
+        self.optimizer.step()
+
+    def mend(self) -> None:
+        self.plan.cast()
+
+
+class ByFSDP2(ByZero):
+    """By torch's AdamW over FSDP2, whose next gather casts."""
+
+    def __init__(self) -> None:
+        self.model = network(quantized=False).float()
+        zerocast.fsdp2.prepare(self.model, ALL)
+        fully_shard(self.model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+
+    def step(self) -> None:
+        super().step()
+        self.model(torch.randn(4, 32, dtype=torch.bfloat16))
+
+    def mend(self) -> None:
+        zerocast.fsdp2.refresh(self.model)
+
+
+def on_some_ranks(path: type[ByZero], finders: tuple[int, ...]) -> list[str]:
+    """What steps say on each rank: before, once a loss network has got gradients on some, and after that is mended."""
     torch.manual_seed(0)
-    model = network()
-    optimizer = assigned(model)
-    backward(model)
-    with pytest.raises(RuntimeError, match=ORPHANS) as caught:
-        optimizer.step()
-    return str(caught.value)
+    run, judge = path(), network()
+    told = [error_of(run.step)]
+    if Group.of(None).rank in finders:
+        backward(judge)
+    told.append(error_of(run.step))
+    judge.zero_grad()
+    run.mend()
+    return [*told, error_of(run.step)]
 
 
-def test_all_ranks_raise(ranks: Ranks) -> None:
-    assert len(set(ranks(2)(on_every_rank))) == 1
+@pytest.mark.parametrize("finders", [(1,), (0, 1)])
+@pytest.mark.parametrize("path", [ByZero, ByPlan, ByFSDP2])
+def test_all_ranks_raise_what_some_have_found(ranks: Ranks, path: type[ByZero], finders: tuple[int, ...]) -> None:
+    """The others would wait for a rank that raised before a cast."""
+    for before, told, after in ranks(2)(on_some_ranks, path, finders):
+        assert ORPHANS in told or "ranks [1] of its shard group could not go on, whose errors say why" in told
+        assert (before, after) == ("", "")
+
+
+def stepped_by_sgd() -> str:
+    """What an optimizer of torch's says of weights that have a gradient on rank 1."""
+    run, model = ByPlan(), network()
+    if Group.of(None).rank == 1:
+        backward(model)
+    told = error_of(over_the_weights(model).step)
+    run.plan.cast()
+    return told
+
+
+def test_an_optimizer_over_the_weights_raises_on_all_ranks(ranks: Ranks) -> None:
+    for told in ranks(2)(stepped_by_sgd):
+        assert "SGD cannot step parameter 0" in told
+
+
+def told_by_no_cast() -> list[str]:
+    """What is logged where nothing casts between two steps, and what the next cast says then."""
+    run, judge = ByPlan(), network()
+    other = of_biases(judge)
+    with mock.patch.object(owners.logger, "warning") as warned:
+        for _ in range(2):
+            backward(judge)
+            other.step()
+    warned.assert_called_once()
+    return [warned.call_args.args[0], error_of(run.plan.cast)]
+
+
+def test_a_step_without_a_cast_leaves_a_warning(ranks: Ranks) -> None:
+    for warned, raised in ranks(2)(told_by_no_cast):
+        assert "no cast has told other ranks of it since" in warned
+        assert ORPHANS in raised
 
 
 def test_a_weight_that_is_frozen_after_the_error_needs_no_owner() -> None:

@@ -29,7 +29,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.owners import Claim, train
+from zerocast.weight.owners import Claim, take_untold, train
 from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 # How many plans were built in each process group, by its name.
@@ -58,7 +58,8 @@ class Plan(abc.ABC):
         """Do the host's part before a cast: find weights and masters where they are now.
 
         If this rank has a problem and no others share the weights, it raises here. If others do,
-        they would wait for this rank in their next collective. So `run` raises on every rank then.
+        they would wait for this rank in their next collective. So `run` raises on every rank then,
+        also what a step of this rank has left to its next cast (`owners.check_gradients`).
 
         Args:
             detail: a text that must be the same on all ranks, as the call must be.
@@ -76,7 +77,9 @@ class Plan(abc.ABC):
             self._follow()
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
-        if problem is not None and not self.has_company:
+        if self.has_company:
+            problem = problem or take_untold()
+        elif problem is not None:
             raise problem
         self.problem = problem
 

@@ -249,6 +249,8 @@ class ShardPlan(Plan):
         if not self.reductions:
             self._adopt()
             self.reductions = list(self._agree())
+            # Each weight watches its own masters.
+            self.validity.watch([], sharded=self.has_company)
         if self._must_bind or self.moved():
             self._must_bind = True
             for weight in self.weights:

@@ -237,7 +237,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Let uses of the weights ask what only this optimizer can look at."""
         ask_before = self._validity.ask_before
         ask_before(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
-        ask_before(self._check_parameters_are_listed, Use.STEP)
         ask_before(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
         ask_before(self._check_unwritten, Use.SAVE)
 
@@ -303,15 +302,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
         describes what a graph clips to. What may be wrong on this rank alone all ranks raise within
         the cast (`Plan.ready`).
         """
+        # What this raises has been raised already, or is the same on all ranks.
         self._validity.check(Use.STEP)
         self._skipped.before_step()
         self._left_out.after_steps(self._steps)
-        self.averages.before_step()
         self._reducer.finish()
         problem: Exception | None = None
         try:
+            self._check_parameters_are_listed()
+            self.averages.before_step()
             self._hyperparameters.refresh(self._adam_groups())
-        except (TypeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
@@ -324,9 +325,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """RuntimeError once a newer optimizer has taken a parameter over."""
         check_owns(self._claim)
 
-    def _check_parameters_are_listed(self, use: Use) -> None:
-        """RuntimeError for parameters with gradients that would not be trained, and for parameter
-        groups that are not those that masters were laid out for.
+    def _check_parameters_are_listed(self) -> None:
+        """RuntimeError, on this rank alone, for parameters with gradients that would not be
+        trained, and for parameter groups that are not those that masters were laid out for.
         """
         check_gradients()
         self._frozen.check_still_frozen()

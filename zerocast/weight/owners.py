@@ -6,8 +6,11 @@ other.
 A quantized weight that gets a gradient needs an owner. Without one it never changes, and this goes
 unnoticed, since the loss still falls by what the other parameters learn. A weight that is read,
 requires a gradient and has no owner is therefore remembered until the next step of any torch
-optimizer. If it has a gradient by then, that step raises. An owned weight costs one lookup per
+optimizer. If it has a gradient by then, that is an error. An owned weight costs one lookup per
 read, and nothing per step.
+
+The step raises that error, unless ranks share masters: one rank alone may have read such a weight,
+and the others would wait for it in their next cast. So that cast raises it, on all ranks.
 
 An optimizer is given parameters only. From the record of models with quantized weights it learns
 the parameters and buffers of its model that it was not given.
@@ -16,6 +19,7 @@ the parameters and buffers of its model that it was not given.
 import functools
 import gc
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,6 +31,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zerocast.formats.layout import Span
 from zerocast.weight import unsupported
+from zerocast.weight.validity import any_shared
+
+logger = logging.getLogger(__name__)
 
 # Pairs of the `WeightState` of a weight and the spans of its elements that an owner writes.
 Held = Sequence[tuple[Any, Sequence[Span]]]
@@ -39,6 +46,8 @@ _numbers = itertools.count()
 _trained: dict[int, int] = {}
 # id -> weights without an owner that were read since the last optimizer step.
 _read: dict[int, "weakref.ref[Any]"] = {}
+# The error of a step that the next cast raises on all ranks, or nothing.
+_untold: list[RuntimeError] = []
 # The models that hold quantized weights, in the order in which they were quantized. Ranks quantize
 # in the same order, so a walk over this dict visits models in the same order on all ranks.
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()
@@ -151,8 +160,11 @@ def _check_parameters(kind: type[Any], optimizer: Optimizer, *_: Any) -> None:
         return
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
-            # Optimizers of torch skip parameters without a gradient, so these do no harm.
-            if isinstance(parameter, kind) and parameter.grad is not None:
+            # Optimizers of torch skip parameters without a gradient, so these do no harm. But where
+            # ranks share masters another rank may have a gradient, and the next cast waits for it.
+            if isinstance(parameter, kind) and (
+                parameter.grad is not None or (_lacks_owner(parameter) and any_shared())
+            ):
                 raise RuntimeError(
                     f"{type(optimizer).__name__} cannot step parameter {index} of group {number}, a {parameter.format} "
                     f"QuantizedWeight of shape {tuple(parameter.shape)}: {unsupported.OPTIMIZER}"
@@ -165,15 +177,16 @@ def note_read(weight: Any) -> None:
     if weight.state.validity.has_masters:
         return
     # While a compiler traces, the buffers are fake tensors, and the weight is gone before any step.
-    if not is_trained(weight) and weight.requires_grad and type(weight.state.rowwise_data) is Tensor:
+    if _lacks_owner(weight) and type(weight.state.rowwise_data) is Tensor:
         if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(lambda *_: check_gradients()))
+            _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _read[id(weight)] = weakref.ref(weight)
 
 
 def forget_all() -> None:
     """Drop the record of all weights that were read so far. For tests, which share a process."""
     _read.clear()
+    _untold.clear()
 
 
 def forget_read(weight: Any) -> None:
@@ -184,28 +197,56 @@ def forget_read(weight: Any) -> None:
 
 
 def check_gradients() -> None:
-    """RuntimeError if a quantized weight without an owner has got a gradient since the last step.
-
-    Looks only at the weights that `note_read` remembered since then.
+    """Called before a step. RuntimeError if a quantized weight without an owner has got a gradient
+    since the last step; where ranks share masters their next cast raises it (`take_untold`).
     """
     if torch.compiler.is_compiling() or not _read:
         return
+    orphans = _orphans()
+    if orphans is not None and not any_shared():
+        raise orphans
+    if orphans is not None:
+        _untold[:] = [orphans]
+
+
+def _before_step(*_: Any) -> None:
+    """Do what `check_gradients` says, and warn of what an earlier step has left to a cast that has
+    not come.
+    """
+    for error in _untold:
+        logger.warning("found before an earlier step, and no cast has told other ranks of it since: %s", error)
+    check_gradients()
+
+
+def take_untold() -> RuntimeError | None:
+    """The error of a step that was left to the next cast, which tells all ranks of it."""
+    return _untold.pop() if _untold else None
+
+
+def _orphans() -> RuntimeError | None:
+    """The error of weights without an owner that have got gradients. Looks only at those that
+    `note_read` has remembered since the last call.
+    """
     references = list(_read.values())
     alive = [weight for weight in (reference() for reference in references) if weight is not None]
-    # Clear before raising. A traceback can keep a discarded model alive, and then every later step
-    # of the process would raise for it.
+    # Cleared also after an error. A traceback can keep a discarded model alive, and then every
+    # later step of the process would raise for it.
     _read.clear()
     # Without this each attribute of a weight takes microseconds, through `__torch_function__`.
     with torch._C.DisableTorchFunctionSubclass():
-        with_gradient = [w for w in alive if w.requires_grad and w.is_leaf and w.grad is not None]
-        orphans = [w for w in with_gradient if not is_trained(w) and not w.state.validity.has_masters]
-    if orphans:
-        first = orphans[0]
-        raise RuntimeError(
-            f"{len(orphans)} quantized weights got gradients and no optimizer trains them, the first is {first!r}: build the "
-            "optimizer after quantize_, and anew after load_state_dict(assign=True) or where a parameter was replaced "
-            "(ZeroAdamW, or a CastPlan over masters of your own); call requires_grad_(False) on weights that are not trained"
-        )
+        orphans = [w for w in alive if w.is_leaf and w.grad is not None and _lacks_owner(w)]
+    if not orphans:
+        return None
+    return RuntimeError(
+        f"{len(orphans)} quantized weights got gradients and no optimizer trains them, the first is {orphans[0]!r}: build the "
+        "optimizer after quantize_, and anew after load_state_dict(assign=True) or where a parameter was replaced "
+        "(ZeroAdamW, or a CastPlan over masters of your own); call requires_grad_(False) on weights that are not trained"
+    )
+
+
+def _lacks_owner(weight: Any) -> bool:
+    """True if a quantized weight requires a gradient and nothing trains it."""
+    return bool(weight.requires_grad) and not is_trained(weight) and not weight.state.validity.has_masters
 
 
 def is_trained(parameter: Tensor) -> bool:

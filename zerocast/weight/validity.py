@@ -399,6 +399,11 @@ def gathered(validities: Iterable[Validity]) -> None:
         validity.finish = None
 
 
+def any_shared() -> bool:
+    """True if other ranks have masters of any weights of this process."""
+    return any(validity.sharded for validity in list(_watching))
+
+
 @contextlib.contextmanager
 def transaction(all_written: Iterable[Validity], what: str, *, masters: bool = True) -> Iterator[None]:
     """Mark the weights of several owners as being written by `what` while the context is open. If
