@@ -1,11 +1,12 @@
-"""The table of docs/notices.md: what goes wrong, where, and what zerocast does about it, made from the marks of the tests.
+"""The lists of docs/notices.md: what goes wrong, where, and what zerocast does about it, made from the marks of the tests.
 
-`python -m tests.notices` (`make notices`) writes it. A row is `@pytest.mark.notices(mistake, where=..., answer=...)` over one
-test or several; nothing in the table is written by hand. Marks are read from the source, so that tests of hosts that are not
+`python -m tests.notices` (`make notices`) writes them. A row is `@pytest.mark.notices(mistake, where=..., answer=...)` over one
+test or several; nothing in the lists is written by hand. Marks are read from the source, so that tests of hosts that are not
 installed count too.
 """
 
 import ast
+import textwrap
 from collections import defaultdict
 from pathlib import Path
 
@@ -51,20 +52,24 @@ def _rows(decorator: ast.expr) -> list[Row]:
 
 
 def table() -> str:
-    """Markdown: a table for each host, or for the hosts that share an answer, in the order of WHERE."""
+    """Markdown: a list for each host, or for the hosts that share an answer, in the order of WHERE."""
     shared: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(dict)
     for (where, mistake, answer), tests in marked().items():
         shared[mistake, answer][where] = tests
     by_hosts: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for (mistake, answer), by_host in sorted(shared.items()):
         links = _links(mistake, sorted({test for tests in by_host.values() for test in tests}))
-        by_hosts[tuple(sorted(map(WHERE.index, by_host)))].append(f"| {links} | {answer} |\n")
+        by_hosts[tuple(sorted(map(WHERE.index, by_host)))].append(_wrapped(f"* {links}: {answer}"))
     return "\n".join(_section(hosts, by_hosts[hosts]) for hosts in sorted(by_hosts))
 
 
 def _section(hosts: tuple[int, ...], rows: list[str]) -> str:
     heading = ", ".join(WHERE[host] for host in hosts)
-    return f"## {heading}\n\n| what happens | what zerocast does |\n|---|---|\n{''.join(rows)}"
+    return f"## {heading}\n\n{''.join(rows)}"
+
+
+def _wrapped(row: str) -> str:
+    return textwrap.fill(row, 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False) + "\n"
 
 
 def _links(mistake: str, tests: list[str]) -> str:
@@ -74,7 +79,7 @@ def _links(mistake: str, tests: list[str]) -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table of today."""
+    """The page with the lists of today."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}{table()}{END}{rest.partition(END)[2]}"
 

@@ -202,11 +202,6 @@ def extra_of_ranks(folder: str, asynchronous: bool) -> None:
     checkpoints.close()
 
 
-@pytest.mark.notices(
-    "ranks pass other values in extra, such as random states",
-    where="Checkpoints",
-    answer="each rank gets its own back; ValueError on another number of ranks",
-)
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_extra_values_of_ranks(ranks: Ranks, tmp_path: Path, asynchronous: bool) -> None:
     ranks(2)(extra_of_ranks, str(tmp_path), asynchronous)

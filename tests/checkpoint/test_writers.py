@@ -134,11 +134,6 @@ SAVES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.notices(
-    "a folder of the user has a name like those of unfinished saves",
-    where="Checkpoints",
-    answer="it stays as it is",
-)
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("theirs", THEIRS)
 def test_folders_of_others_stay(tmp_path: Path, theirs: str, save: str) -> None:

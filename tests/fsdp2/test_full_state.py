@@ -70,11 +70,6 @@ def full_states(width: int, hidden: int, shape: tuple[int, ...] | None, folder: 
     return found
 
 
-@pytest.mark.notices(
-    "a full state dict of a prepared model is saved by safetensors or read by numpy",
-    where="FSDP2",
-    answer="it holds plain tensors on every rank",
-)
 @pytest.mark.parametrize(
     ("world", "width", "hidden", "shape"),
     [(1, 64, 96, None), (2, 64, 96, (2, 1)), slow(2, 64, 96, None), slow(4, 7, 2, None)],
@@ -136,11 +131,6 @@ def sharded_state_read_into() -> list[str]:
     return found
 
 
-@pytest.mark.notices(
-    "DCP loads in place into a sharded state dict that was taken earlier",
-    where="FSDP2",
-    answer="the next gather casts again",
-)
 def test_a_sharded_state_tells_of_a_load(ranks: Ranks) -> None:
     assert ranks(2)(sharded_state_read_into) == [[], []]
 

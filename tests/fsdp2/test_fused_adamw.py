@@ -286,11 +286,6 @@ def lone_numbers(bad_ranks: list[int], moment_dtype: Any) -> tuple[str, str, lis
     return stepped, gathered, models.complaints(model, "after a load")
 
 
-@pytest.mark.notices(
-    "hyper-parameters of `FusedAdamW` are out of range, on one rank of several or on all",
-    where="FSDP2",
-    answer="all ranks raise at the next gather, until a state is loaded",
-)
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
 def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[int], moment_dtype: Any) -> None:

@@ -171,7 +171,6 @@ def refusals() -> list[str]:
     return found
 
 
-@pytest.mark.notices("ranks set another grad_wire", where="FSDP2", answer="raises on all ranks")
 def test_refused_on_every_rank(ranks: Ranks) -> None:
     for unsharded, name, difference, factor in ranks(2)(refusals):
         assert unsharded.startswith("ValueError: set_grad_wire takes a model that fully_shard has sharded")

@@ -37,9 +37,6 @@ def steps(optimizer: str, count: int) -> tuple[dict[str, tuple[int, int]], float
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.notices(
-    "thousands of steps", where="FSDP2", answer="memory, objects, threads and files stay what they were"
-)
 def test_steps(ranks: Ranks, optimizer: str) -> None:
     for grown, used in ranks(2)(steps, optimizer, 2000, timeout=1800.0):
         assert grown == {}

@@ -201,11 +201,6 @@ def looked_at(kind: str, is_partly_frozen: bool) -> list[str]:
     return different
 
 
-@pytest.mark.notices(
-    "a state is read, or saved, before the first step, in mid-accumulation, or between a backward pass and a step",
-    where=("ZeroAdamW", "FSDP2", "Checkpoints"),
-    answer="the run is that which was never saved, to the bit",
-)
 @pytest.mark.parametrize(("kind", "is_partly_frozen"), CASES)
 def test_a_look_changes_nothing(ranks: Ranks, kind: str, is_partly_frozen: bool) -> None:
     assert ranks(1)(looked_at, kind, is_partly_frozen) == [[]]
@@ -218,11 +213,6 @@ def read_by_torch() -> list[float]:
     return [float(one["step"]) for one in training.optimizer.state.values()]
 
 
-@pytest.mark.notices(
-    "torch's get_state_dict reads a torch optimizer that was never stepped, and steps it with a learning rate of 0",
-    where="FSDP2",
-    answer="nothing: save through TrainingState, or after the first step",
-)
 def test_torchs_getter_steps_torchs_optimizers(ranks: Ranks) -> None:
     """If this fails, torch has mended it, and `zerocast/fsdp2/README.md` need not warn of it."""
     assert set(ranks(1)(read_by_torch)[0]) == {1.0}
@@ -496,11 +486,6 @@ def round_trips(dtype: torch.dtype) -> list[str]:
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.mark.notices(
-    "FusedAdamW's state goes to torch's AdamW or back, by load, torch.save, DCP or torch's getters, under any default dtype",
-    where="FSDP2",
-    answer="an equal state, with a step count of its own for each parameter",
-)
 @pytest.mark.parametrize(
     ("dtype", "world"),
     [

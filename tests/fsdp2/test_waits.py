@@ -170,11 +170,6 @@ def refused_loads(folder: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.notices(
-    "ranks disagree about a master, and a load is refused before anybody has read of it",
-    where="FSDP2",
-    answer="raises on all ranks, as without the load",
-)
 def test_a_load_that_is_refused_leaves_a_disagreement(ranks: Ranks, tmp_path: Path) -> None:
     for loads in ranks(2)(refused_loads, str(tmp_path / "other")):
         for refused, after in loads:

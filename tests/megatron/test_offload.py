@@ -55,11 +55,6 @@ def test_masters_are_made_one_by_one(ranks: Ranks, fraction: float) -> None:
         assert most <= (2 if fraction == 1.0 else 2 + chosen.count(False))
 
 
-@pytest.mark.notices(
-    "a tensor is written that was a master on the GPU before `attach`, under optimizer CPU offload",
-    where="Megatron",
-    answer="raises; it reads NaN",
-)
 def test_a_tensor_that_was_a_master_is_not_taken_for_one(ranks: Ranks) -> None:
     for sizes, unreadable, said in ranks(2)(offloading.old_tensors, offloaded(in_fp32=True)):
         assert sizes and set(sizes) == {4}
@@ -75,11 +70,6 @@ def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: boo
         assert wrong == left == []
 
 
-@pytest.mark.notices(
-    "a step updates masters in host memory while a save of them is still being written",
-    where="Megatron",
-    answer="the save has a copy",
-)
 def test_a_save_that_goes_on_beside_a_step(ranks: Ranks) -> None:
     for hosted, changed in ranks(2)(offloading.saved_beside_a_step, offloaded(fraction=0.5)):
         assert hosted and changed == []
@@ -91,11 +81,6 @@ def test_masters_for_which_the_device_has_no_memory_when_detached(ranks: Ranks) 
         assert wrong == []
 
 
-@pytest.mark.notices(
-    "Megatron copies masters on the GPU anew to the host in a load, where a cast reads masters in host memory",
-    where="Megatron",
-    answer="masters stay the tensors that are cast",
-)
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_a_load_leaves_masters_where_plans_read_them(ranks: Ranks, fraction: float) -> None:
     """Megatron makes new copies in a load."""

@@ -81,11 +81,6 @@ def _slowed(method: Callable[..., None]) -> Callable[..., None]:
 pytestmark = needs_megatron
 
 
-@pytest.mark.notices(
-    "two threads read a weight whose gather is on its way",
-    where="Megatron",
-    answer="both wait until its copies are made",
-)
 @pytest.mark.parametrize("columnwise", [False, True], ids=["rowwise", "columnwise"])
 @pytest.mark.parametrize("second_after", [0.1, 1.5], ids=["in the gather", "in the copies"])
 def test_the_second_reader_waits_too(ranks: Ranks, columnwise: bool, second_after: float) -> None:

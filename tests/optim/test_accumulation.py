@@ -233,11 +233,6 @@ def test_a_gradient_that_changes_after_it_arrived():
     assert torch.equal(bias.grad.full_tensor(), torch.ones(8, 8))
 
 
-@pytest.mark.notices(
-    "a backward function writes into a gradient that is on its way to the other ranks",
-    where="ZeroAdamW",
-    answer="raises, and names the parameter",
-)
 @pytest.mark.parametrize("world", worlds(2, slow=[1]))
 def test_a_gradient_that_changes_on_its_way(ranks, world):
     for said in ranks(world)(changed_on_its_way):

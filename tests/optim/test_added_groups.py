@@ -599,11 +599,6 @@ def refused_now(case: str) -> str:
     return error
 
 
-@pytest.mark.notices(
-    "add_param_group with gradients that no step has used, in `no_sync`, or while an average is swapped in",
-    where="ZeroAdamW",
-    answer="raises on all ranks, with nothing changed",
-)
 @pytest.mark.parametrize("case", MOMENTS)
 def test_only_between_steps(ranks: Ranks, case: str) -> None:
     for error in ranks(2)(refused_now, case):

@@ -190,11 +190,6 @@ def test_an_exception_inside_restores():
     averaged.check("a step later")
 
 
-@pytest.mark.notices(
-    "memory runs out while an average is swapped in or out",
-    where="ZeroAdamW",
-    answer="partial until a state is loaded; average kept",
-)
 @pytest.mark.parametrize("leaving", [False, True])
 def test_a_swap_that_dies_leaves_it_partial(leaving):
     averaged = Averaged()
@@ -241,11 +236,6 @@ def go_on(folder: str) -> None:
         pass
 
 
-@pytest.mark.notices(
-    "an optimizer loads a state, its average does not",
-    where="ZeroAdamW",
-    answer="the next step or swap raises on all ranks",
-)
 def test_saved_on_two_ranks_and_loaded_on_three_and_one(ranks, tmp_path):
     ranks(2)(resumed, str(tmp_path / "saved"))
     ranks(3)(go_on, str(tmp_path / "saved"))
@@ -363,11 +353,6 @@ def averaged_otherwise(how: str) -> str:
     return error_of(lambda: trainer.step(1)) or error_of(lambda: trainer.step(2))
 
 
-@pytest.mark.notices(
-    "ranks average with other decays, or one resets its average alone",
-    where="ZeroAdamW",
-    answer="the next step raises on all ranks",
-)
 @pytest.mark.parametrize("how", ["decay", "reset"])
 def test_ranks_that_average_otherwise(ranks, how):
     for said in ranks(2)(averaged_otherwise, how):

@@ -109,9 +109,6 @@ LONG = [pytest.param(life, world, 200, marks=pytest.mark.slow) for life in LIVES
 
 
 @pytest.mark.parametrize(("life", "world", "count"), [*SHORT, *LONG])
-@pytest.mark.notices(
-    "optimizers are built and dropped by the hundred", where="ZeroAdamW", answer="nothing of them is left"
-)
 def test_optimizers_that_are_dropped(ranks: Ranks, life: str, world: int, count: int) -> None:
     for grown, used, hooks in ranks(world)(build_and_drop, life, count, timeout=600.0):
         assert grown == {}

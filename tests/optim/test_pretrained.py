@@ -69,11 +69,6 @@ def without_masters() -> tuple[str, str]:
     return everywhere, error_of(lambda: full_state_dict(model, optimizer))
 
 
-@pytest.mark.notices(
-    "`full_state_dict` of a model whose weights another optimizer has",
-    where="ZeroAdamW",
-    answer="raises on every rank and names the weight",
-)
 def test_a_weight_whose_master_is_elsewhere(ranks: Ranks) -> None:
     for everywhere, on_one in ranks(2)(without_masters):
         for said in (everywhere, on_one):

@@ -131,11 +131,6 @@ def clipped(stage: int, config: ZeroConfig, how: str) -> tuple[float, float, lis
     return worst, differ(ours, theirs), seen
 
 
-@pytest.mark.notices(
-    "gradients are clipped by torch.nn.utils.clip_grad_norm_, as HF Trainer, Lightning and accelerate do",
-    where="ZeroAdamW",
-    answer="the norm is that of all ranks, and the step uses the clipped gradient",
-)
 @pytest.mark.parametrize("count", worlds(3, slow=(1, 2)))
 @pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
 @pytest.mark.parametrize("how", ["default", "foreach", *slow("loop", "two calls")])
@@ -198,11 +193,6 @@ def mixed_use(stage: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.notices(
-    "another backward pass, or another clip, follows a clip",
-    where="ZeroAdamW",
-    answer="it goes on from the clipped gradient",
-)
 @pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_clips_in_a_row(ranks, count, stage):
@@ -259,11 +249,6 @@ def scaled(stage: int, bad_rank: int | None) -> tuple[float, float, list[bool]]:
     return differ(ours, theirs), scaler.get_scale(), took
 
 
-@pytest.mark.notices(
-    "torch.amp.GradScaler finds a gradient that is not finite on one rank alone",
-    where="ZeroAdamW",
-    answer="all ranks skip the step",
-)
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("count", "bad_rank"), [(2, 1), *slow((1, 0), (3, 0), (2, None))])
 def test_grad_scaler(ranks, count, bad_rank, stage):
@@ -393,11 +378,6 @@ def removed(stage: int, how: str) -> None:
         assert differ(ours, theirs) == 0.0, again
 
 
-@pytest.mark.notices(
-    "model.zero_grad() or p.grad = None between backward pass and step",
-    where="ZeroAdamW",
-    answer="the gradient counts as zero",
-)
 @pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["one", "zeros", *slow("all")])
@@ -422,7 +402,6 @@ def test_replaced_gradients():
     trainer.optimizer.step()
 
 
-@pytest.mark.notices("a gradient is read after the step", where="ZeroAdamW", answer="raises")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stale_gradients(stage):
     trainer = Trainer(Run(stage=stage, config=LIBRARY))

@@ -86,7 +86,6 @@ def threads(failing: bool) -> list[str]:
     return said
 
 
-@pytest.mark.notices("two threads read a weight whose gather is in flight", where="ZeroAdamW", answer="both wait")
 def test_every_thread_waits(ranks):
     assert ranks(2)(threads, False) == [[], []]
 
@@ -198,9 +197,6 @@ def test_a_gather_that_another_thread_completes_between_two_looks():
     assert waited[0] is weight
 
 
-@pytest.mark.notices(
-    "two threads run backward passes at the same time", where="ZeroAdamW", answer="raises in one and refuses the step"
-)
 def test_two_backward_passes_at_once():
     """One thread's backward pass waits between two gradients for the whole of another's."""
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))

@@ -152,11 +152,6 @@ CHANGES: tuple[Callable[[Loop], None], ...] = (
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("<>"))
-@pytest.mark.notices(
-    "tensors, masters or quantizers are replaced or moved between two calls",
-    where="TransformerEngine",
-    answer="the next call casts into what is there now",
-)
 def test_what_changed_between_calls_is_seen(change: Callable[[Loop], None]) -> None:
     loop = Loop()
     for step in range(2):

@@ -96,11 +96,6 @@ def refusal(layer: Any, fmt: str = "fp8_current") -> str:
     return str(caught.value)
 
 
-@pytest.mark.notices(
-    "weights are gathered with NVFP4 scales that its own quantizer does not choose",
-    where="TransformerEngine",
-    answer="logs so once; modules read the bytes",
-)
 def test_exact_scales_are_said_not_to_be_the_hosts(caplog: pytest.LogCaptureFixture) -> None:
     """Once, since its own quantizer, which the gathered tensors have, would make other bytes of the same masters."""
     with gathering.host(), caplog.at_level("INFO"):

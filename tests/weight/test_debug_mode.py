@@ -111,11 +111,6 @@ def test_a_closure_may_read_during_the_step(debug):
     optimizer.step(lambda: read(weight))
 
 
-@pytest.mark.notices(
-    "masters are written by hand and not cast",
-    where="CastPlan",
-    answer="in debug mode the next read raises, and names the call that is missing",
-)
 def test_a_write_by_hand(debug):
     weight, master, plan = weight_and_master()
     plan.cast()
