@@ -25,9 +25,9 @@ from zerocast.integrations.vllm.layers import Layers
 from zerocast.integrations.vllm.loader_map import LoaderMap
 from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_receiver import PROTOCOL, EngineReceiver
-from zerocast.serve.engine_sender import ABORT
+from zerocast.serve.engine_sender import ABORT, APPLY
 from zerocast.serve.engine_weights import ModelTensor, Region
-from zerocast.serve.refit_message import END, RefitError
+from zerocast.serve.refit_message import RefitError
 
 
 @dataclass
@@ -89,7 +89,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
     _receiver: EngineReceiver | None = None
     _folder: Path | None = None
     _hook: Any = None
-    # True between the last message of a refit and `finish_weight_update`.
+    # True after a refit was applied, until `finish_weight_update`.
     _is_applied = False
 
     def init_transfer_engine(self, init_info: ZerocastInitInfo) -> None:
@@ -130,18 +130,21 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
         self._is_applied = False
 
     def receive_weights(self, update_info: ZerocastUpdateInfo) -> None:
-        """Stage a message; apply the refit with the last one. RefitError on all ranks alike."""
+        """Stage a message, write what is staged, or drop it. RefitError on all ranks alike."""
         header = update_info.header
         if header.get("kind") == ABORT:
             self._connected.discard()
             raise RefitError("the refit was dropped, as the trainer asked")
+        if header.get("kind") == APPLY:
+            self._connected.apply()
+            self._is_applied = True
+            return
         self._connected.accept(header, partial(self._tensors, update_info.file))
-        self._is_applied = header["kind"] == END
 
     def finish_weight_update(self) -> None:
         """Check that the refit was applied."""
         if not self._is_applied:
-            raise RefitError("the refit ended before its last message, and nothing of it was applied")
+            raise RefitError("the refit ended before it was applied")
         self._is_applied = False
 
     def shutdown(self) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -96,6 +97,8 @@ class Rank:
         try:
             for header, tensors in messages:
                 self.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+                if header["kind"] == "end":
+                    self.receiver.apply()
         except RefitError as error:
             return str(error)
         return ""
@@ -192,7 +195,7 @@ def test_an_application_that_breaks_off(where: str) -> None:
             assert rank.accept(first) == ""
         rank.weights.fails_in = where if rank.weights.rank == 1 else ""
         error = rank.accept(delta if where == "written" else first)
-        assert "serves nothing until a full refit: rank 1 of 2: MemoryError: out of memory" in error
+        assert "rank 1 of 2: MemoryError: out of memory; this engine serves nothing until a full refit" in error
         assert not rank.is_servable() and rank.receiver.refit == 0
         assert "without a complete refit" in rank.accept(later)
         assert rank.accept(full) == "" and rank.is_servable()
@@ -287,17 +290,17 @@ def test_products_that_read_something_else(is_full: bool) -> None:
         assert rank.accept(first) == ""
         if rank.weights.rank == 1:
             as_bytes(next(iter(rank.weights.kernel.values()))).zero_()
-        assert "a refit was not applied: rank 1 of 2: ValueError: products read another" in rank.accept(second)
+        assert "a refit cannot be applied: rank 1 of 2: ValueError: products read another" in rank.accept(second)
         assert rank.is_servable()
         rank.weights.packs_wrongly = rank.weights.rank == 1
         error = rank.accept(full)
-        assert "serves nothing until a full refit: rank 1 of 2: ValueError: products read another" in error
+        assert "broke off while it was written: rank 1 of 2: ValueError: products read another" in error
         assert not rank.is_servable()
 
     def changes(rank: Rank) -> None:
         assert rank.accept(first) == ""
         rank.weights.packs_wrongly = rank.weights.rank == 1
-        assert "serves nothing until a full refit: rank 1 of 2: ValueError" in rank.accept(second)
+        assert "broke off while it was written: rank 1 of 2: ValueError" in rank.accept(second)
         rank.weights.packs_wrongly = False
         assert rank.accept(full) == "" and rank.is_servable()
         rank.check(wanted)
@@ -381,7 +384,10 @@ class Engine:
             self.rank.receiver.discard()
             raise RefitError("dropped")
         self.calls.append(header["kind"])
-        self.rank.receiver.accept(header, lambda: torch.load(self.folder / file) if file else [])
+        if header["kind"] == "apply":
+            self.rank.receiver.apply()
+        else:
+            self.rank.receiver.accept(header, lambda: torch.load(self.folder / file) if file else [])
         self.is_open = True
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -407,14 +413,14 @@ def connected(tmp_path: Path) -> tuple[Trainer, Engine, EngineSender]:
 
 
 def test_an_engine_is_kept_current(tmp_path: Path) -> None:
-    """It computes while messages come, and is paused for the last one alone."""
+    """It computes while messages come and are checked, and is paused while they are written alone."""
     trainer, engine, sender = connected(tmp_path)
     assert sender.refit() == 1
     full_nbytes = sender.nbytes
-    assert engine.said() == ["start", "full", "pause", "end", "finish", "resume"]
+    assert engine.said() == ["start", "full", "end", "pause", "apply", "finish", "resume"]
     step(trainer.model, trainer.optimizer)
     assert sender.refit() == 2 and sender.nbytes < full_nbytes
-    assert engine.said() == ["start", "delta", "pause", "end", "finish", "resume"]
+    assert engine.said() == ["start", "delta", "end", "pause", "apply", "finish", "resume"]
     engine.rank.check(trainer.weights())
     assert engine.version == f"{trainer.sender.run}-2"
     assert sender.refit(full=True) == 3
@@ -443,9 +449,9 @@ def test_an_engine_that_refuses_changes_gets_all(tmp_path: Path, caplog: pytest.
     engine.said()
     step(trainer.model, trainer.optimizer)
     assert sender.refit() == 3
-    # It stays paused from the changes that were refused to the end of the full refit.
-    assert engine.said() == ["start", "delta", "pause", "end", "start", "full", "pause", "end", "finish", "resume"]
-    assert "a full refit follows: a refit failed: RefitError: a refit was not applied" in caplog.text
+    refused, applied = ["start", "delta", "end"], ["start", "full", "end", "pause", "apply", "finish", "resume"]
+    assert engine.said() == refused + applied
+    assert "a full refit follows: a refit failed: RefitError: a refit cannot be applied" in caplog.text
     engine.rank.check(trainer.weights())
 
 
@@ -454,11 +460,73 @@ def test_an_engine_that_breaks_stays_paused(tmp_path: Path) -> None:
     sender.refit()
     engine.said()
     engine.rank.weights.fails_in = "load"
-    with pytest.raises(RefitError, match="serves nothing until a full refit: MemoryError"):
+    with pytest.raises(RefitError, match="MemoryError: out of memory; this engine serves nothing until a full refit"):
         sender.refit(full=True)
     assert "resume" not in engine.said() and not engine.rank.is_servable()
-    assert sender.refit() == 3
+    engine.rank.weights.shapes["more.weight"] = ModelTensor(torch.bfloat16, (8, 4))
+    with pytest.raises(RefitError, match=r"of more.weight: .*; this engine serves nothing until a full refit"):
+        sender.refit()
+    del engine.rank.weights.shapes["more.weight"]
+    with mock.patch.object(engine, "pause", side_effect=TimeoutError), pytest.raises(RefitError, match="TimeoutError"):
+        sender.refit()
+    assert "resume" not in engine.said() and not engine.rank.is_servable()
+    assert sender.refit() == 5
     assert engine.said()[-1] == "resume" and engine.rank.is_servable()
+
+
+def test_an_engine_that_refuses_all_goes_on(tmp_path: Path) -> None:
+    """With its old weights, and not paused, though the refusal came last."""
+    trainer, engine, sender = connected(tmp_path)
+    sender.refit()
+    before = trainer.weights()
+    step(trainer.model, trainer.optimizer)
+    engine.said()
+    engine.rank.weights.shapes["more.weight"] = ModelTensor(torch.bfloat16, (8, 4))
+    with pytest.raises(RefitError, match=r"fills 0 of the 32 elements of more.weight"):
+        sender.refit(full=True)
+    assert "pause" not in engine.said() and engine.rank.is_servable()
+    engine.rank.check(before)
+
+
+@pytest.mark.parametrize("call", ["pause", "finish_weight_update"])
+def test_an_engine_whose_weights_are_whole_goes_on(call: str, tmp_path: Path) -> None:
+    """Though a call around the writing of them failed."""
+    _, engine, sender = connected(tmp_path)
+    sender.refit()
+    with (
+        mock.patch.object(engine, call, side_effect=TimeoutError("timed out")),
+        pytest.raises(RefitError, match="a refit failed: TimeoutError: timed out"),
+    ):
+        sender.refit(full=True)
+    assert engine.said()[-1] == "resume" and engine.rank.is_servable()
+    assert sender.refit() == 3
+
+
+def test_a_refit_is_applied_whole_and_once() -> None:
+    first = Trainer().full()
+
+    def run(rank: Rank) -> None:
+        receiver = rank.receiver
+        for header, tensors in first:
+            receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+        assert not rank.is_servable()
+        receiver.apply()
+        with pytest.raises(RefitError, match="a refit was not applied: no refit came to its last message"):
+            receiver.apply()
+        assert rank.is_servable()
+
+    def early(rank: Rank) -> None:
+        assert rank.accept(first[:-1]) == ""
+        with pytest.raises(RefitError, match=r"was not applied: no refit .*; this engine serves nothing until a full"):
+            rank.receiver.apply()
+
+    def again(rank: Rank) -> None:
+        for header, tensors in first:
+            rank.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
+        assert "came after the last one" in rank.accept(first[-1:])
+
+    for what in (run, early, again):
+        on_engine(1, what)
 
 
 def test_a_refit_that_another_trainer_left_open(tmp_path: Path) -> None:

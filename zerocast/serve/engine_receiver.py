@@ -3,7 +3,7 @@
 Every rank gets all messages. While they come, nothing of the engine changes: the bytes of a full
 refit are held in host memory, the changes of a delta as they came. With the last message ranks
 compare what they have, and the digest of each bucket, computed from the engine's own bytes with the
-changes on them. Only then are they written.
+changes on them. `apply` writes them, and is all for which an engine has to be paused.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,6 +52,7 @@ class _Stage:
         payloads: the changed bytes of each message of a delta.
         buckets: the buckets of a full refit.
         values: by name the tensors of a full refit in model layout, in host memory.
+        is_complete: True once the last message came and all was found to fit.
     """
 
     first: Header
@@ -59,10 +60,11 @@ class _Stage:
     payloads: list[Tensor] = field(default_factory=list)
     buckets: list[_Bucket] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
+    is_complete: bool = False
 
 
 class EngineReceiver:
-    """Refits one rank of an engine. All ranks of the engine call `accept` together.
+    """Refits one rank of an engine. All ranks of the engine call `accept` and `apply` together.
 
     Args:
         weights: the weights of this rank.
@@ -112,21 +114,33 @@ class EngineReceiver:
 
     @torch.no_grad()
     def accept(self, header: Header, read: Callable[[], Sequence[Tensor]]) -> None:
-        """Stage a message; apply the refit with its last one. Collective.
+        """Stage a message; check with the last one that the refit can be applied. Collective.
 
         Args:
             header: the header of the message, the same on all ranks.
             read: returns the tensors of the message. It may raise.
 
-        Raises RefitError, on all ranks alike, naming the rank that refused. The engine then has its
-        old weights, unless `check_servable` raises.
+        Raises RefitError, on all ranks alike, naming the rank that refused. The refit is dropped
+        then, and the weights are as they were.
         """
         with self._agreed("could not be staged"):
             self._admit(header, read())
         if header["kind"] == FULL:
             self._check_covered()
         if header["kind"] == END:
-            self._commit()
+            self._check_complete()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Write the refit whose last message was accepted. Collective; the engine must not compute.
+
+        Raises RefitError, on all ranks alike. If the refit broke off while it was written,
+        `check_servable` raises from then on.
+        """
+        with self._agreed("was not applied"):
+            if self._stage is None or not self._stage.is_complete:
+                raise RefitError("no refit came to its last message")
+        self._write_stage()
 
     @contextmanager
     def _agreed(self, what: str) -> Iterator[None]:
@@ -145,7 +159,8 @@ class EngineReceiver:
             if refusal is not None:
                 self._stage = None
                 of_rank = f"rank {rank} of {self._group.size}: " if self._group.size > 1 else ""
-                raise RefitError(f"a refit {what}: {of_rank}{refusal}") from error
+                state = "" if self._is_servable else "; this engine serves nothing until a full refit"
+                raise RefitError(f"a refit {what}: {of_rank}{refusal}{state}") from error
 
     def _admit(self, header: Header, tensors: Sequence[Tensor]) -> None:
         check_header(header)
@@ -160,6 +175,8 @@ class EngineReceiver:
         if stage is None:
             raise RefitError(f"message {index} of refit {header['refit']} came, and none of it before: {ASK}")
         kind = stage.first["kind"]
+        if stage.is_complete:
+            raise RefitError(f"message {index} of refit {header['refit']} came after the last one: {ASK}")
         same = (header["run"], header["refit"]) == (stage.first["run"], stage.first["refit"])
         if not same or index != len(stage.headers) or header["kind"] not in (kind, END):
             raise RefitError(
@@ -220,19 +237,24 @@ class EngineReceiver:
         # The result of the reduction is the same on all ranks.
         self._raise_first("could not be staged", [missing], None)
 
-    def _commit(self) -> None:
+    def _check_complete(self) -> None:
         stage = self._stage
         assert stage is not None
         if stage.first["kind"] == FULL:
             with self._agreed("is not complete"):
                 self._check_filled(stage)
         else:
-            with self._agreed("was not applied"):
+            with self._agreed("cannot be applied"):
                 self._check_bytes(stage)
+        stage.is_complete = True
+
+    def _write_stage(self) -> None:
+        stage = self._stage
+        assert stage is not None
         # From here on the bytes are of two refits, until all ranks got through.
         self._complete = None
         self._is_servable = False
-        broken = "broke off while it was written, so the engine serves nothing until a full refit"
+        broken = "broke off while it was written"
         with self._agreed(broken):
             if stage.first["kind"] == FULL:
                 self._buckets = stage.buckets

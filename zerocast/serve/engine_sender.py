@@ -15,11 +15,13 @@ from typing import Any, Protocol
 import torch
 
 from zerocast.serve.engine_receiver import PROTOCOL
-from zerocast.serve.refit_message import END, RefitError
+from zerocast.serve.refit_message import RefitError
 from zerocast.serve.sender import Message, Sender
 
 logger = logging.getLogger(__name__)
 
+# Kinds of messages that are for engines alone.
+APPLY = "apply"
 ABORT = "abort"
 
 
@@ -68,6 +70,8 @@ class EngineSender:
         self._is_first = sender.group.rank == 0
         # False until a refit was applied, and after one that was not.
         self._is_current = False
+        # True after a refit that may have been written in part. Then the engine stays paused.
+        self._is_broken = False
         self.nbytes = 0
         self._together(self._connect, "the connection to an engine")
 
@@ -77,7 +81,8 @@ class EngineSender:
 
         An engine that refuses changes gets a full refit at once; `full` asks for one, as after a
         wake-up from sleep level 2. RefitError on all ranks if that fails too: the engine goes on
-        with its old weights, or stays paused if it has none of one refit.
+        with its old weights, or stays paused if it has none of one refit. A refit that follows with
+        success lets it go on.
         """
         if self._is_current and not full:
             try:
@@ -151,8 +156,6 @@ class EngineSender:
             if message.tensors:
                 # A view would be saved with the whole of its storage.
                 torch.save([tensor.detach().cpu().clone() for tensor in message.tensors], path)
-            if header["kind"] == END:
-                self._pause(True)
             self._client.update_weights({"header": header, "file": name if message.tensors else None})
         finally:
             path.unlink(missing_ok=True)
@@ -160,8 +163,15 @@ class EngineSender:
     def _finish(self, failure: Exception | None) -> None:
         if failure is not None:
             raise failure
-        self._client.finish_weight_update(f"{self._sender.run}-{self._sender.refit}")
-        self._pause(False)
+        try:
+            self._pause(True)
+            self._is_broken = True
+            self._client.update_weights({"header": {"kind": APPLY}})
+            self._is_broken = False
+            self._client.finish_weight_update(f"{self._sender.run}-{self._sender.refit}")
+        finally:
+            if not self._is_broken:
+                self._pause(False)
 
     def _pause(self, on: bool) -> None:
         call = getattr(self._client, "pause" if on else "resume", None)
