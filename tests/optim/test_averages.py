@@ -340,6 +340,37 @@ def test_an_average_without_memory_follows_no_step(monkeypatch):
     assert caught.value.__traceback__ is not None
 
 
+def swapped_after_foreign_writes(late: bool) -> tuple[str, bool, str]:
+    """What a swap says once other code has written a parameter on rank 1, whether it was entered, and a step after a load."""
+    trainer = Trainer(Run(config=EAGER))
+    optimizer = trainer.optimizer
+    ema = EMA(optimizer, 0.9)
+    trainer.step(0)
+    state = Trainer(Run(config=EAGER)).optimizer.state_dict()
+    optimizer._driver.plan.packed.reports.reads_late = late  # as on a GPU
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(p for p in trainer.probe.parameters() if type(p) is nn.Parameter).add_(1)
+    entered = False
+    try:
+        with ema.swapped():
+            entered = True
+    except RuntimeError as error:
+        said = str(error)
+    optimizer.load_state_dict(state)
+    ema.reset()
+    return said, entered, error_of(lambda: trainer.step(1))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_swap_for_which_one_rank_is_not_ready(ranks, late):
+    """All raise and none waits. On a GPU the other ranks are told as they leave."""
+    for rank, (said, entered, after) in enumerate(ranks(2)(swapped_after_foreign_writes, late)):
+        assert said.startswith("rank 1: parameters were written")
+        assert entered == (late and rank == 0)
+        assert after == ""
+
+
 def averaged_otherwise(how: str) -> str:
     """One rank averages otherwise: what the step says, or, since digests of 7 bits meet once in 128 calls, the one after it."""
     trainer = Trainer(Run(config=EAGER))

@@ -14,7 +14,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -196,6 +196,27 @@ class Driver(Generic[AnyPlan]):
         self.has_cast(repeat)
 
 
+class AroundCast(NamedTuple):
+    """The collectives of a step around its cast, as a rank makes them that cannot step.
+
+    Such a rank makes all collectives of the others, or these would wait for it. In their order
+    (`CastDriver.take_part`), after gradients and their norm are reduced, in which all ranks are:
+
+    1. `before_cast`: what the step sends before it. ZeroMuon sends gradients to the ranks that own
+       matrices in whole.
+    2. The packed amaxes, with the refusal (`CastPlan.take_part`). On a CPU all ranks raise here.
+    3. `after_cast`: what the step reduces after it. Moments in 8 bits have the largest elements of
+       groups that a boundary between ranks cuts.
+    4. The gather of the bytes (`Gather.start`).
+    5. The comparison of what ranks reported, which the others make before their next cast.
+
+    A refresh or a swap has no more than the cast and the gather.
+    """
+
+    before_cast: Callable[[], None] = lambda: None
+    after_cast: Callable[[], None] = lambda: None
+
+
 class CastDriver(Driver[CastPlan]):
     """The casts of one Host.
 
@@ -253,28 +274,34 @@ class CastDriver(Driver[CastPlan]):
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
-    def step(self, launch: Callable[[], None], before_cast: Callable[[], None], after_cast: Callable[[], None]) -> None:
+    def step(self, launch: Callable[[], None], around_cast: AroundCast) -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
 
-        A rank that cannot calls `before_cast` and `after_cast`, which take part in the collectives
-        of `launch` before and after those of the cast.
+        `around_cast` are the other collectives of `launch`, for a rank that cannot run it.
 
         Collective. Call `ready` first, whose problem all ranks raise here. What raises in here
         leaves masters and weights partial, unless no rank was ready.
         """
         if self.plan.problem is not None:
-
-            def gather() -> None:
-                after_cast()
-                self._gather()
-
-            before_cast()
-            self.plan.take_part(gather, "an optimizer step", masters=True)
+            self.take_part("an optimizer step", around_cast, masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():
                 launch()
                 self.plan.done()
             self._gather()
+
+    def take_part(self, what: str, around_cast: AroundCast = AroundCast(), *, masters: bool = False) -> NoReturn:
+        """Make all collectives of a write that this rank is not ready for, and raise its problem.
+
+        `what` is the write, for errors of weights, and of `masters`, that it leaves partial.
+        """
+
+        def gather() -> None:
+            around_cast.after_cast()
+            self._gather()
+
+        around_cast.before_cast()
+        self.plan.take_part(gather, what, masters)
 
     def move_masters(
         self, masters: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None = None

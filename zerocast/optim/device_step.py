@@ -7,6 +7,7 @@ step. The host's part before and after is in `zero_optimizer.py`.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from zerocast.cast.adam_update import Hyperparameters
 from zerocast.cast.captured_step import CapturableStep
+from zerocast.cast.host import AroundCast
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
@@ -82,14 +84,14 @@ class DeviceStep:
             self.clip.fill_(1.0)
         return clipped
 
-    def take_part_before_cast(self) -> None:
-        """Send gradients for `launch` of the other ranks, in a step that this rank cannot make."""
-        self._muon.take_part(self.gradients.flat)
-
-    def take_part_after_cast(self) -> None:
-        """In a step that this rank cannot make, take part in what it reduces after the cast."""
-        if self._masters.eight_bit is not None:
-            self._masters.eight_bit.cut_groups.take_part()
+    @property
+    def around_cast(self) -> AroundCast:
+        """The collectives of `launch` around its cast, for a rank that cannot step."""
+        eight_bit = self._masters.eight_bit
+        before_cast = functools.partial(self._muon.take_part, self.gradients.flat)
+        if eight_bit is None:
+            return AroundCast(before_cast)
+        return AroundCast(before_cast, eight_bit.cut_groups.take_part)
 
     def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
         """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.

@@ -266,11 +266,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._prepare()
         square_sum = self._reduced_square_sum()
-        self._driver.step(
-            lambda: self._device.launch(self._plan, square_sum),
-            self._device.take_part_before_cast,
-            self._device.take_part_after_cast,
-        )
+        self._driver.step(lambda: self._device.launch(self._plan, square_sum), self._device.around_cast)
         self._finish()
         return loss
 
