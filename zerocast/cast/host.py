@@ -290,7 +290,7 @@ class CastDriver(Driver[CastPlan]):
                 self.plan.done()
             self._gather()
 
-    def take_part(self, what: str, around_cast: AroundCast = AroundCast(), *, masters: bool = False) -> NoReturn:
+    def take_part(self, what: str, around_cast: AroundCast, *, masters: bool = False) -> NoReturn:
         """Make all collectives of a write that this rank is not ready for, and raise its problem.
 
         `what` is the write, for errors of weights, and of `masters`, that it leaves partial.
