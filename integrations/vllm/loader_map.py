@@ -61,7 +61,7 @@ class LoaderMap:
                 ) from error
         for name, padding in copies.padding.items():
             known = self.model_tensors[name]
-            self.model_tensors[name] = ModelTensor(known.dtype, known.shape, padding)
+            self.model_tensors[name] = ModelTensor(known.dtype, known.shape, tuple(padding))
         return copies.regions
 
     @contextmanager
@@ -107,7 +107,7 @@ class _Copies(TorchDispatchMode):
         self._stored = stored
         self._own = own
         self.regions: dict[str, list[Region]] = {}
-        self.padding: dict[str, int] = {}
+        self.padding: dict[str, list[Strided]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default:
@@ -116,7 +116,7 @@ class _Copies(TorchDispatchMode):
         if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
             name = self._own.get(_storage(args[0]))
             if name is not None:
-                self.padding[name] = self.padding.get(name, 0) + args[0].numel()
+                self.padding.setdefault(name, []).append(_strided(args[0]))
                 return args[0]
         return func(*args, **(kwargs or {}))
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import zerocast
 from tests.distributed.simulated import Simulated, on_ranks
@@ -346,7 +346,7 @@ def test_an_engine_of_other_weights() -> None:
 
     def run(rank: Rank) -> None:
         rank.weights.shapes["lm_head.weight"] = ModelTensor(torch.bfloat16, (8, 4))
-        assert "fills 0 of the 32 elements of lm_head.weight" in rank.accept(first)
+        assert "0 of the 32 elements of lm_head.weight are filled" in rank.accept(first)
         assert not rank.is_servable()
         narrow = rank.weights.regions
         rank.weights.regions = lambda layout: {  # type: ignore[method-assign]
@@ -354,6 +354,62 @@ def test_an_engine_of_other_weights() -> None:
         }
         error = rank.accept(trainer.full())
         assert "the engine does not take" in error and "_scale" in error
+
+    on_engine(1, run)
+
+
+def rows(first: int, count: int, columns: int) -> Strided:
+    """Rows of a matrix."""
+    return Strided((count, columns), (columns, 1), first * columns)
+
+
+@pytest.mark.parametrize(
+    ("taken", "padding", "refusal"),
+    [
+        ([(0, 64), (64, 192)], [], ""),
+        (
+            [(0, 128), (0, 128)],
+            [],
+            "16384 of the 32768 elements of down.weight are filled, 16384 of them more than once",
+        ),
+        (
+            [(0, 128), (64, 192)],
+            [],
+            "32768 of the 32768 elements of down.weight are filled, 8192 of them more than once",
+        ),
+        ([(0, 64)], [(64, 192)], ""),
+        ([(0, 64)], [(0, 192)], "24576 of the 32768 elements of down.weight are filled, 8192 of them more than once"),
+    ],
+)
+def test_every_element_of_an_engine_is_filled_once(
+    taken: list[tuple[int, int]], padding: list[tuple[int, int]], refusal: str
+) -> None:
+    """Not only as many elements as it has. Padding, which the engine fills with zeros itself, is told by its place as well."""
+    columns = 128
+    value = torch.arange(256 * columns, dtype=torch.float32).bfloat16().view(256, columns)
+    layer = nn.Linear(columns, sum(count for _, count in taken), bias=False, dtype=torch.bfloat16)
+    layer.weight.data.copy_(torch.cat([value[first : first + count] for first, count in taken]))
+    full = recorded(Sender(nn.ModuleDict({"down": layer}), "bf16").named_tensors())
+
+    def run(rank: Rank) -> None:
+        def regions(layout: Layout) -> Mapping[str, list[Region]]:
+            places = tuple(rows(first, count, columns) for first, count in padding)
+            rank.weights.shapes["down.weight"] = ModelTensor(torch.bfloat16, (256, columns), places)
+            before = [sum(count for _, count in taken[:i]) for i in range(len(taken))]
+            return {
+                "down.weight": [
+                    Region(rows(start, count, columns), "down.weight", rows(first, count, columns))
+                    for start, (first, count) in zip(before, taken, strict=True)
+                ]
+            }
+
+        rank.weights.regions = regions  # type: ignore[method-assign]
+        error = rank.accept(full)
+        assert refusal in error and bool(refusal) == bool(error) == (not rank.is_servable())
+        if not refusal:
+            end = 256 - sum(count for _, count in padding)
+            assert torch.equal(rank.weights.own["down.weight"][:end], value[:end])
+            assert not rank.weights.own["down.weight"][end:].any()
 
     on_engine(1, run)
 
@@ -464,7 +520,9 @@ def test_an_engine_that_breaks_stays_paused(tmp_path: Path) -> None:
         sender.refit(full=True)
     assert "resume" not in engine.said() and not engine.rank.is_servable()
     engine.rank.weights.shapes["more.weight"] = ModelTensor(torch.bfloat16, (8, 4))
-    with pytest.raises(RefitError, match=r"of more.weight: .*; this engine serves nothing until a full refit"):
+    with pytest.raises(
+        RefitError, match=r"of more.weight are filled, .*; this engine serves nothing until a full refit"
+    ):
         sender.refit()
     del engine.rank.weights.shapes["more.weight"]
     with mock.patch.object(engine, "pause", side_effect=TimeoutError), pytest.raises(RefitError, match="TimeoutError"):
@@ -482,7 +540,7 @@ def test_an_engine_that_refuses_all_goes_on(tmp_path: Path) -> None:
     step(trainer.model, trainer.optimizer)
     engine.said()
     engine.rank.weights.shapes["more.weight"] = ModelTensor(torch.bfloat16, (8, 4))
-    with pytest.raises(RefitError, match=r"fills 0 of the 32 elements of more.weight"):
+    with pytest.raises(RefitError, match=r"0 of the 32 elements of more.weight are filled"):
         sender.refit(full=True)
     assert "pause" not in engine.said() and engine.rank.is_servable()
     engine.rank.check(before)

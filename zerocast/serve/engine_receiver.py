@@ -24,7 +24,7 @@ from zerocast.serve.bucket import (
     layout_of,
     write_changes,
 )
-from zerocast.serve.engine_weights import EngineWeights, Region
+from zerocast.serve.engine_weights import EngineWeights, Region, Strided
 from zerocast.serve.flat_bytes import as_bytes
 from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 from zerocast.serve.refit_order import RefitOrder
@@ -272,18 +272,23 @@ class EngineReceiver:
         self._stage = None
 
     def _check_filled(self, stage: _Stage) -> None:
-        """RefitError unless the stored tensors fill every tensor of the engine."""
-        filled: dict[str, int] = {}
+        """RefitError unless the stored tensors and padding fill every element of the engine's
+        tensors, each of them once.
+        """
+        filled: dict[str, list[Strided]] = {}
         for bucket in stage.buckets:
             for regions in bucket.regions.values():
                 for region in regions:
-                    filled[region.name] = filled.get(region.name, 0) + torch.Size(region.own.size).numel()
+                    filled.setdefault(region.name, []).append(region.own)
         for name, own in self._weights.model_tensors().items():
-            wanted = torch.Size(own.shape).numel() - own.padding
-            if filled.get(name, 0) != wanted:
+            times = torch.zeros(own.shape, dtype=torch.uint8)
+            for elements in (*filled.get(name, ()), *own.padding):
+                elements.of(times).add_(1)
+            empty, repeated = int((times == 0).sum()), int((times > 1).sum())
+            if empty or repeated:
                 raise RefitError(
-                    f"the sender fills {filled.get(name, 0)} of the {wanted} elements of {name}: it has other weights than this "
-                    "engine, or stores them otherwise"
+                    f"{times.numel() - empty} of the {times.numel()} elements of {name} are filled, {repeated} of them more than "
+                    "once: the sender has other weights than this engine, or stores them otherwise"
                 )
 
     def _check_bytes(self, stage: _Stage) -> None:

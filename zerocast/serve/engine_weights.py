@@ -46,11 +46,11 @@ class Region:
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor in model layout. `padding` elements of it, zeros, are stored nowhere."""
+    """A tensor in model layout. The elements of its `padding`, zeros, are stored nowhere."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    padding: int = 0
+    padding: tuple[Strided, ...] = ()
 
 
 class EngineWeights(Protocol):
