@@ -71,6 +71,9 @@ class Trained:
         self.backward()
         self.optimizer.step()
 
+    def verify(self) -> None:
+        zerocast.verify(self.optimizer)
+
 
 def clips_alone(trained: Trained) -> None:
     trained.backward()
@@ -250,30 +253,37 @@ def test_one_rank_cannot_cast_on_a_gpu(ranks: Ranks) -> None:
         assert told[2:] == ["", "None"]
 
 
-def step_after_foreign_writes(writers: tuple[int, ...]) -> tuple[str, bool]:
-    """What a step says once other code has written a parameter on these ranks, and whether a state is partial then."""
+def step_after_foreign_writes(writers: tuple[int, ...], late: bool, then: str) -> tuple[str, bool, str]:
+    """What a step says once other code has written a parameter on these ranks, or what comes next, whether a state is
+    partial then, and whether live bytes are right a step after a load.
+    """
     trained = Trained()
     trained.step()
     state = {name: _copy(value) for name, value in trained.optimizer.state_dict().items()}
     trained.backward()
+    if late:
+        _travels(trained)
     if dist.get_rank() in writers:
         with torch.no_grad():
             trained.model[0].bias.add_(1)
-    told = error_of(trained.optimizer.step)
+    told = error_of(trained.optimizer.step) or error_of(getattr(trained, then))
     partial = trained.optimizer._driver.plan.validity.partial is not None
     trained.optimizer.load_state_dict(state)
-    trained.step()
-    return told, partial
+    return told, partial, error_of(trained.step)
 
 
-@pytest.mark.parametrize("writers", [(1,), (0, 1)])
-def test_a_step_for_which_ranks_are_not_ready(ranks: Ranks, writers: tuple[int, ...]) -> None:
-    """All raise and none waits; nothing has changed where none was ready."""
-    by_rank = ranks(2)(step_after_foreign_writes, writers)
-    for told, partial in by_rank:
+@pytest.mark.parametrize(("writers", "late"), [((1,), False), ((1,), True), ((0, 1), False)])
+@pytest.mark.parametrize("then", ["step", "verify"])
+def test_a_step_for_which_ranks_are_not_ready(ranks: Ranks, writers: tuple[int, ...], late: bool, then: str) -> None:
+    """All raise and none waits; nothing has changed where none was ready. On a GPU the others are told by their next
+    backward pass, whose reductions wait for all ranks.
+    """
+    by_rank = ranks(2)(step_after_foreign_writes, writers, late, then)
+    for told, partial, after in by_rank:
         assert told.startswith("RuntimeError: rank 1: " if writers == (1,) else "RuntimeError: ")
         assert "written" in told
         assert partial == (writers == (1,))
+        assert after == ""
 
 
 def calls_one_by_one(texts: list[str]) -> list[str | None]:

@@ -229,6 +229,7 @@ class CastPlan(Plan):
         self.validity = validity or Validity()
         self.validity.owner, self.validity.has_masters = weakref.ref(self), True
         self.validity.ask_before(self.check_call, Use.SAVE, Use.SWITCH, Use.ADD)
+        self.validity.ask_before(self.check_before_collective, Use.VERIFY)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
@@ -537,6 +538,13 @@ class CastPlan(Plan):
         another call, or if it cast masters that are NaN or Inf.
         """
         self._check_reports(casts_in_flight=0)
+
+    def check_before_collective(self, use: Use | None = None) -> None:
+        """RuntimeError, on every rank, if a rank could not make the last cast on a GPU. Called
+        before collectives that are none of a cast, in which that rank is not.
+        """
+        if self.packed.reports.differ():
+            self.check_call()
 
     def _check_reports(self, casts_in_flight: int) -> None:
         try:

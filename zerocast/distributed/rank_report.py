@@ -203,6 +203,15 @@ class CastReports:
         self._late.forget()
         self._has_unread = False
 
+    def differ(self) -> bool:
+        """True if ranks were in different calls in a cast that `check` has not read yet. On a GPU
+        this waits for it, on a CPU all have raised.
+        """
+        if not self.reads_late or not self.compares_calls:
+            return False
+        digests = [numbers[len(self._names) :].tolist() for numbers in self._late.look()]
+        return not all(Comparison.of_maxima([], each).is_same_call for each in digests)
+
     def check(self, casts_in_flight: int = 0) -> None:
         """Compare the reports that were sent and not read yet. On a GPU this waits for them.
 

@@ -16,7 +16,7 @@ this, and raises until `zero_grad` of the optimizer is called.
 
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,8 @@ class GradientReducer:
     sum. With stage 1 the gradients of this rank are kept: each backward pass adds to them in their
     own dtype, and a round reduces their total again. If reduced gradients were changed, by clipping
     for example, a stage 1 round would lose the change. So later rounds then add, as with stage 2.
+
+    `before_round` is called before the collectives of a round, and raises on all ranks or on none.
     """
 
     def __init__(
@@ -87,8 +89,10 @@ class GradientReducer:
         device: torch.device,
         norms: ParameterNorms,
         dtype: torch.dtype,
+        before_round: Callable[[], None],
     ) -> None:
         self.synchronise = True
+        self._before_round = before_round
         # The error for gradients that arrive now; empty if they may arrive.
         self.refusal = ""
         self.gradients = GradientShard(buckets, group, norms, device, dtype, self)
@@ -246,6 +250,7 @@ class GradientReducer:
 
     def _begin(self) -> None:
         """Begin a round. Its gradients are added to those that were clipped before."""
+        self._before_round()
         self.check_same_call(ROUND)
         self.gradients.apply_clip()
         self._launched = 0

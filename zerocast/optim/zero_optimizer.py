@@ -118,7 +118,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._masters = FlatMasters([], self._group, device, self._config.moment_dtype)
         self._counts = StepCounts(device)
         self._skipped_count = torch.zeros(1, dtype=torch.int64, device=device)
-        self._reported = self._steps = 0
+        self._reported = 0
+        # The steps since the optimizer was built or has loaded a state.
+        self._steps = 0
         # Captured steps, which follow changes of formats and parameters.
         self._captured: weakref.WeakSet[CapturedStep] = weakref.WeakSet()
         self._build(named, *self._lay_out(named))
@@ -184,7 +186,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         norms = ParameterNorms(layout.gradients, self._reduction_group, order, device)
         dtype = shard_dtype(layout, config)
         self._reducer = GradientReducer(
-            layout.gradients, self._reduction_group, self._stage, config, device, norms, dtype
+            layout.gradients,
+            self._reduction_group,
+            self._stage,
+            config,
+            device,
+            norms,
+            dtype,
+            self._plan.check_before_collective,
         )
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
         muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
@@ -300,6 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """
         # What this raises has been raised already, or is the same on all ranks.
         self._validity.check(Use.STEP)
+        self._plan.check_before_collective()
         self._skipped.before_step()
         self._left_out.after_steps(self._steps)
         self._reducer.finish()
@@ -552,6 +562,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             taken = int(self._counts.taken)
             self._caller.number = taken + 1
             self._skipped.restart(taken)
+            # On a GPU some ranks may have finished a step that others could not make.
+            self._steps = 0
             self._driver.refresh()
         if self._counts.before != before:
             # Graphs hold keys of random numbers, which depend on it.
