@@ -108,10 +108,10 @@ def memories(tensors: Sequence[Tensor]) -> Memories:
         return [], "", []
     if not all(map(Tensor.is_contiguous, tensors)):
         raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
-    dtypes = set(map(_dtype, tensors))
-    if len(dtypes) > 1:
-        raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, dtypes))}")
-    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtypes.pop()], list(map(nbytes, tensors))
+    dtype, *others = set(map(_dtype, tensors))
+    if others:
+        raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
+    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtype], list(map(nbytes, tensors))
 
 
 nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")

@@ -216,13 +216,15 @@ class Stage:
         names = self.arguments
         assert fixed.keys() <= {*names}, f"{op} takes {names}, got {[*fixed]}"
         template = [*head, *(fixed.get(name) for name in names)]
-        index_of_open = {name: len(head) + i for i, name in enumerate(names) if name not in fixed}
+        open_places = [(name, len(head) + i) for i, name in enumerate(names) if name not in fixed]
+        open_names = {name for name, _ in open_places}
 
         def call(**arguments: Any) -> None:
-            assert arguments.keys() == index_of_open.keys(), f"{op} takes {names}, got {[*fixed, *arguments]}"
-            values = template.copy()
-            for name, value in arguments.items():
-                values[index_of_open[name]] = value
+            assert {*arguments} == open_names, f"{op} takes {names}, got {[*fixed, *arguments]}"
+            # The cast of each gather comes here, so nothing else is called.
+            values = [*template]
+            for name, place in open_places:
+                values[place] = arguments[name]
             op(*values)
 
         return call
@@ -233,7 +235,7 @@ class Stage:
 Transposer = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
-class _Transposition(NamedTuple):
+class Transposition(NamedTuple):
     """The transposition of weights of one format.
 
     Attributes:
@@ -270,12 +272,12 @@ def transposed_codes(backend: str, format: str, row_data: Tensor, rows: int, col
     """Make the columnwise codes of one weight with one scale per tensor, in the dtype of its
     rowwise codes.
     """
-    transposition = _transposition(backend, format, ((rows, columns),), row_data.device)
-    checks.check_plain("data", row_data, transposition.dtypes, transposition.numel, row_data.device)
-    ((shape, _, _),) = transposition.made
+    of_one = transposition(backend, format, ((rows, columns),), row_data.device)
+    checks.check_plain("data", row_data, of_one.dtypes, of_one.numel, row_data.device)
+    ((shape, _, _),) = of_one.made
     # `new_empty` calls `empty`. Every product allocates such an operand.
     data = torch.empty(shape, dtype=row_data.dtype, device=row_data.device)
-    transposition.run([row_data], [], [data], [])
+    of_one.run([row_data], [], [data], [])
     return data
 
 
@@ -287,15 +289,15 @@ def transposed_together(
 
     The caller has checked the tensors.
     """
-    transposition = _transposition(backend, format, shapes, row_data[0].device)
+    of_all = transposition(backend, format, shapes, row_data[0].device)
     dtype, device = row_data[0].dtype, row_data[0].device
-    data = [torch.empty(shape, dtype=dtype, device=device) for shape, _, _ in transposition.made]
+    data = [torch.empty(shape, dtype=dtype, device=device) for shape, _, _ in of_all.made]
     if get_format(format).block is None:
-        transposition.run(row_data, [], data, [])
+        of_all.run(row_data, [], data, [])
         nothing = torch.empty(0, dtype=torch.float32, device=device)
         return [(codes, nothing) for codes in data]
-    scales = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in transposition.made]
-    transposition.run(row_data, row_scales, data, scales)
+    scales = [torch.empty(shape, dtype=dtype, device=device) for _, shape, dtype in of_all.made]
+    of_all.run(row_data, row_scales, data, scales)
     return list(zip(data, scales, strict=True))
 
 
@@ -317,7 +319,7 @@ def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Sha
 
 
 @functools.lru_cache(maxsize=1024)
-def _transposition(backend: str, format: str, shapes: tuple[Block, ...], device: torch.device) -> _Transposition:
+def transposition(backend: str, format: str, shapes: tuple[Block, ...], device: torch.device) -> Transposition:
     """Bind the stage `transpose` for weights of these shapes, whose offsets are all 0. A step calls
     it for every gather and every input, so all that does not depend on addresses is made once.
     """
@@ -333,7 +335,7 @@ def _transposition(backend: str, format: str, shapes: tuple[Block, ...], device:
     table = table.to(device)
     bind = getattr(backends.load(backend), "bind_transpose", None)
     if bind is not None:
-        return _Transposition(bind(fmt, table), dtypes, numel, made)
+        return Transposition(bind(fmt, table), dtypes, numel, made)
     stage = _implementation("transpose", backend, format)
 
     def run(
@@ -344,7 +346,7 @@ def _transposition(backend: str, format: str, shapes: tuple[Block, ...], device:
         column_scales = [scale.view(-1) for scale in scales] or [table.new_empty(0, dtype=torch.float32)]
         stage(table, row_codes, [scale.view(-1) for scale in row_scales], codes, column_scales)
 
-    return _Transposition(run, dtypes, numel, made)
+    return Transposition(run, dtypes, numel, made)
 
 
 def dequantized(

@@ -363,13 +363,14 @@ class GatherCast:
 
     def _by_weight(self, memory: Tensor) -> list[Sequence[Tensor]]:
         """Return the codes of each weight, by direction, in `memory`."""
-        codes = memory.split(self._sizes)[::2]
+        codes = memory.split_with_sizes(self._sizes)[::2]
         return [codes[sets] for sets in self._sets]
 
-    @torch.no_grad()
     def cast(self) -> list[Sequence[Tensor]]:
         """Return the codes of each weight by direction, uint8, for one gather. They are cast from
         the masters as they are now, by the scales of the last cast, unless codes are held.
+
+        Called without gradients, as FSDP2 gathers.
         """
         if self._held is not None:
             return self._held
@@ -388,7 +389,8 @@ class GatherCast:
 
     def hold(self) -> None:
         """Keep the codes of the masters as they are now, for all gathers to come."""
-        self._held = self.cast()
+        with torch.no_grad():
+            self._held = self.cast()
 
 
 def _tables_of(

@@ -2,6 +2,7 @@
 codes by plain torch ops, and the memory for the results in both directions.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -74,7 +75,18 @@ def turned(codes: Tensor) -> Tensor:
     """
     if codes.shape[0] % ROWS:
         codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
-    return ops.transposed_codes(backends.choose(codes.device), "fp8_current", codes, *codes.shape)
+    transposition, shape = _turning(codes.device, *codes.shape)
+    made = torch.empty(shape, dtype=codes.dtype, device=codes.device)
+    transposition.run([codes.contiguous()], [], [made], [])
+    return made
+
+
+@functools.lru_cache(maxsize=1024)
+def _turning(device: torch.device, rows: int, k: int) -> tuple[ops.Transposition, tuple[int, ...]]:
+    """The transposition of codes `[rows, k]`, and the shape of its result. Every product asks."""
+    transposition = ops.transposition(backends.choose(device), "fp8_current", ((rows, k),), device)
+    ((shape, _, _),) = transposition.made
+    return transposition, shape
 
 
 def turned_like(codes: Tensor) -> Tensor:

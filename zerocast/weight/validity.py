@@ -367,7 +367,8 @@ class Validity:
         """The error of a write that broke off, until another one completes; None inside a
         transaction of this thread.
         """
-        return None if self._writing.is_here() else self._writing.broke_off
+        broke_off = self._writing.broke_off
+        return None if broke_off is None or self._writing.is_here() else broke_off
 
     @property
     def has_partial_masters(self) -> bool:
