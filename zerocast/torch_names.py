@@ -108,6 +108,8 @@ OTHERS = (
     PrivateName("_ops", "torch", "the types of operators", "torch.library names"),
     PrivateName("_dynamo", "torch", "reset compiled functions between benchmarks", "torch.compiler.reset"),
     PrivateName("_subclasses", "torch", "know a FakeTensor", "a public name of it"),
+    PrivateName("_functorch", "torch", "graphs take weights apart at once", "torch 2.12", last=(2, 11)),
+    PrivateName("_aot_autograd", "torch._functorch", "graphs take weights apart at once", "torch 2.12", last=(2, 11)),
     PrivateName("_python_dispatch", "torch.utils", "modes and subclasses of dispatch", _MODE),
     PrivateName("_pytree", "torch.utils", "the tensors among arguments", _MODE),
     PrivateName("_disabled_torch_function_impl", "torch._C", "a subclass by dispatch alone", "a documented constant"),

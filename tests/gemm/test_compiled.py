@@ -19,8 +19,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zerocast
+from tests import casts
 from zerocast import QuantizedWeight, gemm, get_format
 from zerocast.weight import compiled_ops
 from zerocast.weight.compiled_ops import digest_of_sources
@@ -235,3 +237,22 @@ def test_a_compiled_function_follows_the_preference() -> None:
             assert all(map(torch.equal, run(function, x), run(model, x)))
         quantized = preference == "scaled_mm" and weight_gradients == "fp8"
         assert graphs.counts("backward")["aten._scaled_mm.default"] == 6 * quantized or weight_gradients == "nominal"
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_graph_takes_weights_beside_other_subclasses(dynamic: bool) -> None:
+    """The inputs of the graph are the parts of both, and with dynamic shapes the sizes of the other tensor."""
+
+    def both(x: Tensor, weight: Any, other: Any) -> tuple[Tensor, Any]:
+        return F.linear(x, weight), other.sin()
+
+    function = torch.compile(both, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    weight = casts.cast_whole("fp8_current", torch.randn(64, 32))
+    for rows in (8, 12):
+        leaf = torch.randn(rows, 32).to(BF16).requires_grad_()
+        parts = torch.randn(rows, 4), torch.randn(rows, 4)
+        y, sines = function(leaf, weight, TwoTensor(*parts))
+        y.sum().backward()
+        assert torch.equal(y, F.linear(leaf, weight))
+        assert torch.equal(sines.b, parts[1].sin())
+        assert torch.equal(leaf.grad, torch.autograd.grad(F.linear(leaf, weight).sum(), leaf)[0])

@@ -7,6 +7,7 @@ flat buffer that the bytes may be a slice of. Every other operator raises: nothi
 silently.
 """
 
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from zerocast.formats import Columnwise, FormatSpec, get_format, layout
 from zerocast.formats.layout import BUFFERS
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.gemm import scaling
-from zerocast.weight import compiled_ops, linear, owners, unsupported
+from zerocast.weight import compiled_ops, graph_inputs, linear, owners, unsupported
 from zerocast.weight.buffers import WeightBuffers
 from zerocast.weight.experts import ExpertOf
 from zerocast.weight.state import WeightState
@@ -383,6 +384,16 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         flat: tuple[list[str], Any] = state.choices[key]
         return flat
 
+    def read_by_graphs(self) -> tuple[Tensor, ...]:
+        """The inner tensors that `__tensor_flatten__` names, checked."""
+        choices = self.state.choices
+        if "readers" not in choices:
+            names, _ = self.__tensor_flatten__()
+            # A getter of one attribute would not return a tuple.
+            choices["readers"] = operator.attrgetter(*names, "state")
+        read: tuple[Any, ...] = choices["readers"](self)
+        return read[:-1]
+
     def _stable_hash_for_caching(self) -> str:
         """The key of this weight in torch's cache of compiled graphs. It has everything that a
         graph depends on, the code of this package included. The bytes are not among it.
@@ -395,6 +406,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
         """Make a weight from what `__tensor_flatten__` returned and its inner tensors."""
+        graph_inputs.take_apart_at_once(QuantizedWeight)
         shape, fmt, dtype, requires_grad, on_demand, fp8_weight_gradients, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
         weight = QuantizedWeight.of_buffers(shape, fmt, dtype, buffers, requires_grad)
