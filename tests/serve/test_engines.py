@@ -1,5 +1,6 @@
 """An engine's ranks hold the bytes of the run after each refit, all of them or none, and say why not; without any engine."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests.distributed.simulated import Simulated, on_ranks
+from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
 from tests.serve.test_export import model
 from tests.serve.test_live import collected, step
 from zerocast.distributed.group import Group
@@ -306,6 +308,88 @@ def test_products_that_read_something_else(is_full: bool) -> None:
         rank.check(wanted)
 
     on_engine(2, run if is_full else changes)
+
+
+class OutsideCollectives(Places):
+    """Counts no operator of a collective, or of what compares ranks, both of which the other ranks would wait for. Places are noted
+    where nothing fails alone, since that takes long.
+    """
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_code is not on_engine.__code__:
+            if frame.f_code.co_name in (
+                "all_reduce_max",
+                "all_gather_into",
+                "_gathered_numbers",
+                "validate_across_ranks",
+            ):
+                return func(*args, **(kwargs or {}))
+            frame = frame.f_back  # type: ignore[assignment]
+        kind = Places if self._at < 0 else OutOfMemory
+        return kind.__torch_dispatch__(self, func, types, args, kwargs)
+
+
+EVERY = pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@EVERY
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_rank_that_is_out_of_memory(is_full: bool, every: int) -> None:
+    """Wherever it is, all ranks say so, and have what they had, or serve nothing; a full refit mends it."""
+    trainer = Trainer()
+    first, before = trainer.full(), trainer.weights()
+    step(trainer.model, trainer.optimizer)
+    second = trainer.full() if is_full else recorded(trainer.sender.named_deltas(1))
+    wanted, last = trainer.weights(), trainer.full()
+
+    def refitted(at: int) -> list[Any]:
+        def run(rank: Rank) -> Any:
+            assert rank.accept(first) == ""
+            with OutsideCollectives(at if rank.weights.rank else -1) as memory:
+                error = rank.accept(second)
+            rank.check(wanted if not error else before) if rank.is_servable() else None
+            assert rank.is_servable() or "serves nothing" in error
+            assert rank.accept(last) == ""
+            rank.check(wanted)
+            return error, memory.places
+
+        return on_engine(2, run)
+
+    places = refitted(-1)[1][1]
+    assert len(places) > 100
+    for at in of_each_place(places)[::every]:
+        errors = [error for error, _ in refitted(at)]
+        assert errors[0] == errors[1] and "rank 1 of 2: OutOfMemoryError: injected before" in errors[0], at
+
+
+@EVERY
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_rank_of_the_sender_that_is_out_of_memory(is_full: bool, every: int) -> None:
+    trainer = Trainer()
+
+    def sent(at: int) -> list[Any]:
+        def run(group: Simulated) -> Any:
+            sender = Sender(trainer.model, "modelopt", bucket_bytes=30_000, group=group)
+            recorded(sender.named_tensors())
+            with OutsideCollectives(at if group.rank else -1) as memory:
+                try:
+                    list(sender.named_tensors() if is_full else sender.named_deltas(1))
+                except RuntimeError as error:
+                    return str(error), memory.places
+            return "", memory.places
+
+        return on_ranks(2, run)[0]
+
+    places = sent(-1)[1][1]
+    assert len(places) > 50
+    for at in of_each_place(places)[::every]:
+        errors = [error for error, _ in sent(at)]
+        assert errors[0] == errors[1] and errors[0].startswith("rank 1: injected before"), at
 
 
 def test_refits_go_forward() -> None:

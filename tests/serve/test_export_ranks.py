@@ -24,7 +24,9 @@ from zerocast import Recipe, ZeroAdamW
 from zerocast.checkpoint.sources.safetensors_files import DTYPES
 from zerocast.export import export_hf, export_safetensors
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.serve import slices
 from zerocast.serve.safetensors_file import SafetensorsFile
+from zerocast.serve.weight_source import Batch, ShardedModel
 from zerocast.serve.write import INDEX
 
 FORMATS = ("nvfp4", "fp8_block", "mxfp8", "fp8_current")
@@ -208,8 +210,17 @@ def failing(folder: str, rank: int, what: str) -> str:
             raise OSError(28, "No space left on device")
         write(self, name, tensor)
 
-    write = SafetensorsFile.write
-    with mock.patch.object(SafetensorsFile, "write", full if what == "the disk" else write):
+    def broken(self: ShardedModel) -> Iterator[Batch]:
+        for number, batch in enumerate(batches(self)):
+            if is_here and number == 2:
+                raise MemoryError("out of memory")
+            yield batch
+
+    write, batches = SafetensorsFile.write, ShardedModel.batches
+    with (
+        mock.patch.object(SafetensorsFile, "write", full if what == "the disk" else write),
+        mock.patch.object(ShardedModel, "batches", broken if what == "a batch" else batches),
+    ):
         said = error_of(lambda: export_safetensors(model, target, naming))
     dist.barrier()
     assert not any(group.is_unsharded for group in torch_fsdp.groups(model))
@@ -221,6 +232,7 @@ def failing(folder: str, rank: int, what: str) -> str:
     ("what", "message"),
     [
         ("the disk", "No space left on device"),
+        ("a batch", "out of memory"),
         ("the naming", "naming is one of bf16"),
         ("the plan", "all pass the same list"),
     ],
@@ -230,6 +242,19 @@ def test_a_rank_that_fails(ranks: Ranks, tmp_path: Path, rank: int, what: str, m
     first, second = ranks(2)(failing, str(tmp_path), rank, what)
     assert first == second and message in first
     assert f"rank {rank}: " in first or what == "the plan"
+    assert not list(tmp_path.iterdir())
+
+
+def failing_slices(folder: str) -> str:
+    with mock.patch.object(
+        slices, "_entries", slices._entries if dist.get_rank() else mock.Mock(side_effect=MemoryError("none"))
+    ):
+        return error_of(lambda: of_slices(folder, "fp8_block", "deepseek"))
+
+
+def test_a_rank_without_memory_for_a_weight_of_slices(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2)(failing_slices, str(tmp_path / "out"))
+    assert first == second and "rank 0: none" in first
     assert not list(tmp_path.iterdir())
 
 

@@ -7,15 +7,17 @@ A rank that raised alone would leave the others waiting in their next collective
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from zerocast.distributed.group import Group
 from zerocast.weight.validity import debugging
 
+Result = TypeVar("Result")
 # The digest of a text is this many integers of 62 bits.
 WORDS = 4
 
@@ -116,6 +118,36 @@ def _check_calls(by_rank: list[str]) -> None:
                 f"ranks make different calls: rank 0 {by_rank[0]}, rank {rank} {what}; every rank makes the same calls in the "
                 "same order"
             )
+
+
+def together(group: Group, work: Callable[[], Result], what: str) -> Result:
+    """Run `work` on every rank and return its result; an error of one rank is raised on every rank.
+
+    An error of one rank before a collective inside `work` would leave the others in that one.
+    `what` is the call in progress, as a verb.
+    """
+    if group.size == 1:
+        return work()
+    results, problem = [], None
+    try:
+        results.append(work())
+    except Exception as error:
+        problem = error
+    validate_across_ranks(group, [], problem, what)
+    return results[0]
+
+
+def each_together(group: Group, items: Iterator[Result], what: str) -> Iterator[Result]:
+    """Yield the items, as many on each rank; an error of one rank's iterator is raised on every
+    rank.
+    """
+    try:
+        while (item := together(group, partial(next, items, None), what)) is not None:
+            yield item
+    finally:
+        # A generator may hold gathered memory for as long as it or the traceback of an error lives.
+        if isinstance(items, Generator):
+            items.close()
 
 
 def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:

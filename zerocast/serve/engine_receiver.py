@@ -6,7 +6,8 @@ compare what they have, and the digest of each bucket, computed from the engine'
 changes on them. `apply` writes them, and is all for which an engine has to be paused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from zerocast.serve.bucket import (
     layout_of,
     write_changes,
 )
-from zerocast.serve.engine_weights import EngineWeights, Region, Strided
+from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, elements_taken
 from zerocast.serve.flat_bytes import as_bytes
 from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 from zerocast.serve.refit_order import RefitOrder
@@ -123,10 +124,15 @@ class EngineReceiver:
         Raises RefitError, on all ranks alike, naming the rank that refused. The refit is dropped
         then, and the weights are as they were.
         """
+        covered: dict[str, Tensor] = {}
         with self._agreed("could not be staged"):
             self._admit(header, read())
-        if header["kind"] == FULL:
-            self._check_covered()
+            if header["kind"] == FULL:
+                assert self._stage is not None
+                bucket = self._stage.buckets[-1]
+                covered = elements_taken(bucket.layout, bucket.regions)
+        if covered:
+            self._check_covered(covered)
         if header["kind"] == END:
             self._check_complete()
 
@@ -151,11 +157,7 @@ class EngineReceiver:
         except Exception as raised:
             error = raised
         text = error and (str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}")
-        refusals = self._group.all_gather_object(text, "the state of a refit")
-        self._raise_first(what, refusals, error)
-
-    def _raise_first(self, what: str, refusals: Sequence[str | None], error: Exception | None) -> None:
-        for rank, refusal in enumerate(refusals):
+        for rank, refusal in enumerate(self._group.all_gather_object(text, "the state of a refit")):
             if refusal is not None:
                 self._stage = None
                 of_rank = f"rank {rank} of {self._group.size}: " if self._group.size > 1 else ""
@@ -220,32 +222,25 @@ class EngineReceiver:
         # The transport may use its memory again.
         stage.payloads.append(tensors[0].clone())
 
-    def _check_covered(self) -> None:
-        """RefitError on all ranks unless they together have each element of the last bucket."""
-        stage = self._stage
-        assert stage is not None
-        bucket = stage.buckets[-1]
-        missing = None
-        for name, _, shape in bucket.layout:
-            covered = torch.zeros(shape, dtype=torch.uint8)
-            for region in bucket.regions.get(name, []):
-                region.stored.of(covered).fill_(1)
-            self._group.all_reduce_max(covered, "the elements that an engine takes")
-            absent = covered.numel() - int(covered.sum())
-            if absent:
-                missing = missing or f"the engine does not take {absent} of the {covered.numel()} elements of {name}"
-        # The result of the reduction is the same on all ranks.
-        self._raise_first("could not be staged", [missing], None)
+    def _check_covered(self, covered: Mapping[str, Tensor]) -> None:
+        """RefitError on all ranks unless they together have each of these elements."""
+        for elements in covered.values():
+            self._group.all_reduce_max(elements, "the elements that an engine takes")
+        with self._agreed("could not be staged"):
+            for name, elements in covered.items():
+                absent = elements.numel() - int(elements.sum())
+                if absent:
+                    raise RefitError(f"the engine does not take {absent} of the {elements.numel()} elements of {name}")
 
     def _check_complete(self) -> None:
         stage = self._stage
         assert stage is not None
         if stage.first["kind"] == FULL:
             with self._agreed("is not complete"):
-                self._check_filled(stage)
+                regions = [regions for bucket in stage.buckets for regions in bucket.regions.values()]
+                check_filled(self._weights.model_tensors(), itertools.chain.from_iterable(regions))
         else:
-            with self._agreed("cannot be applied"):
-                self._check_bytes(stage)
+            self._check_bytes(stage, "cannot be applied")
         stage.is_complete = True
 
     def _write_stage(self) -> None:
@@ -265,53 +260,34 @@ class EngineReceiver:
                 self._write(stage)
                 self._weights.check()
         if stage.first["kind"] == FULL:
-            with self._agreed(broken):
-                self._check_bytes(stage)
+            self._check_bytes(stage, broken)
         self._complete = stage.first["run"], stage.first["refit"]
         self._is_servable = True
         self._stage = None
 
-    def _check_filled(self, stage: _Stage) -> None:
-        """RefitError unless the stored tensors and padding fill every element of the engine's
-        tensors, each of them once.
+    def _check_bytes(self, stage: _Stage, what: str) -> None:
+        """RefitError on all ranks unless the engine's bytes, with the changes of a delta, are the
+        sender's.
         """
-        filled: dict[str, list[Strided]] = {}
-        for bucket in stage.buckets:
-            for regions in bucket.regions.values():
-                for region in regions:
-                    filled.setdefault(region.name, []).append(region.own)
-        for name, own in self._weights.model_tensors().items():
-            times = torch.zeros(own.shape, dtype=torch.uint8)
-            for elements in (*filled.get(name, ()), *own.padding):
-                elements.of(times).add_(1)
-            empty, repeated = int((times == 0).sum()), int((times > 1).sum())
-            if empty or repeated:
-                raise RefitError(
-                    f"{times.numel() - empty} of the {times.numel()} elements of {name} are filled, {repeated} of them more than "
-                    "once: the sender has other weights than this engine, or stores them otherwise"
-                )
-
-    def _check_bytes(self, stage: _Stage) -> None:
-        """RefitError unless the engine's bytes, with the changes of a delta, are the sender's."""
-        differing = None
         for index, (bucket, header) in enumerate(zip(self._buckets, stage.headers, strict=True)):
-            tensors = self._stored(bucket)
-            for tensor in tensors:
-                self._bytes_group.all_reduce_max(as_bytes(tensor), "the bytes of an engine")
-            # Of a tensor that several ranks hold, the maximum hides a copy with smaller bytes.
-            if differing is None and not self._holds(bucket, tensors):
-                differing = bucket.layout[0][0]
-            if stage.payloads:
-                self._change(tensors, header, stage.payloads[index])
-            # Every rank goes through all buckets, for the others' reductions.
-            if differing is None and not have_digests(tensors, digests_after(header)):
-                differing = bucket.layout[0][0]
-        if differing is not None:
-            raise RefitError(
-                f"the engine's bytes of {differing} and what came with it would not be those of the sender: something else wrote "
-                f"to them, such as a reload or a wake-up from sleep level 2, or the engine laid them out again; {ASK}"
-            )
-        self._weights.check()
+            with self._agreed(what):
+                tensors = self._stored(bucket)
+                buffers = [as_bytes(tensor) for tensor in tensors]
+            for buffer in buffers:
+                self._bytes_group.all_reduce_max(buffer, "the bytes of an engine")
+            with self._agreed(what):
+                # Of a tensor that several ranks hold, the maximum hides a copy with smaller bytes.
+                is_equal = self._holds(bucket, tensors)
+                if stage.payloads:
+                    self._change(tensors, header, stage.payloads[index])
+                if not is_equal or not have_digests(tensors, digests_after(header)):
+                    raise RefitError(
+                        f"the engine's bytes of {bucket.layout[0][0]} and what came with it would not be those of the sender: "
+                        "something else wrote to them, such as a reload or a wake-up from sleep level 2, or the engine laid them "
+                        f"out again; {ASK}"
+                    )
+        with self._agreed(what):
+            self._weights.check()
 
     def _holds(self, bucket: _Bucket, tensors: Sequence[Tensor]) -> bool:
         """Return True if the engine's bytes on this rank are those of the stored tensors."""

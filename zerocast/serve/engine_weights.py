@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from zerocast.serve.bucket import Layout
+from zerocast.serve.refit_message import RefitError
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,34 @@ class ModelTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     padding: tuple[Strided, ...] = ()
+
+
+def elements_taken(layout: Layout, regions: Mapping[str, Iterable[Region]]) -> dict[str, Tensor]:
+    """By name u8 tensors of the stored shapes, 1 for each element that has a place on this rank."""
+    taken = {name: torch.zeros(shape, dtype=torch.uint8) for name, _, shape in layout}
+    for name, places in regions.items():
+        for region in places:
+            region.stored.of(taken[name]).fill_(1)
+    return taken
+
+
+def check_filled(tensors: Mapping[str, ModelTensor], regions: Iterable[Region]) -> None:
+    """RefitError unless regions and padding fill every element of the tensors, each of them
+    once.
+    """
+    filled: dict[str, list[Strided]] = {}
+    for region in regions:
+        filled.setdefault(region.name, []).append(region.own)
+    for name, own in tensors.items():
+        times = torch.zeros(own.shape, dtype=torch.uint8)
+        for elements in (*filled.get(name, ()), *own.padding):
+            elements.of(times).add_(1)
+        empty, repeated = int((times == 0).sum()), int((times > 1).sum())
+        if empty or repeated:
+            raise RefitError(
+                f"{times.numel() - empty} of the {times.numel()} elements of {name} are filled, {repeated} of them more than once: "
+                "the sender has other weights than this engine, or stores them otherwise"
+            )
 
 
 class EngineWeights(Protocol):

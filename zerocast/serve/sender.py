@@ -14,12 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.agreement import each_together, together, validate_across_ranks
 from zerocast.distributed.group import Group, GroupLike
 from zerocast.serve.flat_bytes import digest, equal_parts, flat_bytes
 from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
 from zerocast.serve.piece import Names
 from zerocast.serve.refit_message import DELTA, END, FULL, ChangedBytes, Header, RefitError, layout_digest, with_digest
+
+# The name of a refit in the error that is raised if ranks make different calls.
+SENDS = "serves live weights"
 
 
 class Message:
@@ -75,7 +78,7 @@ class Sender:
         self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
         self._group = self._live.source.masters_group if group is None else Group.of(group)
         settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
-        validate_across_ranks(self._group, self._live.stored_names, None, "serves live weights", settings)
+        validate_across_ranks(self._group, self._live.stored_names, None, SENDS, settings)
         self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
         # The number of the last refit that has begun.
         self._refit = 0
@@ -114,13 +117,12 @@ class Sender:
         number = self._begin()
         self._kept = []
         self._layouts = []
-        for index, bucket in enumerate(self._live.buckets()):
+        for bucket, part, own_digest in each_together(self._group, self._parts(), SENDS):
             layout = _layout(bucket)
-            part = self._part(bucket)
             self._kept.append(part)
             self._layouts.append(layout_digest(layout))
-            digests = self._gathered_numbers([digest(part)], part.device)
-            yield self._message(FULL, index, bucket, tensors=layout, digests=[d for (d,) in digests])
+            digests = self._gathered_numbers([own_digest], part.device)
+            yield self._message(FULL, len(self._kept) - 1, bucket, tensors=layout, digests=[d for (d,) in digests])
             self._check_newest(number)
         yield self._end()
 
@@ -137,24 +139,23 @@ class Sender:
         # Another refit may have begun between the call and the first message.
         self._check_since(since)
         number = self._begin()
-        index = -1
-        for index, bucket in enumerate(self._live.buckets()):
-            layout = layout_digest(_layout(bucket))
-            if self._layouts[index : index + 1] != [layout]:
+        index = 0
+        for layout, part, own_changes in each_together(self._group, self._changed_parts(), SENDS):
+            if own_changes is None:
                 raise RefitError(
                     f"the tensors of bucket {index} are not those of the last refit, as after a switch of formats: send "
                     "named_tensors()"
                 )
-            part = self._part(bucket)
-            segments, payload = self._gathered(ChangedBytes.between(self._kept[index], part))
+            segments, payload = self._gathered(own_changes)
             self._kept[index] = part
             changes = Bucket([("changes", payload)])
             yield self._message(DELTA, index, changes, since=since, layout=layout, segments=segments)
             changes.give_up()
             self._check_newest(number)
-        if index + 1 != len(self._layouts):
+            index += 1
+        if index != len(self._layouts):
             raise RefitError(
-                f"there are {index + 1} buckets, and the last refit had {len(self._layouts)}: send named_tensors()"
+                f"there are {index} buckets, and the last refit had {len(self._layouts)}: send named_tensors()"
             )
         yield self._end()
 
@@ -187,6 +188,21 @@ class Sender:
         self._is_complete = True
         return self._message(END, len(self._kept), Bucket([]))
 
+    def _parts(self) -> Iterator[tuple[Bucket, Tensor, int]]:
+        """Each bucket, this rank's part of it, and the digest of the part."""
+        for bucket in self._live.buckets():
+            part = self._part(bucket)
+            yield bucket, part, digest(part)
+
+    def _changed_parts(self) -> Iterator[tuple[str, Tensor, ChangedBytes | None]]:
+        """The layout of each bucket, this rank's part of it, and what changed in the part since the
+        last refit; None if that had another layout.
+        """
+        for index, bucket in enumerate(self._live.buckets()):
+            layout, part = layout_digest(_layout(bucket)), self._part(bucket)
+            is_known = self._layouts[index : index + 1] == [layout]
+            yield layout, part, ChangedBytes.between(self._kept[index], part) if is_known else None
+
     def _part(self, bucket: Bucket) -> Tensor:
         """A copy of this rank's part of a bucket's bytes, for which it reports the changes."""
         own = equal_parts(bucket.nbytes, self._group.size)[self._group.rank]
@@ -212,14 +228,23 @@ class Sender:
         segments = self._gathered_numbers(numbers, own.payload.device)
         if self._group.size == 1:
             return segments, own.payload
+        sizes = [row[-1] for row in segments]
         # An all-gather needs equal sizes, so every payload is padded to the largest one.
-        largest = max(row[-1] for row in segments)
-        padded = own.payload.new_zeros(1, largest)
-        padded[0, : own.payload.numel()] = own.payload
-        gathered = padded.new_empty(self._group.size, largest)
+        largest = max(sizes)
+
+        def allocated() -> tuple[Tensor, Tensor]:
+            padded = own.payload.new_zeros(1, largest)
+            padded[0, : own.payload.numel()] = own.payload
+            return padded, padded.new_empty(self._group.size, largest)
+
+        padded, gathered = together(self._group, allocated, SENDS)
         if largest:
             self._group.all_gather_into(gathered, padded, what="changed bytes")
-        return segments, torch.cat([row[: numbers[-1]] for row, numbers in zip(gathered, segments, strict=True)])
+
+        def concatenated() -> Tensor:
+            return torch.cat([row[:size] for row, size in zip(gathered, sizes, strict=True)])
+
+        return segments, together(self._group, concatenated, SENDS)
 
 
 def _layout(bucket: Bucket) -> list[list[Any]]:

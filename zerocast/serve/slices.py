@@ -4,30 +4,41 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zerocast.distributed.agreement import together
+from zerocast.distributed.group import Group
 from zerocast.formats.layout import buffer_rows
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
 
 
-def joined(weight: QuantizedWeight, sliced: DTensor) -> QuantizedWeight:
+def joined(weight: QuantizedWeight, sliced: DTensor, group: Group) -> QuantizedWeight:
     """The whole weight, in memory of its own, from the slices of all ranks. Collective.
 
     `sliced` has the shape of the whole and says how it is sliced; `weight` is this rank's slice.
-    RuntimeError for a slice that was never cast, is partial, or older than its masters.
+    RuntimeError, on all ranks of `group`, for a slice that was never cast, is partial, or older
+    than its masters.
     """
-    weight.check(Use.SEND)
-    whole = QuantizedWeight.empty(sliced.shape, weight.format, weight.dtype, weight.device)
-    for name in ("rowwise_data", "rowwise_scale_inv", "amax"):
-        own, target = weight.state.buffers[name], whole.state.buffers[name]
-        if own is None or target is None:
-            continue
-        if target.dim() == 1:
-            # Slices share the amax and the scale of a tensor.
-            target.copy_(own)
-            continue
-        entries = _entries(whole, name, target)
+
+    def allocated() -> tuple[QuantizedWeight, list[tuple[Tensor, Tensor]]]:
+        """The whole weight, and the slice and the whole of what is sliced of it."""
+        weight.check(Use.SEND)
+        whole = QuantizedWeight.empty(sliced.shape, weight.format, weight.dtype, weight.device)
+        pairs = []
+        for name in ("rowwise_data", "rowwise_scale_inv", "amax"):
+            own, target = weight.state.buffers[name], whole.state.buffers[name]
+            if own is None or target is None:
+                continue
+            if target.dim() == 1:
+                # Slices share the amax and the scale of a tensor.
+                target.copy_(own)
+            else:
+                pairs.append((_entries(weight, name, own).contiguous(), _entries(whole, name, target)))
+        return whole, pairs
+
+    whole, pairs = together(group, allocated, "joins slices of a weight")
+    for own, entries in pairs:
         slices = DTensor.from_local(
-            _entries(weight, name, own).contiguous(),
+            own,
             sliced.device_mesh,
             sliced.placements,
             run_check=False,

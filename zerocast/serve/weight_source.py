@@ -31,7 +31,9 @@ Casts = tuple[tuple[int, ...], ...]
 class WeightSource(Protocol):
     """The tensors of a model by name, shared ones once; `formats` are those of quantized weights.
 
-    Ranks of `group` call `batches` together and agree after each of them.
+    Ranks of `group` call `batches` together and agree on each of them. What one rank raises between
+    collectives of a batch is raised on all; in a collective of torch's own, such as a gather of
+    FSDP2, the others wait until it times out.
     """
 
     @property
@@ -325,7 +327,7 @@ class ShardedModel:
                 for view in views.masters:
                     if view.slices is not None:
                         name = str(view.name)
-                        yield [(name, joined(view.weight, prepared[name].sliced_parameter))]
+                        yield [(name, joined(view.weight, prepared[name].sliced_parameter, self.group))]
         for name, tensor in {**self._parameters, **self._buffers}.items():
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]

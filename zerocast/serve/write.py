@@ -1,8 +1,8 @@
 """Write the tensors of a source as safetensors files into a folder that appears complete.
 
 If several ranks write, they agree on a plan before the first byte. Each then writes its files while
-batches come, and the first rank adds the index. They agree after each batch, and an error on one
-rank is raised on every rank.
+batches come, and the first rank adds the index. They agree before and after each batch, and an
+error on one rank is raised on every rank.
 """
 
 import hashlib
@@ -10,14 +10,14 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from zerocast.checkpoint.store import Place
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import Folder, check_written, sync_file
-from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
+from zerocast.distributed.agreement import each_together, from_rank_0, together, validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.serve.export_plan import ExportPlan, PlainDtype, planned_units
 from zerocast.serve.fused_amaxes import FusedAmaxes
@@ -33,7 +33,6 @@ INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
 # The name of the call in the error that is raised if ranks make different calls.
 EXPORTS = "exports"
-Result = TypeVar("Result")
 
 
 def _own_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -138,9 +137,9 @@ def write(
     partial_folder = _on_rank_0(group, partial(_begin, target))
     writer = TensorWriter(partial_folder, naming, contents, plan.files_of(group.rank))
     try:
-        for batch in source.batches():
-            _together(group, partial(writer.add, batch, fused))
-        _together(group, writer.close)
+        for batch in each_together(group, source.batches(), EXPORTS):
+            together(group, partial(writer.add, batch, fused), EXPORTS)
+        together(group, writer.close, EXPORTS)
         _on_rank_0(group, fused.check)
         _on_rank_0(group, partial(_finish, target, plan, contents.files))
     except BaseException:
@@ -193,23 +192,10 @@ def _agreed(
         units = list(planned_units(source, naming, contents.pieces, contents.plain_dtype))
         return contents, ExportPlan.of(units, source.group.size, shard_bytes, naming)
 
-    contents, plan = _together(source.group, work)
+    contents, plan = together(source.group, work, EXPORTS)
     settings = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.files.items()}
     validate_across_ranks(source.group, plan.lines, None, EXPORTS, {"naming": naming, **settings})
     return contents, plan
-
-
-def _together(group: Group, work: Callable[[], Result]) -> Result:
-    """Run `work` on every rank; an error on one rank is raised on all."""
-    if group.size == 1:
-        return work()
-    results, problem = [], None
-    try:
-        results.append(work())
-    except Exception as error:
-        problem = error
-    validate_across_ranks(group, [], problem, EXPORTS)
-    return results[0]
 
 
 def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
