@@ -13,7 +13,7 @@ import zerocast
 from tests.serve.test_live import assert_same, collected
 from zerocast.formats.layout import Span
 from zerocast.serve import Message, Receiver, RefitError, Sender
-from zerocast.serve.flat_bytes import digest_of_span, flat_bytes
+from zerocast.serve.flat_bytes import digest_of_span, flat_bytes, sum_of_mixed
 from zerocast.serve.refit_message import digest
 
 NAMING = "modelopt"
@@ -273,6 +273,18 @@ def test_a_digest_is_that_of_any_pieces(count: int) -> None:
     inner = Span(count // 4, count - count // 5)
     assert torch.equal(flat_bytes(pieces, inner), buffer[inner.start : inner.stop])
     assert digest_of_span(pieces, inner) == digest(buffer[inner.start : inner.stop].clone())
+
+
+@pytest.mark.parametrize("count", [1, 4096, 9001])
+def test_a_gpu_sums_the_same_number(count: int) -> None:
+    """Triton's interpreter, and a GPU where there is one."""
+    pytest.importorskip("triton")
+    from zerocast.serve import triton_digest
+
+    words = torch.randint(-(2**63), 2**63 - 1, (count,))
+    expected = int(sum_of_mixed(words, 2**23, -3, (5, -(2**40) + 1)))
+    on = words.cuda() if torch.cuda.is_available() else words
+    assert int(triton_digest.sum_of_mixed(on, 2**23, -3, (5, -(2**40) + 1))) == expected
 
 
 @pytest.mark.parametrize("fill", ["zeros", "ones", "random"])

@@ -86,8 +86,8 @@ def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
             for first in range(0, len(shard.weights), in_layer):
                 layer = shard.weights[first : first + in_layer]
                 data = [weight.rowwise_data for weight in layer]
-                scale_inv = [weight.rowwise_scale_inv for weight in layer]
-                amaxes = [weight.amax for weight in layer if get_format(fmt).exact_scales]
+                scale_inv = [weight.rowwise_scale_inv for weight in layer if weight.rowwise_scale_inv is not None]
+                amaxes = [weight.amax for weight in layer if weight.amax is not None and get_format(fmt).exact_scales]
                 shapes = tuple(weight.matrix_shape for weight in layer)
                 made = ops.upcast_together(place.backend, fmt, data, scale_inv, amaxes, shapes, transposed)
                 operands[:] = chain.from_iterable(made)

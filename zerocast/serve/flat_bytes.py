@@ -9,7 +9,10 @@ number is a product with the sum. One damaged word is always noticed. The digest
 no attacker who computes digests.
 """
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +23,8 @@ from zerocast.formats.layout import Span, round_up
 _PLACE = -0x61C8864680B583EB
 _ROUNDS = -0x00AE502812AA7333, -0x3B314601E57A13AD
 _LOWER_HALF = 0xFFFFFFFF
+
+Mixer = Callable[[Tensor, int, int, tuple[int, int]], Tensor]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -50,28 +55,34 @@ def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:
     """Compute a number of 64 bits from every byte of a span of concatenated tensors, which are
     contiguous, and from the position of the byte in the span.
 
-    It takes memory for three chunks, of 1 MiB on a CPU, where they stay in its cache, and of 16 MiB
-    on other devices, where each costs a dozen launches. The host waits for the device.
+    It takes memory for a chunk: on a CPU 1 MiB, and as much twice for its sum, which then stay in
+    the cache, and 64 MiB on a GPU, where each chunk costs some launches. The host waits for the
+    device.
     """
     device = _device(tensors)
-    words_at_once = min(2**17 if device.type == "cpu" else 2**21, -(-span.numel // 8))
-    places = torch.arange(words_at_once, device=device) * _PLACE
-    mixed, upper = torch.empty_like(places), torch.empty_like(places)
     total = torch.full((), span.numel, dtype=torch.int64, device=device)
     first = 0
-    for chunk in _chunks(tensors, span, max(8 * words_at_once, 1)):
+    for chunk in _chunks(tensors, span, 2**20 if device.type == "cpu" else 2**26):
         words = _words(chunk)
-        size = words.numel()
-        total += _sum_of_mixed(words, places[:size], _wrapped(first * _PLACE), mixed[:size], upper[:size])
-        first += size
+        total += _mixer(device)(words, first, _PLACE, _ROUNDS)
+        first += words.numel()
     return int(total)
 
 
-def _sum_of_mixed(words: Tensor, places: Tensor, first: int, mixed: Tensor, upper: Tensor) -> Tensor:
-    """Sum int64 words, each mixed with its position. `mixed` and `upper` are scratch memory."""
-    torch.add(words, places, out=mixed)
-    mixed += first
-    for odd in _ROUNDS:
+@functools.cache
+def _mixer(device: torch.device) -> Mixer:
+    if device.type == "cuda":
+        with contextlib.suppress(ImportError):
+            fused: Mixer = importlib.import_module("zerocast.serve.triton_digest").sum_of_mixed
+            return fused
+    return sum_of_mixed
+
+
+def sum_of_mixed(words: Tensor, first: int, place: int, rounds: tuple[int, int]) -> Tensor:
+    """Sum int64 words, each mixed with its position, which is counted from `first`."""
+    mixed = torch.arange(first, first + words.numel(), device=words.device).mul_(place).add_(words)
+    upper = torch.empty_like(mixed)
+    for odd in rounds:
         _mix_halves(mixed, upper)
         mixed *= odd
     _mix_halves(mixed, upper)
@@ -90,11 +101,6 @@ def _words(chunk: Tensor) -> Tensor:
     if chunk.numel() % 8:
         chunk = torch.cat([chunk, chunk.new_zeros(-chunk.numel() % 8)])
     return chunk.view(torch.int64)
-
-
-def _wrapped(number: int) -> int:
-    """A number modulo 2^64, as an int64."""
-    return (number + 2**63) % 2**64 - 2**63
 
 
 def _chunks(tensors: Sequence[Tensor], span: Span, size: int) -> Iterator[Tensor]:
