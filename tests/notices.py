@@ -22,8 +22,6 @@ WHERE = (
     "Megatron",
     "TransformerEngine",
     "Apex",
-    "torchtitan",
-    "Command line",
 )
 Row = tuple[str, str, str]  # where, mistake, answer
 

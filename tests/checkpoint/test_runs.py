@@ -67,11 +67,6 @@ def test_branches_that_were_given_up_are_deleted_first(tmp_path: Path, caplog: A
     assert caplog.text.count("does not descend from") == 1
 
 
-@pytest.mark.notices(
-    "two optimizers save into one folder",
-    where="Checkpoints",
-    answer="RuntimeError that names both",
-)
 def test_two_optimizers_in_one_folder(tmp_path: Path) -> None:
     generator, discriminator = optimizer(), optimizer()
     Checkpoints(tmp_path).save(generator, 5)

@@ -163,7 +163,6 @@ def press(*_: Any, **__: Any) -> None:
     time.sleep(0.01)
 
 
-@pytest.mark.notices("Ctrl-C", where="Command line", answer="one line, exit code 130, nothing half-written")
 def test_nothing_half_written_is_left_of_a_picture(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     def plot(found: Any, title: str, path: Path) -> None:
         path.write_bytes(b"half")

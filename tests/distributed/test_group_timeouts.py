@@ -94,21 +94,11 @@ def plan_without_the_others() -> str:
     return str(caught.value)
 
 
-@pytest.mark.notices(
-    "a rank never comes to build a plan",
-    where="CastPlan",
-    answer="the others raise within the timeout of the process group, and the error names the call",
-)
 def test_a_plan_that_a_rank_never_builds(ranks: Ranks) -> None:
     told, _ = ranks(2)(plan_without_the_others)
     assert "of digests as this rank builds a CastPlan while a CastPlan is built failed on rank 0 of 2" in told
 
 
-@pytest.mark.notices(
-    "a rank never comes to an asynchronous save, or to a second optimizer",
-    where="ZeroAdamW",
-    answer="the others raise within the timeout of the user's process group",
-)
 @pytest.mark.parametrize("use", [saves, pytest.param(builds, marks=pytest.mark.slow)])
 def test_a_rank_that_never_comes(ranks: Ranks, tmp_path: Path, use: Callable[[Any, str], object]) -> None:
     waited = ranks(2)(late, use, str(tmp_path / "checkpoints"))[0]

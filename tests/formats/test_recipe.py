@@ -124,11 +124,6 @@ def test_quantizing_again_changes_nothing() -> None:
     assert model.mlp[0].weight is weight
 
 
-@pytest.mark.notices(
-    "quantize_ over weights that are quantized already in another format",
-    where="Weights",
-    answer="raises, nothing changed",
-)
 @pytest.mark.parametrize(
     ("fmt", "dtype", "said"),
     [

@@ -470,11 +470,6 @@ def freed(divisor: int, moment_dtype: Any) -> dict[str, str]:
     return found
 
 
-@pytest.mark.notices(
-    "storage of a master or a moment is freed or made smaller (`untyped_storage().resize_`)",
-    where="FSDP2",
-    answer="raises at the next `FusedAdamW.step` or cast",
-)
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
 @pytest.mark.parametrize("divisor", [0, 2])
 def test_memory_that_was_taken_away(ranks: Ranks, divisor: int, moment_dtype: Any) -> None:

@@ -286,7 +286,6 @@ def second_on_rank_0(parameter: Tensor) -> Shard | None:
     return columns(parameter) if dist.get_rank() == 0 else None
 
 
-@pytest.mark.notices("a slice of `Shard(1)` that cuts blocks", where="FSDP2", answer="raises on all ranks")
 @pytest.mark.parametrize(
     ("fmt", "width", "text"),
     [

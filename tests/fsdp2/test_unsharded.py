@@ -179,9 +179,6 @@ def looked_at() -> list[str]:
     return [error_of(lambda look=look: look(model)) for look in looks]
 
 
-@pytest.mark.notices(
-    "`verify`, `refresh` or `fsdp2.state_dict` of a prepared model that was not sharded", where="FSDP2", answer="raises"
-)
 def test_what_looks_at_weights_raises(ranks: Ranks) -> None:
     for found in ranks(2)(looked_at):
         assert len(found) == 3

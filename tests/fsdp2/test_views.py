@@ -447,11 +447,6 @@ def moved_by_hand() -> list[str]:
     return [*map(error_of, changes), *found_after(model, "refused")]
 
 
-@pytest.mark.notices(
-    "a master is given other memory or another shape in place (`set_`, `resize_`, `t_`)",
-    where="FSDP2",
-    answer="raises; nothing has changed",
-)
 def test_other_memory_in_place_is_refused(ranks: Ranks) -> None:
     for found in ranks(2)(moved_by_hand):
         assert len(found) == 3

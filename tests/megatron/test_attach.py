@@ -73,11 +73,6 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         pass
 
 
-@pytest.mark.notices(
-    "attaching twice, after a step, to an optimizer of another model, or to buffers with other tensors",
-    where="Megatron",
-    answer="`attach` raises on every rank",
-)
 @pytest.mark.parametrize(
     ("case", "arguments", "message"),
     [

@@ -71,11 +71,6 @@ def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> boo
 
 
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.notices(
-    "`install` twice, after the model was built, with other recipes on other ranks, or for options that zerocast does not follow",
-    where="Megatron",
-    answer="raises on every rank, before the first step",
-)
 def test_mistakes(ranks: Ranks, name: str) -> None:
     if name in TE_LAYERS and te.WHY_NOT:
         pytest.skip(te.WHY_NOT)

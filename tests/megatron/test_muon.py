@@ -143,11 +143,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-@pytest.mark.notices(
-    "Muon over a model without Megatron's layout of whole matrices, experts with biases beside it, or ranks with other recipes",
-    where="Megatron",
-    answer="raises on every rank, before the first step",
-)
 def test_mistakes(ranks: Ranks, name: str) -> None:
     for said in ranks(2)(muon.say, name):
         assert re.match(MISTAKES[name], said), said

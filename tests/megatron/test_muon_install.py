@@ -31,11 +31,6 @@ TABLE = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.notices(
-    "`install` for a `pretrain` by Muon whose matrices would not be gathered as bytes, or with checkpoints that leave out moments",
-    where="Megatron",
-    answer="raises on every rank, before the first step or before anything is saved",
-)
 def test_mistakes(ranks: Ranks, name: str) -> None:
     for said in on(ranks, 2)(muon_install.say, name):
         assert re.match(TABLE[name], said), said

@@ -171,11 +171,6 @@ def test_other_numbers_of_ranks(
                 assert float((state[key][name] - tensor).abs().max()) <= bound, (key, name)
 
 
-@pytest.mark.notices(
-    "the precision-aware optimizer with masters that are not FP32, or built outside `quantized_params()`",
-    where="Megatron",
-    answer="raises where the host builds it, or at `attach`, and says what to set",
-)
 def test_masters_inside_the_fused_adam_are_refused(ranks: Ranks) -> None:
     for said in ranks(2)(built_outside, case(torch.bfloat16, "fp8_current", te=ALL_LAYERS)):
         assert re.match(r"ValueError: use_precision_aware_optimizer keeps .*inside quantized_params\(\)", said), said

@@ -55,11 +55,6 @@ TABLE = {
 }
 
 
-@pytest.mark.notices(
-    "a setting of Megatron that zerocast does not follow, in the configuration of DDP or of the optimizer",
-    where="Megatron",
-    answer="raises where the host builds it, and says what to set",
-)
 @pytest.mark.parametrize("name", TABLE)
 @pytest.mark.notices(
     "`dist_checkpointing.save` or `load` without `dequantize_`",

@@ -97,11 +97,6 @@ def test_attached_again_with_gathers_in_flight(ranks: Ranks) -> None:
         assert not differ and not stale and ok
 
 
-@pytest.mark.notices(
-    "an attachment is detached after a step that raised half-way, and attached again",
-    where="Megatron",
-    answer="weights stay partial: steps and saves raise until a checkpoint is loaded",
-)
 def test_what_is_torn_stays_torn_when_it_is_detached(ranks: Ranks) -> None:
     for detached, again, stale in ranks(2)(unattached.detached_torn, Case(NARROW)):
         assert all("an optimizer step raised half-way" in error for error in detached + again), (detached, again)
@@ -136,9 +131,6 @@ def test_a_step_inside_the_block(ranks: Ranks) -> None:
         assert not outcome.error and not outcome.stale
 
 
-@pytest.mark.notices(
-    "torch's AdamW steps over quantized parameters in Megatron's buffers", where="Megatron", answer="raises"
-)
 @pytest.mark.parametrize("formats", ALL)
 def test_an_optimizer_of_torch_over_the_parameters(ranks: Ranks, formats: str) -> None:
     for error, changed in ranks(2)(unattached.torch_optimizer, Case(formats)):

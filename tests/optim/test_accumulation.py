@@ -213,11 +213,6 @@ class Tripled(torch.autograd.Function):
         return gradient.mul_(3)
 
 
-@pytest.mark.notices(
-    "a backward function writes into a gradient that has arrived and waits to be reduced",
-    where="ZeroAdamW",
-    answer="raises, and names the parameter",
-)
 def test_a_gradient_that_changes_after_it_arrived():
     """A first backward pass copies a gradient that two parameters share; a second one hands over the same tensor."""
     weight, bias = (torch.nn.Parameter(torch.ones(8, 8)) for _ in range(2))

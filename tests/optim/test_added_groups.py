@@ -563,11 +563,6 @@ def goes_on(trainer: Trainer, reference: Undistributed, step: int = 0) -> None:
     assert_equals(trainer, reference, f"goes on with step {step}")
 
 
-@pytest.mark.notices(
-    "add_param_group with parameters that cannot be trained, or with others on other ranks",
-    where="ZeroAdamW",
-    answer="raises on all ranks, with nothing changed",
-)
 @pytest.mark.parametrize("case", BAD_GROUPS)
 def test_groups_that_cannot_be(ranks: Ranks, case: str) -> None:
     kind, said = "ValueError: ", BAD_GROUPS[case][1]

@@ -359,11 +359,6 @@ def of_torch(call: str) -> tuple[str, bool]:
     return error, torch.equal(net.weight, weight) and all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.notices(
-    "torch's get_optimizer_state_dict of a ZeroAdamW, which would take a step",
-    where="ZeroAdamW",
-    answer="raises with nothing changed, and names state_dict()",
-)
 @pytest.mark.parametrize(
     "call", ["get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict", "set_state_dict"]
 )
@@ -373,11 +368,6 @@ def test_torchs_calls_for_states(call: str) -> None:
     assert same
 
 
-@pytest.mark.notices(
-    "a ZeroAdamW or ZeroMuon is copied (`deepcopy`) or pickled",
-    where="ZeroAdamW",
-    answer="raises, and says to build another one and load the state",
-)
 @pytest.mark.parametrize("copies", [copy.deepcopy, copy.copy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())])
 @pytest.mark.parametrize("optimizer", [ZeroAdamW, ZeroMuon])
 def test_optimizers_are_not_copied(optimizer: Any, copies: Any) -> None:
@@ -406,11 +396,6 @@ def test_defaults_are_complete(optimizer: Any) -> None:
 OPTIONS = [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False}]
 
 
-@pytest.mark.notices(
-    "amsgrad, maximize or decoupled_weight_decay=False of torch's AdamW in a parameter group",
-    where=("ZeroAdamW", "FSDP2"),
-    answer="raises where the optimizer is built, or at the next step: they have no effect",
-)
 @pytest.mark.parametrize("option", OPTIONS, ids=str)
 def test_options_that_have_no_effect(option):
     groups = [{"params": list(linear().named_parameters()), **option}]

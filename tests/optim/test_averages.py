@@ -297,9 +297,6 @@ def test_a_decay_by_step_is_the_equal_average():
     torch.testing.assert_close(averaged.ema.state_dict()["model"]["nv"], torch.stack(masters).mean(0))
 
 
-@pytest.mark.notices(
-    "torch's AveragedModel over quantized weights", where="ZeroAdamW", answer="raises and names zerocast.optim.EMA"
-)
 @pytest.mark.parametrize("how", ["default", "multi", "lerp"])
 def test_torchs_average_of_quantized_weights_raises(how):
     model = nn.Linear(64, 32)

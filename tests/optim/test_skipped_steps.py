@@ -174,9 +174,6 @@ def warnings_of_rows(rows: list[int], good: tuple[float, ...] = (1.0,)) -> list[
     return [record.getMessage() for record in records]
 
 
-@pytest.mark.notices(
-    "20 steps in a row are skipped, or 200", where="ZeroAdamW", answer="warns, though `skipped_steps` is not read"
-)
 def test_rows_of_skipped_steps_are_told(ranks):
     assert warnings_of_rows([19, 19]) == []
     (long,) = warnings_of_rows([21])

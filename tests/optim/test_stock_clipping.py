@@ -348,9 +348,6 @@ def under_no_sync(stage: int) -> list[str]:
     return said
 
 
-@pytest.mark.notices(
-    "gradients are clipped inside no_sync()", where="ZeroAdamW", answer="raises; after it they are reduced first"
-)
 @pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
 @pytest.mark.parametrize("stage", [1, 2])
 def test_no_sync(ranks, count, stage):
@@ -385,11 +382,6 @@ def test_removed_gradients(ranks, count, stage, how):
     ranks(count)(removed, stage, how)
 
 
-@pytest.mark.notices(
-    "p.grad is replaced by a plain tensor after it was reduced",
-    where="ZeroAdamW",
-    answer="the step raises, and names copy_",
-)
 def test_replaced_gradients():
     trainer = Trainer(Run(config=LIBRARY))
     trainer.probe.backward(BUSY, 0)

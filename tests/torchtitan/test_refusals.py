@@ -65,11 +65,6 @@ def test_options(name: str) -> None:
         converter_of(case)
 
 
-@pytest.mark.notices(
-    "checkpoint.last_save_in_hf, which hands the sharded masters to safetensors",
-    where="torchtitan",
-    answer="raises before training, and names the checkpoints that convert",
-)
 def test_a_last_save_in_safetensors() -> None:
     """Sharded states keep the wrapper, by which a load in place is noticed; safetensors reads addresses, and it has none."""
     asked = Case(options=("--checkpoint.enable", "--checkpoint.last-save-in-hf"))

@@ -815,9 +815,6 @@ def with_master_in_state(master: Tensor) -> torch.optim.Optimizer:
     return optimizer
 
 
-@pytest.mark.notices(
-    "plan.attach(optimizer) over none of the plan's masters", where="CastPlan", answer="raises, nothing changed"
-)
 @pytest.mark.parametrize("build", ELSEWHERE)
 def test_an_optimizer_of_something_else(build: str) -> None:
     plan = Plan(weight())
@@ -857,11 +854,6 @@ def test_several_optimizers_may_share_the_masters(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
-@pytest.mark.notices(
-    "masters of an attached plan that no attached optimizer steps over",
-    where="CastPlan",
-    answer="warns at the first step",
-)
 def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) -> None:
     plan, optimizers = two_optimizers()
     plan.attach(optimizers[0])

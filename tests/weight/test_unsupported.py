@@ -67,11 +67,6 @@ def said(operator: Any, place: str) -> str:
 WEIGHT = plain()
 
 
-@pytest.mark.notices(
-    "an operator without a meaning for a quantized weight",
-    where="Weights",
-    answer="raises, and names the call that does the job",
-)
 def test_every_operator_of_this_torch_has_a_handler_or_names_a_call() -> None:
     seen, used = 0, set()
     for operator in operators():
@@ -198,7 +193,6 @@ REAL: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.notices("`merge_and_unload` of peft, `save_pretrained`, `nn.init` and the like on a quantized model", where="Weights", answer="raises, and names the call that does the job")  # fmt: skip # noqa: E501
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", REAL)
 def test_real_calls_are_told_what_to_do(name: str) -> None:

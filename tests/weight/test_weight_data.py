@@ -78,7 +78,6 @@ def test_the_usual_swap_swaps() -> None:
     assert torch.equal(nn.functional.linear(x, a), nn.functional.linear(x, b))
 
 
-@pytest.mark.notices("`weight.data =` with a plain tensor, another format or shape", where="Weights", answer="raises")
 @pytest.mark.parametrize(
     "value",
     [torch.zeros(SHAPE, dtype=torch.bfloat16), cast(1, "fp8_block"), casts.cast_whole("nvfp4", torch.ones(64, 32))],

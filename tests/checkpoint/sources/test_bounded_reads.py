@@ -112,11 +112,6 @@ def in_time() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.notices(
-    "a FIFO, a device without end, a folder or an enormous file lies where a checkpoint has a file",
-    where="Checkpoints",
-    answer="an error that names it; nothing is waited for, and nothing read without a bound",
-)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("hostile", HOSTILE)
 @pytest.mark.parametrize("name", READS)

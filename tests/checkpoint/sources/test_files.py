@@ -45,7 +45,6 @@ class Runs:
 
 
 @pytest.mark.parametrize("archive", [True, False])
-@pytest.mark.notices("a pickle carries code", where="Checkpoints", answer="raises; nothing of it is run")
 def test_a_state_dict_that_carries_code(tmp_path: Path, archive: bool) -> None:
     path = tmp_path / "weights.pt"
     state = {"w": torch.zeros(3), "hook": Runs(tmp_path / "trap")}
