@@ -398,7 +398,8 @@ def test_fsdp_gathers_codes_and_scales():
     assert quantized.wire["all-to-all"] == 7 * 3 * (shard + shard // 32)
     replicated = footprint(parameters, "nvfp4", Setup("hsdp", 16, 8))
     assert replicated.memory == planned.memory
-    assert replicated.wire["all-reduce"] - planned.wire["all-reduce"] == 3 * shard * 2
+    # gradients, and a flag for each weight and two numbers
+    assert replicated.wire["all-reduce"] - planned.wire["all-reduce"] == 3 * shard * 2 + (3 + 2) * 2
     cut = footprint([Parameter("w", (72, 256), True, 0), *parameters], "fp8_block", Setup("fsdp2", 8))
     # 72 rows are one block row, which every rank cuts; 512 rows are four, each cut at its middle
     assert cut.wire["all-reduce"] == 2 * 2 * (1 * 2 + 3 * 4 * 2) * 7 // 8 + 2 * 4 * 7 // 8
@@ -432,12 +433,15 @@ def test_fsdp_sends_what_was_planned(ranks, hidden, shape):
     for fmt in ("nvfp4", "fp8_current", "mxfp8:block=32x32"):
         planned = {str(one): (one.calls, one.sent) for one in footprint(parameters, fmt, setup).collectives}
         for sent in ranks(world)(sent_by_fsdp, (fmt, fmt), hidden, shape):
-            (amaxes, *gradients), part = sent["all-reduce"], (shards - 1) / shards
+            amaxes, *reports_and_gradients = sent["all-reduce"]
+            reports, gradients = reports_and_gradients[: shape is not None], reports_and_gradients[shape is not None :]
+            part = (shards - 1) / shards
             found = {
                 "reduce-scatter of gradients": (len(sent["reduce-scatter"]), sum(sent["reduce-scatter"]) * part),
                 "all-reduce of gradients": (len(gradients), sum(gradients)),  # to two replicas: 2 * n * 1/2
                 "all-reduce of the norm": planned["all-reduce of the norm"],  # torch's own
                 "all-reduce of amaxes": (1, int(2 * amaxes * part)),
+                "all-reduce of reports of replicas": (len(reports), sum(reports)),
                 "all-gather of weights": (len(sent["all-gather"]), sum(sent["all-gather"]) * (shards - 1)),
             }
             assert found == planned

@@ -20,6 +20,7 @@ from tests.fsdp2 import (
     test_loops,
     test_moments_8bit,
     test_optimizers,
+    test_replicas,
     test_shard_placement,
     test_tensor_parallel,
     test_training,
@@ -149,6 +150,11 @@ def test_the_host_does_not_wait_within_a_step(gpu_ranks, host, optimizer):
 @pytest.mark.parametrize(("fmt", "hidden"), test_tensor_parallel.SLICED)
 def test_slices(gpu_ranks, fmt, hidden):
     assert [found for found, _ in gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)] == [[], []]
+
+
+@pytest.mark.parametrize("event", test_replicas.EVENTS)
+def test_all_replicas_raise(gpu_ranks, event):
+    test_replicas.check(gpu_ranks, event, (2, 1), timeout=SECONDS)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

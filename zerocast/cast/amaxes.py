@@ -174,14 +174,18 @@ class PackedAmaxes(Generic[Weight]):
         if self._sources.numel():
             self.buffer[self._targets] = self.buffer[self._sources]
         if self._reduced.numel():
-            on_wire = self._reduced if self._wire is None else self._reduced.to(self._wire)
-            self._group.all_reduce_max(on_wire, "the packed amaxes of a cast")
-            if on_wire is not self._reduced:
-                self._reduced.copy_(on_wire)
+            self._reduce_part(self._reduced, self._group, "the packed amaxes of a cast")
         if self._takers.numel():
             self.buffer[self._takers] = self.buffer[self._taken]
         if self._sources.numel():
             self.buffer[self._sources] = self.buffer[self._targets]
+
+    def _reduce_part(self, part: Tensor, group: Group, what: str) -> None:
+        """Take the maxima over the ranks of a group, on the device that it reduces on."""
+        on_wire = part if self._wire is None else part.to(self._wire)
+        group.all_reduce_max(on_wire, what)
+        if on_wire is not part:
+            part.copy_(on_wire)
 
     def _part(self, span: Span) -> Tensor:
         return self.buffer[span.start : span.stop]

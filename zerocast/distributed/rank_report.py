@@ -51,6 +51,8 @@ class ShardStatus(enum.IntEnum):
     REFUSED = 5
     # This rank made the last cast, with amaxes that another rank could not contribute to.
     REFUSED_ELSEWHERE = 6
+    # This rank made the last cast, before which replicas have not made the same casts.
+    REPLICAS_DIFFER = 7
 
     @property
     def may_be_written(self) -> bool:

@@ -75,6 +75,8 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
         all_reduce("gradients", len(units), owned * grad_bytes if replicas > 1 else 0, replicas),
         all_reduce("the norm", 1, FP32, shards),
         all_reduce("amaxes", 1, packed, shards),
+        # A flag for each weight, and two numbers, in bf16.
+        all_reduce("reports of replicas", 1, 2 * (len(weights) + 2) if replicas > 1 and weights else 0, replicas),
         *cut_groups(sum(_cut_groups(tensor, shards) for tensor in all_tensors), shards, config),
         Collective("all-gather", "weights", sum(gathers.values()), sent_in_step * others, shards),
     ]

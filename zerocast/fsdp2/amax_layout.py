@@ -2,7 +2,12 @@
 
 Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
 block rows that a boundary between shards cuts concern other ranks. The flags of weights concern
-them where other ranks have other slices of tensor parallelism.
+them where other ranks have other slices of tensor parallelism, or are of another replica (HSDP).
+
+Replicas hold equal masters and share no gather, so a rank does not see their headers. Where there
+are any, each cast that follows a call of all ranks reduces two things over them: the flags, which
+say who could not cast, and the number of casts that a replica has made by itself since, because
+masters were written to there.
 """
 
 from bisect import bisect_left
@@ -13,10 +18,16 @@ import torch
 from torch import Tensor
 
 from zerocast.cast.amaxes import AmaxLayout, PackedAmaxes
-from zerocast.distributed.group import Group
+from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.formats.layout import Span
 from zerocast.formats.shared_amax import groups_cast_together
 from zerocast.fsdp2.weight import FSDPWeight
+
+# The flags of weights that a cast leaves on a rank. They are also columns of `CastGroup._statuses`.
+NOT_FINITE_FLAG, REFUSED_FLAG, REPLICAS_DIFFER_FLAG = 1, 2, 3
+
+# The largest number of casts that a replica reports to have made by itself. The buffer may be bf16.
+MOST_CASTS_APART = 256
 
 
 @dataclass(frozen=True)
@@ -24,13 +35,15 @@ class ReductionGroup:
     """The `group` that amaxes are reduced over, on devices of type `device`.
 
     Tensor parallelism makes `tp_size` slices of a weight. Each is sharded over other ranks, and
-    this rank has slice `tp_rank`. Slices share the amax of the tensor and no block row.
+    this rank has slice `tp_rank`. Slices share the amax of the tensor and no block row. `replicas`
+    are the ranks that have the same masters as this one.
     """
 
     group: Group
     device: str
     tp_rank: int
     tp_size: int
+    replicas: Group = ONE_PROCESS
 
 
 def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> AmaxLayout[str]:
@@ -51,6 +64,7 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
         if weight.name not in layout.offsets:
             layout.place(weight.name, counts[weight.name])
     layout.place_flags([weight.name for weight in weights])
+    layout.call = layout.reserve(2 if reduction.replicas.size > 1 else 0)
     first = layout.size
     if reduction.tp_size > 1:
         # Ranks of one slice get the flags of each other in headers, those of other slices here.
@@ -94,6 +108,9 @@ class StepAmaxes(PackedAmaxes[str]):
     Attributes:
         measured: the weights whose amaxes an optimizer step has left in the buffer. They hold until
             something else writes to the masters.
+        is_refused: True during a cast that this rank cannot make, or whose masters are partial.
+        casts_apart: the casts that this replica has made by itself since the last one that all
+            made. None during a cast of this replica alone, which meets no other.
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
@@ -101,7 +118,13 @@ class StepAmaxes(PackedAmaxes[str]):
         dtype = torch.bfloat16 if nominal == {torch.bfloat16} else torch.float32
         layout = layout_of_shards(weights, reduction)
         super().__init__(layout, dtype, weights[0].master.device, reduction.group, reduction.device)
+        self._replicas = reduction.replicas
+        # The flags, and the largest number of casts apart with the negative of the smallest.
+        self._casts_apart = self._part(layout.call)
+        self._of_replicas = self._part(Span(layout.flags.start, layout.call.stop))
         self.measured, self._coded = frozenset[str](), frozenset[str]()
+        self.is_refused = False
+        self.casts_apart: int | None = 0
 
     @property
     def coded(self) -> frozenset[str]:
@@ -120,6 +143,19 @@ class StepAmaxes(PackedAmaxes[str]):
         self._coded = self.coded | coded
         self.measured |= names
         return self.buffer
+
+    def reduce(self) -> None:
+        """Reduce amaxes and flags over the ranks that cast this, then flags over replicas."""
+        if self.is_refused:
+            self.flags.fill_(REFUSED_FLAG)
+        super().reduce()
+        if self._replicas.size > 1 and self.casts_apart is not None:
+            apart = min(self.casts_apart, MOST_CASTS_APART)
+            torch.linspace(apart, -apart, 2, out=self._casts_apart)
+            self._reduce_part(self._of_replicas, self._replicas, "what replicas report of a cast")
+            # The sum of the two is the difference of the replicas. On a GPU the host does not know.
+            differ = (self._casts_apart.sum() != 0).to(self.flags.dtype)
+            self.flags.copy_(self.flags.maximum(REPLICAS_DIFFER_FLAG * differ))
 
     def begin(self) -> None:
         """Put zeros where amaxes are about to be measured or reduced. Amaxes that steps have

@@ -28,9 +28,6 @@ from zerocast.fsdp2.wire import CODES, GatherLayout, side_by_side
 # change with every step.
 MOST_TABLES = 8
 
-# The flag of weights that a rank could not cast. Masters that are not finite have 1.
-REFUSED_FLAG = 2
-
 
 class CastGroup:
     """The cast of the weights of some parameter groups, on one device, with one reduction. All
@@ -125,11 +122,11 @@ class CastGroup:
                     cast_codes = gather_cast.cast
                 group.lay_out(layout, own, cast_codes)
         self._sent = all_sent.view(torch.int32)
-        # The statuses that a cast leaves in headers, by the flags of weights: int32 `[headers, 3]`.
-        of_flags = [
-            (status, ShardStatus.NOT_FINITE if status is ShardStatus.CLEAN else status, ShardStatus.REFUSED_ELSEWHERE)
-            for status in (weight.status_after_cast for weight in self.weights)
-        ]
+        # The statuses that a cast leaves in headers, by the flags of weights: int32 `[headers, 4]`.
+        of_flags = []
+        for status in (weight.status_after_cast for weight in self.weights):
+            not_finite = ShardStatus.NOT_FINITE if status is ShardStatus.CLEAN else status
+            of_flags.append((status, not_finite, ShardStatus.REFUSED_ELSEWHERE, ShardStatus.REPLICAS_DIFFER))
         self._statuses = torch.tensor(of_flags, dtype=torch.int32).to(self._device)
         # The headers of the next cast, int32 `[headers, 2]`, and the places of their numbers in
         # `_sent`.
@@ -187,11 +184,10 @@ class CastGroup:
 
     def take_part(self) -> None:
         """Reduce amaxes with the ranks that cast. This rank contributes zeros, and flags by which
-        the ranks of other slices know that it could not cast.
+        the ranks of other slices and replicas know that it could not cast.
         """
         self.note_masters(are_there=False)
         self.amaxes.begin()
-        self.amaxes.flags.fill_(REFUSED_FLAG)
         self.amaxes.reduce()
 
     def note_masters(self, *, are_there: bool) -> None:

@@ -795,8 +795,10 @@ class CapturableFusedStep(CapturableStep):
 
     @property
     def must_warm_up(self) -> bool:
-        """True if the cast finds first scales of delayed scaling, which takes the host."""
-        return any(manager.plan.must_seed for manager in self._optimizer.managers)
+        """True if the cast finds first scales of delayed scaling, which takes the host, or has
+        something to tell other replicas that the graph does not know.
+        """
+        return any(manager.plan.must_seed or manager.plan.casts_apart for manager in self._optimizer.managers)
 
     def warm_up(self) -> object:
         """Take an ordinary step and cast."""

@@ -50,6 +50,8 @@ class GatherStatus:
     Attributes:
         problem: the reason why this rank could not make the last cast, for its error. None if it
             could.
+        is_overlooked: True while a reader may overwrite masters that are not finite, or of which a
+            rank could make no cast.
     """
 
     def __init__(self, validity: Validity) -> None:
@@ -66,8 +68,7 @@ class GatherStatus:
         self._not_finite: dict[str, int] = {}
         # The last cast whose masters an error has told of.
         self._told_cast = 0
-        # True while a reader may overwrite masters that are not finite.
-        self._is_overlooked = False
+        self.is_overlooked = False
 
     def all_written(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
         """Return True if masters of some weight were written to since the last cast on every rank
@@ -138,9 +139,16 @@ class GatherStatus:
             )
         if comparison.ranks(ShardStatus.REFUSED_ELSEWHERE):
             raise InvalidWeights(
-                f"{name}: a rank of another slice of tensor parallelism could not go on, whose error says why",
+                f"{name}: a rank of another slice of tensor parallelism, or of another replica, could not go on, whose error says "
+                "why",
                 "since the last optimizer step",
                 "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
+            )
+        if comparison.ranks(ShardStatus.REPLICAS_DIFFER):
+            raise InvalidWeights(
+                f"{name}: some replicas have made casts that others have not, of masters that were changed there alone",
+                "since the last optimizer step",
+                "load a checkpoint, or write the same masters on all ranks and call zerocast.fsdp2.refresh(model) there",
             )
         casts = [report.call for report in comparison.reports]
         if not comparison.is_same_call:
@@ -195,7 +203,7 @@ class GatherStatus:
         """RuntimeError on every rank, once a cast, if headers that were read say that masters were
         NaN or Inf.
         """
-        if self._not_finite and not self._is_overlooked:
+        if self._not_finite and not self.is_overlooked:
             names = list(self._not_finite)
             self._told_cast = max(self._not_finite.values())
             self._not_finite.clear()
@@ -219,11 +227,11 @@ class GatherStatus:
         reader that may overwrite masters on all ranks, and that calls `forget` when it does.
         """
         sent, unsent = list(self._sent), self._unsent
-        self._sent, self._unsent, self._is_overlooked = deque(), [], True
+        self._sent, self._unsent, self.is_overlooked = deque(), [], True
         try:
             yield
         finally:
-            self._is_overlooked = False
+            self.is_overlooked = False
             self._sent.extendleft(reversed(sent))
             self._unsent = [*unsent, *self._unsent]
 

@@ -161,7 +161,8 @@ class CastManager(Driver[ShardPlan]):
         The host waits for the cast. It runs on the stream of the products, and FSDP2 reads the
         bytes of later gathers on another stream.
         """
-        self.cast(repeat=not self._stepped)
+        with self.plan.apart():
+            self.cast(repeat=not self._stepped)
         self.plan.synchronize()
 
     def has_cast(self, repeat: bool) -> None:
@@ -252,7 +253,9 @@ class CastManager(Driver[ShardPlan]):
         is due.
         """
         self.before_gather()
-        self.plan.exchange_finite()
+        # All ranks are in the same call, so all skip it.
+        if not self.plan.status.is_overlooked:
+            self.plan.exchange_finite()
         self.check(Use.SAVE)
         return {name: state for group in self.plan.cast_groups for name, state in group.delayed.state_dict().items()}
 

@@ -52,6 +52,8 @@ class ShardPlan(Plan):
         cast_groups: a CastGroup for each of `reductions`. Other ones after a `bind` that finds
             masters moved; empty before the first one, and after one that raised.
         may_have_moved: True if masters may be in other memory than at the last gather.
+        casts_apart: the casts since the last one that all replicas made together, and that ranks of
+            this replica alone know of. None while such a cast is made.
     """
 
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None) -> None:
@@ -70,6 +72,7 @@ class ShardPlan(Plan):
         # The delayed scaling of each weight that has it, in its last cast group.
         self._scaling: dict[str, DelayedScaling] = {}
         self.generation = 0
+        self.casts_apart: int | None = 0
         # The weights whose masters are known to have changed since the last cast. The last cast
         # moved those before it to `_changed`.
         self._written: list[weakref.ref[FSDPWeight]] = []
@@ -102,7 +105,7 @@ class ShardPlan(Plan):
     @property
     def has_company(self) -> bool:
         """True if other ranks have parts of the same masters, or the same parts."""
-        return any(reduction.group.size > 1 for reduction, _ in self.reductions)
+        return any(reduction.group.size > 1 or reduction.replicas.size > 1 for reduction, _ in self.reductions)
 
     @property
     def changed(self) -> list[FSDPWeight]:
@@ -165,13 +168,14 @@ class ShardPlan(Plan):
     ) -> None:
         """Do the device's part of a cast. In a graph (`in_graph`) the device counts the casts."""
         for group in self.cast_groups:
+            self._tell_replicas(group, is_refused=self.validity.partial is not None)
             group.cast(repeat)
             group.stamp(None if in_graph else self.generation + 1)
 
     def done(self, *, repeat: bool = False) -> None:
         """Do the host's part of a cast, after the device's."""
         self.addresses.note()
-        self.generation += 1
+        self._count_cast()
         if self.status.problem is not None:
             self.status.problem = None
             for group in self.cast_groups:
@@ -193,9 +197,30 @@ class ShardPlan(Plan):
             raise self.problem
         self.status.problem = self.problem
         for group in self.cast_groups:
+            self._tell_replicas(group, is_refused=True)
             group.take_part()
             group.stamp(self.generation + 1)
+        self._count_cast()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Cast without a word to other replicas while the context is open. Their ranks do not know
+        of this cast, and hear of it in the next one that all make.
+        """
+        before, self.casts_apart = self.casts_apart, None
+        try:
+            yield
+        finally:
+            self.casts_apart = (before or 0) + 1
+
+    def _tell_replicas(self, group: CastGroup, is_refused: bool) -> None:
+        group.amaxes.is_refused = is_refused
+        group.amaxes.casts_apart = self.casts_apart
+
+    def _count_cast(self) -> None:
         self.generation += 1
+        if self.casts_apart is not None:
+            self.casts_apart = 0
 
     # -- amaxes that optimizer steps leave
 
@@ -337,10 +362,11 @@ class ShardPlan(Plan):
 
         ValueError or TypeError, on every rank, for weights that any rank cannot cast.
         """
-        by_mesh: dict[str, list[ParamGroup]] = {}
+        by_mesh: dict[tuple[str, Group], list[ParamGroup]] = {}
         for group in self.param_groups.prepared:
-            by_mesh.setdefault(self._mesh_of(group.weights[0]).get_group().group_name, []).append(group)
-        for groups in by_mesh.values():
+            name = self._mesh_of(group.weights[0]).get_group().group_name
+            by_mesh.setdefault((name, group.replicas), []).append(group)
+        for (_, replicas), groups in by_mesh.items():
             members = [weight for group in groups for weight in group.weights]
             mesh = self._mesh_of(members[0])
             ranks_of_mesh = Group.of(mesh).called_by(self._caller)
@@ -352,7 +378,8 @@ class ShardPlan(Plan):
             first = min(dist.get_process_group_ranks(members[0].shard_mesh.get_group()))
             is_first = largest_of_ranks(ranks_of_mesh, [rank == first for rank in ranks], "the slices of weights")
             slices = [rank for rank, has_slice in zip(ranks, is_first, strict=True) if has_slice]
-            yield ReductionGroup(ranks_of_mesh, mesh.device_type, slices.index(first), len(slices)), groups
+            replicas = replicas.called_by(self._caller)
+            yield ReductionGroup(ranks_of_mesh, mesh.device_type, slices.index(first), len(slices), replicas), groups
 
     def _mesh_of(self, weight: FSDPWeight) -> DeviceMesh:
         return self.weight_mesh if self.weight_mesh is not None else weight.shard_mesh

@@ -71,6 +71,14 @@ def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:
         yield group._reduce_scatter_process_group
 
 
+def replicas(group: Any) -> dist.ProcessGroup | None:
+    """The process group over which gradients of a parameter group are added up after that. None if
+    there are no replicas of it.
+    """
+    replicated: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
+    return replicated
+
+
 def default_reduce_scatter() -> Any:
     """The reduce-scatter that FSDP2 uses by default."""
     collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")

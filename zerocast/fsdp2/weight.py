@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from zerocast.cast.partition import MasterShard
-from zerocast.distributed.group import Group
+from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import AmaxPolicy, FormatSpec
 from zerocast.formats.layout import check_shape, matrix_shape, stored_matrices
@@ -551,6 +551,11 @@ class ParamGroup:
     def is_unsharded(self) -> bool:
         """True while its weights are gathered."""
         return bool(self._group().is_unsharded)
+
+    @property
+    def replicas(self) -> Group:
+        """The ranks that have the same shards."""
+        return Group.of(torch_fsdp.replicas(self._group()) or ONE_PROCESS)
 
     def problem(self) -> str | None:
         """Return why quantized weights cannot be gathered by it, if so."""

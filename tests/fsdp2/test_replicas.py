@@ -1,0 +1,129 @@
+"""Replicas (HSDP) share no gather: what keeps one of them from going on is told to all, or the others would wait in the
+reduction of gradients, or go on with other masters.
+"""
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zerocast
+from tests.fsdp2 import models
+from tests.fsdp2.models import Net
+from tests.workers import Ranks, error_of
+from zerocast.cast.captured_step import CapturedStep
+from zerocast.fsdp2 import FusedAdamW
+from zerocast.fsdp2.fused_adamw import CapturableFusedStep
+from zerocast.fsdp2.torch_fsdp import MasterAddresses
+from zerocast.weight.validity import transaction
+
+WIDTH = 64
+# One format whose casts reduce amaxes, and one whose casts reduce nothing.
+FORMATS = ("nvfp4", "fp8_block")
+
+
+class Pass:
+    """A model in replicas, and what its passes say."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.model: Any = models.sharded(
+            Net(FORMATS, WIDTH, 96), mesh=models.mesh(shape, ("replicate", "shard")), keep_codes=None
+        )
+        self.optimizer = FusedAdamW(self.model.parameters(), lr=1e-2)
+        models.train(self.model, self.optimizer, range(2), WIDTH)
+        self.in_first_replica = dist.get_rank() < shape[1]
+
+    def backward(self) -> None:
+        self.model(models.batch(2, WIDTH)).float().square().mean().backward()
+
+    def forward(self) -> str:
+        with torch.no_grad():
+            return error_of(lambda: self.model(models.batch(3, WIDTH)))
+
+
+@torch.no_grad()
+def number_out_of_range(run: Pass) -> str:
+    """Rank 0 does not step."""
+    if dist.get_rank() == 0:
+        run.optimizer.param_groups[0]["lr"] = float("nan")
+    run.optimizer.step()
+    told = run.forward()
+    # The others have stepped, so masters are of different steps until a load, of which this does what matters.
+    run.optimizer.param_groups[0]["lr"] = 1e-2
+    with transaction(run.optimizer.validities, "a load"):
+        for parameter, _ in models.masters(run.model).values():
+            parameter.fill_(1.0)
+    return told
+
+
+def masters_gone(run: Pass) -> str:
+    """Rank 0 does not find its masters."""
+    run.optimizer.step()
+    with mock.patch.object(MasterAddresses, "check_memory", side_effect=ValueError("their memory is gone")):
+        if dist.get_rank() == 0:
+            return run.forward()
+    return run.forward()
+
+
+def masters_written(run: Pass, step: Callable[[], object] | None = None) -> str:
+    """All ranks of one replica write to a master, which a forward pass casts, and all step."""
+    master, _ = models.masters(run.model)["blocks.1.1.weight"]
+    before = master.detach().clone()
+    with torch.no_grad():
+        if run.in_first_replica:
+            master.mul_(2.0)
+        assert run.forward() == ""
+        (step or run.optimizer.step)()
+        told = run.forward()
+        master.copy_(before)
+    return told
+
+
+def masters_written_before_a_captured_step(run: Pass) -> str:
+    """Of which the graph does not know."""
+    step = CapturableFusedStep(run.optimizer)
+    captured = CapturedStep(step, lambda work: work)
+    for _ in range(2):
+        captured()
+
+    def last_step() -> None:
+        assert step.must_warm_up == run.in_first_replica
+        captured()
+
+    return masters_written(run, last_step)
+
+
+EVENTS = {
+    number_out_of_range: ("raised half-way on ranks [0]", "or of another replica", "lr is out of range: nan"),
+    masters_gone: ("ranks [0] of its shard group could not go on", "or of another replica", "their memory is gone"),
+    masters_written: ("have made casts that others have not",) * 3,
+    masters_written_before_a_captured_step: ("have made casts that others have not",) * 3,
+}
+
+
+def told(event: Any, shape: tuple[int, int]) -> tuple[str, list[str]]:
+    """What a pass says on this rank, and complaints once that is put right."""
+    run = Pass(shape)
+    run.backward()
+    said = event(run)
+    zerocast.fsdp2.refresh(run.model)
+    run.optimizer.zero_grad()
+    models.train(run.model, run.optimizer, range(4, 5), WIDTH)
+    return said, models.complaints(run.model, "put right")
+
+
+def check(ranks: Ranks, event: Any, shape: tuple[int, int], timeout: float = 60.0) -> None:
+    """All raise after an event, and go on once it is put right."""
+    in_its_replica, elsewhere, on_rank_0 = EVENTS[event]
+    for rank, (said, complaints) in enumerate(ranks(shape[0] * shape[1])(told, event, shape, timeout=timeout)):
+        assert (on_rank_0 if rank == 0 else in_its_replica if rank < shape[1] else elsewhere) in said
+        assert complaints == []
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+@pytest.mark.parametrize("event", EVENTS)
+def test_all_replicas_raise(ranks: Ranks, event: Any, shape: tuple[int, int]) -> None:
+    check(ranks, event, shape)
