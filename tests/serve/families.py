@@ -120,7 +120,8 @@ def matrix(record: Mapping[str, str | dict[str, str]]) -> str:
             families[tuple(outcomes.values())].append(family)
     lines = [["families", *(f"{naming} {fmt}" for naming, fmt in CASES)], ["---"] * (len(CASES) + 1)]
     for outcomes, names in sorted(families.items(), key=lambda item: -len(item[1])):
-        lines.append([f"{len(names)}: {', '.join(names)}", *outcomes])
+        shown = "all others" if {*outcomes} == {YES} else ", ".join(names)
+        lines.append([f"{len(names)}: {shown}", *outcomes])
     rest = [f"* {len(names)} {WITHOUT[reason]}: {', '.join(names)}." for reason, names in sorted(others.items())]
     wrapped = [textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in rest]
     return _markdown(lines) + "\n" + "\n".join(wrapped) + "\n"
