@@ -46,8 +46,9 @@ def export_safetensors(
             default all ranks for a sharded model, and this process alone for a whole one.
 
     Returns the paths, the index last. Raises ValueError, with nothing written, for an unknown
-    naming, a weight whose format or shape the naming cannot express and a folder that is not empty.
-    An error on one rank is raised on all of them, and leaves no folder.
+    naming, a weight whose format or shape the naming cannot express and a folder that is not empty;
+    and, with no folder left, for a tensor that ranks have with other values. An error on one rank
+    is raised on all of them, and leaves no folder.
     """
     return write_safetensors(source_of(model, group), as_place(folder), naming, shard_bytes)
 

@@ -145,6 +145,36 @@ def test_whole_weights_of_zero_adamw(ranks: Ranks, tmp_path: Path) -> None:
     check_same(tmp_path / "ranks", tmp_path / "one")
 
 
+def of_other_weights(folder: str, fmt: str, buffer: str, at: int) -> str:
+    """One byte of a weight is another one on rank 1."""
+    model = nn.Sequential(nn.Linear(96, 144, bias=False))
+    zerocast.quantize_(model, {"*.weight": fmt}, dtype=torch.bfloat16)
+    if dist.get_rank() == 1:
+        weight: Any = model[0].weight
+        _bytes(weight.state.buffers[buffer])[at] ^= 1
+    return error_of(lambda: export_safetensors(model, f"{folder}/out", "bf16", group=dist.group.WORLD))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "buffer", "at"),
+    [
+        ("nvfp4", "rowwise_data", -1),
+        ("nvfp4", "rowwise_scale_inv", 0),
+        ("nvfp4", "amax", 0),
+        ("fp8_current", "rowwise_scale_inv", 0),
+    ],
+)
+def test_weights_that_differ_between_ranks(ranks: Ranks, tmp_path: Path, fmt: str, buffer: str, at: int) -> None:
+    first, second = ranks(2)(of_other_weights, str(tmp_path), fmt, buffer, at)
+    assert first == second and "0.weight has other values on other ranks" in first
+    assert not list(tmp_path.iterdir())
+
+
+def test_padding_that_differs_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """It is not exported."""
+    assert ranks(2)(of_other_weights, str(tmp_path), "nvfp4", "rowwise_scale_inv", -1) == ["", ""]
+
+
 class Experts(nn.Module):
     """Two linear layers, and experts whose blocks would span two of them."""
 
@@ -201,6 +231,8 @@ def failing(folder: str, rank: int, what: str) -> str:
     is_here = dist.get_rank() == rank
     if what == "the plan" and is_here:
         model.register_buffer("more", torch.zeros(3))
+    if what == "a buffer" and is_here:
+        model.kept_int16[1] += 1
     if what == "the naming" and is_here:
         naming = "gguf"
     writes = iter(range(1000))
@@ -235,19 +267,20 @@ def failing(folder: str, rank: int, what: str) -> str:
         ("a batch", "out of memory"),
         ("the naming", "naming is one of bf16"),
         ("the plan", "all pass the same list"),
+        ("a buffer", "kept_int16 has other values on other ranks"),
     ],
 )
 def test_a_rank_that_fails(ranks: Ranks, tmp_path: Path, rank: int, what: str, message: str) -> None:
     """All ranks raise the same error, and nothing is left."""
     first, second = ranks(2)(failing, str(tmp_path), rank, what)
     assert first == second and message in first
-    assert f"rank {rank}: " in first or what == "the plan"
+    assert f"rank {rank}: " in first or what in ("the plan", "a buffer")
     assert not list(tmp_path.iterdir())
 
 
 def failing_slices(folder: str) -> str:
     with mock.patch.object(
-        slices, "_entries", slices._entries if dist.get_rank() else mock.Mock(side_effect=MemoryError("none"))
+        slices, "unpadded", slices.unpadded if dist.get_rank() else mock.Mock(side_effect=MemoryError("none"))
     ):
         return error_of(lambda: of_slices(folder, "fp8_block", "deepseek"))
 

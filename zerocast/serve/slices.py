@@ -32,7 +32,7 @@ def joined(weight: QuantizedWeight, sliced: DTensor, group: Group) -> QuantizedW
                 # Slices share the amax and the scale of a tensor.
                 target.copy_(own)
             else:
-                pairs.append((_entries(weight, name, own).contiguous(), _entries(whole, name, target)))
+                pairs.append((unpadded(weight, name, own).contiguous(), unpadded(whole, name, target)))
         return whole, pairs
 
     whole, pairs = together(group, allocated, "joins slices of a weight")
@@ -50,7 +50,7 @@ def joined(weight: QuantizedWeight, sliced: DTensor, group: Group) -> QuantizedW
     return whole
 
 
-def _entries(weight: QuantizedWeight, name: str, buffer: Tensor) -> Tensor:
+def unpadded(weight: QuantizedWeight, name: str, buffer: Tensor) -> Tensor:
     """The codes or scales of a weight without padding, a view `[*leading, rows, columns]`. A block
     has as many rows and columns of them in a slice as in the whole.
     """

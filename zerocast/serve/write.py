@@ -13,17 +13,21 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerocast.checkpoint.store import Place
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import Folder, check_written, sync_file
-from zerocast.distributed.agreement import each_together, from_rank_0, together, validate_across_ranks
+from zerocast.distributed.agreement import each_together, from_rank_0, range_over_ranks, together, validate_across_ranks
 from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.serve.export_plan import ExportPlan, PlainDtype, planned_units
+from zerocast.serve.flat_bytes import digest_of_span
 from zerocast.serve.fused_amaxes import FusedAmaxes
 from zerocast.serve.namings import check_naming, layout_of
 from zerocast.serve.piece import Piece, whole
 from zerocast.serve.safetensors_file import FileLayout, SafetensorsFile
+from zerocast.serve.slices import unpadded
 from zerocast.serve.stored_tensor import StoredTensor, of_plain, of_weight, plain_value
 from zerocast.serve.weight_source import Batch, WeightSource
 from zerocast.weight import QuantizedWeight
@@ -139,6 +143,7 @@ def write(
     try:
         for batch in each_together(group, source.batches(), EXPORTS):
             together(group, partial(writer.add, batch, fused), EXPORTS)
+            _check_same(group, batch)
         together(group, writer.close, EXPORTS)
         _on_rank_0(group, fused.check)
         _on_rank_0(group, partial(_finish, target, plan, contents.files))
@@ -196,6 +201,37 @@ def _agreed(
     settings = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.files.items()}
     validate_across_ranks(source.group, plan.lines, None, EXPORTS, {"naming": naming, **settings})
     return contents, plan
+
+
+def _check_same(group: Group, batch: Batch) -> None:
+    """ValueError on all ranks for a tensor that they have with other values, of which an export
+    would have one rank's. Collective.
+    """
+    if group.size == 1 or not batch:
+        return
+    # The negative of a number of 63 bits is an int64 too.
+    digests = together(group, lambda: [_digest(tensor) >> 1 for _, tensor in batch], EXPORTS)
+    smallest, largest = range_over_ranks(group, digests, "digests of what is exported")
+    for (name, _), low, high in zip(batch, smallest, largest, strict=True):
+        if low != high:
+            raise ValueError(
+                f"{name} has other values on other ranks, and an export stores those of one: make them equal first, by a broadcast "
+                "for instance"
+            )
+
+
+def _digest(tensor: Tensor) -> int:
+    """A digest of the values of a tensor, or of the codes and scales of a weight."""
+    parts = [tensor.detach()]
+    if isinstance(tensor, QuantizedWeight):
+        buffers = {name: tensor.state.buffers[name] for name in tensor.state.names_read_by_products()}
+        parts = [
+            buffer if buffer.dim() == 1 else unpadded(tensor, name, buffer)
+            for name, buffer in buffers.items()
+            if buffer is not None and not name.startswith("columnwise")
+        ]
+    parts = [part.contiguous() for part in parts]
+    return digest_of_span(parts, Span(0, sum(part.nbytes for part in parts)))
 
 
 def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
