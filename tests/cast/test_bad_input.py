@@ -162,7 +162,7 @@ def attempt(name: str, spoilt_rank: int) -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize("name", SPOILT)
 @pytest.mark.notices(
-    "an argument of a plan is wrong on one rank alone", where="CastPlan", answer="raises on all ranks, no byte changed"
+    "an argument of a plan is wrong on one rank", where="CastPlan", answer="raises on all ranks, no byte changed"
 )
 def test_one_rank_is_wrong_and_all_say_so(ranks: Ranks, name: str) -> None:
     _, kind, message = SPOILT[name]

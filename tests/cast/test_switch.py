@@ -225,7 +225,7 @@ def gathering(after: str, forgets: bool, idle: int) -> list[str]:
 
 
 @pytest.mark.notices(
-    "a caller goes on gathering the buffers that weights had before `switch`",
+    "a caller still gathers the buffers from before `switch`",
     where="CastPlan",
     answer="the cast after that gather raises on all ranks",
 )

@@ -24,9 +24,9 @@ def optimizer() -> ZeroAdamW:
 
 
 @pytest.mark.notices(
-    "a run goes back to an older step and saves: later steps are of a branch that was given up",
+    "a run goes back to an older step and saves, and later steps of the old branch exist",
     where="Checkpoints",
-    answer="a resume takes what was saved last; the log says so",
+    answer="a resume loads what was saved last, and logs that",
 )
 @pytest.mark.parametrize("built", ["one", "each"])
 def test_a_resume_takes_the_branch_that_was_saved_last(tmp_path: Path, caplog: Any, built: str) -> None:

@@ -38,7 +38,7 @@ def plans_in_another_order() -> tuple[str, str, bool]:
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.notices(
-    "plans of one group are cast in another order on a rank",
+    "ranks cast the plans of one group in different orders",
     where="CastPlan",
     answer="raises on all ranks, names both calls",
 )
@@ -183,7 +183,7 @@ def _travels(trained: Trained) -> None:
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.notices(
-    "ranks step with other learning rates, clip, change or take off gradients otherwise, or are of different steps",
+    "ranks have different learning rates or steps, or clip, change or remove gradients differently",
     where="ZeroAdamW",
     answer="raises on all ranks, names both calls",
 )

@@ -88,7 +88,7 @@ def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
 @pytest.mark.notices(
     "a master becomes NaN or Inf, by its gradient or by hand",
     where="FSDP2",
-    answer="raises on all ranks at the next cast, evaluation or look at the state, names the weights",
+    answer="raises on all ranks at the next cast, evaluation or read of the state, names the weights",
 )
 @pytest.mark.parametrize(
     ("optimizer", "keep_codes"),

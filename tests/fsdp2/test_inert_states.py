@@ -338,7 +338,7 @@ def refused(kind: str, culprit: int) -> list[str]:
 
 
 @pytest.mark.notices(
-    "a state without moments of some parameters, or with values that cannot be (step -5, lr NaN, negative second moments)",
+    "a state lacks moments, or has impossible values (step -5, lr NaN, negative second moments)",
     where=("ZeroAdamW", "FSDP2"),
     answer="raises on all ranks, names it, nothing changed",
 )

@@ -153,7 +153,7 @@ def first_forward(how: Callable[[Any], Any], grad: bool) -> str:
 
 
 @pytest.mark.notices(
-    "a prepared model is given to DistributedDataParallel or FSDP1, or a weight lies in no FSDP2 group",
+    "a prepared model is passed to DistributedDataParallel or FSDP1, or a weight is in no FSDP2 group",
     where="FSDP2",
     answer="the first forward pass raises on all ranks",
 )
@@ -263,7 +263,7 @@ def orphaned(early: bool) -> list[str]:
 
 
 @pytest.mark.notices(
-    "an optimizer that was built before fully_shard, or before load_state_dict(assign=True), steps",
+    "an optimizer steps that was built before fully_shard or load_state_dict(assign=True)",
     where="FSDP2",
     answer="raises at its first step after a backward pass: another parameter has the gradient",
 )

@@ -158,9 +158,9 @@ def test_patches_that_are_kept_are_given_back_later() -> None:
 
 
 @pytest.mark.notices(
-    "`switch` of weights that lie in buffers of a host",
+    "`switch` of weights in buffers of a host",
     where=("Megatron", "Apex", "TransformerEngine"),
-    answer="raises, and says to go through a checkpoint",
+    answer="raises, and says to use a checkpoint",
 )
 def test_formats_of_a_host_cannot_be_switched() -> None:
     host = Trained()

@@ -129,7 +129,7 @@ def that_do_not_fit(host: str, folder: str) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.notices(
-    "a state that lacks a name, or has another shape",
+    "a state lacks a name, or has another shape",
     where=("ZeroAdamW", "FSDP2", "Apex"),
     answer="raises on all ranks, names it, nothing changed",
 )

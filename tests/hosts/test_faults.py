@@ -126,7 +126,7 @@ def phases(slow: bool) -> list[Any]:
 @pytest.mark.notices(
     "memory runs out at any operator of a step, a gather or a load",
     where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
-    answer="the call can be taken again, or everything raises and names what makes it whole; never wrong bits",
+    answer="the call can be repeated, or everything raises and names the remedy; never wrong bits",
 )
 @pytest.mark.parametrize(("host", "variant", "where"), phases(slow=False))
 def test_some_operators(ranks: Ranks, tmp_path: Path, host: str, variant: str, where: str) -> None:
@@ -181,10 +181,9 @@ def alone() -> list[Any]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.notices(
-    "a rank is killed, stopped (SIGSTOP) for longer than the timeout, or out of memory alone, at any collective or file",
+    "one rank is killed, stopped (SIGSTOP) for longer than the timeout, or out of memory, at any collective or file",
     where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
-    answer="the others raise within the timeout, the stopped rank when it is continued; nobody steps on or saves, but "
-    "all together after a file could not be written or read",
+    answer="the others raise within the timeout, a stopped rank when it continues, and no rank steps or saves",
 )
 @pytest.mark.parametrize(("host", "variant", "place", "fault", "world"), alone())
 def test_a_rank_that_fails_alone(

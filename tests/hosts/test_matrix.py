@@ -461,9 +461,9 @@ def in_words(answer: str) -> str:
 
 
 @pytest.mark.notices(
-    "a backward pass runs through a forward pass of before a step, a load, or a master that was written and cast",
+    "a backward pass after a step, a load, or a cast of written masters uses an earlier forward pass",
     where=("FSDP2", "Megatron"),
-    answer="raises where a quantized weight has been changed and is read again",
+    answer="raises if it reads a quantized weight that has changed",
 )
 @pytest.mark.notices(
     "a master is written by hand and nothing casts it",
@@ -478,27 +478,27 @@ def in_words(answer: str) -> str:
 @pytest.mark.notices(
     "the bytes of a gathered weight are written by hand",
     where="FSDP2",
-    answer="nothing: they are read until FSDP2 frees them, and masters stay as they are",
+    answer="nothing: they are read until FSDP2 frees them",
 )
 @pytest.mark.notices(
     "the bytes of a quantized weight are written by hand",
     where="Megatron",
-    answer="read until the next step makes them anew, since Megatron itself writes its buffers; `zerocast.verify` names the weight",
+    answer="they are read until the next step; `zerocast.verify` names the weight",
 )
 @pytest.mark.notices(
-    "a parameter is written by hand, or given other values by `.data =`",
+    "a parameter is written by hand, or gets other values by `.data =`",
     where="Megatron",
-    answer="the next step writes its master over it, as in Megatron alone; `zerocast.verify` names it",
+    answer="the next step overwrites it with its master, as in Megatron alone; `zerocast.verify` names it",
 )
 @pytest.mark.notices(
-    "a plain parameter is given other storage by `.data =`",
+    "a plain parameter gets other storage by `.data =`",
     where="Megatron",
-    answer="it lies outside of Megatron's buffers and stays as it is, as in Megatron alone",
+    answer="it is not trained any more, as in Megatron alone",
 )
 @pytest.mark.notices(
-    "a weight is given other values by `.data =`, then a backward pass runs through a forward pass of before",
+    "a weight gets other values by `.data =` between a forward pass and its backward pass",
     where=("ZeroAdamW", "Megatron"),
-    answer="it reads the new values, as torch's own `.data =` lets it; ZeroAdamW's next step or save raises",
+    answer="it reads the new values, as in torch; ZeroAdamW's next step or save raises",
 )
 @pytest.mark.notices(
     "`.data =` of a parameter, which is a DTensor",
@@ -508,7 +508,7 @@ def in_words(answer: str) -> str:
 @pytest.mark.notices(
     "a plain parameter is written between a forward pass and its backward pass",
     where="FSDP2",
-    answer="the backward pass reads the new value, as in FSDP2 alone, which gathers it again",
+    answer="the backward pass reads the new value, as in plain FSDP2",
 )
 @pytest.mark.notices(
     "a parameter that was frozen when the optimizer was built is unfrozen",
@@ -516,9 +516,9 @@ def in_words(answer: str) -> str:
     answer="the next step raises for quantized weights; plain ones are not trained, as in Megatron alone",
 )
 @pytest.mark.notices(
-    "a parameter is frozen in mid-run, which moments and weight decay go on changing",
+    "a parameter is frozen in mid-run: moments and weight decay still change it",
     where="Megatron",
-    answer="nothing, as in Megatron alone; a backward pass of before the change raises there",
+    answer="nothing, as in Megatron alone; a backward pass from before the change raises",
 )
 @pytest.mark.notices(
     "masters become NaN or Inf in a step, and the weights are read before the next step or save",

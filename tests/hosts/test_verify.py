@@ -56,7 +56,7 @@ def every_buffer(host: str, variant: str, folder: str, culprit: int) -> tuple[in
 )
 @pytest.mark.parametrize(("host", "variant"), variants())
 @pytest.mark.notices(
-    "a byte of a weight is not what the masters cast to",
+    "a byte of a weight is not that of the cast of the masters",
     where=("ZeroAdamW", "FSDP2", "Megatron", "Apex"),
     answer="`zerocast.verify` names weight, rank, buffer and offset, and nothing else",
 )

@@ -149,7 +149,7 @@ def test_tiles_are_one_byte_an_element(ranks: Ranks, world: int, overlap: bool) 
 
 
 @pytest.mark.notices(
-    "an optimizer over MXFP8Tensors in tiles of 32x32 steps without attach, or after detach(), or is built outside",
+    "an optimizer over MXFP8Tensors in tiles of 32x32 steps without attach or after detach(), or is built outside",
     where="Megatron",
     answer="raises on every rank, before anything is written",
 )

@@ -234,9 +234,9 @@ def stepped_with(kind: str, key: str, value: Any) -> tuple[str, list[torch.Tenso
 
 
 @pytest.mark.notices(
-    "a scheduler or a program sets a learning rate, betas, eps or weight decay in param_groups that is out of range",
+    "a learning rate, betas, eps or weight decay in param_groups is out of range",
     where=("ZeroAdamW", "FSDP2"),
-    answer="the next step of zerocast's optimizers raises, nothing changed; of tensors on a GPU the step after that",
+    answer="the next step of zerocast's optimizers raises, nothing changed; for tensors on a GPU the step after it",
 )
 @pytest.mark.parametrize(("key", "value"), OUT_OF_RANGE, ids=str)
 @pytest.mark.parametrize("kind", ["ZeroAdamW", "ZeroMuon", "FusedAdamW"])
@@ -458,9 +458,7 @@ def said_of_left_out(differ: str) -> list[list[str]]:
 
 
 @pytest.mark.notices(
-    "frozen parameters have other values on other ranks",
-    where="ZeroAdamW",
-    answer="warns once, when it is built, and names them",
+    "frozen parameters differ between ranks", where="ZeroAdamW", answer="warns once, when it is built, and names them"
 )
 def test_frozen_parameters_that_differ(ranks):
     assert ranks(2)(said_of_frozen, True) == [[], []]
@@ -473,9 +471,9 @@ def test_frozen_parameters_that_differ(ranks):
 
 
 @pytest.mark.notices(
-    "buffers, or parameters that it was not given, have other values on other ranks",
+    "buffers, or parameters that the optimizer does not train, differ between ranks",
     where="ZeroAdamW",
-    answer="warns once, at the second or hundred-and-first step, and names them (of models that `quantize_` has changed)",
+    answer="warns once, at the second or 101st step, and names them (models of `quantize_`)",
 )
 @pytest.mark.parametrize(
     ("differ", "names"),

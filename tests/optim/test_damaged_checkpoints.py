@@ -82,7 +82,9 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path):
 
 
 @pytest.mark.notices(
-    "manifest.json is deleted", where="Checkpoints", answer="damaged: named if asked for, else the one before is loaded"
+    "manifest.json is deleted",
+    where="Checkpoints",
+    answer="counts as damaged: an error if it is asked for, else the previous one is loaded",
 )
 def test_no_manifest(ranks, tmp_path, caplog):
     """These folders always have one. A folder of another program loads without, and the log says that nothing is checked."""

@@ -247,7 +247,7 @@ def test_a_frozen_weight_stays():
 
 @pytest.mark.parametrize("optimizer_class", [ZeroAdamW, ZeroMuon])
 @pytest.mark.notices(
-    "a bias or norm that was frozen is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises, names it"
+    "a frozen bias or norm is unfrozen in mid-run", where="ZeroAdamW", answer="the next step raises, names it"
 )
 def test_a_plain_parameter_that_is_unfrozen(optimizer_class):
     """It raises with or without a gradient on this rank, until it is frozen again or another optimizer trains it."""

@@ -130,7 +130,7 @@ def read_meanwhile() -> str:
 @pytest.mark.notices(
     "a thread computes with weights while another one steps",
     where="ZeroAdamW",
-    answer="raises; what reads bytes once gathers have begun waits",
+    answer="raises; reads during a gather wait",
 )
 def test_a_thread_that_reads_within_a_step(ranks):
     for said in ranks(2)(read_meanwhile):

@@ -169,7 +169,7 @@ def test_every_write_is_noticed(name):
 
 
 @pytest.mark.notices(
-    "weights and parameters swapped by `.data =` as averages are, and not swapped back before a step",
+    "an average that was swapped in by `.data =` is not swapped back before a step",
     where="ZeroAdamW",
     answer="the step raises on all ranks",
 )

@@ -69,7 +69,7 @@ def test_meta_device_and_recomputation(ranks: Ranks) -> None:
 
 
 @pytest.mark.notices(
-    "te.autocast computes in another format than weights are gathered in",
+    "te.autocast computes in another format than that of the gathered weights",
     where="TransformerEngine",
     answer="raises before the pass, and names both formats",
 )

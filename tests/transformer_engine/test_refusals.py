@@ -170,7 +170,7 @@ def test_refused_with_the_reason(name: str) -> None:
     "name", ["4over6", "4over6 tensor", "swizzled MXFP8", "swizzled tiles", "1x128 tensor", "other dtype"]
 )
 @pytest.mark.notices(
-    "a quantizer or a tensor gets an option that is not cast, between two calls",
+    "a quantizer or a tensor gets an unsupported option between two calls",
     where="TransformerEngine",
     answer="raises, names the weight, no byte changed",
 )
@@ -245,7 +245,7 @@ def test_a_later_call_that_is_wrong_changes_nothing() -> None:
     )
 
 
-@pytest.mark.notices("an argument is wrong on one rank alone", where="TransformerEngine", answer="raises on all ranks")
+@pytest.mark.notices("an argument is wrong on one rank", where="TransformerEngine", answer="raises on all ranks")
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     for error, unchanged in ranks(2)(wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")

@@ -99,9 +99,9 @@ def test_delayed_scales_are_those_of_the_cast(fmt: str) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("fmt", casts.FORMATS)
 @pytest.mark.notices(
-    "masters are NaN or Inf when `zerocast.verify` looks",
+    "`zerocast.verify` finds masters that are NaN or Inf",
     where=("CastPlan", "ZeroAdamW"),
-    answer="it fails and names them, unless `allow_nonfinite`",
+    answer="fails and names them, unless `allow_nonfinite`",
 )
 def test_masters_that_are_not_finite_fail(fmt: str, value: float) -> None:
     """They are cast as the format says, which is no difference; the report names them and fails, unless told otherwise."""

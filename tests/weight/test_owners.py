@@ -125,9 +125,9 @@ LEFT_ALONE = [
 
 
 @pytest.mark.notices(
-    "an optimizer that was built before quantize_, load_state_dict(assign=True) or a replaced parameter steps",
+    "an optimizer steps that was built before quantize_, load_state_dict(assign=True) or a replaced parameter",
     where="Weights",
-    answer="raises at its step: the weights got gradients and no optimizer trains them",
+    answer="raises: the weights got gradients and no optimizer trains them",
 )
 @pytest.mark.parametrize("build", LEFT_ALONE)
 def test_a_gradient_that_nobody_takes(build: Callable[[nn.Sequential], torch.optim.Optimizer]) -> None:
@@ -481,7 +481,7 @@ def test_parameters_without_gradients_are_named_once(
 
 
 @pytest.mark.notices(
-    "a parameter is frozen (requires_grad_(False)) in mid-run, which moments and weight decay go on changing",
+    "a parameter is frozen (requires_grad_(False)) in mid-run: moments and weight decay still change it",
     where="ZeroAdamW",
     answer="warns once, after the first backward pass",
 )
@@ -499,7 +499,7 @@ def test_a_parameter_that_is_frozen_is_named_once(caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.notices(
-    "a step without a backward pass, which moments and weight decay take all the same",
+    "a step without a backward pass: moments and weight decay still change parameters",
     where="ZeroAdamW",
     answer="warns once on each such rank",
 )
@@ -748,8 +748,7 @@ LIVING: dict[str, Callable[[QuantizedWeight], Any]] = {
 
 
 @pytest.mark.notices(
-    "a plan is built, attached or cast, or quantize_master_weights called, over weights of a living ZeroAdamW or of an "
-    "attached plan",
+    "a plan or `quantize_master_weights` casts weights of a live ZeroAdamW or of an attached plan",
     where="CastPlan",
     answer="raises, nothing changed",
 )

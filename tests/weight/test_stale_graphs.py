@@ -61,9 +61,9 @@ STALE: dict[str, Callable[[Trained], Tensor]] = {
 
 
 @pytest.mark.notices(
-    "a backward pass runs through a forward pass of before a step, a load, or within a swap",
+    "a backward pass after a step, a load or a swap uses an earlier forward pass",
     where=("ZeroAdamW", "CastPlan"),
-    answer="raises where a quantized weight has been changed and is read again; not in compiled graphs",
+    answer="raises if it reads a quantized weight that has changed; not in compiled graphs",
 )
 @pytest.mark.parametrize("case", STALE)
 def test_a_graph_of_other_weights(case: str) -> None:

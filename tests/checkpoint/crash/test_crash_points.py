@@ -115,9 +115,9 @@ SHORT = ("the first", "the next, the one before goes", "in place of itself", "ex
 
 
 @pytest.mark.notices(
-    "the power goes, or a process is killed, in the middle of a save, also of a step that was saved before",
+    "the power fails, or a process is killed, during a save, also of a step that was saved before",
     where="Checkpoints",
-    answer="the checkpoint, or the one before it, is whole and loads",
+    answer="the checkpoint, or the previous one, is complete and loads",
 )
 @pytest.mark.parametrize("name", SHORT)
 def test_some_power_failures(tmp_path: Path, name: str, seed: int) -> None:
