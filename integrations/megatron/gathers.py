@@ -72,12 +72,15 @@ class Gathers(Gather):
         self._placed = [(param, param.state) for param in primary if isinstance(param, QuantizedWeight)]
 
     def prepare(self) -> None:
-        """Note that every bucket group has to gather, and find the buffers that the host may have
-        moved.
+        """Finish the gathers in flight, note that every bucket group has to gather, and find the
+        buffers that the host may have moved.
 
         Weights that `.data =` or `Module.to` gave other storage are moved back into the host's
         buffers. The cast writes all of their bytes.
         """
+        # First, since a gather that ends later would pass for that of the next cast.
+        for group in self._bucket_groups:
+            self._finish(group)
         self._due = set(map(id, self._bucket_groups))
         for weight, state in self._placed:
             if weight.state is not state:
