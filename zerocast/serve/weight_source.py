@@ -43,7 +43,9 @@ class WeightSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The logical shape of each weight by name."""
+        """The logical shape of each weight by name, in the order of the batches, so that files of an
+        export are written one after another.
+        """
         ...
 
     @property
@@ -279,8 +281,14 @@ class ShardedModel:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The logical shape of each weight by name."""
-        return {name: tuple(tensor.shape) for name, tensor in {**self._parameters, **self._buffers}.items()}
+        """The logical shape of each weight by name, in the order of the batches."""
+        tensors = {**self._parameters, **self._buffers}
+        groups = [group for owner in self._owners for group in owner.plan.param_groups.prepared]
+        # Those that tensor parallelism slices come after the others of their group.
+        gathered = [
+            weight.name for group in groups for weight in sorted(group.weights, key=lambda weight: weight.sliced)
+        ]
+        return {name: tuple(tensors[name].shape) for name in dict.fromkeys([*gathered, *tensors])}
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
