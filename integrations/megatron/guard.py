@@ -158,7 +158,8 @@ class MethodGuard:
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one
             # without masters, completes nothing: the outer or the later call does.
-            if self.is_preparing or self.validity.is_writing or (self.validity.partial and not _holds_masters(args[0])):
+            completes = not self.validity.partial or _holds_masters(host.loaded(args, kwargs))
+            if self.is_preparing or self.validity.is_writing or not completes:
                 return method(*args, **kwargs)
             if not loads_all:
                 self.check(Use.STEP)

@@ -402,3 +402,8 @@ def bucket_groups(chunk: Any) -> list[Any]:
 def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if `sharded_state_dict` is called for what a load fills."""
     return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))
+
+
+def loaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The state, or the name of the file, that a method which loads is called with."""
+    return args[0] if args else kwargs.get("state_dict", kwargs.get("filename"))

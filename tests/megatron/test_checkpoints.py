@@ -1,11 +1,13 @@
 """A run that is saved, loaded and continued is the run that was never interrupted."""
 
+import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from tests.megatron.attached import METADATA, Attached
 from tests.megatron.checkpoints import (
     State,
     another_format,
@@ -17,8 +19,9 @@ from tests.megatron.checkpoints import (
     small_buckets,
 )
 from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.ranks_host import host
 from tests.megatron.training import ALL, MIXED, NARROW, Case
-from tests.workers import Ranks
+from tests.workers import Ranks, error_of
 from zerocast.integrations.megatron.checkpoint import _unpadded
 
 pytestmark = needs_megatron
@@ -27,6 +30,10 @@ pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
 
 KINDS = ["dp_reshardable", "fully_reshardable"]
 SLOW = pytest.mark.slow
+
+
+class Broken(Exception):
+    """What breaks a step off."""
 
 
 class Bucket(NamedTuple):
@@ -50,6 +57,26 @@ def test_resume_is_exact(ranks: Ranks, formats: str, overlap: bool, kind: str) -
     for same, wrong in ranks(2)(resume, Case(formats, overlap), kind):
         assert all(same.values()), same
         assert not wrong
+
+
+def load_by_name() -> tuple[str, dict[str, int]]:
+    """What a load says whose state is given by the name of the argument, after a step that raised; stale bytes a step later."""
+    with host():
+        attached = Attached(Case(NARROW))
+        attached.run.step(0)
+        state = attached.saved()
+        broken_off = attached.attachment._guard.validity.transaction("an optimizer step")
+        with contextlib.suppress(Broken), broken_off:
+            raise Broken
+        model = attached.run.ddp.module.sharded_state_dict(metadata=METADATA)
+        attached.run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA)
+        said = error_of(lambda: attached.run.optimizer.load_state_dict(state_dict=state))
+        attached.run.step(1)
+        return said, attached.run.stale_bytes()
+
+
+def test_a_load_may_be_called_by_the_name_of_its_argument(ranks: Ranks) -> None:
+    assert ranks(1)(load_by_name) == [("", {})]
 
 
 @pytest.mark.parametrize("sharding", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
