@@ -183,7 +183,7 @@ def test_messages_in_another_order(name: str, in_place: bool) -> None:
         for place in range(len(messages)):
             if place != index:
                 check(before, [*rest[:place], message, *rest[place:]], ("moved", index, place), in_place)
-        for stranger in [others.full[-1], *others.full[1:], *others.delta, *(RECORDED.full if before else [])]:
+        for stranger in [*others.full, *others.delta, *(RECORDED.full if before else [])]:
             check(before, [*messages[:index], stranger, *messages[index + 1 :]], ("another's", index), in_place)
 
 
@@ -215,7 +215,7 @@ def test_refits_only_go_forward() -> None:
 def test_a_run_that_another_has_followed_is_over() -> None:
     receiver, others = at_refit(1), Recorded()
     accepted(receiver, others.full)
-    refused(receiver, RECORDED.later, "refit 3 of a run came that has ended here")
+    refused(receiver, RECORDED.later, "refit 3 of a run came that is over here")
     accepted(receiver, others.delta)
     assert_same(dict(receiver.tensors), others.tensors[2])
 

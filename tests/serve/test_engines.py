@@ -258,10 +258,31 @@ def test_a_sender_that_dies() -> None:
         assert rank.is_servable()
         assert rank.accept(taken_over) == ""
         rank.check(wanted)
-        assert "of a run came that has ended here" in rank.accept(third)
+        assert "of a run came that is over here" in rank.accept(third)
         rank.check(wanted)
 
     on_engine(2, run)
+
+
+@pytest.mark.parametrize("messages", [1, 2])
+def test_a_stray_message_ends_no_run(messages: int) -> None:
+    """Another run's first message stops a refit that is under way; the run goes on with its next one, until another is applied."""
+    trainer, other = Trainer(), Trainer()
+    first, strays, second = trainer.full(), other.full(), trainer.delta()
+    third, wanted, taken_over = trainer.full(), trainer.weights(), other.full()
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(first) == ""
+        assert rank.accept(strays[:messages]) == ""
+        assert rank.accept(second[:1]) == ""
+        assert rank.accept(strays[:1]) != "" and rank.receiver.refit == 1
+        assert "and none of it before" in rank.accept(second[1:])
+        assert rank.accept(third) == ""
+        rank.check(wanted)
+        assert rank.accept(taken_over) == ""
+        assert "of a run came that is over here" in rank.accept(trainer.full())
+
+    on_engine(1, run)
 
 
 @pytest.mark.parametrize("held_by", ["one rank", "every rank"])

@@ -262,6 +262,7 @@ class EngineReceiver:
         if stage.first["kind"] == FULL:
             self._check_bytes(stage, broken)
         self._complete = stage.first["run"], stage.first["refit"]
+        self._order.complete(stage.first["run"])
         self._is_servable = True
         self._stage = None
 

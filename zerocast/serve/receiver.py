@@ -224,6 +224,7 @@ class Receiver:
         for name in missing:
             del self._tensors[name]
         self._complete = header["run"], header["refit"]
+        self._order.complete(header["run"])
 
     def _bucket(self) -> list[Tensor]:
         """The tensors of the next message's bucket."""

@@ -8,8 +8,11 @@ class RefitOrder:
     """The refits that have begun at a receiver, so that none comes late or twice."""
 
     def __init__(self) -> None:
-        # The newest refit that has begun, by run. The last run in it is the present one.
+        # The newest refit that has begun, by run.
         self._begun: dict[str, int] = {}
+        # The run of the last complete refit, and the runs that had the complete ones before.
+        self._present: str | None = None
+        self._over: set[str] = set()
 
     @property
     def has_begun(self) -> bool:
@@ -26,8 +29,10 @@ class RefitOrder:
         run = header["run"]
         refit = header["refit"]
         newest = self._begun.get(run)
-        if newest is not None and run != next(reversed(self._begun)):
-            raise RefitError(f"refit {refit} of a run came that has ended here, as another run's came after it: {ASK}")
+        if run in self._over:
+            raise RefitError(
+                f"refit {refit} of a run came that is over here, as another run's refit was complete since: {ASK}"
+            )
         if newest is not None and refit <= newest:
             raise RefitError(f"refit {refit} came late or again, as refit {newest} of its run has begun here: {ASK}")
         if header["kind"] == FULL:
@@ -43,3 +48,11 @@ class RefitOrder:
     def begin(self, header: Header) -> None:
         """Note that the refit of this header has begun."""
         self._begun[header["run"]] = header["refit"]
+
+    def complete(self, run: str) -> None:
+        """Note that a refit of this run is complete, which ends the run before it. A refit that has
+        only begun ends none, since its first message may be a stray one.
+        """
+        if self._present is not None and self._present != run:
+            self._over.add(self._present)
+        self._present = run
