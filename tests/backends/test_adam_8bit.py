@@ -235,6 +235,7 @@ def test_any_cuts_have_the_bits_of_the_whole(any_backend: str, cuts: Sequence[Se
                 assert torch.equal(mine.view(torch.int32), theirs[span].view(torch.int32))
 
 
+@pytest.mark.long_interpreted
 @pytest.mark.long_at_every_level
 def test_drawn_cuts_have_the_bits_of_the_whole(any_backend: str) -> None:
     """Of one to five ranks, which may own nothing of a weight."""
