@@ -16,6 +16,7 @@ from tests.serve.test_export import CASES, model, read
 from zerocast import CastPlan, Recipe
 from zerocast.export import export_hf, export_safetensors
 from zerocast.serve import dequantized, named_tensors
+from zerocast.serve.weight_source import WholeModel
 
 NAMINGS = [(naming, fmt) for naming, fmt, _ in CASES if "floor" not in fmt and "False" not in fmt]
 
@@ -113,6 +114,18 @@ def test_codes_are_views_and_one_bucket_is_alive() -> None:
         assert 0 < sum(t.nbytes for t in (reference() for reference in copies) if t is not None) <= most
         buckets += 1
     assert not own and buckets > 4 and sum(reference() is not None for reference in copies) == 0
+
+
+def test_all_weights_are_asked_once_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether they were cast: not once a weight, which made the work of a refit quadratic."""
+    source, asked = (
+        zerocast.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), {"*.weight": "nvfp4"}),
+        [],
+    )
+    casts = WholeModel.casts
+    monkeypatch.setattr(WholeModel, "casts", lambda self: asked.append(self) or casts(self))
+    assert len(list(named_tensors(source, "modelopt"))) == 1
+    assert len(asked) <= 3
 
 
 def test_a_bucket_that_was_given_up_says_so() -> None:

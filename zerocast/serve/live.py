@@ -155,7 +155,10 @@ class LiveWeights:
         pairs: list[tuple[str, Tensor]] = []
         nbytes = 0
         for batch in self.source.batches():
-            casts = self._check_casts(casts)
+            # Weights change only while a bucket is read or groups are gathered, and each check
+            # looks at all of them.
+            if casts is None or self.source.is_transient:
+                casts = self._check_casts(casts)
             for name, tensor in batch:
                 for stored in self._stored_tensors(name, tensor):
                     if pairs and nbytes + stored.nbytes > self._bucket_bytes:
