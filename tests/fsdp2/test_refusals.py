@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import zerocast
 from tests.fsdp2 import models
@@ -122,6 +122,18 @@ def mixed_group() -> None:
     models.sharded(model)(models.batch(0, 64))
 
 
+def replaced(place: int) -> None:
+    """A master becomes a plain tensor between two gathers, of which the second asks the first weight of a group alone."""
+    model = models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=True)
+    model(models.batch(0, 64))
+    (group,) = models.manager(model).plan.param_groups.prepared
+    param = group.weights[place].param()
+    master = param.sharded_param
+    plain = DTensor.from_local(master.to_local().plain.clone(), master.device_mesh, master.placements)
+    param.sharded_param = nn.Parameter(plain)
+    model(models.batch(1, 64))
+
+
 def unequal_recipes() -> None:
     fmt = ("nvfp4", "fp8_current")[torch.distributed.get_rank() % 2]
     models.sharded(Net((fmt,), 64, 96))(models.batch(0, 64))
@@ -144,6 +156,8 @@ ON_RANKS: dict[str, tuple[Callable[[], None], str]] = {
     "mixed nominal dtypes": (mixed_nominal, "make both float32 and leave precision to its MixedPrecisionPolicy"),
     "mixed in a group": (mixed_group, "FSDP expects uniform original parameter dtype"),
     "not sharded": (not_sharded, "no FSDP module inside the prepared model manages it"),
+    "the first master replaced": (partial(replaced, 0), "blocks.0.1.weight: something replaced the prepared parameter"),
+    "another master replaced": (partial(replaced, 1), "blocks.0.3.weight: something replaced the prepared parameter"),
     "unequal recipes": (unequal_recipes, "on rank 0 and"),
 }
 

@@ -254,7 +254,7 @@ def gathered_twice() -> tuple[int, int, list[str]]:
     block = model.blocks[0]
     block.unshard()
     (weight, *_) = [weight for _, weight in models.masters(model).values()]
-    outputs = [output for weight in weight.group.weights for output in weight.param().all_gather_outputs[:1]]
+    outputs = [output for of_weight in weight.group.outputs for output in of_weight[:1]]
     taken = sum(output.untyped_storage().nbytes() for output in outputs)
     kept = sum(memory.untyped_storage().nbytes() for memory in weight.group.side.memory)
     block.reshard()

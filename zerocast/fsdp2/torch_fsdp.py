@@ -176,7 +176,8 @@ class GatheredByGroup(FSDPParam):
 
     FSDP2's hooks do this for one weight at a time. Around each call FSDP2 inspects the hook's
     signature and takes sizes and views, which costs the host more than the hook itself. Only the
-    first gather uses hooks: it allocates the memory and the parameter that modules see.
+    first gather uses hooks: it allocates the memory and the parameter that modules see. Later ones
+    ask the first weight alone (`GroupOfWeights`).
     """
 
     @property
@@ -187,9 +188,7 @@ class GatheredByGroup(FSDPParam):
         except AttributeError:
             inputs: list[Tensor] = super().all_gather_inputs
             return inputs
-        if weight.place == 0:
-            weight.begin_gather(self.device)
-        return weight.group.take(weight.place)  # type: ignore[no-any-return]
+        return weight.send(self.device)  # type: ignore[no-any-return]
 
     def init_unsharded_param(self) -> None:
         """Called for each weight in turn, once those of all were gathered."""
@@ -218,17 +217,58 @@ class GroupOfWeights(FSDPParamGroup):
     """An FSDPParamGroup of prepared weights. It tells `weights`, a weak reference to their
     ParamGroup, when their products of a pass have ended.
 
+    After the first gather FSDP2 gathers all prepared weights as if they were the first one, which
+    then has the outputs of all. For each parameter it would look for hooks, and ask for inputs and
+    memory.
+
     FSDP2 reads the gradients of gathered parameters, which would call `__torch_function__` of each.
     Their class has nothing to do there, so that is disabled.
+
+    Attributes:
+        each: all its FSDPParams.
+        prepared: those of prepared weights.
+        as_one: `each` without the prepared ones but the first.
     """
 
     weights: Callable[[], Any]
+    each: list[Any]
+    prepared: Sequence[Any]
+    as_one: list[Any]
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Begin a gather, unless one has begun. RuntimeError for a master that something has
+        replaced, which the first weight would gather as it was before.
+        """
+        weights = self.weights()
+        if weights is None or not weights.is_as_one:
+            super().unshard(async_op)
+            return
+        try:
+            list(map(_master_of, self.prepared))
+        except AttributeError:
+            weights.check_masters()
+        self.fsdp_params = self.as_one
+        try:
+            super().unshard(async_op)
+        finally:
+            self.fsdp_params = self.each
+
+    def wait_for_unshard(self) -> None:
+        """Take the gathered bytes out of the buffer of the gather."""
+        weights = self.weights()
+        self.fsdp_params = self.as_one if weights is not None and weights.is_as_one else self.each
+        try:
+            super().wait_for_unshard()
+        finally:
+            self.fsdp_params = self.each
 
     def _to_sharded(self) -> None:
         super()._to_sharded()  # type: ignore[no-untyped-call]
         self._end_round()
 
     def _to_unsharded(self) -> None:
+        # Modules see each parameter.
+        self.fsdp_params = self.each
         with torch._C.DisableTorchFunctionSubclass():
             super()._to_unsharded()  # type: ignore[no-untyped-call]
 
@@ -271,14 +311,24 @@ class GroupOfSlices(GroupOfWeights):
 
 
 _gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks")
+# AttributeError for a plain tensor.
+_master_of = operator.attrgetter("sharded_param._local_tensor.weight")
 
 
-def tell_group(group: Any, weights: Any, params: Iterable[Any]) -> None:
+def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> None:
     """Let an FSDPParamGroup tell `weights`, those of the FSDPParams `params` (GroupOfWeights)."""
+    _, *others = params
     placements = {param: param.fsdp_placement for param in params if param.fsdp_placement.dim}
     group.__class__ = GroupOfSlices if placements else GroupOfWeights
     group.placements = placements
+    group.each, group.prepared = group.fsdp_params, params
+    group.as_one = [param for param in group.each if param not in others]
     group.weights = weakref.ref(weights)
+
+
+def own_outputs(param: Any, outputs: Sequence[Tensor]) -> None:
+    """Let FSDP2 gather into these tensors as the outputs of an FSDPParam, and free them with it."""
+    param.all_gather_outputs = [*outputs]
 
 
 def free(tensors: Iterable[Tensor]) -> None:

@@ -508,6 +508,10 @@ class ParamGroup:
         side: the gathered bytes beside codes. None before the first gather, and after a switch of
             formats until the next one.
         headers: the header of each weight, int32 `[2]`, a view of the bytes that are sent.
+        is_as_one: True if FSDP2 gathers all its weights as the first one (`GroupOfWeights`): after
+            the first gather of a layout over several ranks.
+        outputs: the tensors that FSDP2 gathers into, of each weight. Empty before the first gather,
+            and after a switch of formats until the next one.
         cast_codes: returns the codes of each weight, by direction, for one gather. None if casts
             keep the codes with the other bytes that are sent.
     """
@@ -541,6 +545,8 @@ class ParamGroup:
         # after a switch of formats until the next one.
         self._operands: list[GatheredOperands] = []
         self.side: GatheredSide | None = None
+        self.is_as_one = False
+        self.outputs: list[list[Tensor]] = []
 
     @property
     def weights(self) -> list[FSDPWeight]:
@@ -565,6 +571,10 @@ class ParamGroup:
                 "give True or False"
             )
         return None
+
+    def check_masters(self) -> None:
+        """RuntimeError if something has replaced a master by a plain tensor."""
+        assert all(weight.local is not None for weight in self.weights)
 
     def gather_again(self) -> None:
         """Free the weights and gather them again in the same memory."""
@@ -595,11 +605,13 @@ class ParamGroup:
         self.sent = cast
 
     def take(self, place: int) -> list[Tensor]:
-        """Return the tensors that the current gather sends of the weight at `place`. After the last
-        weight only FSDP2 keeps them.
+        """Return the tensors that the current gather sends of the weight at `place`, or of all as
+        the first one. After the last weight only FSDP2 keeps them.
         """
         outgoing = self._outgoing[place]
-        if place == self._last_place:
+        if self.is_as_one:
+            outgoing = [part for parts in self._outgoing for part in parts]
+        if self.is_as_one or place == self._last_place:
             self._outgoing = []
         return outgoing
 
@@ -620,13 +632,13 @@ class ParamGroup:
     @torch.no_grad()
     def gather_bytes_again(self, cast: int) -> None:
         """Gather the bytes of another cast in place of what FSDP2 gathered."""
-        weights = self.weights
-        ranks = Group.of(weights[0].shard_mesh)
-        self.begin_gather(cast, weights[0].param().all_gather_outputs[0].device)
-        for place, weight in enumerate(weights):
-            for output, part in zip(weight.param().all_gather_outputs, self.take(place), strict=True):
+        ranks = Group.of(self.weights[0].shard_mesh)
+        self.begin_gather(cast, self.outputs[0][0].device)
+        for name, outputs, parts in zip(self.names, self.outputs, self._outgoing, strict=True):
+            for output, part in zip(outputs, parts, strict=True):
                 with torch_fsdp.unversioned([output]):
-                    ranks.all_gather_into(output, part, what=f"the bytes of {weight.name}, which was written to")
+                    ranks.all_gather_into(output, part, what=f"the bytes of {name}, which was written to")
+        self._outgoing = []
 
     def has_received(self) -> None:
         """Copy the gathered scales to where products read them, and allow reads of all weights."""
@@ -657,8 +669,8 @@ class ParamGroup:
         allocated with the first one.
         """
         if place == 0:
-            of_all = [weight.param().all_gather_outputs for weight in self.weights]
-            self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs), of_all)
+            self.outputs = [weight.param().all_gather_outputs for weight in self.weights]
+            self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs), self.outputs)
         assert self.side is not None
         scales = self.side.scalars[place] | self.side.buffers[place]
         return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
@@ -670,6 +682,16 @@ class ParamGroup:
         if place == self._last_place:
             unsharded = [weight.unsharded for weight in self.weights]
             self._operands = GatheredOperands.of([weight.state for weight in unsharded if weight is not None])
+            self._gather_as_one()
+
+    def _gather_as_one(self) -> None:
+        """Let FSDP2 gather all weights as the first one from the next gather on."""
+        first, *others = self.weights
+        if first.geometry.world > 1:
+            torch_fsdp.own_outputs(first.param(), [output for outputs in self.outputs for output in outputs])
+            for weight in others:
+                torch_fsdp.own_outputs(weight.param(), [])
+            self.is_as_one = True
 
     def end_round(self) -> None:
         """Free operands that no product has asked for (`GatheredOperands.end_round`)."""
@@ -680,6 +702,8 @@ class ParamGroup:
         """Cast weights into other formats, by name, from now on."""
         self.side = None
         self._operands = []
+        self.outputs = []
+        self.is_as_one = False
         for weight in self.weights:
             weight.convert(formats.get(weight.name, weight.format))
 
