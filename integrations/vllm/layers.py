@@ -60,8 +60,6 @@ METHODS = {
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
 }
-# Global scales of fused nvfp4 weights, of which vLLM takes one for all.
-SHARED_SCALES = ("weight_global_scale", "weight_scale_2")
 
 
 class Layers:
@@ -91,8 +89,6 @@ class Layers:
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Give every layer its tensors and let vLLM process them."""
         for name, layer in self._layers.items():
-            layer.check({key: values[self._source(name, key)] for key in layer.keys})
-        for name, layer in self._layers.items():
             layer.load({key: values[self._source(name, key)] for key in layer.keys})
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -116,7 +112,7 @@ class Layers:
     def check(self) -> None:
         """ValueError unless every kernel has what vLLM's processing made of the kept tensors."""
         for layer in self._layers.values():
-            layer.check_kernel()
+            layer.check()
 
     def _source(self, name: str, key: str) -> str:
         full = _joined(name, key)
@@ -184,16 +180,6 @@ class _Layer:
         view = self._views[key]
         return view.of(get_layer_tensors(self.module)[view.kernel])
 
-    def check(self, values: Mapping[str, Tensor]) -> None:
-        """ValueError for values of which the kernel would take others."""
-        for key in SHARED_SCALES:
-            scales = values.get(key)
-            if scales is not None and scales.unique().numel() > 1:
-                raise ValueError(
-                    f"the weights that vLLM fuses to {self._name} have global scales of their own, {scales.tolist()}, and vLLM "
-                    "takes one for all: train with quantize_(..., serve='vllm')"
-                )
-
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Give the layer these tensors and process it, into the tensors that its kernel has."""
         layer = self.module
@@ -231,7 +217,7 @@ class _Layer:
         apart = kept | {view.kernel for view in self._views.values()}
         self._processed = {key: _digest(tensor) for key, tensor in processed.items() if key not in apart}
 
-    def check_kernel(self) -> None:
+    def check(self) -> None:
         """ValueError unless the kernel has the tensors that processing gave."""
         kernel = get_layer_tensors(self.module)
         for key, expected in self._processed.items():

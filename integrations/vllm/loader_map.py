@@ -7,6 +7,7 @@ projections, cuts of tensor parallelism and names of checkpoints are vLLM's, and
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffe
 
 from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
+
+# Global scales of fused nvfp4 weights, of which vLLM takes one for all.
+SHARED_SCALES = ("weight_global_scale", "weight_scale_2")
 
 
 class LoaderMap:
@@ -60,8 +64,7 @@ class LoaderMap:
                     f"this tensor-parallel size: {type(error).__name__}: {error}"
                 ) from error
         for name, padding in copies.padding.items():
-            known = self.model_tensors[name]
-            self.model_tensors[name] = ModelTensor(known.dtype, known.shape, tuple(padding))
+            self.model_tensors[name] = replace(self.model_tensors[name], padding=tuple(padding))
         return copies.regions
 
     @contextmanager
@@ -82,7 +85,7 @@ class LoaderMap:
                     if parameter is not None:
                         name = f"{prefix}.{key}" if prefix else key
                         names.setdefault(_storage(parameter), name)
-                        self.model_tensors.setdefault(name, ModelTensor(parameter.dtype, tuple(parameter.shape)))
+                        self.model_tensors.setdefault(name, _described(name, key, parameter))
             yield names
         finally:
             for layer, info in restored:
@@ -99,7 +102,7 @@ class _Copies(TorchDispatchMode):
 
     Attributes:
         regions: the copies by stored name.
-        padding: by parameter the elements that a loader filled with a number.
+        padding: by parameter the elements that a loader filled with zeros.
     """
 
     def __init__(self, stored: Mapping[int, str], own: Mapping[int, str]) -> None:
@@ -113,12 +116,27 @@ class _Copies(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default:
             self._note_copy(args[0], args[1])
             return args[0]
-        if func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default):
-            name = self._own.get(_storage(args[0]))
-            if name is not None:
-                self.padding.setdefault(name, []).append(_strided(args[0]))
-                return args[0]
+        for name, parameter in self._written(func, {**dict(enumerate(args)), **(kwargs or {})}):
+            is_zeroed = func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0)
+            if not is_zeroed:
+                raise _NotCopied(
+                    f"a loader of vLLM writes to {name} by {func}, and only bytes that are copied, and zeros, can be refitted"
+                )
+            self.padding.setdefault(name, []).append(_strided(parameter))
+            return parameter
         return func(*args, **(kwargs or {}))
+
+    def _written(self, func: Any, given: Mapping[Any, Any]) -> list[tuple[str, Tensor]]:
+        """The parameters that an operator writes to. Its arguments are given by place or by
+        name.
+        """
+        tensors = [
+            given.get(place, given.get(argument.name))
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        named = [(self._own.get(_storage(tensor)), tensor) for tensor in tensors if isinstance(tensor, Tensor)]
+        return [(name, tensor) for name, tensor in named if name is not None]
 
     def _note_copy(self, own: Tensor, stored: Tensor) -> None:
         name, own_name = self._stored.get(_storage(stored)), self._own.get(_storage(own))
@@ -139,6 +157,14 @@ class _Copies(TorchDispatchMode):
         if own.shape != stored.shape:
             stored = stored.expand(own.shape) if own.numel() == 1 else stored.reshape(own.shape)
         self.regions.setdefault(name, []).append(Region(_strided(stored), own_name, _strided(own)))
+
+
+def _described(name: str, key: str, parameter: Tensor) -> ModelTensor:
+    if not parameter.is_contiguous():
+        raise ValueError(
+            f"vLLM keeps {name} with strides {parameter.stride()}, and only contiguous tensors are refitted"
+        )
+    return ModelTensor(parameter.dtype, tuple(parameter.shape), is_uniform=key in SHARED_SCALES)
 
 
 def _strided(view: Tensor) -> Strided:

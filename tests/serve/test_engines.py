@@ -519,6 +519,35 @@ def test_every_element_of_an_engine_is_filled_once(
     on_engine(1, run)
 
 
+def test_elements_of_which_an_engine_takes_one() -> None:
+    """Such as the scales of fused weights: other values are refused before anything is written, in full and as changes."""
+    scales = nn.ParameterDict({name: nn.Parameter(torch.tensor([2.0])) for name in "qkv"})
+    sender = Sender(scales, "bf16")
+    first = recorded(sender.named_tensors())
+    scales["k"].data.fill_(3)
+    refused = [recorded(sender.named_deltas(1)), recorded(sender.named_tensors())]
+    accepted = [first]
+    for value in (4, 5):
+        for scale in scales.values():
+            scale.data.fill_(value)
+        accepted.append(recorded(sender.named_tensors() if value == 4 else sender.named_deltas(4)))
+
+    def run(rank: Rank) -> None:
+        def regions(layout: Layout) -> Mapping[str, list[Region]]:
+            rank.weights.shapes["scales"] = ModelTensor(torch.float32, (3,), is_uniform=True)
+            places = {name: Strided((1,), (1,), "qkv".index(name)) for name, _, _ in layout}
+            return {name: [Region(Strided((1,), (1,), 0), "scales", place)] for name, place in places.items()}
+
+        rank.weights.regions = regions  # type: ignore[method-assign]
+        assert rank.accept(first) == ""
+        for messages in refused:
+            assert "scales would be [2.0, 3.0, 2.0], one for each of the weights" in rank.accept(messages)
+            assert rank.is_servable() and rank.weights.own["scales"].tolist() == [2.0, 2.0, 2.0]
+        assert [rank.accept(messages) for messages in accepted[1:]] == ["", ""]
+
+    on_engine(1, run)
+
+
 class Engine:
     """An engine of one rank behind the calls of an `EngineClient`, as a worker of vLLM keeps sessions."""
 

@@ -5,6 +5,7 @@ Products are stand-ins (`vllm_stand_in.py`): one that reads weights in place, on
 
 import contextlib
 import copy
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -239,6 +240,34 @@ def test_a_kernel_that_reads_something_else(stand_in: str, tmp_path: Path) -> No
         sender.refit()
         assert run.sender.refit == 3
         run.check(engine)
+
+
+def test_scales_of_which_vllm_takes_one(tmp_path: Path) -> None:
+    """Changes that part them are refused like all weights that have them, with nothing changed."""
+    run = Run("nvfp4", tmp_path)
+    with running(run.folder, tmp_path) as engine:
+        sender = EngineSender(run.sender, engine, tmp_path)
+        sender.refit()
+        before = engine.ask("logprobs")
+        run.model.model.layers[0].self_attn.k_proj.weight.amax.mul_(2)
+        with pytest.raises(RefitError, match=r"qkv_proj.weight_global_scale would be .*, and it takes one for all"):
+            sender.refit()
+        assert torch.equal(engine.ask("logprobs"), before)
+
+
+def test_loaders_that_do_more_than_copy() -> None:
+    """Zeros are padding; whatever else a loader writes is refused, for the engine would not have the sender's bytes."""
+    command = [VLLM, "-m", "tests.serve.vllm_loaders"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+    found = json.loads(said.splitlines()[-1])
+    assert found.pop("padding") == [[[2, 8], [8, 1], 16]]
+    assert found.pop("strides") == (
+        "vLLM keeps layer.weight with strides (1, 4), and only contiguous tensors are refitted"
+    )
+    for name, operator in {"ones": "fill_.Scalar", "doubled": "mul_.Tensor", "by index": "index_copy_.default"}.items():
+        assert f"writes to layer.weight by aten.{operator}" in found.pop(name)
+    assert not found
 
 
 def kl(run: Run, engine: Tensor) -> float:

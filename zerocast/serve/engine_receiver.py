@@ -25,7 +25,7 @@ from zerocast.serve.bucket import (
     layout_of,
     write_changes,
 )
-from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, elements_taken
+from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, check_uniform, elements_taken
 from zerocast.serve.flat_bytes import as_bytes
 from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 from zerocast.serve.refit_order import RefitOrder
@@ -238,7 +238,11 @@ class EngineReceiver:
         if stage.first["kind"] == FULL:
             with self._agreed("is not complete"):
                 regions = [regions for bucket in stage.buckets for regions in bucket.regions.values()]
-                check_filled(self._weights.model_tensors(), itertools.chain.from_iterable(regions))
+                tensors = self._weights.model_tensors()
+                check_filled(tensors, itertools.chain.from_iterable(regions))
+                for name, tensor in tensors.items():
+                    if tensor.is_uniform:
+                        check_uniform(name, stage.values[name])
         else:
             self._check_bytes(stage, "cannot be applied")
         stage.is_complete = True
@@ -270,6 +274,7 @@ class EngineReceiver:
         """RefitError on all ranks unless the engine's bytes, with the changes of a delta, are the
         sender's.
         """
+        uniform: dict[str, Tensor] = {}
         for index, (bucket, header) in enumerate(zip(self._buckets, stage.headers, strict=True)):
             with self._agreed(what):
                 tensors = self._stored(bucket)
@@ -287,8 +292,20 @@ class EngineReceiver:
                         "something else wrote to them, such as a reload or a wake-up from sleep level 2, or the engine laid them "
                         f"out again; {ASK}"
                     )
+                self._note_uniform(uniform, bucket, tensors)
         with self._agreed(what):
+            for name, value in uniform.items():
+                check_uniform(name, value)
             self._weights.check()
+
+    def _note_uniform(self, values: dict[str, Tensor], bucket: _Bucket, tensors: Sequence[Tensor]) -> None:
+        """Note what a bucket brings for tensors whose elements must be equal, by name."""
+        own = self._weights.model_tensors()
+        for (name, _, _), tensor in zip(bucket.layout, tensors, strict=True):
+            for region in bucket.regions.get(name, []):
+                if own[region.name].is_uniform:
+                    value = values.setdefault(region.name, torch.zeros(own[region.name].shape, dtype=tensor.dtype))
+                    region.own.of(value).copy_(region.stored.of(tensor))
 
     def _holds(self, bucket: _Bucket, tensors: Sequence[Tensor]) -> bool:
         """Return True if the engine's bytes on this rank are those of the stored tensors."""

@@ -47,11 +47,28 @@ class Region:
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor in model layout. The elements of its `padding`, zeros, are stored nowhere."""
+    """A tensor in model layout.
+
+    Attributes:
+        dtype: its dtype.
+        shape: its shape.
+        padding: elements that are stored nowhere. They are zeros.
+        is_uniform: True if the engine takes one element for all, so that all must be equal.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     padding: tuple[Strided, ...] = ()
+    is_uniform: bool = False
+
+
+def check_uniform(name: str, value: Tensor) -> None:
+    """RefitError unless all elements are equal."""
+    if value.unique().numel() > 1:
+        raise RefitError(
+            f"{name} would be {value.tolist()}, one for each of the weights that the engine fuses, and it takes one for all: train "
+            "with quantize_(..., serve='vllm')"
+        )
 
 
 def elements_taken(layout: Layout, regions: Mapping[str, Iterable[Region]]) -> dict[str, Tensor]:

@@ -43,8 +43,8 @@ class WeightSource(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The logical shape of each weight by name, in the order of the batches, which is that of the
-        files of an export.
+        """The logical shape of each weight by name, in the order of the batches. Files of an export
+        have that order.
         """
         ...
 
