@@ -21,6 +21,7 @@ from tests.optim.runs import ADAM
 from tests.workers import Ranks, error_of
 from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2.manager import validity_of
 
 WIDTH, HIDDEN, STEPS = 64, 96, 3
 
@@ -294,6 +295,28 @@ def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[i
         assert (
             "an optimizer step (lr is out of range: nan) raised half-way" if rank in bad_ranks else "on ranks [1]"
         ) in gathered
+
+
+def lone_partial_moments(moment_dtype: Any) -> tuple[str, str]:
+    """Where a load has broken off on rank 1: the errors of the step and of the gather after it."""
+    model = models.sharded(Net(models.FEW, 64, 96))
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
+    models.train(model, optimizer, range(1), 64)
+    if dist.get_rank() == 1:
+        validity_of(optimizer).broke_off("a load")
+    model(models.batch(1, 64)).float().square().mean().backward()
+    stepped = error_of(optimizer.step)
+    with torch.no_grad():
+        return stepped, error_of(lambda: model(models.batch(2, 64)))
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+def test_moments_that_are_partial_on_one_rank_raise_on_all(ranks: Ranks, moment_dtype: Any) -> None:
+    (stepped, gathered), (refused, partial) = ranks(2)(lone_partial_moments, moment_dtype)
+    assert stepped == ""
+    assert "raised half-way on ranks [1]" in gathered
+    assert "a load raised half-way" in refused
+    assert "an optimizer step raised half-way" in partial
 
 
 def refused_states() -> list[str]:

@@ -433,13 +433,14 @@ class FusedAdamW(torch.optim.Optimizer):
         try:
             places = self.prepare()
         except Exception:
-            self._take_part()
+            self.take_part()
             raise
         if not places:
-            self._take_part()
+            self.take_part()
         return places
 
-    def _take_part(self) -> None:
+    def take_part(self) -> None:
+        """Take part in the collective of a step that this rank does not take."""
         if self._eight_bit is not None:
             self._eight_bit.begin()
             self._eight_bit.reduce()

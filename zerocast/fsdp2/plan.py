@@ -387,11 +387,12 @@ class ShardPlan(Plan):
     # -- exchanges between ranks without a gather
 
     def exchange_finite(self) -> None:
-        """Report masters that are not finite in a cast that no gather has sent to all ranks.
-        RuntimeError on all of them if they disagree, on a GPU a step later.
+        """Report masters that are partial, and those that are not finite in a cast that no gather
+        has sent to all ranks. RuntimeError on all of them if they disagree, on a GPU a step later.
         """
+        is_partial = self.validity.partial is not None
         self._exchange(
-            (reduction, group.weights, group.statuses())
+            (reduction, group.weights, [ShardStatus.PARTIAL] * len(group.weights) if is_partial else group.statuses())
             for group, (reduction, _) in zip(self.cast_groups, self.reductions, strict=True)
             if any(weight.group.sent != self.generation for weight in group.weights)
         )

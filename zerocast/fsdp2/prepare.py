@@ -430,8 +430,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     """RuntimeError for an optimizer that must not step: one of any class whose state a load has
     left partly written, one that lists a master twice, and one over parameters that the model has
     no longer, or had before `fully_shard`, so that others get the gradients.
-
-    This rank casts at the next gather, as the ranks that step do, so that all raise there.
     """
     if torch.compiler.is_compiling():
         return
@@ -441,7 +439,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         for manager in managers:
             manager.plan.hold_codes()
     if validity_of(optimizer).partial:
-        _after_step(optimizer)
+        _tell_of_partial_state(optimizer, managers)
     validity_of(optimizer).check(Use.STEP)
     different = len({id(parameter) for parameter in parameters})
     if managers and different < len(parameters):
@@ -460,6 +458,18 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
                 f"{local.weight.name} got a gradient, and this {type(optimizer).__name__} steps over a parameter that is not the "
                 "model's any more: build the optimizer after fully_shard, and anew after load_state_dict(assign=True)"
             )
+
+
+def _tell_of_partial_state(optimizer: Optimizer, managers: Iterable[CastManager]) -> None:
+    """Let all ranks raise at the next gather, because the state of an optimizer is partly written
+    on this one. Others may step, so this rank takes part in what they reduce, and casts as they do.
+    """
+    for manager in managers:
+        if not manager.plan.validity.partial:
+            manager.plan.validity.broke_off("an optimizer step")
+    take_part: Callable[[], None] = getattr(optimizer, "take_part", lambda: None)
+    take_part()
+    _after_step(optimizer)
 
 
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
