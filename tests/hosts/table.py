@@ -47,7 +47,9 @@ def table(runs: Iterable[dict[str, Any]]) -> str:
 
 
 def _cell(by_device: dict[str, set[int]]) -> str:
-    return ", ".join(f"{on} {_ranges(by_device[on])}" for on in ON if by_device[on])
+    """The numbers of ranks on CPUs, then in brackets those on GPUs."""
+    on_cpus, on_gpus = (_ranges(by_device[on]) for on in ON)
+    return f"{on_cpus} ({on_gpus})".strip() if on_gpus else on_cpus
 
 
 def _ranges(numbers: set[int]) -> str:
