@@ -152,14 +152,14 @@ def _check_blocks(piece: Piece) -> None:
     """ValueError for a shape whose last block is smaller, if transformers would not notice that; a
     warning if it would.
 
-    Where it dequantizes, it divides a weight into as many equal blocks as there are scales. Engines
-    read smaller blocks.
+    Where it dequantizes, it divides a weight into as many equal blocks as there are scales.
     """
     for size in piece.shape:
         count = -(-size // 128)
         if size % count:
             logger.warning(
-                "%s has shape %s: engines read its last blocks, which are smaller, and transformers raises where it dequantizes",
+                "%s has shape %s, whose last blocks are smaller: vLLM raises if it slices or fuses the weight within one, and "
+                "transformers where it dequantizes",
                 piece.name,
                 piece.shape,
             )

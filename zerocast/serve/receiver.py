@@ -1,8 +1,9 @@
 """Receiver: a copy of the weights of a run, updated by the messages of a Sender.
 
 It has tensors in checkpoint layout, and the run and the number of the refit that they come from. A
-message that is damaged, or is not the next one, is refused before it changes anything, and an older
-refit is never accepted. After the bytes are written their digest is compared with the sender's.
+message whose header is damaged, or that is not the next one, is refused before it changes anything,
+and an older refit is never accepted. After the bytes are written their digest is compared with the
+sender's.
 During a refit, and after an interrupted one, the tensors are partly of two steps, and reading them
 raises.
 """
@@ -96,9 +97,9 @@ class Receiver:
         """Apply a message: a header and its tensors, or the filled tensors of `buffers`. Returns
         the names of the tensors that have changed.
 
-        Raises RefitError. Nothing has changed if the message is damaged, is not the next one, or
-        has tensors of another format. If the bytes then differ from the sender's, or the sender
-        lacks tensors, they were written: ask the sender for a full refit.
+        Raises RefitError. Nothing has changed if the header is damaged, or the message is not the
+        next one, or has tensors of another format. If the bytes then differ from the sender's, or
+        the sender lacks tensors, they were written: ask the sender for a full refit.
         """
         check_header(header)
         check_sizes(header, tensors)
