@@ -41,6 +41,10 @@ def decoded(layer: nn.Module) -> Tensor:
         values = values * spread(scales.data, values.shape)
         overall = getattr(layer, "weight_global_scale", None)  # a divisor until the layer is processed, a factor then
         return values if overall is None else values * overall.data
+    if weight.dtype == torch.int32:  # eight integers of 4 bits, the first in the lowest bits, each with 8 added
+        codes = (weight.data[..., None] >> torch.arange(0, 32, 4)) & 15
+        values = codes.flatten(-2).float() - 8
+        return values * spread(scales.data, values.shape)
     values = weight.data.float() if weight.is_contiguous() else weight.data.t().float()  # some are kept transposed
     return values * spread(scales.data, values.shape)
 
