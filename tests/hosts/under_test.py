@@ -38,6 +38,7 @@ class HostUnderTest(abc.ABC):
     BREAKS: ClassVar[
         dict[str, Any]
     ] = {}  # the `stopping.Place` where a "step", "load" or "cast" breaks off on one rank
+    CANNOT: ClassVar[dict[str, str]] = {}  # the events of the matrix that it cannot have, with the reason
     why_not: ClassVar[str] = ""  # the host cannot be imported here
 
     folder: Path
@@ -193,10 +194,17 @@ HOSTS = {
     "Apex": "tests.hosts.apex:Fused",
 }
 
+# Loops of one's own, which `test_matrix.py` alone asks: they keep no checkpoints and refuse no calls.
+# Apex has no rows: none stands in the matrix that was not run, and a run of them needs a checkout of Apex.
+LOOPS = {
+    "CastPlan": "tests.hosts.plans:AttachedPlan",
+    "quantize_master_weights": "tests.hosts.plans:CastsOfOneCall",
+}
+
 
 def find(host: str) -> type[HostUnderTest]:
-    """The class of a host."""
-    module, _, name = HOSTS[host].partition(":")
+    """The class of a host, or of a loop."""
+    module, _, name = {**HOSTS, **LOOPS}[host].partition(":")
     found: type[HostUnderTest] = getattr(importlib.import_module(module), name)
     return found
 
