@@ -79,6 +79,8 @@ FSDP2 = (
     PrivateName("_sharded_local_tensor", "", "the master behind an FSDPParam", _EXTENSIONS),
     PrivateName("_unsharded_param", "", "the parameter that modules see", _EXTENSIONS),
     PrivateName("_unsharded_inner_tensors", "", "gather in another format after a switch", _EXTENSIONS),
+    PrivateName("_module_info", "", "the modules that see a parameter", _EXTENSIONS),
+    PrivateName("_setattr_on_modules", f"{_FSDP}._fully_shard._fsdp_param:FSDPParam", "the same", _EXTENSIONS),
     PrivateName("_orig_size", "", "the shape before FSDP2 cut the weight", _EXTENSIONS),
     PrivateName("_param_fqn", "", "the name of a parameter, for an error", _EXTENSIONS),
     PrivateName(

@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_inductor_cache
+from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests import casts
 from tests.fsdp2 import models, test_tensor_parallel
 from tests.fsdp2.models import Net
 from tests.workers import Ranks
-from zerocast import QuantizedWeight
+from zerocast import QuantizedWeight, gemm
 
 WIDTH, HIDDEN = 64, 96
 
@@ -63,6 +65,44 @@ def test_inductor(ranks: Ranks, how: str) -> None:
     compiled = ranks(2)(losses, how, "inductor", *case, timeout=600.0)
     for (found, _), (expected, _) in zip(compiled, eager, strict=True):
         assert found == pytest.approx(expected, rel=0.05)
+
+
+class Layer(nn.Linear):
+    """A layer with a forward of its own, since torch.compile skips that of nn.Linear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by the weight."""
+        return nn.functional.linear(x, self.weight)
+
+
+def of_layers(fmt: str, backend: str) -> tuple[list[bool], int]:
+    """Whether results of layers that are compiled alone are those of eager ones, and the number of their graphs. Their weights
+    are gathered into one memory, at different places.
+    """
+    torch._dynamo.reset()
+    counters.clear()
+    passes = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model: Any = models.Block(*(Layer(WIDTH, WIDTH, bias=False) for _ in range(3)))
+        zerocast.fsdp2.prepare(model, {"*.weight": fmt})
+        for layer in model if compiled else ():
+            layer.compile(fullgraph=True, backend=backend)
+        fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16, reshard_after_forward=True)
+        # A dequantized product reads no columnwise copy.
+        with gemm.use("scaled_mm" if fmt == "fp8_current" else "auto"):
+            for step in range(2):
+                y = model(models.batch(step, WIDTH))
+                y.float().square().mean().backward()
+        passes.append([y, *(parameter.grad.full_tensor() for parameter in model.parameters())])
+    return list(map(torch.equal, *passes)), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", models.slow("inductor")])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_current", "mxfp8"])
+def test_a_graph_of_several_layers(ranks: Ranks, fmt: str, backend: str) -> None:
+    """The second and the third, whose inputs have gradients, share a graph. It takes the codes of each from its place."""
+    assert ranks(2)(of_layers, fmt, backend, timeout=300.0) == [([True] * 4, 2)] * 2
 
 
 def of_slices() -> list[str]:

@@ -69,6 +69,7 @@ class MasterParameter(_WrapsPlain):
         Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
         bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
         """
+        self._check_first(self.weight.is_gathered_as_one)
         return tuple(self.weight.send(self.plain.device)), None
 
     def fsdp_post_all_gather(
@@ -78,13 +79,18 @@ class MasterParameter(_WrapsPlain):
         the module sees instead of it. Later gathers have no hooks (`torch_fsdp.GatheredByGroup`),
         so RuntimeError if FSDP2 asks with what it made the first time, `out`.
         """
-        if out is not None:
-            # The module would go on with the first tensor, whose scales nothing fills any more.
+        self._check_first(out is not None)
+        return self.weight.receive(outputs)
+
+    def _check_first(self, is_later: bool) -> None:
+        """Refuse a hook of a later gather. The module would go on with the first tensor, whose
+        scales nothing fills any more.
+        """
+        if is_later:
             raise RuntimeError(
                 f"FSDP2 of torch {torch.__version__} calls the hook of {self.weight.name} at a gather after the first, which "
                 "zerocast.fsdp2 does not know: use a version of torch that `zerocast doctor` accepts"
             )
-        return self.weight.receive(outputs)
 
     @property
     def master_owner(self) -> WeightHost:

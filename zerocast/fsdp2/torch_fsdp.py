@@ -178,7 +178,37 @@ class GatheredByGroup(FSDPParam):
     signature and takes sizes and views, which costs the host more than the hook itself. Only the
     first gather uses hooks: it allocates the memory and the parameter that modules see. Later ones
     ask the first weight alone (`GroupOfWeights`).
+
+    Attributes:
+        memory: the tensor, if any, that has the outputs of all weights, so that one storage is
+            allocated and freed for them. Empty for other weights than the first. None if each
+            output has memory of its own.
+        gathered_into: the outputs of all weights, which FSDP2 sees while it copies to them. It sees
+            `memory` in their place while it frees what was gathered. None until the first gather
+            has ended.
+        seen_as: the modules that have the parameter, with its name there. Empty if one of them has
+            a `__setattr__` of its own.
     """
+
+    memory: list[Tensor] | None = None
+    gathered_into: list[Tensor] | None = None
+    seen_as: Sequence[tuple[nn.Module, str]] = ()
+
+    def _setattr_on_modules(self, param: nn.Parameter) -> None:
+        for module, name in self.seen_as:
+            module._parameters[name] = param
+        if not self.seen_as:
+            super()._setattr_on_modules(param)
+
+    def alloc_all_gather_outputs(self) -> None:
+        """Allocate what FSDP2 is about to copy the gathered bytes to."""
+        if self.memory is None:
+            super().alloc_all_gather_outputs()
+            return
+        for tensor in self.memory:
+            alloc_storage(tensor)
+        if self.gathered_into is not None:
+            self.all_gather_outputs = self.gathered_into
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
@@ -200,6 +230,8 @@ class GatheredByGroup(FSDPParam):
         if weight.place == 0:
             for tensor in self._unsharded_inner_tensors:
                 alloc_storage(tensor)
+            if self.memory is not None:
+                self.all_gather_outputs = self.memory
             weight.receive_group()
 
 
@@ -211,6 +243,10 @@ _gathered_before = operator.attrgetter("_unsharded_param", "sharded_param._local
 def gather_by_group(param: Any) -> None:
     """Let the weight of an FSDPParam handle the bytes of its gathers after the first."""
     param.__class__ = GatheredByGroup
+    info = param._module_info
+    modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
+    if all(getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__ for module in modules):
+        param.seen_as = list(zip(modules, names, strict=True))
 
 
 class GroupOfWeights(FSDPParamGroup):
@@ -326,9 +362,25 @@ def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> None:
     group.weights = weakref.ref(weights)
 
 
-def own_outputs(param: Any, outputs: Sequence[Tensor]) -> None:
-    """Let FSDP2 gather into these tensors as the outputs of an FSDPParam, and free them with it."""
-    param.all_gather_outputs = [*outputs]
+def gather_into(params: Iterable[Any], outputs: Iterable[Sequence[Tensor]], memory: Tensor) -> None:
+    """Let FSDP2 gather into these tensors in one `memory` as the outputs of each of the FSDPParams
+    of a group, in a first gather.
+    """
+    of_first = [memory]
+    for param, of_param in zip(params, outputs, strict=True):
+        param.all_gather_outputs, param.memory, of_first = [*of_param], of_first, []
+
+
+def gather_as_one(params: Sequence[Any]) -> None:
+    """Let FSDP2 gather the outputs of all these FSDPParams as those of the first one."""
+    first, *others = params
+    outputs = [output for param in params for output in param.all_gather_outputs]
+    for param in others:
+        param.all_gather_outputs = []
+    if first.memory is None:
+        first.all_gather_outputs = outputs
+    else:
+        first.gathered_into, first.all_gather_outputs = outputs, first.memory
 
 
 def free(tensors: Iterable[Tensor]) -> None:
@@ -348,6 +400,7 @@ def forget_gathered(param: Any) -> None:
         if tensor is not None and not tensor.is_inference():
             torch.autograd.graph.increment_version(tensor)
     param.all_gather_outputs, param._unsharded_inner_tensors = [], []
+    param.memory = param.gathered_into = None
 
 
 def unversioned(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:

@@ -19,7 +19,7 @@ from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.distributed.rank_report import ShardStatus
 from zerocast.formats import AmaxPolicy, FormatSpec
-from zerocast.formats.layout import check_shape, matrix_shape, stored_matrices
+from zerocast.formats.layout import Buffer, check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_status import GatherStatus
@@ -32,6 +32,7 @@ from zerocast.fsdp2.wire import (
     ShardGeometry,
     Slices,
     header_of,
+    side_by_side,
 )
 from zerocast.weight.gathered_operands import GatheredOperands
 from zerocast.weight.validity import Validity, gathered
@@ -386,6 +387,11 @@ class FSDPWeight:
 
     # -- gathered
 
+    @property
+    def is_gathered_as_one(self) -> bool:
+        """True once FSDP2 gathers this weight with the others of its group, which calls no hook."""
+        return hasattr(self, "group") and self.group.is_as_one
+
     def send(self, device: torch.device) -> list[Tensor]:
         """Return the bytes of this rank for a gather that begins, flat, on `device`."""
         if self.place == 0:
@@ -603,6 +609,24 @@ class ParamGroup:
         if self._outgoing[0][0].device != device:
             self._outgoing = [[part.to(device, non_blocking=True) for part in parts] for parts in self._outgoing]
         self.sent = cast
+        if not self.outputs:
+            self._place_outputs(device)
+
+    def _place_outputs(self, device: torch.device) -> None:
+        """Let the first gather go into one memory. FSDP2 allocates it once the bytes arrive.
+
+        The host allocates and frees a storage in the time of several small launches.
+        """
+        weights = self.weights
+        world = weights[0].geometry.world
+        # The codes of slices are joined in other memory, and freed before the rest.
+        if world == 1 or any(weight.geometry.slices for weight in weights):
+            return
+        specs = [Buffer((world * part.numel(),), part.dtype) for parts in self._outgoing for part in parts]
+        memory, buffers = side_by_side(specs, device)
+        outputs = [[next(buffers) for _ in parts] for parts in self._outgoing]
+        torch_fsdp.free([memory])
+        torch_fsdp.gather_into([weight.param() for weight in weights], outputs, memory)
 
     def take(self, place: int) -> list[Tensor]:
         """Return the tensors that the current gather sends of the weight at `place`, or of all as
@@ -686,11 +710,9 @@ class ParamGroup:
 
     def _gather_as_one(self) -> None:
         """Let FSDP2 gather all weights as the first one from the next gather on."""
-        first, *others = self.weights
-        if first.geometry.world > 1:
-            torch_fsdp.own_outputs(first.param(), [output for outputs in self.outputs for output in outputs])
-            for weight in others:
-                torch_fsdp.own_outputs(weight.param(), [])
+        weights = self.weights
+        if weights[0].geometry.world > 1:
+            torch_fsdp.gather_as_one([weight.param() for weight in weights])
             self.is_as_one = True
 
     def end_round(self) -> None:

@@ -29,10 +29,13 @@ from zerocast.weight.state import WeightState
 # (codes, scales): of a weight with one scale per tensor that serves both directions, no scales.
 Operand = tuple[Tensor, Tensor]
 
-# The attribute of the storage of gathered codes: (reference to GatheredOperands, place).
+# (reference to GatheredOperands, place) of gathered codes. `type(None)` is called like a reference
+# to nothing.
+_Place = tuple[Callable[[], "GatheredOperands | None"], int]
+_NOT_GATHERED: _Place = type(None), 0
+# The attribute of the storage of gathered codes: the places of weights by where their codes begin.
 _ATTRIBUTE = "zerocast_operands"
-# `type(None)` is called like a reference to nothing.
-_NOT_GATHERED: "tuple[Callable[[], GatheredOperands | None], int]" = type(None), 0
+_NOTHING: dict[int, _Place] = {}
 # The number of the current stream of a device, without a Stream object.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
@@ -41,14 +44,15 @@ def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
     """The operand of one direction of the weight whose rowwise codes are `data`; None if it is not
     gathered together with others, or if these are the codes of one of its experts.
     """
-    reference, place = getattr(data.untyped_storage(), _ATTRIBUTE, _NOT_GATHERED)
+    places = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING)
+    reference, place = places.get(data.storage_offset(), _NOT_GATHERED)
     operands = reference()
     return None if operands is None or data.shape != operands.shapes[place] else operands.take(place, columnwise)
 
 
 def forget_operands(data: Tensor) -> None:
     """Free what was made of the rowwise codes `data` of a weight before they were written to."""
-    reference, _ = getattr(data.untyped_storage(), _ATTRIBUTE, _NOT_GATHERED)
+    reference, _ = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING).get(data.storage_offset(), _NOT_GATHERED)
     operands = reference()
     if operands is not None:
         operands.end_round()
@@ -115,7 +119,7 @@ class GatheredOperands:
         shapes: the shapes of their rowwise codes.
 
     Args:
-        states: the weights. Their rowwise codes have storages of their own, as long as this lives.
+        states: the weights. Their rowwise codes stay where they are, as long as this lives.
     """
 
     def __init__(self, fmt: FormatSpec, states: Sequence[WeightState]) -> None:
@@ -128,8 +132,9 @@ class GatheredOperands:
         self._launches: dict[tuple[int, ...], _Launch] = {}
         # Kept, since an attribute lives on the Python object of a storage.
         self._storages: list[Any] = [state.rowwise_data.untyped_storage() for state in states]
-        for place, storage in enumerate(self._storages):
-            setattr(storage, _ATTRIBUTE, (weakref.ref(self), place))
+        for place, (state, storage) in enumerate(zip(states, self._storages, strict=True)):
+            places = vars(storage).setdefault(_ATTRIBUTE, {})
+            places[state.rowwise_data.storage_offset()] = weakref.ref(self), place
 
     @staticmethod
     def of(states: Sequence[WeightState]) -> "list[GatheredOperands]":
