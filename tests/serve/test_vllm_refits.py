@@ -1,6 +1,7 @@
 """vLLM takes refits: its loaders, fusing, processing, calls and scheduler, in another process and environment (`make vllm`).
 
-Products are stand-ins (`vllm_stand_in.py`): one that reads weights in place, one that packs them. No kernel of vLLM runs.
+Products are stand-ins (`vllm_stand_in.py`): one that reads weights in place, one that packs them. On a CPU with AMX one kernel of
+vLLM runs too.
 """
 
 import contextlib
@@ -82,7 +83,9 @@ class RemoteEngine:
 def running(
     folder: Path, tmp_path: Path, ranks: int = 1, stand_in: str = "in place", load_format: str = "dummy"
 ) -> Iterator[RemoteEngine]:
-    """vLLM on a folder, whose weights it does not read unless the load format is another one."""
+    """vLLM on a folder, whose weights it does not read unless the load format is another one. With no stand-in it computes with
+    kernels of its own.
+    """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(SITE)]), "ZEROCAST_STAND_IN": stand_in}
     socket, log = str(tmp_path / "socket"), tmp_path / "log"
     command = [VLLM, "-m", "tests.serve.vllm_engine", socket, str(folder), str(ranks), load_format]
@@ -240,6 +243,28 @@ def test_a_kernel_that_reads_something_else(stand_in: str, tmp_path: Path) -> No
         sender.refit()
         assert run.sender.refit == 3
         run.check(engine)
+
+
+@pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has no such product on this CPU")
+def test_a_kernel_of_vllm(tmp_path: Path, record_property: Any) -> None:
+    """What it packed for AMX in refits, in full and by changes, is what it packs where it loads an export of the same weights."""
+    run = Run("fp8_block", tmp_path)
+    with running(run.folder, tmp_path, stand_in="") as engine:
+        sender = EngineSender(run.sender, engine, tmp_path)
+        sender.refit()
+        for _ in range(2):
+            run.step()
+            sender.refit()
+        record_property("kl", f"{kl(run, engine.ask('logprobs')):.2e}")
+        assert run.sender.refit == 3 and engine.ask("kernels") == [["CPUFp8BlockScaledMMKernel"]]
+        refitted = engine.ask("logprobs")
+        assert kl(run, refitted) < 1e-2
+        engine.ask("zero", ending="qkv_proj.weight")
+        sender.refit()
+        assert run.sender.refit == 5 and torch.equal(engine.ask("logprobs"), refitted)
+    export_hf(run.model, tmp_path / "now", run.naming)
+    with running(tmp_path / "now", tmp_path, stand_in="", load_format="auto") as engine:
+        assert torch.equal(engine.ask("logprobs"), refitted)
 
 
 def test_scales_of_which_vllm_takes_one(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ os.environ |= {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "zerocast,zerocast_stand_in",
+    "VLLM_PLUGINS": "zerocast,zerocast_stand_in" if os.environ.get("ZEROCAST_STAND_IN") else "zerocast",
 }
 
 import torch
@@ -30,6 +30,7 @@ import zerocast
 from tests.serve.vllm_messages import dumped, loaded
 from tests.serve.vllm_stand_in import decoded
 from zerocast.integrations.vllm.client import OfflineVllm
+from zerocast.integrations.vllm.layers import _kernel
 from zerocast.integrations.vllm.trainer import ZerocastTrainerInitInfo
 from zerocast.serve import Sender
 
@@ -49,6 +50,12 @@ def matrices(model: nn.Module) -> dict[str, Tensor]:
 
 def addresses(model: nn.Module) -> dict[str, int]:
     return {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+
+def kernels(model: nn.Module) -> list[str]:
+    """The classes of the kernels of quantized products."""
+    quantized = [module for module in model.modules() if hasattr(module, "weight_scale_inv")]
+    return sorted({type(_kernel(module, module.quant_method)).__name__ for module in quantized})
 
 
 def zero(ending: str, model: nn.Module) -> None:
@@ -94,6 +101,9 @@ class Engine(OfflineVllm):
 
     def matrices(self) -> list[dict[str, Tensor]]:
         return self.llm.apply_model(matrices)
+
+    def kernels(self) -> list[list[str]]:
+        return self.llm.apply_model(kernels)
 
     def addresses(self) -> list[dict[str, int]]:
         return self.llm.apply_model(addresses)
