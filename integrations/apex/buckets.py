@@ -19,9 +19,9 @@ ADVICE = "masters that were written by hand are taken over by optimizer.refresh(
 class QuantizedBucket:
     """A bucket of quantized weights, which are views of its flat bytes.
 
-    A bucket has one flat buffer, and the slice of a rank has the bytes of the elements that it
+    A bucket has one flat buffer, and the part of a rank has the bytes of the elements that it
     owns, so that the gather runs in place. A bucket of mxfp8 has a buffer for each direction, and
-    Apex gathers one tensor a bucket: the rank's slices are packed into one tensor, which is
+    Apex gathers one tensor a bucket: the rank's parts are packed into one tensor, which is
     unpacked after the gather.
 
     Attributes:
@@ -35,23 +35,23 @@ class QuantizedBucket:
         self._packed: Tensor | None = None
 
     def all_gather_tensors(self) -> tuple[Tensor, Tensor]:
-        """The input and the output of an all-gather: this rank's slice, a view, and all slices."""
+        """The input and the output of an all-gather: this rank's part, a view, and all parts."""
         flats, ranks, rank = self.bytes.flats, self._group.size, self._group.rank
         if len(flats) == 1:
             return flats[0].view(ranks, -1)[rank], flats[0]
         packed = torch.empty(len(flats) * flats[0].numel(), dtype=flats[0].dtype, device=flats[0].device)
-        own_slice = packed.view(ranks, -1)[rank]
-        torch.cat([flat.view(ranks, -1)[rank] for flat in flats], out=own_slice)
+        own_part = packed.view(ranks, -1)[rank]
+        torch.cat([flat.view(ranks, -1)[rank] for flat in flats], out=own_part)
         self._packed = packed
-        return own_slice, packed
+        return own_part, packed
 
     def unpack(self) -> None:
         """Copy a gathered packed tensor into the flat buffers. A second call does nothing."""
         if self._packed is not None:
             flats, ranks = self.bytes.flats, self._group.size
             gathered = self._packed.view(ranks, len(flats), -1).unbind(1)
-            for flat, slices in zip(flats, gathered, strict=True):
-                flat.view(ranks, -1).copy_(slices)
+            for flat, parts in zip(flats, gathered, strict=True):
+                flat.view(ranks, -1).copy_(parts)
             self._packed = None
 
 

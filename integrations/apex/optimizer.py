@@ -2,7 +2,7 @@
 
 Two methods of Apex are overridden for that: `_check_params_shard_dtypes`, which it calls between
 the update of the master shards and the all-gather, and `_param_copy_fragments`, which it calls
-after it. The first casts into this rank's slice of a bucket's bytes and gives Apex that buffer to
+after it. The first casts into this rank's part of a bucket's bytes and gives Apex that buffer to
 gather. The second has nothing to copy, since weights are views of the buffer. Apex makes the
 masters too, from the values before quantization. One call, `_local_step`, writes masters, weights
 and columnwise copies: an exception in it leaves the optimizer partial, and its methods then raise.
@@ -46,7 +46,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     owner, and for an Apex of another shape.
     """
 
-    # Attributes of Apex's class: the alignment of parameters and the size of a rank's slice of a
+    # Attributes of Apex's class: the alignment of parameters and the size of a rank's part of a
     # bucket, both in elements, and the buckets that a step is about to gather, by number.
     alignment: int
     default_shard_size: int

@@ -285,7 +285,7 @@ def layer_wise() -> list[type]:
 
 
 def lays_out_whole_matrices() -> bool:
-    """True if this megatron-core has a layout with each matrix in the slice of one rank."""
+    """True if this megatron-core has a layout with each matrix in the part of one rank."""
     return any(hasattr(module(kind.__module__), _TAGS) for kind in layer_wise())
 
 
@@ -316,7 +316,7 @@ def is_layer_wise(optimizer: Any) -> bool:
 
 
 def is_layer_wise_buffer(buffer: Any) -> bool:
-    """True for a buffer whose layout puts each parameter into the slice of one rank."""
+    """True for a buffer whose layout puts each parameter into the part of one rank."""
     return any(map(is_managed_by_layer, buffer.params))
 
 

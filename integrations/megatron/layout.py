@@ -1,6 +1,6 @@
 """Layouts of byte buffers in which a rank's elements are the bytes that it sends.
 
-Megatron cuts each bucket twice into equal slices: its gradients, one element apiece, to say who
+Megatron cuts each bucket twice into equal parts: its gradients, one element apiece, to say who
 owns what, and its bytes, to say who sends what. The two agree if every byte of a bucket holds the
 same number of elements, padding included. So a bucket here holds 4-bit weights or others, never
 both, and a 4-bit bucket has exactly half as many bytes as elements. Megatron's own layout pads
@@ -20,7 +20,7 @@ from zerocast.integrations.patches import Patch
 
 from . import host
 
-# The multiple of elements at which the slices of a 4-bit bucket end: 16 bytes, and so no slice cuts
+# The multiple of elements at which the parts of a 4-bit bucket end: 16 bytes, and so no part cuts
 # a block of 16 elements.
 _ELEMENTS_PER_BLOCK = 32
 

@@ -1,6 +1,6 @@
 """Ownership: which masters a rank has under each kind of Megatron's optimizers.
 
-Each rank of a DistributedOptimizer owns a slice of every bucket. Each rank of a
+Each rank of a DistributedOptimizer owns a part of every bucket. Each rank of a
 LayerWiseDistributedOptimizer owns whole matrices: those of dense layers are divided over all
 data-parallel ranks, those of experts over the ranks with the same experts.
 """
@@ -106,7 +106,7 @@ class Ownership:
         reads: lists the methods that read masters from the parameters, as (owner, name).
         read_given: returns a function that reads masters from a state dict.
         check: raises RuntimeError for an optimizer without the names that are read or replaced.
-        saves_shards: True if a checkpoint has slices of a parameter's state, False if it has the
+        saves_shards: True if a checkpoint has shards of a parameter's state, False if it has the
             state of whole parameters.
         saves, loads: names of further methods that save and load, of this kind only.
     """
@@ -123,7 +123,7 @@ class Ownership:
 
 def of(optimizer: Any) -> Ownership:
     """The ownership of an optimizer that `distributed_optimizers` returned."""
-    return WHOLE_MATRICES if host.is_layer_wise(optimizer) else SLICES
+    return WHOLE_MATRICES if host.is_layer_wise(optimizer) else PARTS
 
 
 def shares(optimizer: Any) -> list[Share]:
@@ -131,13 +131,13 @@ def shares(optimizer: Any) -> list[Share]:
     return of(optimizer).shares(optimizer)
 
 
-def _slices(optimizer: Any) -> list[Share]:
+def _parts(optimizer: Any) -> list[Share]:
     replica = optimizer.data_parallel_group_idx, optimizer.distributed_optimizer_instance_id
-    masters = functools.partial(_masters_of_slices, optimizer)
+    masters = functools.partial(_masters_of_parts, optimizer)
     return [Share(optimizer.data_parallel_group, list(optimizer.buffers), masters, replica)]
 
 
-def _masters_of_slices(optimizer: Any) -> Iterator[OwnedMaster]:
+def _masters_of_parts(optimizer: Any) -> Iterator[OwnedMaster]:
     pairs = (
         (optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups),
         (optimizer.model_fp32_groups, optimizer.shard_fp32_groups),
@@ -156,7 +156,7 @@ def _in_bucket(optimizer: Any, param: Any, place: Any) -> Tensor:
     return data.view(-1)[place.start : place.end]
 
 
-def _check_slices(optimizer: Any) -> None:
+def _check_parts(optimizer: Any) -> None:
     host.require(optimizer, _OF_A_DISTRIBUTED_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
 
 
@@ -216,12 +216,12 @@ def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
             master.copy_(values[param].view(master.shape))
 
 
-SLICES = Ownership(
-    shares=_slices,
+PARTS = Ownership(
+    shares=_parts,
     copier=lambda optimizer: optimizer,
     reads=lambda optimizer: [(optimizer, "_copy_model_params_to_main_params")],
     read_given=lambda optimizer: optimizer._copy_model_params_to_main_params,
-    check=_check_slices,
+    check=_check_parts,
     saves_shards=True,
 )
 WHOLE_MATRICES = Ownership(

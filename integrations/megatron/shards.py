@@ -157,8 +157,8 @@ def _check_owned(all_shards: Sequence[OptimizerShards], groups: Sequence[Any], n
 def bytes_not_sent(shards: OptimizerShards) -> str | None:
     """The error if this rank casts bytes that it does not send, or None.
 
-    In an all-gather each rank sends an equal slice of a bucket's bytes. Bytes that a rank casts
-    outside its slice are overwritten by another rank's.
+    In an all-gather each rank sends an equal part of a bucket's bytes. Bytes that a rank casts
+    outside its part are overwritten by another rank's.
     """
     places = {
         param: (group, bucket)

@@ -59,7 +59,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     a second attachment.
     """
     check_verify_every(verify_every)
-    check_owns_slices(optimizer)
+    check_owns_parts(optimizer)
     for chunk in chunks:
         _check_experts(chunk)
         check_layers(chunk, {name for name, param in chunk.named_parameters() if isinstance(param, QuantizedWeight)})
@@ -83,9 +83,9 @@ def check_verify_every(steps: int | None) -> None:
         raise ValueError(f"verify_every is None or at least 1, got {steps}")
 
 
-def check_owns_slices(optimizer: Any) -> None:
+def check_owns_parts(optimizer: Any) -> None:
     """ValueError for an optimizer, or one in a chain, whose ranks own whole layers and do not send
-    them in slices of buckets.
+    them in parts of buckets.
     """
     if host.is_layer_wise(optimizer):
         check_whole_matrices(optimizer.model_chunks)
@@ -96,7 +96,7 @@ def check_owns_slices(optimizer: Any) -> None:
             "LayerWiseDistributedOptimizer of megatron-core 0.19 is known; or take optimizer='adam', or Muon as zerocast.ZeroMuon"
         )
     for inner in getattr(optimizer, "chained_optimizers", []):
-        check_owns_slices(inner)
+        check_owns_parts(inner)
 
 
 def check_settings(settings: Sequence[Any]) -> None:
@@ -227,7 +227,7 @@ def check_layout_is_known(options: Any) -> None:
     if not host.lays_out_whole_matrices():
         raise ValueError(
             f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix is in the "
-            "slice of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
+            "part of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
         )
     if not getattr(options, "use_layer_wise_param_layout", True):
         raise ValueError(
@@ -236,7 +236,7 @@ def check_layout_is_known(options: Any) -> None:
 
 
 def check_whole_matrices(chunks: Sequence[Any]) -> None:
-    """ValueError unless the layout puts each quantized weight into the slice of one rank."""
+    """ValueError unless the layout puts each quantized weight into the part of one rank."""
     for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
         if is_primary(param) and not host.is_tagged(param):
             raise ValueError(
@@ -277,12 +277,12 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
     ranks = optimizer.data_parallel_group.size()
     for buffer in optimizer.buffers:
         for bucket in buffer.buckets:
-            slice_numel = bucket.grad_data.numel() // ranks
+            part_numel = bucket.grad_data.numel() // ranks
             spans = [buffer.param_index_map[param][:2] for param in bucket.params_list]
             owners = {
                 rank
                 for start, stop in spans
-                for rank in _owners(start - bucket.offset, stop - bucket.offset, slice_numel)
+                for rank in _owners(start - bucket.offset, stop - bucket.offset, part_numel)
             }
             if len(owners) < ranks:
                 raise ValueError(
@@ -291,9 +291,9 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
                 )
 
 
-def _owners(start: int, stop: int, slice_numel: int) -> range:
+def _owners(start: int, stop: int, part_numel: int) -> range:
     """The ranks that own elements [start, stop) of a bucket."""
-    return range(start // slice_numel, (stop - 1) // slice_numel + 1)
+    return range(start // part_numel, (stop - 1) // part_numel + 1)
 
 
 def _check_experts(chunk: Any) -> None:

@@ -15,7 +15,7 @@ from .entry import directions, is_hybrid
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     """Copy a tensor's rowwise codes into `new_raw_data`, which becomes the tensor's buffer.
 
-    `new_raw_data` is, say, a slice of a flat buffer. Of a Hybrid tensor the rowwise direction is
+    `new_raw_data` is, say, a part of a flat buffer. Of a Hybrid tensor the rowwise direction is
     moved. MXFP8 in tiles of 32x32 gets the same storage for its columnwise codes. Raises TypeError
     for anything but a tensor of TransformerEngine, ValueError for storage of another dtype, shape
     or device, NotImplementedError for MXFP8 in blocks of 1x32, whose columnwise codes are separate

@@ -292,7 +292,7 @@ def second_on_rank_0(parameter: Tensor) -> Shard | None:
         (
             "fp8_block",
             128,
-            "a block of fp8_block would span two slices of Shard(1): a slice is [96, 64] and a block [128, 128]",
+            "a block of fp8_block would span two shards of Shard(1): one is [96, 64] and a block [128, 128]",
         ),
         ("nvfp4", 48, "nvfp4 needs columns that are a multiple of 16, got 24 in shape (96, 24)"),
     ],

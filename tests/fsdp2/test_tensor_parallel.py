@@ -231,7 +231,7 @@ def test_slices_of_experts(ranks: Ranks, fmt: str) -> None:
     """A slice of whole experts is fine, and one that cuts a block of each is not, although all its rows are whole blocks."""
     assert ranks(2)(experts, fmt, 0) == ["right"] * 2
     for said in ranks(2)(experts, fmt, 1):
-        assert "would span two tensor-parallel slices: a slice is [64, 64] and a block [128, 128]" in said
+        assert "would span two tensor-parallel slices: one is [64, 64] and a block [128, 128]" in said
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_slices_of_experts(ranks: Ranks, fmt: str) -> None:
         (
             "mxfp4",
             192,
-            "a block of mxfp4 would span two tensor-parallel slices: a slice is [96, 128] and a block [128, 128]",
+            "a block of mxfp4 would span two tensor-parallel slices: one is [96, 128] and a block [128, 128]",
         ),
         ("mxfp8:block=32x32", 96, "mxfp8:block=32x32 needs rows that are a multiple of 32, got 48"),
     ],

@@ -218,7 +218,7 @@ class Group:
         return values[0]
 
     def all_gather_into(self, out: Tensor, part: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
-        """Concatenate every rank's `part` in `out`; `part` may be this rank's slice of it."""
+        """Concatenate every rank's `part` in `out`; `part` may be this rank's part of it."""
         if self.size == 1:
             out.copy_(part)
             return None
@@ -227,7 +227,7 @@ class Group:
         return self._start("all-gather", what or _described(part), all_gather, out, part, async_op=async_op)
 
     def reduce_scatter_mean(self, out: Tensor, full: Tensor, async_op: bool = False, what: str = "") -> Flight | None:
-        """Write this rank's slice of the mean of `full` over all ranks to `out`.
+        """Write this rank's part of the mean of `full` over all ranks to `out`.
 
         The communication library chooses the order of additions.
         """
@@ -247,10 +247,10 @@ class Group:
         what: str = "",
         lengths: tuple[list[int], list[int]] | None = None,
     ) -> Flight | None:
-        """Send slice r of `full` to rank r; `out` receives the slices for this rank, by sender.
+        """Send part r of `full` to rank r; `out` receives the parts for this rank, by sender.
 
-        Slices are of equal length, unless `lengths` gives the elements of (received slices, sent
-        slices) by rank, which may be 0. The lengths of all ranks must fit; nothing here compares
+        Parts are of equal length, unless `lengths` gives the elements of (received parts, sent
+        parts) by rank, which may be 0. The lengths of all ranks must fit; nothing here compares
         them.
         """
         if self.size == 1:

@@ -53,7 +53,7 @@ class Collective:
 def all_reduce(content: str, calls: int, nbytes: int, ranks: int) -> Collective:
     """`calls` all-reduces of `nbytes` bytes together.
 
-    A rank sends each byte twice, except those of its own slice.
+    A rank sends each byte twice, except those of its own part.
     """
     return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks)
 

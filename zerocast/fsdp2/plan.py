@@ -25,7 +25,7 @@ from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living, shard_statuses
-from zerocast.fsdp2.wire import MOST_KEPT, RowShards, Slices, weight_layout
+from zerocast.fsdp2.wire import MOST_KEPT, InnerShards, RowShards, weight_layout
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.validity import InvalidWeights, Validity, debugging
 
@@ -447,8 +447,8 @@ class ShardPlan(Plan):
                     yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)
 
     def _owned(self, weight: FSDPWeight) -> MasterView:
-        if weight.slices is not None:
-            span, flat = _rows_of_slices(weight.slices, weight)
+        if weight.inner_shards is not None:
+            span, flat = _rows_of_inner_shards(weight.inner_shards, weight)
         else:
             span = weight.geometry.span_in_weight
             flat = weight.local.plain.view(-1) if span.numel else None
@@ -458,17 +458,17 @@ class ShardPlan(Plan):
         return MasterView(weight.name, weight.live, flat, span, self.cast_scale(weight.name), slices)
 
 
-def _rows_of_slices(slices: Slices, weight: FSDPWeight) -> tuple[Span, Tensor | None]:
+def _rows_of_inner_shards(inner_shards: InnerShards, weight: FSDPWeight) -> tuple[Span, Tensor | None]:
     """Return (elements, their master) of the rows of a weight that this rank would have if rows
-    were sharded. Collective: the slices of all ranks are joined.
+    were sharded. Collective: the shards of all ranks are joined.
     """
     ranks, local = Group.of(weight.shard_mesh), weight.local.plain.to(weight.live.device)
     gathered = torch.empty(ranks.size * local.numel(), dtype=local.dtype, device=local.device)
     ranks.all_gather_into(gathered, local.view(-1), what=f"the master of {weight.name}")
     whole = torch.empty_like(gathered)
-    target, source = slices.copy_of_elements(whole, gathered)
+    target, source = inner_shards.copy_of_elements(whole, gathered)
     target.copy_(source)
-    rows, columns = matrix_shape(slices.shape)
+    rows, columns = matrix_shape(inner_shards.shape)
     own = RowShards(rows, -(-rows // ranks.size), ranks.size).span(ranks.rank)
     span = Span(own.start * columns, own.stop * columns)
     return span, whole[span.start : span.stop].clone() if span.numel else None

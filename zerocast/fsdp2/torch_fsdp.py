@@ -322,12 +322,12 @@ class GroupOfWeights(FSDPParamGroup):
             weights.end_round()
 
 
-class GroupOfSlices(GroupOfWeights):
+class GroupOfInnerShards(GroupOfWeights):
     """A GroupOfWeights of which some are sharded along another dimension than the first.
 
-    FSDP2 joins their slices by views of each gathered tensor as slices of the parameter, but codes
+    FSDP2 joins their shards by views of each gathered tensor as parts of the parameter, but codes
     of 4 bits and side channels have other sizes. So it is told that their first dimension is
-    sharded, and leaves what was gathered in the order of ranks (`zerocast.fsdp2.wire.Slices`).
+    sharded, and leaves what was gathered in the order of ranks (`zerocast.fsdp2.wire.InnerShards`).
 
     Attributes:
         placements: the placements of these weights, by FSDPParam.
@@ -355,7 +355,7 @@ def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> None:
     """Let an FSDPParamGroup tell `weights`, those of the FSDPParams `params` (GroupOfWeights)."""
     _, *others = params
     placements = {param: param.fsdp_placement for param in params if param.fsdp_placement.dim}
-    group.__class__ = GroupOfSlices if placements else GroupOfWeights
+    group.__class__ = GroupOfInnerShards if placements else GroupOfWeights
     group.placements = placements
     group.each, group.prepared = group.fsdp_params, params
     group.as_one = [param for param in group.each if param not in others]

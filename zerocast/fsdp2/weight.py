@@ -28,9 +28,9 @@ from zerocast.fsdp2.wire import (
     CODES,
     GatheredSide,
     GatherLayout,
+    InnerShards,
     RowShards,
     ShardGeometry,
-    Slices,
     header_of,
     side_by_side,
 )
@@ -249,12 +249,12 @@ class FSDPWeight:
         return tuple(self.param()._orig_size)
 
     @property
-    def slices(self) -> Slices | None:
-        """The slices of a weight that FSDP2 shards along another dimension than the first, one for
+    def inner_shards(self) -> InnerShards | None:
+        """The shards of a weight that FSDP2 shards along another dimension than the first, one for
         each rank. None if it shards the first one, and over one rank.
         """
         world = self.shard_mesh.size()
-        return Slices(self.shape, self.shard_dim, world) if self.shard_dim and world > 1 else None
+        return InnerShards(self.shape, self.shard_dim, world) if self.shard_dim and world > 1 else None
 
     @property
     def sliced(self) -> bool:
@@ -302,12 +302,12 @@ class FSDPWeight:
             raise ValueError(problem)
         check_shape(fmt, self.shape)
         self.presentation.check(fmt)
-        if self.slices is not None:
+        if self.inner_shards is not None:
             check_shape(fmt, self.local.shape)
-            _check_slices(fmt, self.local.shape, self.shape, f"slices of Shard({self.slices.dim})")
+            _check_parts(fmt, self.local.shape, self.shape, f"shards of Shard({self.inner_shards.dim})")
         if not self.sliced:
             return
-        _check_slices(fmt, self.shape, self.param().sharded_param.shape, "tensor-parallel slices")
+        _check_parts(fmt, self.shape, self.param().sharded_param.shape, "tensor-parallel slices")
         has_one_amax = fmt.has_tensor_amax or fmt.amax_policy is AmaxPolicy.DELAYED
         if has_one_amax and weight_mesh is None:
             raise ValueError(
@@ -327,14 +327,14 @@ class FSDPWeight:
             raise TypeError(f"{self.name}: {error}") from None
         self.master = self.local.plain
         shape, world, rank = self.shape, self.shard_mesh.size(), self.shard_mesh.get_local_rank()
-        slices = self.slices
-        if slices is not None:
+        inner_shards = self.inner_shards
+        if inner_shards is not None:
             shape, world, rank = tuple(self.master.shape), 1, 0
         rows, columns = matrix_shape(shape)
         shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
         count, (matrix_rows, _) = stored_matrices(self.format, shape)
         apart = matrix_rows if count > 1 else None
-        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank, apart, slices)
+        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank, apart, inner_shards)
         self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
         self.is_located = True
         self.validity.watch([self.master], sharded=False)
@@ -465,15 +465,15 @@ class FSDPWeight:
         return self.presentation.live(shown, self.unsharded)
 
 
-def _check_slices(fmt: FormatSpec, of_slice: Sequence[int], of_weight: Sequence[int], slices: str) -> None:
-    """Raise ValueError if a block would span two `slices` of a weight."""
+def _check_parts(fmt: FormatSpec, of_part: Sequence[int], of_weight: Sequence[int], parts: str) -> None:
+    """Raise ValueError if a block would span two `parts` of a weight."""
     # The last two dimensions of experts, since blocks begin again in each of them.
-    extents, whole = of_slice[-2:], of_weight[-2:]
+    extents, whole = of_part[-2:], of_weight[-2:]
     for block in filter(None, (fmt.exchange_block, fmt.columnwise_block)):
         sides = zip(extents, whole, block, strict=True)
         if any(extent != whole_extent and extent % side for extent, whole_extent, side in sides):
             raise ValueError(
-                f"a block of {fmt} would span two {slices}: a slice is {list(extents)} and a block {list(block)}"
+                f"a block of {fmt} would span two {parts}: one is {list(extents)} and a block {list(block)}"
             )
 
 
@@ -619,8 +619,8 @@ class ParamGroup:
         """
         weights = self.weights
         world = weights[0].geometry.world
-        # The codes of slices are joined in other memory, and freed before the rest.
-        if world == 1 or any(weight.geometry.slices for weight in weights):
+        # The codes of inner shards are joined in other memory, and freed before the rest.
+        if world == 1 or any(weight.geometry.inner_shards for weight in weights):
             return
         specs = [Buffer((world * part.numel(),), part.dtype) for parts in self._outgoing for part in parts]
         memory, buffers = side_by_side(specs, device)
@@ -674,8 +674,8 @@ class ParamGroup:
             if dtype != nominal:
                 raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
         self.side.fill()
-        if self.side.slices:
-            torch_fsdp.free(self.side.slices)
+        if self.side.gathered_inner_codes:
+            torch_fsdp.free(self.side.gathered_inner_codes)
         self.end_round()
         self.received += 1
         gathered([weight.validity for weight in weights])
@@ -688,8 +688,8 @@ class ParamGroup:
         """Return (the buffers of a weight by name, buffers that FSDP2 allocates and frees with it)
         over the `outputs` of its first gather.
 
-        Codes and scalars stay where FSDP2 gathered them, but for codes in slices. Scales and those
-        get buffers of their own, in the layout that products read; those of all weights are
+        Codes and scalars stay where FSDP2 gathered them, but for codes in inner shards. Scales and
+        those get buffers of their own, in the layout that products read; those of all weights are
         allocated with the first one.
         """
         if place == 0:

@@ -21,9 +21,9 @@ gathered bytes. Products read the scalars in place, and cuBLASLt needs operands 
 aligned.
 
 A weight may be sharded along another dimension than the first (`Shard(1)` of `shard_placement_fn`).
-Each rank then has a slice, which it casts as a weight by itself, as one of tensor parallelism.
-Gathers bring the slices one after another, and codes and scales are copied to where they belong in
-the weight.
+Each rank then has an *inner shard*, which it casts as a weight by itself, as a rank casts its slice
+under tensor parallelism. Gathers bring the inner shards one after another, and codes and scales are
+copied to where they belong in the weight.
 
 Layouts depend on shapes, formats and ranks only. If codes are cast at each gather
 (`cast_group.py`), a rank keeps side channels between gathers and no codes.
@@ -98,8 +98,8 @@ class RowShards:
 
 
 @dataclass(frozen=True)
-class Slices:
-    """The equal slices of a weight of `shape` over `world` ranks, along dimension `dim`."""
+class InnerShards:
+    """The equal inner shards of a weight of `shape` over `world` ranks, along dimension `dim`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -107,17 +107,19 @@ class Slices:
 
     @property
     def cuts_columns(self) -> bool:
-        """True if a slice has some columns of all rows, else some rows of each leading index."""
+        """True if an inner shard has some columns of all rows, else some rows of each leading
+        index.
+        """
         return self.dim == len(self.shape) - 1
 
     @property
     def runs(self) -> int:
-        """The number of runs of elements of the weight that a slice consists of."""
+        """The number of runs of elements of the weight that an inner shard consists of."""
         return math.prod(self.shape[: self.dim])
 
     def copy_of_elements(self, buffer: Tensor, gathered: Tensor) -> tuple[Tensor, Tensor]:
         """Return (target, source) whose copy fills `buffer`, the codes or masters of the weight,
-        with those of all slices, `gathered`.
+        with those of all inner shards, `gathered`.
         """
         target = buffer.view(torch.uint8).view(self.runs, self.world, -1).transpose(0, 1)
         source = gathered.view(torch.uint8).view(target.shape)
@@ -127,7 +129,8 @@ class Slices:
 
     def copy_of_scales(self, used: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
         """Return (target, source) whose copy fills the scales `used` of the weight, `[block rows,
-        height, across, width]`, with those of all slices, `sent`, `[world, block rows, across]`.
+        height, across, width]`, with those of all inner shards, `sent`, `[world, block rows,
+        across]`.
         """
         if self.cuts_columns:
             target = used.unflatten(2, (self.world, -1)).movedim(2, 0)
@@ -161,24 +164,24 @@ class ShardGeometry:
     # The rows of each of the matrices that the weight is stored in, if these are several
     # (docs/formats/experts.md). Shards then consist of whole matrices.
     matrix_rows: int | None = None
-    # The slices of a weight that is sharded along another dimension than the first. All else
-    # describes the slice of this rank, as a weight over one rank.
-    slices: Slices | None = None
+    # The inner shards of a weight that is sharded along another dimension than the first. All else
+    # describes the inner shard of this rank, as a weight over one rank.
+    inner_shards: InnerShards | None = None
 
     @property
     def rows(self) -> int:
-        """Rows of the whole weight, or of a slice."""
+        """Rows of the whole weight, or of an inner shard."""
         return self.shards.rows
 
     @property
     def world(self) -> int:
         """The number of ranks that send a part of the weight."""
-        return self.shards.world if self.slices is None else self.slices.world
+        return self.shards.world if self.inner_shards is None else self.inner_shards.world
 
     @property
     def gathered_shape(self) -> tuple[int, ...]:
         """The shape of the weight that is gathered."""
-        return self.shape(self.rows) if self.slices is None else self.slices.shape
+        return self.shape(self.rows) if self.inner_shards is None else self.inner_shards.shape
 
     @functools.cached_property
     def scale_shards(self) -> RowShards:
@@ -241,7 +244,7 @@ class ShardGeometry:
 
     @property
     def span_in_weight(self) -> Span:
-        """The elements of the whole weight, or of a slice, that this rank holds."""
+        """The elements of the whole weight, or of an inner shard, that this rank holds."""
         rows = self.shards.span(self.rank)
         return Span(rows.start * self.columns, rows.stop * self.columns)
 
@@ -408,9 +411,9 @@ class WeightLayout:
 
     def gathered_codes(self, codes: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the buffers of codes of the gathered weight by name. `codes` are those of all
-        ranks in order, by direction. Those of slices need a copy (`GatheredSide`).
+        ranks in order, by direction. Those of inner shards need a copy (`GatheredSide`).
         """
-        if self.geometry.slices is not None:
+        if self.geometry.inner_shards is not None:
             return {}
         rows, nbytes = self.geometry.rows, self.geometry.rows * self._row_bytes
         matrices = [flat.view(-1)[:nbytes].view(self._code_dtype).view(rows, -1) for flat in codes]
@@ -453,11 +456,11 @@ class WeightLayout:
 
     def scale_rows(self, region: ScaleRegion, spec: Buffer, place: int, first: int) -> RowsOfScales | None:
         """Return the rows by which one indexed copy fills the buffer of a region. None if the
-        buffer has padding, a scale fills several columns, or ranks have slices.
+        buffer has padding, a scale fills several columns, or ranks have inner shards.
 
         The region is of the weight at `place`, whose side channel begins at byte `first` of all.
         """
-        if self.geometry.slices is not None:
+        if self.geometry.inner_shards is not None:
             return None
         shards = self.geometry.scale_shards
         height, width = region.repeat
@@ -583,19 +586,19 @@ class ScaleFill:
         self._buffer = buffer
         self._padding = padding
         height, width = region.repeat
-        shards, slices = geometry.scale_shards, geometry.slices
+        shards, inner_shards = geometry.scale_shards, geometry.inner_shards
         blocks, across = -(-shards.rows // region.height), region.across
-        if slices is not None and slices.cuts_columns:
-            across *= slices.world
-        elif slices is not None:
-            blocks *= slices.world
+        if inner_shards is not None and inner_shards.cuts_columns:
+            across *= inner_shards.world
+        elif inner_shards is not None:
+            blocks *= inner_shards.world
         self._pads = buffer.numel() > blocks * height * across * width
         used = buffer[: blocks * height, : across * width]
         target = used.unflatten(1, (across, width)).unflatten(0, (blocks, height))
         # The rank and place of each block row. None if no boundary cuts any.
         self._owners: tuple[Tensor, ...] | None = None
-        if slices is not None:
-            self._copies = [slices.copy_of_scales(target, region.of(side))]
+        if inner_shards is not None:
+            self._copies = [inner_shards.copy_of_scales(target, region.of(side))]
             return
         sent = region.of(side).unsqueeze(-1)
         if shards.cut(region.height):
@@ -659,25 +662,27 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
 
 
 @dataclass(frozen=True)
-class CodesInSlices:
-    """The codes `name` of the weight at `place`, `gathered` in `slices`, which are copied to a
-    buffer `joined`.
+class InnerShardCodes:
+    """The codes `name` of the weight at `place`, `gathered` in `inner_shards`, which are copied to
+    a buffer `joined`.
     """
 
     place: int
     name: str
-    slices: Slices
+    inner_shards: InnerShards
     gathered: Tensor
     joined: Buffer
 
 
-def _codes_in_slices(layouts: Sequence[WeightLayout], outputs: Sequence[Sequence[Tensor]]) -> Iterator[CodesInSlices]:
-    """Yield the codes of each weight in slices among the gathered `outputs` of all weights."""
+def _inner_shard_codes(
+    layouts: Sequence[WeightLayout], outputs: Sequence[Sequence[Tensor]]
+) -> Iterator[InnerShardCodes]:
+    """Yield the codes of each weight in inner shards among the gathered `outputs` of all."""
     for place, layout in enumerate(layouts):
-        slices = layout.geometry.slices
-        if slices is not None:
+        inner_shards = layout.geometry.inner_shards
+        if inner_shards is not None:
             for (name, joined), gathered in zip(layout.code_specs(), outputs[place], strict=False):
-                yield CodesInSlices(place, name, slices, gathered, joined)
+                yield InnerShardCodes(place, name, inner_shards, gathered, joined)
 
 
 class GatheredSide:
@@ -687,12 +692,14 @@ class GatheredSide:
     Attributes:
         headers: the headers of each weight, int32 `[world, 2]`.
         scalars: the scalars of each weight, by the names of buffers.
-        buffers: the scale buffers of each weight, by name, and the codes of weights in slices.
+        buffers: the scale buffers of each weight, by name, and the codes of weights in inner
+            shards.
         memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees. Empty
             if there are no buffers.
         row_fills: the copies that fill the buffers without padding, one for all rows of a length.
             Each other buffer of scales has a ScaleFill.
-        slices: the gathered codes of weights in slices. Nothing reads them after `fill`.
+        gathered_inner_codes: the gathered codes of weights in inner shards. Nothing reads them
+            after `fill`.
     """
 
     def __init__(self, layouts: Sequence[WeightLayout], side: Tensor, outputs: Sequence[Sequence[Tensor]]) -> None:
@@ -710,7 +717,7 @@ class GatheredSide:
         # Buffers that are filled one by one: place of the weight, region, and its side channel.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
-        in_slices = list(_codes_in_slices(layouts, outputs))
+        inner_codes = list(_inner_shard_codes(layouts, outputs))
         first = 0
         for place, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
             for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
@@ -725,14 +732,14 @@ class GatheredSide:
             Buffer((sum(rows.rows for rows in of_length), row_bytes), torch.uint8)
             for row_bytes, of_length in by_length.items()
         ]
-        all_specs = [*(codes.joined for codes in in_slices), *specs, *rows_of_length]
+        all_specs = [*(codes.joined for codes in inner_codes), *specs, *rows_of_length]
         memory, parts = side_by_side(all_specs, side.device)
         if all_specs:
             self.memory.append(memory)
-        for codes in in_slices:
+        for codes in inner_codes:
             buffer = self.buffers[codes.place][codes.name] = next(parts)
-            self._copies_of_codes.append(codes.slices.copy_of_elements(buffer, codes.gathered))
-        self.slices = [codes.gathered for codes in in_slices]
+            self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
+        self.gathered_inner_codes = [codes.gathered for codes in inner_codes]
         for (place, region, own_side), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
             self.buffers[place][region.name] = buffer

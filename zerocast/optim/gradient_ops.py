@@ -1,5 +1,5 @@
 """The operators that are defined on reduced gradients: norms of the whole gradient, changes of this
-rank's slice in place, and those that autograd and GradScaler call.
+rank's shard in place, and those that autograd and GradScaler call.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,8 +29,8 @@ EACH_IN_PLACE = ("mul_", "div_", "add_", "sub_", "neg_", "sign_", "copy_", "clam
 
 
 def _operand(value: Any, beside: ReducedGradient) -> Any:
-    """The operand of an operator on this rank's slice: a number, or the elements of a tensor that
-    correspond to the slice of `beside`.
+    """The operand of an operator on this rank's shard: a number, or the elements of a tensor that
+    correspond to the shard of `beside`.
     """
     if not isinstance(value, Tensor):
         return value

@@ -1,11 +1,11 @@
 """ReducedGradient: the tensor `parameter.grad` after a backward pass, which stands for a gradient
 that is reduced over all ranks.
 
-It has the shape and the dtype of the gradient, but no elements. These are a slice of the
+It has the shape and the dtype of the gradient, but no elements. These are a shard of the
 optimizer's flat shard. Norms are those of the whole gradient, the same on every rank, so that
 `torch.nn.utils.clip_grad_norm_` and similar functions are right. Operators that change a gradient
-in place change this rank's slice, which the step then uses (`gradient_ops.py`). Every other
-operator raises, so that no gradient is gathered silently and no slice is taken for the whole.
+in place change this rank's shard, which the step then uses (`gradient_ops.py`). Every other
+operator raises, so that no gradient is gathered silently and no shard is taken for the whole.
 
 If it is still on a parameter at the next backward pass, autograd adds the gradient of this rank to
 it. That does not change the reduced gradient: the sum is kept beside it (`GradientPart.local`)

@@ -3,7 +3,7 @@ shows its logical shape and nominal dtype to torch.
 
 Linear products read the rowwise copy, their input gradients the columnwise copy (`linear.py`).
 Copies and moves of a whole weight (`tensor_ops.py`, deepcopy, pickling) take its own bytes, not the
-flat buffer that the bytes may be a slice of. Every other operator raises: nothing dequantizes
+flat buffer that the bytes may be a part of. Every other operator raises: nothing dequantizes
 silently.
 """
 
@@ -253,7 +253,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return data
 
     def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
-        """Move the bytes into new storage, such as a slice of a flat buffer: same bytes, new place.
+        """Move the bytes into new storage, such as a part of a flat buffer: same bytes, new place.
 
         A given tensor has the shape, dtype and device of what it replaces and is contiguous; else
         ValueError, nothing moved.
@@ -335,7 +335,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return f"QuantizedWeight(shape={tuple(self.shape)}, format={self.format}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
-        """Copy this weight's own bytes, not the flat buffer that they may be a slice of."""
+        """Copy this weight's own bytes, not the flat buffer that they may be a part of."""
         copy = memo[id(self)] = self.copied(Tensor.clone)
         return copy
 
