@@ -258,7 +258,7 @@ def told_by_no_cast() -> list[str]:
     run, judge = ByPlan(), network()
     other = of_biases(judge)
     with mock.patch.object(owners.logger, "warning") as warned:
-        for _ in range(2):
+        for _ in range(3):
             backward(judge)
             other.step()
     warned.assert_called_once()

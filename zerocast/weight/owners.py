@@ -48,6 +48,8 @@ _trained: dict[int, int] = {}
 _read: dict[int, "weakref.ref[Any]"] = {}
 # The error of a step that the next cast raises on all ranks, or nothing.
 _untold: list[RuntimeError] = []
+# The texts of such errors that were logged, since no cast had raised them by the next step.
+_logged: set[str] = set()
 # The models that hold quantized weights, in the order in which they were quantized. Ranks quantize
 # in the same order, so a walk over this dict visits models in the same order on all ranks.
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()
@@ -187,6 +189,7 @@ def forget_all() -> None:
     """Drop the record of all weights that were read so far. For tests, which share a process."""
     _read.clear()
     _untold.clear()
+    _logged.clear()
 
 
 def forget_read(weight: Any) -> None:
@@ -213,8 +216,10 @@ def _before_step(*_: Any) -> None:
     """Do what `check_gradients` says, and warn of what an earlier step has left to a cast that has
     not come.
     """
-    for error in _untold:
-        logger.warning("found before an earlier step, and no cast has told other ranks of it since: %s", error)
+    for text in map(str, _untold):
+        if text not in _logged:
+            logger.warning("found before an earlier step, and no cast has told other ranks of it since: %s", text)
+        _logged.add(text)
     check_gradients()
 
 
