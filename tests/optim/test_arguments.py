@@ -131,6 +131,19 @@ def test_ranks_that_differ(ranks, what):
         assert "rank 1" in message
 
 
+def different_moments(kind: Callable[..., object], group: dict[str, bool]) -> str:
+    """What each rank raises when rank 1 alone keeps moments in 8 bits."""
+    config = ZeroConfig(moment_dtype="8bit") if dist.get_rank() == 1 else ZeroConfig()
+    return error_of(lambda: kind([{"params": linear().named_parameters(), **group}], config=config))
+
+
+@pytest.mark.parametrize(("kind", "group"), [(ZeroAdamW, {}), (ZeroMuon, {"use_muon": False})])
+def test_moments_that_differ_are_named(ranks, kind, group):
+    """Those of FusedAdamW: tests/fsdp2/test_fused_adamw.py."""
+    said = "ValueError: settings differ between ranks: moment_dtype is torch.float32 on rank 0 and '8bit' on rank 1"
+    assert ranks(2)(different_moments, kind, group) == [said] * 2
+
+
 @pytest.mark.parametrize(
     "options",
     [
