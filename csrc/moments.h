@@ -10,18 +10,22 @@
 
 namespace zerocast {
 
-// The values of all codes, in units of the scale.
-struct MomentValues {
-  float first[128];  // of codes without sign
-  float second[256];
+// The values of codes in units of the scale: of m by the bits of a code, of v by codes. The value
+// behind the last code is one that no element reaches.
+struct CodeValues {
+  float first[256];
+  float second[257];
 };
 
 constexpr double fourth_power(double x) { return x * x * (x * x); }
 
-constexpr MomentValues moment_values() {
-  MomentValues values{};
+constexpr CodeValues code_values() {
+  CodeValues values{};
   for (int c = 0; c < 128; ++c) values.first[c] = static_cast<float>(c) / static_cast<float>(254 - c);
+  for (int c = 1; c < 128; ++c) values.first[256 - c] = -values.first[c];
+  values.first[128] = 2.0f;
   for (int c = 1; c < 256; ++c) values.second[c] = static_cast<float>(fourth_power(c + 4) / fourth_power(259));
+  values.second[256] = 2.0f;
   return values;
 }
 
@@ -43,9 +47,12 @@ ZC_HD uint32_t key_of_step(int64_t key, int64_t step) {
   return mix(static_cast<uint32_t>(key) + static_cast<uint32_t>(step) * 0x9E3779B9u);
 }
 
+// What the random numbers of 2**32 elements of a weight share.
+ZC_HD uint32_t seed_of(uint32_t key, int64_t element) { return mix(key + static_cast<uint32_t>(element >> 32)); }
+
 // The upper 24 bits are a random number.
 ZC_HD uint32_t random_bits(uint32_t key, int64_t element) {
-  return mix(mix(key + static_cast<uint32_t>(element >> 32)) + static_cast<uint32_t>(element));
+  return mix(seed_of(key, element) + static_cast<uint32_t>(element));
 }
 
 struct MomentPiece {

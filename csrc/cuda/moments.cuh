@@ -11,24 +11,6 @@
 
 namespace zerocast::cuda {
 
-// The values of codes in units of the scale: of m by the bits of a code, of v by codes. The value
-// behind the last code is one that no element reaches.
-struct CodeValues {
-  float first[256];
-  float second[257];
-};
-
-constexpr CodeValues code_values() {
-  constexpr MomentValues kValues = moment_values();
-  CodeValues values{};
-  for (int c = 0; c < 128; ++c) values.first[c] = kValues.first[c];
-  for (int c = 1; c < 128; ++c) values.first[256 - c] = -kValues.first[c];
-  values.first[128] = 2.0f;
-  for (int c = 0; c < 256; ++c) values.second[c] = kValues.second[c];
-  values.second[256] = 2.0f;
-  return values;
-}
-
 // Both moments, fresh, and the master of an element.
 struct Updated {
   float p, m, v;

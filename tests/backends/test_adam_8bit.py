@@ -1,6 +1,7 @@
 """Stage adam_8bit: on every backend the bytes of the reference, and of one step on the whole weight for any cuts."""
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -200,6 +201,60 @@ def test_amaxes_of_blocks(variant: str, fmt: str, wild: bool) -> None:
     for found, of_reference in zip(train(variant, CUTS_OF_MATRICES, 1, wild=wild, fmt=fmt), expected, strict=True):
         assert_same(found, of_reference)
     assert torch.equal(torch.stack([shard.packed for shard in expected]).amax(0), whole.packed)
+
+
+Rounds = Callable[[Tensor], Tensor]
+# Of m; those of v are their squares.
+BOUNDARY_SCALES = torch.tensor([2.0**-50, 1.7e-13, 0.7, 1.0, 3.3e5, 2.0**60])
+NUDGES = range(-3, 3)
+
+
+def boundary(code: Tensor, low: Tensor, high: Tensor, rounds: Rounds) -> Tensor:
+    """The smallest numbers between `low` and `high` that `rounds` makes a larger code than `code`."""
+    below, above = low.view(torch.int32), high.view(torch.int32)
+    while (above - below).max() > 1:
+        middle = below + (above - below) // 2
+        is_above = rounds(middle.view(torch.float32)).int() > code
+        below, above = torch.where(is_above, below, middle), torch.where(is_above, middle, above)
+    return above.view(torch.float32)
+
+
+def next_to_boundaries(key: int, step: int) -> Tensor:
+    """Gradients that are m and whose squares are v. Of a group the first one is the scale of m, and the others lie up to three
+    numbers beside the boundaries of m, or where their squares lie by those of v.
+    """
+    rows: list[Tensor] = []
+    for scale, nudge in itertools.product(BOUNDARY_SCALES.split(1), NUDGES):
+        for code in (torch.arange(127), torch.arange(1, 128), torch.arange(128, 255)):
+            if code[0] == 0:
+                low, high = (moments.dequantize_first(c, scale) for c in (code, code + 1))
+                size = boundary(code, low, high, lambda m, scale=scale: moments.quantize_first(m[None], scale)[0])  # type: ignore[misc]
+            else:
+                element = 128 * len(rows) + torch.arange(1, 128)
+                random, square = moments.random_numbers(key, step, element)[None], scale.square()
+                low, high = (moments.dequantize_second(c, square) for c in (code, code + 1))
+                rounds: Rounds = lambda v, r=random, s=square: moments.quantize_second(v[None], s, r)[0]  # noqa: E731
+                size = boundary(code, low, high, rounds).sqrt()
+            nudged = (size.view(torch.int32) + nudge).view(torch.float32)
+            rows.append(torch.cat([scale, nudged.minimum(scale) * (1 - 2 * (code % 2))]))
+    return torch.stack(rows)
+
+
+def test_next_to_boundaries_of_codes(variant: str) -> None:
+    """A backend may compute codes by formulas of its own, but not next to a boundary, where roundings decide."""
+    key, step = 4, 2
+    grad = next_to_boundaries(key, step)
+    with mock.patch(f"{__name__}.KEYS", [key]):
+        shards = [Shard([torch.zeros_like(grad)], [()], 0) for _ in range(2)]
+    # No decay, and both moments forget, so that m is a gradient and v its square.
+    rows = torch.tensor([[1, 0, 1, 0, 1, 1e-3, 1, 1e-8]]).float().expand(3, -1).contiguous()
+    for name, shard in zip(("reference", variant), shards, strict=True):
+        given = list(shard.arguments(grad.flatten(), step))
+        given[8:11] = rows, torch.ones(1), torch.full((3,), step)
+        devices.stage(name, "adam_8bit")(shard.fmt, *given)
+    assert_same(shards[1], shards[0])
+    assert shards[0].exp_avg.unique().numel() == 255
+    assert shards[0].exp_avg_sq.unique().numel() == 255
 
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.stages import row, table
 from zerocast import get_format
 from zerocast.backends import _C, cpu, reference
+from zerocast.backends.descriptor import Piece
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec, ScaleRule, layout
 
 FORMATS = ("fp8_current", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "identity")
@@ -166,6 +167,24 @@ def adam(numel: int) -> Stage:
     )
 
 
+def adam_8bit(weights: Weights) -> Stage:
+    """adam_8bit, which takes amaxes as well."""
+    count, numel = len(weights.table), weights.rows * weights.columns
+    groups = layout.moment_groups(0, numel, weights.columns)
+    pieces = torch.zeros(count, len(Piece), dtype=torch.int64)
+    pieces[:, Piece.OFFSET], pieces[:, Piece.SCALE] = torch.arange(count) * numel, torch.arange(count) * groups
+    pieces[:, Piece.SECOND_SCALE] = pieces[:, Piece.SCALE] + count * groups
+    pieces[:, Piece.NUMEL], pieces[:, Piece.COLUMNS] = numel, weights.columns
+    pieces[:, [Piece.CUT_FIRST, Piece.CUT_LAST]] = -1
+    g, scales = torch.randn_like(weights.master), torch.zeros(2, count * groups)
+    codes = torch.zeros(count * numel, dtype=torch.int8), torch.zeros(count * numel, dtype=torch.uint8)
+    state = [[weights.master], [g], [codes[0]], [codes[1]], [scales]]
+    rest = torch.tensor([_ARGS]), torch.ones(1), torch.ones(1, dtype=torch.int64), weights.packed, torch.zeros(2, 0)
+    arguments = *state, weights.table, pieces, *rest, False, None
+    moved = 3 * g.nbytes + 4 * codes[0].nbytes + 2 * scales.nbytes
+    return Stage("adam_8bit", moved, lambda: cpu.adam_8bit(weights.fmt, NOMINAL, *arguments))
+
+
 def seconds(run: Run, repeats: int) -> float:
     """The best time of a call: what the code takes when nothing else runs."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
@@ -238,7 +257,9 @@ def main() -> None:
         small = Weights(get_format(name), a[: a.numel() // REFERENCE_SHARE], rows // REFERENCE_SHARE, options.columns)
         for stage in stages_of(big, small):
             add(stage, name, rate)
-    add(adam(options.numel), "-", 2 * a.nbytes / seconds(lambda: b.copy_(a), 5) / 1e9)
+    rate = 2 * a.nbytes / seconds(lambda: b.copy_(a), 5) / 1e9
+    add(adam(options.numel), "-", rate)
+    add(adam_8bit(Weights(get_format("fp8_current"), a, rows, options.columns)), "fp8_current", rate)
     if options.json:
         print(json.dumps(lines, indent=2))
 
