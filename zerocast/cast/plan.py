@@ -258,7 +258,9 @@ class CastPlan(Plan):
 
         After an exception half-way the weights cannot be read until another cast has completed.
         RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is wrong
-        with the masters of one rank now is raised on every rank too, on a GPU by their next cast.
+        with the masters of one rank now is raised on every rank too. On a GPU that rank raises it
+        now and the others in their next cast, so a rank that goes on after it makes the gather of
+        the others first.
         """
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
