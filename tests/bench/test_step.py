@@ -139,7 +139,7 @@ def _with_one_that_raises(config: StepConfig) -> tuple[dict[str, Any], list[bool
     before = variant.VARIANTS
     try:
         variant.VARIANTS = tuple(variant.Variant(host, "bf16", True) for host in hosts)
-        return ran(config), alive, gemm.settings()[1]
+        return ran(config), alive, gemm.settings.now[1]
     finally:
         variant.VARIANTS = before
 

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -120,9 +121,21 @@ WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
 # Devices on which "auto" takes a scaled product. The CPU emulates it, which is slower than
 # dequantizing and gives other bits.
 AUTOMATIC_DEVICES = ("cuda",)
-# The settings of the process, set by `use`.
-_preference = "auto"
-_weight_gradients = "nominal"
+
+
+@dataclass
+class Settings:
+    """The settings of the process. A compiled function looks at them twice for each weight, which
+    takes no call.
+
+    Attributes:
+        now: the present (preference, weight_gradients) of `use`.
+    """
+
+    now: tuple[str, str] = ("auto", "nominal")
+
+
+settings = Settings()
 
 
 class Choice(NamedTuple):
@@ -166,19 +179,10 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
     if weight_gradients not in (None, *WEIGHT_GRADIENTS):
         raise ValueError(f"weight gradients are one of {', '.join(WEIGHT_GRADIENTS)}, got {weight_gradients!r}")
     restore = ExitStack()
-    restore.callback(_set, _preference, _weight_gradients)
-    _set(preference or _preference, weight_gradients or _weight_gradients)
+    before = settings.now
+    restore.callback(setattr, settings, "now", before)
+    settings.now = preference or before[0], weight_gradients or before[1]
     return restore
-
-
-def _set(preference: str, weight_gradients: str) -> None:
-    global _preference, _weight_gradients
-    _preference, _weight_gradients = preference, weight_gradients
-
-
-def settings() -> tuple[str, str]:
-    """The present (preference, weight_gradients) of `use`."""
-    return _preference, _weight_gradients
 
 
 def settings_of(weight: Any) -> tuple[Any, ...]:
@@ -193,8 +197,9 @@ def weight_gradients_of(weight: Any, path: str | None) -> str:
     """
     if path not in GRADIENTS and path not in EXPERTS:
         return "nominal"
-    is_unset = _weight_gradients == "nominal"
-    return "fp8" if is_unset and weight.state.fp8_weight_gradients else _weight_gradients
+    _, weight_gradients = settings.now
+    is_unset = weight_gradients == "nominal"
+    return "fp8" if is_unset and weight.state.fp8_weight_gradients else weight_gradients
 
 
 def warn_nominal(weight: Any, path: str) -> None:
@@ -270,7 +275,7 @@ def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
     """
     (path, reason), is_fallback = _decided(weight, dtype, transposed)
     if path is None:
-        raise RuntimeError(f"{_preference!r} was asked for and {weight!r} cannot be multiplied so: {reason}")
+        raise RuntimeError(f"{settings.now[0]!r} was asked for and {weight!r} cannot be multiplied so: {reason}")
     if is_fallback:
         _warn_fallback(weight.state.name or repr(weight), reason)
     return path
@@ -281,10 +286,11 @@ def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice,
     if weight.dim() not in (2, 3):
         return Choice("dequantize", f"no product takes a weight of {weight.dim()} dimensions"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
-    key = _preference, dtype, transposed
+    preference, _ = settings.now
+    key = preference, dtype, transposed
     if key not in choices:
         case = Case.of(weight, dtype, transposed)
-        choices[key] = decide(case, _preference), falls_back(case, _preference)
+        choices[key] = decide(case, preference), falls_back(case, preference)
         logger.info("the products of %s take the path %s", weight.state.name or repr(weight), choices[key][0])
         if choices[key][0].path == "dequantize" and plain.product_dtype(dtype, case.device) is not dtype:
             plain.log_fp32_products()

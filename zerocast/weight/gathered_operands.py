@@ -8,8 +8,8 @@ were asked for last time. Each is given away once, to a product that then owns i
 graph may write into it. They take at most one byte an element of one gather's weights, and never
 outlive the gathered codes (`end_round`).
 
-A product finds them by the storage of the codes that it reads. A compiled graph has nothing else:
-it passes plain tensors, and weights of equal layers share a graph.
+A product finds them by the place of the codes that it reads in their storage. A compiled graph has
+nothing else: it passes plain tensors, and weights of equal layers share a graph.
 """
 
 import operator

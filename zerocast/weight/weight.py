@@ -376,7 +376,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         state = self.state
         is_transposed = self.transposed_of is not None
         # A compiled function asks three times at every call, so the answer is kept.
-        key = gemm.settings(), self.requires_grad, state.columnwise_on_demand, is_transposed
+        key = gemm.settings.now, self.requires_grad, state.columnwise_on_demand, is_transposed
         if key not in state.choices:
             names = [_READ.get(name, name) for name in state.names_read_by_products()]
             fixed = tuple(self.shape), state.format, state.dtype, self.requires_grad, state.columnwise_on_demand
