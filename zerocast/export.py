@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocast.checkpoint.store import Place, as_place
+from zerocast.checkpoint.store import Place
 from zerocast.distributed.group import GroupLike
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.piece import Rows
@@ -50,7 +50,7 @@ def export_safetensors(
     and, with no folder left, for a tensor that ranks have with other values. An error on one rank
     is raised on all of them, and leaves no folder.
     """
-    return write_safetensors(source_of(model, group), as_place(folder), naming, shard_bytes)
+    return write_safetensors(source_of(model, group), folder, naming, shard_bytes)
 
 
 def export_hf(
@@ -98,7 +98,7 @@ def export_hf(
     return write_hf(
         source_of(model, group),
         model,
-        as_place(folder),
+        folder,
         naming,
         config=config,
         names=names or {},

@@ -261,12 +261,14 @@ def failing(folder: str, rank: int, what: str) -> str:
     """What a rank raises while one of them cannot go on."""
     model = models.sharded(net())
     naming = "modelopt"
-    target = Path(folder) / "out"
+    target: Any = Path(folder) / "out"
     is_here = dist.get_rank() == rank
     if what == "the plan" and is_here:
         model.register_buffer("more", torch.zeros(3))
     if what == "a buffer" and is_here:
         model.kept_int16[1] += 1
+    if what == "the folder" and is_here:
+        target = "nowhere://out"
     if what == "the naming" and is_here:
         naming = "gguf"
     writes = iter(range(1000))
@@ -300,6 +302,7 @@ def failing(folder: str, rank: int, what: str) -> str:
         ("the disk", "No space left on device"),
         ("a batch", "out of memory"),
         ("the naming", "naming is one of bf16"),
+        ("the folder", "Protocol not known: nowhere"),
         ("the plan", "all pass the same list"),
         ("a buffer", "kept_int16 has other values on other ranks"),
     ],

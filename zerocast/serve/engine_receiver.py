@@ -235,8 +235,9 @@ class EngineReceiver:
     def _check_complete(self) -> None:
         stage = self._stage
         assert stage is not None
+        refused = "cannot be applied"
         if stage.first["kind"] == FULL:
-            with self._agreed("is not complete"):
+            with self._agreed(refused):
                 regions = [regions for bucket in stage.buckets for regions in bucket.regions.values()]
                 tensors = self._weights.model_tensors()
                 check_filled(tensors, itertools.chain.from_iterable(regions))
@@ -244,7 +245,7 @@ class EngineReceiver:
                     if tensor.is_uniform:
                         check_uniform(name, stage.values[name])
         else:
-            self._check_bytes(stage, "cannot be applied")
+            self._check_bytes(stage, refused)
         stage.is_complete = True
 
     def _write_stage(self) -> None:

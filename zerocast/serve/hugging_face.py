@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.regular_file import read_bounded
-from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store import AnyPath, Place
 from zerocast.formats import get_format
 from zerocast.formats.readers import check_layers
 from zerocast.serve.namings import NAMINGS, layout_of
@@ -51,7 +51,7 @@ MOST_BYTES = 2**28
 def write_hf(
     source: WeightSource,
     model: Any,
-    folder: Place,
+    folder: AnyPath,
     naming: str,
     *,
     config: Any = None,

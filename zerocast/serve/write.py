@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store import AnyPath, Place, as_place
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import Folder, check_written, sync_file
 from zerocast.distributed.agreement import each_together, from_rank_0, range_over_ranks, together, validate_across_ranks
@@ -119,7 +119,7 @@ class TensorWriter:
 
 def write(
     source: WeightSource,
-    folder: Place,
+    folder: AnyPath,
     naming: str,
     shard_bytes: int,
     prepare: Callable[[], Contents],
@@ -136,7 +136,7 @@ def write(
     token = group.broadcast_object(secrets.token_hex(8), "the name of a temporary folder")
     # Absolute, since the partial folder is written beside this one and named after it, and "." has
     # no name.
-    target = folder_at(folder.absolute(), token)
+    target = together(group, lambda: folder_at(as_place(folder).absolute(), token), EXPORTS)
     fused = FusedAmaxes(naming, allow_unequal_scales)
     partial_folder = _on_rank_0(group, partial(_begin, target))
     writer = TensorWriter(partial_folder, naming, contents, plan.files_of(group.rank))
@@ -156,7 +156,7 @@ def write(
 
 
 def write_safetensors(
-    source: WeightSource, folder: Place, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
+    source: WeightSource, folder: AnyPath, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
 ) -> list[Place]:
     """Write the tensors of a source, each whole and under its own name, without a config."""
     return write(
