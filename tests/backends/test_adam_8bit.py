@@ -257,6 +257,20 @@ def test_next_to_boundaries_of_codes(variant: str) -> None:
     assert shards[0].exp_avg_sq.unique().numel() == 255
 
 
+def test_a_group_around_element_2_to_the_32(variant: str) -> None:
+    """The upper half of its index, of which random numbers are made as well, changes within the group."""
+    columns = 1000
+    with mock.patch(f"{__name__}.KEYS", [4]):
+        shards = [Shard([torch.zeros(1, columns)], [()], 0) for _ in range(2)]
+    grad = weights(3, shapes=[(1, columns)])
+    for name, shard in zip(("reference", variant), shards, strict=True):
+        # In the table the weight is these elements alone: the reference keeps all of it in memory.
+        shard.pieces[0, Piece.START] = 2**32 // columns * columns
+        for step in (1, 2):
+            shard.call(name, grad, step, finishes=False)
+    assert_same(shards[1], shards[0])
+
+
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("backend", devices.gpu_params())
 def test_millions_of_elements(backend: str, fmt: str) -> None:
