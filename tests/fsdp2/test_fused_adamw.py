@@ -1,9 +1,11 @@
 """FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -317,6 +319,28 @@ def test_moments_that_are_partial_on_one_rank_raise_on_all(ranks: Ranks, moment_
     assert "raised half-way on ranks [1]" in gathered
     assert "a load raised half-way" in refused
     assert "an optimizer step raised half-way" in partial
+
+
+def lone_failure(moment_dtype: Any) -> tuple[str, str]:
+    """Where rank 1 cannot prepare a step: the errors of the step and of the gather after it."""
+    model = models.sharded(Net(models.FEW, 64, 96))
+    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
+    models.train(model, optimizer, range(1), 64)
+    model(models.batch(1, 64)).float().square().mean().backward()
+    fails = mock.patch.object(FusedAdamW, "_bind", side_effect=RuntimeError("no memory for tables"))
+    with fails if dist.get_rank() == 1 else contextlib.nullcontext():
+        stepped = error_of(optimizer.step)
+    with torch.no_grad():
+        return stepped, error_of(lambda: model(models.batch(2, 64)))
+
+
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+def test_a_step_that_one_rank_cannot_prepare_raises_on_all(ranks: Ranks, moment_dtype: Any) -> None:
+    (stepped, gathered), (refused, partial) = ranks(2)(lone_failure, moment_dtype)
+    assert stepped == ""
+    assert "raised half-way on ranks [1]" in gathered
+    assert "no memory for tables" in refused
+    assert "an optimizer step (no memory for tables) raised half-way" in partial
 
 
 def refused_states() -> list[str]:

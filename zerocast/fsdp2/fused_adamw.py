@@ -400,9 +400,9 @@ class FusedAdamW(torch.optim.Optimizer):
 
         An error before masters are written changes nothing. After an error while they are written,
         the optimizer and the model raise at every call, and cannot be saved, until a state is
-        loaded through `zerocast.fsdp2.TrainingState`. Hyper-parameters that are out of range have
-        the same effect if masters are sharded: other ranks may have stepped, so all ranks raise at
-        the next gather.
+        loaded through `zerocast.fsdp2.TrainingState`. Hyper-parameters that are out of range, and a
+        RuntimeError before masters are written, have the same effect if masters are sharded: other
+        ranks may have stepped, so all ranks raise at the next gather.
         """
         return self._outside_of_graphs(self, closure)
 
@@ -429,15 +429,32 @@ class FusedAdamW(torch.optim.Optimizer):
     def prepare_or_take_part(self) -> object:
         """Prepare a step and return what `prepare` does. A rank that takes none takes part in the
         collective of the others.
+
+        If it raises a RuntimeError, the other ranks may step and cast. If this rank goes on it
+        casts too, and all raise at the next gather.
         """
         try:
             places = self.prepare()
-        except Exception:
+        except Exception as error:
+            # Other errors are of arguments and gradients, which are alike on all ranks.
+            if isinstance(error, RuntimeError) and self._break_off(error):
+                for manager in self._managers:
+                    manager.make_due(self)
             self.take_part()
             raise
         if not places:
             self.take_part()
         return places
+
+    def _break_off(self, error: Exception) -> bool:
+        """Note that other ranks may have stepped, because of an error on this one. Returns False if
+        there are no others.
+        """
+        is_shared = any(manager.plan.has_company for manager in self._managers)
+        for validity in self.validities if is_shared else ():
+            if not validity.partial:
+                validity.broke_off(f"an optimizer step ({error})")
+        return is_shared
 
     def take_part(self) -> None:
         """Take part in the collective of a step that this rank does not take."""
@@ -484,10 +501,8 @@ class FusedAdamW(torch.optim.Optimizer):
             if self._bound:
                 self._hyperparameters.refresh([self.param_groups[index] for index in self._groups_of_rows])
         except (TypeError, ValueError) as error:
-            if not any(manager.plan.has_company for manager in self._managers):
+            if not self._break_off(error):
                 raise
-            for validity in self.validities:
-                validity.broke_off(f"an optimizer step ({error})")
             return None
         return self._bound
 
