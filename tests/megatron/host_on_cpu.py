@@ -86,6 +86,8 @@ def cuda_on_cpu() -> Iterator[None]:
     """Inside, what the host asks of CUDA is answered by the CPU, and its gathers are right over gloo."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.cuda, "current_device", return_value=torch.device("cpu")))
+        # A torch that was built with CUDA believes in a GPU once Megatron's tests say that there is one.
+        stack.enter_context(mock.patch.object(torch.accelerator, "is_available", return_value=False))
         for name in ("current_stream", "synchronize", "Stream", "stream"):
             stack.enter_context(mock.patch.object(torch.cuda, name, mock.MagicMock()))
         stack.enter_context(mock.patch.object(buffers, "_coalescing_manager", _one_by_one))
