@@ -925,3 +925,18 @@ def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too(
     with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
         first.step()
     steps(model, second)
+
+
+def test_masters_start_from_what_a_plan_has_cast() -> None:
+    """Not from the value before quantization, once the masters of somebody else have moved."""
+    layer = quantize_(nn.Linear(32, 32, bias=False), {"weight": "nvfp4"})
+    master = layer.weight.high_precision_init_val.float().flatten() + 1.0
+    plan = CastPlan([layer.weight], [master], [0])
+    plan.cast()
+    plan.post_all_gather()
+    assert layer.weight.high_precision_init_val is None
+    value = layer.weight.dequantize()
+    del plan
+    (views,) = ZeroAdamW(layer.named_parameters(), lr=1.0).master_views()
+    (view,) = views.masters
+    assert torch.equal(view.master.view(32, 32), value.float())

@@ -369,6 +369,10 @@ class CastPlan(Plan):
     def done(self, *, repeat: bool = False) -> None:
         """Do the host's part after a cast: count it, and send what ranks report of it."""
         self.validity.cast()
+        if self.validity.casts == 1:
+            # The masters have taken the place of what the weights were quantized from.
+            for index in self._cast:
+                self.weights[index].high_precision_init_val = None
         self._own_caller.number = self.validity.casts + 1
         self.packed.reports.send()
 

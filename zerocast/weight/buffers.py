@@ -81,8 +81,8 @@ class WeightBuffers(Tensor):
 
     @property
     def high_precision_init_val(self) -> Tensor | None:
-        """The value before it was quantized, until an optimizer made its masters, or until other
-        bytes were loaded.
+        """The value before it was quantized, until an optimizer made its masters, a plan cast other
+        ones, or other bytes were loaded.
         """
         return self.state.initial
 
