@@ -220,8 +220,8 @@ def boundary(code: Tensor, low: Tensor, high: Tensor, rounds: Rounds) -> Tensor:
 
 
 def next_to_boundaries(key: int, step: int) -> Tensor:
-    """Gradients that are m and whose squares are v. Of a group the first one is the scale of m, and the others lie up to three
-    numbers beside the boundaries of m, or where their squares lie by those of v.
+    """Gradients that are m and whose squares are v. The first one of a group is the scale of m. The others are up to
+    three numbers away from boundaries of m, or their squares are that near to boundaries of v.
     """
     rows: list[Tensor] = []
     for scale, nudge in itertools.product(BOUNDARY_SCALES.split(1), NUDGES):

@@ -71,7 +71,7 @@ class Layer(nn.Linear):
     """A layer with a forward of its own, since torch.compile skips that of nn.Linear."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply by the weight."""
+        """The product with the weight, as nn.Linear makes it."""
         return nn.functional.linear(x, self.weight)
 
 

@@ -121,7 +121,7 @@ def _model(case: Case, seed: int = 7, biases: bool = False) -> Any:
 
 
 def full_layout(model: Any, ddp_config: Any) -> Any:
-    """Megatron's layout of a model in which no matrix lies in the parts of two ranks."""
+    """Megatron's layout of a model in which no matrix is cut between two ranks."""
     tag_params_for_buffer_routing([model])
     return LayerWiseDistributedOptimizer.compute_full_param_layout(
         list(model.parameters()),

@@ -82,7 +82,7 @@ class Growing(Trainer):
         self.added = 0
 
     def add(self) -> None:
-        """Add the next group."""
+        """Add the group that is next in `added_before`, with its options."""
         names = list(self.added_before.values())[self.added]
         options = (MUON_ADDED_OPTIONS if self.is_muon else ADDED_OPTIONS)[self.added]
         params = [(name, self.probe.get_parameter(name).requires_grad_(True)) for name in names]

@@ -95,7 +95,7 @@ class Rank:
         self.receiver = EngineReceiver(self.weights, group)
 
     def accept(self, messages: Recorded) -> str:
-        """The error, if any."""
+        """Let the engine take recorded messages. Returns the error that it raises, or an empty text."""
         try:
             for header, tensors in messages:
                 self.receiver.accept(header, lambda tensors=tensors: tensors)  # type: ignore[misc]
@@ -464,7 +464,7 @@ def test_an_engine_of_other_weights() -> None:
 
 
 def rows(first: int, count: int, columns: int) -> Strided:
-    """Rows of a matrix."""
+    """`count` rows of a matrix of so many columns, from row `first` on."""
     return Strided((count, columns), (columns, 1), first * columns)
 
 

@@ -205,7 +205,7 @@ def test_weights_that_differ_between_ranks(ranks: Ranks, tmp_path: Path, fmt: st
 
 
 def test_padding_that_differs_between_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """It is not exported."""
+    """An export leaves padding out, so ranks do not compare it."""
     assert ranks(2)(of_other_weights, str(tmp_path), "nvfp4", "rowwise_scale_inv", -1) == ["", ""]
 
 

@@ -281,7 +281,7 @@ def test_scales_of_which_vllm_takes_one(tmp_path: Path) -> None:
 
 
 def test_loaders_that_do_more_than_copy() -> None:
-    """Zeros are padding; whatever else a loader writes is refused, for the engine would not have the sender's bytes."""
+    """Zeros are padding. Other values that a loader writes are refused: the engine would not have the sender's bytes."""
     command = [VLLM, "-m", "tests.serve.vllm_loaders"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout

@@ -928,7 +928,7 @@ def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too(
 
 
 def test_masters_start_from_what_a_plan_has_cast() -> None:
-    """Not from the value before quantization, once the masters of somebody else have moved."""
+    """Not from the value before quantization, once a plan has cast other masters."""
     layer = quantize_(nn.Linear(32, 32, bias=False), {"weight": "nvfp4"})
     master = layer.weight.high_precision_init_val.float().flatten() + 1.0
     plan = CastPlan([layer.weight], [master], [0])
