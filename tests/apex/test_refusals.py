@@ -18,7 +18,7 @@ OPTIONS = {
     "overlap_param_sync": "before the masters of the others have stepped",
     "capturable": "a CUDA graph would replay the cast",
     "contiguous_param_buffer": "one buffer a bucket already",
-    "store_param_remainders": "masters would lie in bf16 parameters",
+    "store_param_remainders": "masters would be in bf16 parameters",
     "with_scaled_states": "a cast needs them in FP32",
     "store_params": "FP32 masters: dtype=torch.float32 and store_params=True, got torch.float32 and False",
     "dtype": "store_params=True, got torch.bfloat16 and True",
