@@ -19,9 +19,9 @@ from torch import Tensor
 from zerocast import QuantizedWeight
 from zerocast.cast.host import CastDriver
 from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.bucket import Bucket, fill_buckets
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS
-from zerocast.optim.bucket import Bucket, fill_buckets
 from zerocast.verification.master_views import MasterViews
 from zerocast.weight.validity import Use
 

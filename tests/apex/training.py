@@ -17,8 +17,8 @@ from tests.optim import probe
 from tests.optim.probe import Probe, Spec
 from tests.optim.runs import TWO_GROUPS
 from zerocast import CastPlan, QuantizedWeight
+from zerocast.distributed.bucket import Bucket
 from zerocast.formats import Columnwise
-from zerocast.optim.bucket import Bucket
 
 if not WHY_NOT:
     from tests.apex.host_on_cpu import apex

@@ -27,10 +27,14 @@ from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.cast.amaxes import cut_rows
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint.footprint import OPTIMIZERS, Setup, footprint
 from zerocast.footprint.shapes import PRESET_FILE, Parameter, presets, read_model
+from zerocast.footprint.weight_bytes import PlannedConfig
+from zerocast.footprint.zero_bytes import cut_amaxes
+from zerocast.formats import get_format
 from zerocast.optim.reduction import Filling, Reduction
 
 KNOWN = {
@@ -98,15 +102,39 @@ def test_a_config_without_transformers(capsys, tmp_path, monkeypatch):
     assert "is built by transformers: pip install 'zerocast[hf]'" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("model", ["llama3-8", "llama3-8b --format nvfp", "deepseek-v3 --png no/plan.png"])
-def test_a_typo_is_answered_without_torch(model):
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ("llama3-8", 2),
+        ("llama3-8b --format nvfp", 2),
+        ("deepseek-v3 --png no/plan.png", 2),
+        ("llama3-8b", 0),
+        ("gpt-oss-20b --format mxfp8 --optimizer muon --moment-dtype 8bit", 0),
+        ("qwen3-8b --format fp8_block --parallel hsdp --grad-wire fp8_1x128", 0),
+        ("llama3-8b --sweep --json", 0),
+    ],
+)
+def test_typos_and_presets_are_answered_without_torch(arguments, status):
     """torch takes seconds to import."""
     program = (
         "import sys; from zerocast.cli import main; status = main(sys.argv[1:]); "
-        "assert not {'torch', 'transformers', 'matplotlib'} & set(sys.modules); sys.exit(status)"
+        "assert not {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules); sys.exit(status)"
     )
-    command = [sys.executable, "-c", program, "plan", *model.split()]
-    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 2
+    command = [sys.executable, "-c", program, "plan", *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8", "mxfp8:block=32x32", "mxfp4", "int4", "fp8_block", "nvfp4", "fp8_current"])
+@pytest.mark.parametrize("matrix", [(96, 64), (64, 160), (256, 1152)])
+def test_amaxes_of_cut_rows_are_those_of_a_cast(fmt, matrix):
+    """For shards of a few elements and of several rows of blocks, with the first cut anywhere."""
+    spec, numel = get_format(fmt), math.prod(matrix)
+    for step in (32, 48, 80, 128, 160, 512, 2048, 32 * matrix[1], 48 * matrix[1], 96 * matrix[1], 6144 + 128):
+        for first in {16, 32, 128, 32 * matrix[1], step}:
+            cuts = range(first, numel, step)
+            expected = sum(rows.numel for rows in cut_rows(spec, matrix, cuts))
+            assert cut_amaxes(spec, matrix, cuts) == expected, (step, first)
 
 
 def test_what_a_preset_leaves_out_is_said(capsys):
@@ -180,7 +208,7 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
 @pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "bf16", "mxfp8", "nvfp4"))
 def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
     config = ZeroConfig(bucket_size=2**17)
-    planned = footprint(layers(), fmt, Setup("zero2", world, config=config, optimizer=optimizer))
+    planned = footprint(layers(), fmt, Setup("zero2", world, config=PlannedConfig.of(config), optimizer=optimizer))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     found = ranks(world)(held_and_sent, fmt, config, optimizer == "muon")
     exchanged = {"all-to-all": max(sent["all-to-all"] for _, sent, _ in found)} if optimizer == "muon" else {}
@@ -200,16 +228,16 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
 def test_moments_in_8_bits_are_what_was_planned(ranks):
     """What is held of them, and the all-reduce of groups that ranks cut, of which rows of 200 elements have some."""
     config = ZeroConfig(bucket_size=2**17, moment_dtype="8bit")
-    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=config))
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=PlannedConfig.of(config)))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     assert [held for held, _, _ in ranks(3)(held_and_sent, "nvfp4", config)] == [pytest.approx(kept, rel=0.03)] * 3
-    planned = footprint(layers(), "nvfp4", Setup("zero2", 2, config=config, optimizer="muon"))
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 2, config=PlannedConfig.of(config), optimizer="muon"))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     for held, _, _ in ranks(2)(held_and_sent, "nvfp4", config, True):
         assert held == pytest.approx(kept, rel=0.03), planned.memory
     specs = (Spec("wide", (240, 200)), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,)))
     parameters = [Parameter(spec.name, spec.shape, spec.fmt == "nvfp4") for spec in specs]
-    collectives = footprint(parameters, "nvfp4", Setup("zero2", 3, config=config)).collectives
+    collectives = footprint(parameters, "nvfp4", Setup("zero2", 3, config=PlannedConfig.of(config))).collectives
     planned_bytes = [one.sent for one in collectives if one.kind == "all-reduce"]
     for sizes in ranks(3)(all_reduced, Run(specs, config=config, options=(ADAM,))):
         assert planned_bytes == pytest.approx([2 * nbytes * 2 / 3 for nbytes in sizes], abs=2)
@@ -254,7 +282,7 @@ def test_operands_in_fp8_are_planned(fmt):
     for setup, expected in (
         (Setup("fsdp2", 2), 2 * numel),
         (Setup("zero2", 2), numel),
-        (Setup("zero2", 2, config=ZeroConfig(keep_columnwise=True)), numel + copies),
+        (Setup("zero2", 2, config=PlannedConfig(keep_columnwise=True)), numel + copies),
     ):
         found = footprint(layers(), fmt, setup).memory["columnwise copies"]
         assert 0 < found - expected <= 0.11 * expected, "and scales"
@@ -270,7 +298,7 @@ def test_stage_1_keeps_gradients():
 @pytest.mark.parametrize(("fmt", "gib"), [("nvfp4", 9), ("fp8_current", 6), ("fp8_block", 6)])
 def test_low_precision_saves_memory(fmt, gib, parallel):
     """Llama-3-8B on 8 ranks, against bf16."""
-    model, setup = read_model("llama3-8b").parameters, Setup(parallel, 8, config=ZeroConfig(grad_dtype=torch.bfloat16))
+    model, setup = read_model("llama3-8b").parameters, Setup(parallel, 8, config=PlannedConfig(grad_dtype="bfloat16"))
     plain, quantized = (footprint(model, name, setup) for name in ("bf16", fmt))
     assert plain.total_memory - quantized.total_memory >= gib * 2**30
     assert max(plain.memory["buckets"], quantized.memory["buckets"]) < 1.6 * 2**30
@@ -351,7 +379,9 @@ def test_buckets_in_flight_are_what_was_planned(ranks, fmt, stage, config):
     model = chain("bf16").named_parameters()
     parameters = [Parameter(name, tuple(p.shape), p.dim() == 2 and name != "8.weight") for name, p in model]
     for world in (1, 2):
-        planned = footprint(parameters, fmt, Setup(f"zero{stage}", world, config=config)).memory["buckets"]
+        planned = footprint(parameters, fmt, Setup(f"zero{stage}", world, config=PlannedConfig.of(config))).memory[
+            "buckets"
+        ]
         for found in ranks(world)(gradients_at_the_most, fmt, stage, config):
             assert planned > 2**18
             assert found == pytest.approx(planned, abs=2**15)  # activations
@@ -392,9 +422,9 @@ def test_fsdp_gathers_codes_and_scales():
     assert large.memory["weights"] == 3 * side + codes + 2 * 8 * (side + codes)
     shard = 512 * 256 // 8
     assert planned.memory["moments"] == 8 * 3 * shard
-    eight_bit = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(moment_dtype="8bit")))
+    eight_bit = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=PlannedConfig(moment_dtype="8bit")))
     assert eight_bit.memory["moments"] == 2 * 3 * (shard + 4 * shard // 128)
-    quantized = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=ZeroConfig(grad_wire="fp8_1x128")))
+    quantized = footprint(parameters, "nvfp4", Setup("fsdp2", 8, config=PlannedConfig(grad_wire="fp8_1x128")))
     assert quantized.wire["all-to-all"] == 7 * 3 * (shard + shard // 32)
     replicated = footprint(parameters, "nvfp4", Setup("hsdp", 16, 8))
     assert replicated.memory == planned.memory
@@ -429,7 +459,7 @@ def test_fsdp_sends_what_was_planned(ranks, hidden, shape):
     )
     parameters = [Parameter(f"{name}{i}", size, True, i) for i in range(2) for name, size in linear.items()]
     parameters += [Parameter(f"{name}{i}", size, False, i) for i in range(2) for name, size in plain.items()]
-    setup = Setup("hsdp" if shape else "fsdp2", world, shards, ZeroConfig(grad_dtype=torch.float32))
+    setup = Setup("hsdp" if shape else "fsdp2", world, shards, PlannedConfig(grad_dtype="float32"))
     for fmt in ("nvfp4", "fp8_current", "mxfp8:block=32x32"):
         planned = {str(one): (one.calls, one.sent) for one in footprint(parameters, fmt, setup).collectives}
         for sent in ranks(world)(sent_by_fsdp, (fmt, fmt), hidden, shape):

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.docs.page import ROOT
-from zerocast import ZeroConfig
 from zerocast.footprint.footprint import Setup, footprint
 from zerocast.footprint.shapes import read_model
+from zerocast.footprint.weight_bytes import PlannedConfig
 
 REPORTS = ROOT / "tests/benchmarks/reports"
 FIRST_PAGE = (ROOT / "README.md").read_text()
@@ -128,13 +128,13 @@ def test_casts(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "fmt", "config"),
     [
-        ("bf16", "bf16", ZeroConfig()),
-        ("`fp8_block`", "fp8_block", ZeroConfig()),
-        ("`fp8_block`, 8-bit moments", "fp8_block", ZeroConfig(moment_dtype="8bit")),
-        ("`nvfp4`", "nvfp4", ZeroConfig()),
+        ("bf16", "bf16", PlannedConfig()),
+        ("`fp8_block`", "fp8_block", PlannedConfig()),
+        ("`fp8_block`, 8-bit moments", "fp8_block", PlannedConfig(moment_dtype="8bit")),
+        ("`nvfp4`", "nvfp4", PlannedConfig()),
     ],
 )
-def test_bytes_a_parameter(name: str, fmt: str, config: ZeroConfig) -> None:
+def test_bytes_a_parameter(name: str, fmt: str, config: PlannedConfig) -> None:
     planned = footprint(read_model("llama3-8b").parameters, fmt, Setup("zero2", 8, config=config))
     resident = (planned.memory["weights"] + planned.memory["scales"]) / planned.numel
     gathered = planned.wire["all-gather"] * 8 / 7 / planned.numel

@@ -14,7 +14,7 @@ from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
 from zerocast import ZeroAdamW, ZeroConfig
-from zerocast.optim.bucket import fill_buckets
+from zerocast.distributed.bucket import fill_buckets
 
 STORAGE_BYTES = {"fp8_current": 1.0, "fp8_block": 1.0, "fp8_delayed": 1.0, "nvfp4": 0.5, "mxfp8": 2.0, "plain": 2.0}
 MODEL = (

@@ -32,11 +32,12 @@ from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
+from zerocast.distributed.bucket import Layout, flat_numel, lay_out
 from zerocast.distributed.group import Group
+from zerocast.distributed.owned_matrices import most_sent, rounds
 from zerocast.optim import load as load_checkpoint
 from zerocast.optim import save
-from zerocast.optim.bucket import Layout, flat_numel, lay_out
-from zerocast.optim.gradient_exchange import GradientExchange, most_sent, rounds
+from zerocast.optim.gradient_exchange import GradientExchange
 
 Named = list[tuple[str, Tensor, int]]
 

@@ -36,9 +36,9 @@ from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, verify
+from zerocast.distributed.bucket import lay_out
+from zerocast.distributed.whole import newton_schulz_flops
 from zerocast.optim import EMA, Checkpoints, full_state_dict, load, load_masters, save
-from zerocast.optim.bucket import lay_out
-from zerocast.optim.muon_step import newton_schulz_flops
 
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
 NS = (3.4445, -4.7750, 2.0315)

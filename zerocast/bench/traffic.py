@@ -36,7 +36,7 @@ ADAM_8BIT = 3 * FP32 + 4
 
 def nbytes(buffer: Buffer | None) -> int:
     """The bytes of a buffer with its padding; 0 if there is no buffer."""
-    return math.prod(buffer.shape) * buffer.dtype.itemsize if buffer else 0
+    return buffer.nbytes if buffer else 0
 
 
 @dataclass(frozen=True)

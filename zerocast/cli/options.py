@@ -58,8 +58,7 @@ class PlanConfig:
     """Show the bytes per rank in memory and in a step's communication, compared with FP8 and BF16
     weights, and what they leave of an H100, H200 and B200 for activations.
 
-    Laid out on the meta device by the code that training uses, so padding is counted. Activations
-    are not counted.
+    Laid out by the code that training uses, so padding is counted. Activations are not counted.
 
     Example: zerocast plan llama3-8b --ranks 8 --format nvfp4 --parallel zero2 --png
     plan.png

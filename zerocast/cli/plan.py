@@ -1,11 +1,12 @@
 """`zerocast plan`: the bytes of a model in memory and on the wire, without a machine to run it.
 
-What is mistyped is answered here, before torch is imported.
+Nothing here imports torch, except to build a model from its config.
 """
 
 from zerocast.cli import interrupts
 from zerocast.cli.options import PlanConfig
 from zerocast.cli.output import check_folder
+from zerocast.cli.plan_report import report
 from zerocast.footprint.shapes import read_model
 from zerocast.formats import get_format
 
@@ -17,9 +18,6 @@ def plan(config: PlanConfig) -> int:
         if config.format != "bf16":
             get_format(config.format)
         model = read_model(config.model)
-        # The layouts are those of training, which need torch.
-        from zerocast.cli.plan_report import report  # noqa: PLC0415
-
         text = report(config, model)
     except (ImportError, OSError, TypeError, ValueError) as error:
         interrupts.complain(f"zerocast plan: {error}")

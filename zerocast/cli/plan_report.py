@@ -7,14 +7,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from zerocast.cli.options import PlanConfig
 from zerocast.cli.output import tracked, written
 from zerocast.cli.sweep import Sweep
+from zerocast.distributed.bucket import BUCKET_SIZE
 from zerocast.footprint.footprint import Footprint, Setup, footprint
 from zerocast.footprint.shapes import Model
-from zerocast.optim import ZeroConfig
+from zerocast.footprint.weight_bytes import PlannedConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +23,6 @@ GB = 10**9
 COLORS = ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#f0e442", "#d55e00", "#cc79a7")
 # The formats that every plan is compared with.
 COMPARED = ("fp8_block", "bf16")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # GiB that torch reports as the memory of a GPU.
 GPUS = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
 
@@ -66,11 +64,11 @@ def _sweep_text(config: PlanConfig, model: Model) -> str:
 
 
 def _setup(config: PlanConfig) -> Setup:
-    zero = ZeroConfig(
-        bucket_size=ZeroConfig.bucket_size if config.bucket_size is None else config.bucket_size,
+    zero = PlannedConfig(
+        bucket_size=BUCKET_SIZE if config.bucket_size is None else config.bucket_size,
         grad_wire=config.grad_wire,
-        grad_dtype=DTYPES[config.grad_dtype],
-        moment_dtype="8bit" if config.moment_dtype == "8bit" else DTYPES[config.moment_dtype],
+        grad_dtype=config.grad_dtype,
+        moment_dtype=config.moment_dtype,
         keep_columnwise=config.keep_columnwise,
     )
     return Setup(config.parallel, config.ranks, config.shard_ranks, zero, config.optimizer)

@@ -3,18 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-
+from zerocast.distributed.whole import MUON_DIMS, newton_schulz_flops
 from zerocast.footprint.fsdp_bytes import fsdp
 from zerocast.footprint.shapes import Parameter
-from zerocast.footprint.weight_bytes import Collective, amax_bytes
+from zerocast.footprint.weight_bytes import Collective, Planned, PlannedConfig, amax_bytes
 from zerocast.footprint.zero_bytes import zero
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits
-from zerocast.optim import ZeroConfig
-from zerocast.optim.muon_step import newton_schulz_flops
-from zerocast.optim.zero_muon import MUON_DIMS
-from zerocast.weight import QuantizedWeight
 
 ZERO = {"zero1": 1, "zero2": 2}
 FSDP = ("fsdp2", "hsdp")
@@ -38,7 +33,7 @@ class Setup:
     parallel: str = "zero2"
     ranks: int = 8
     shard_ranks: int = 8
-    config: ZeroConfig = field(default_factory=ZeroConfig)
+    config: PlannedConfig = field(default_factory=PlannedConfig)
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
@@ -111,12 +106,12 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
     """
     spec = get_format("identity" if fmt == "bf16" else fmt)
-    # One tensor for all parameters of a shape: experts are many and have few shapes, and the byte
-    # counts are cached by tensor.
-    by_shape: dict[tuple[tuple[int, ...], bool], torch.Tensor] = {}
+    # One stand-in for all parameters of a shape: experts are many and have few shapes, and the byte
+    # counts are cached by stand-in.
+    by_shape: dict[tuple[tuple[int, ...], bool], Planned] = {}
     for parameter in parameters:
         if (parameter.shape, parameter.linear) not in by_shape:
-            by_shape[parameter.shape, parameter.linear] = _on_meta(parameter, spec)
+            by_shape[parameter.shape, parameter.linear] = _stand_in(parameter, spec)
     placed = [(param.name, by_shape[param.shape, param.linear], param.unit) for param in parameters]
     costs = {
         param.name: newton_schulz_flops(param.shape, NS_STEPS) for param in parameters if _is_of_muon(param, setup)
@@ -128,7 +123,7 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
     else:
         shards = setup.ranks if setup.parallel == "fsdp2" else setup.shard_ranks
         memory, collectives = fsdp(placed, shards, setup.ranks // shards, setup.config)
-    quantized = [tensor for _, tensor, _ in placed if isinstance(tensor, QuantizedWeight)]
+    quantized = [tensor for _, tensor, _ in placed if tensor.format is not None]
     linear = sum(parameter.linear for parameter in parameters)
     return Footprint(
         fmt,
@@ -146,7 +141,7 @@ def _is_of_muon(parameter: Parameter, setup: Setup) -> bool:
     return setup.optimizer == "muon" and parameter.linear and len(parameter.shape) in MUON_DIMS
 
 
-def _on_meta(parameter: Parameter, spec: FormatSpec) -> torch.Tensor:
-    if parameter.linear and spec.element is not None and len(parameter.shape) > 1 and fits(spec, parameter.shape):
-        return QuantizedWeight.empty(parameter.shape, spec, torch.bfloat16, "meta")
-    return torch.empty(parameter.shape, dtype=torch.bfloat16, device="meta")
+def _stand_in(parameter: Parameter, spec: FormatSpec) -> Planned:
+    shape = parameter.shape
+    is_quantized = parameter.linear and spec.element is not None and len(shape) > 1 and fits(spec, shape)
+    return Planned(shape, spec if is_quantized else None)

@@ -13,15 +13,15 @@ of gradients.
 import functools
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
+from zerocast.distributed.row_shards import MOST_KEPT, RowShards, ShardGeometry, weight_layout
 from zerocast.footprint.shapes import ROOT
 from zerocast.footprint.weight_bytes import (
     FP32,
     Bytes,
     Collective,
     Placed,
+    Planned,
+    PlannedConfig,
     all_reduce,
     cut_groups,
     gradient_collective,
@@ -30,20 +30,20 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
+from zerocast.formats.dtypes import ITEMSIZE
 from zerocast.formats.layout import cut_moment_groups, moment_groups
-from zerocast.fsdp2.wire import MOST_KEPT, RowShards, ShardGeometry, weight_layout
-from zerocast.optim import ZeroConfig
-from zerocast.weight import QuantizedWeight
 
 
-def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConfig) -> tuple[Bytes, list[Collective]]:
+def fsdp(
+    tensors: Sequence[Placed], shards: int, replicas: int, config: PlannedConfig
+) -> tuple[Bytes, list[Collective]]:
     """The bytes in memory by purpose, and the collectives of a step, of a rank with full shards."""
     all_tensors = [tensor for _, tensor, _ in tensors]
     shares = [(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]), tensor.shape[-1]) for tensor in all_tensors]
     owned = sum(numel for numel, _ in shares)
     groups = sum(moment_groups(0, numel, columns) for numel, columns in shares)
-    grad_bytes = (config.grad_dtype or torch.bfloat16).itemsize
-    units: dict[int, list[Tensor]] = {}
+    grad_bytes = ITEMSIZE[config.reduced_as]
+    units: dict[int, list[Planned]] = {}
     for _, tensor, unit in tensors:
         units.setdefault(unit, []).append(tensor)
     weights = quantized(all_tensors)
@@ -71,7 +71,7 @@ def fsdp(tensors: Sequence[Placed], shards: int, replicas: int, config: ZeroConf
     gathers = {unit: 1 if unit == ROOT else 2 for unit in units}
     sent_in_step = sum(gathers[unit] * nbytes for unit, nbytes in sent.items())
     return memory, [
-        gradient_collective([(numel, config.grad_dtype or torch.bfloat16) for numel in reduced], shards, config),
+        gradient_collective([(numel, config.reduced_as) for numel in reduced], shards, config),
         all_reduce("gradients", len(units), owned * grad_bytes if replicas > 1 else 0, replicas),
         all_reduce("the norm", 1, FP32, shards),
         all_reduce("amaxes", 1, packed, shards),
@@ -88,43 +88,43 @@ def _at_the_peak(by_unit: dict[int, int]) -> int:
     return by_unit.get(ROOT, 0) + sum(blocks[-2:])
 
 
-def _rows(tensor: Tensor, shards: int) -> int:
+def _rows(tensor: Planned, shards: int) -> int:
     """The rows of the first dimension on a rank with a full share."""
     return -(-tensor.shape[0] // shards)
 
 
-def _cut_groups(tensor: Tensor, shards: int) -> int:
+def _cut_groups(tensor: Planned, shards: int) -> int:
     """The groups of moments of a vector that shards cut. Those of other tensors lie in a row."""
-    if tensor.dim() > 1:
+    if len(tensor.shape) > 1:
         return 0
     numel = tensor.numel()
     return len(cut_moment_groups(range(_rows(tensor, shards), numel, _rows(tensor, shards)), numel))
 
 
 @functools.lru_cache(maxsize=1024)
-def _geometry(weight: QuantizedWeight, shards: int) -> ShardGeometry:
+def _geometry(weight: Planned, shards: int) -> ShardGeometry:
     """The shard of the first rank, which no other exceeds."""
     rows, columns = weight.matrix_shape
     cut = RowShards(rows, _rows(weight, shards) * (rows // weight.shape[0]), shards)
-    count, (matrix_rows, _) = weight.stored_matrices
-    return ShardGeometry(weight.format, weight.dtype, cut, columns, 0, matrix_rows if count > 1 else None)
+    count, (matrix_rows, _) = weight.matrices()
+    return ShardGeometry(weight.weight_format(), weight.dtype, cut, columns, 0, matrix_rows if count > 1 else None)
 
 
 @functools.lru_cache(maxsize=1024)
-def _sent(tensor: Tensor, shards: int) -> int:
+def _sent(tensor: Planned, shards: int) -> int:
     """The bytes that each rank contributes to one all-gather."""
-    if isinstance(tensor, QuantizedWeight):
+    if tensor.format is not None:
         return weight_layout(_geometry(tensor, shards)).nbytes
-    return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.dtype.itemsize
+    return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.itemsize
 
 
 @functools.lru_cache(maxsize=1024)
-def _codes(weight: QuantizedWeight, shards: int) -> int:
+def _codes(weight: Planned, shards: int) -> int:
     """The bytes of codes among those that a rank contributes to one all-gather."""
     return weight_layout(_geometry(weight, shards)).codes_nbytes
 
 
-def _cut_amaxes(weights: Sequence[QuantizedWeight], shards: int) -> int:
+def _cut_amaxes(weights: Sequence[Planned], shards: int) -> int:
     """The bytes of the one all-reduce: tensor amaxes and those of block rows that shards cut, in
     bf16.
     """

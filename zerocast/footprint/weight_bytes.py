@@ -4,28 +4,110 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from zerocast.formats import Columnwise
+from zerocast.distributed.bucket import BUCKET_SIZE
+from zerocast.formats import Block, Columnwise, FormatSpec
+from zerocast.formats.dtypes import ITEMSIZE, dtype_name
 from zerocast.formats.layout import (
     BUFFER_ALIGNMENT_ELEMENTS,
     Buffer,
     GradientMessage,
+    Shape,
     buffers,
+    matrix_shape,
     round_up,
+    stored_matrices,
     upcast_operand,
     weight_amax_counts,
 )
-from zerocast.optim import ZeroConfig
-from zerocast.weight import QuantizedWeight
 
-FP32, FP64 = torch.float32.itemsize, torch.float64.itemsize
+if TYPE_CHECKING:
+    from zerocast.optim import ZeroConfig
+
+FP32, FP64 = 4, 8
 SCALES = ("rowwise_scale_inv", "columnwise_scale_inv", "amax", "scale", "amax_history")
-# (name, tensor, number of its unit or bucket)
-Placed = tuple[str, Tensor, int]
 Bytes = dict[str, int]
+
+
+# Without comparison, so that byte counts are cached by object.
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """Stands for a parameter in the functions that lay parameters out.
+
+    Attributes:
+        shape: its shape.
+        format: its format; None for a plain parameter.
+    """
+
+    shape: Shape
+    format: FormatSpec | None
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype of plain parameters, and the nominal dtype of weights."""
+        return "bfloat16"
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element of this dtype."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def matrix_shape(self) -> Block:
+        """(rows, columns), with leading dimensions folded into the rows."""
+        return matrix_shape(self.shape)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def weight_format(self) -> FormatSpec:
+        """The format of a weight that is quantized."""
+        assert self.format is not None
+        return self.format
+
+    def matrices(self) -> tuple[int, Block]:
+        """(number, shape) of the matrices in which a quantized weight is stored."""
+        return stored_matrices(self.weight_format(), self.shape)
+
+
+@dataclass(frozen=True)
+class PlannedConfig:
+    """The choices of ZeroConfig that bytes depend on, with dtypes by name."""
+
+    bucket_size: int = BUCKET_SIZE
+    deterministic: bool = False
+    grad_wire: str | None = None
+    grad_dtype: str | None = None
+    moment_dtype: str = "float32"
+    keep_columnwise: bool = False
+
+    def __post_init__(self) -> None:
+        """ValueError for a bucket without elements."""
+        if self.bucket_size < 1:
+            raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
+
+    @staticmethod
+    def of(config: "ZeroConfig") -> "PlannedConfig":
+        """The choices of a run."""
+        return PlannedConfig(
+            bucket_size=config.bucket_size,
+            deterministic=config.deterministic,
+            grad_wire=config.grad_wire,
+            grad_dtype=None if config.grad_dtype is None else dtype_name(config.grad_dtype),
+            moment_dtype=dtype_name(config.moment_dtype),
+            keep_columnwise=config.keep_columnwise,
+        )
+
+    @property
+    def reduced_as(self) -> str:
+        """The name of the dtype in which gradients are reduced."""
+        return self.grad_dtype or "bfloat16"
+
+
+# (name, parameter, number of its unit or bucket)
+Placed = tuple[str, Planned, int]
 
 
 @dataclass(frozen=True)
@@ -58,38 +140,39 @@ def all_reduce(content: str, calls: int, nbytes: int, ranks: int) -> Collective:
     return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks)
 
 
-def gradient_collective(parts: Sequence[tuple[int, torch.dtype]], ranks: int, config: ZeroConfig) -> Collective:
+def gradient_collective(parts: Sequence[tuple[int, str]], ranks: int, config: PlannedConfig) -> Collective:
     """The collective by which gradients reach their owners.
 
-    `parts` has (elements, reduced dtype) of each message to one owner.
+    `parts` has (elements, name of the reduced dtype) of each message to one owner.
     """
     if config.grad_wire:
         sent = sum(GradientMessage(numel).nbytes for numel, _ in parts) * (ranks - 1)
         return Collective("all-to-all", "gradients", len(parts), sent, ranks)
-    sent = sum(numel * dtype.itemsize for numel, dtype in parts) * (ranks - 1)
+    sent = sum(numel * ITEMSIZE[dtype] for numel, dtype in parts) * (ranks - 1)
     return Collective("reduce-scatter", "gradients", len(parts), sent, ranks)
 
 
-def quantized(tensors: Iterable[Tensor]) -> list[QuantizedWeight]:
-    """The quantized weights among some tensors."""
-    return [tensor for tensor in tensors if isinstance(tensor, QuantizedWeight)]
+def quantized(parameters: Iterable[Planned]) -> list[Planned]:
+    """The quantized weights among some parameters."""
+    return [parameter for parameter in parameters if parameter.format is not None]
 
 
 @functools.lru_cache(maxsize=1024)
-def scale_bytes(weight: QuantizedWeight) -> int:
+def scale_bytes(weight: Planned) -> int:
     """The bytes of a weight's scales, amax and delayed scaling in flat buffers, without the scales
     of a columnwise copy.
     """
-    layout = buffers(weight.format, weight.shape, weight.dtype)
-    transposed = weight.format.columnwise is Columnwise.TRANSPOSE
+    fmt = weight.weight_format()
+    layout = buffers(fmt, weight.shape, weight.dtype)
+    transposed = fmt.columnwise is Columnwise.TRANSPOSE
     names = [name for name in SCALES if not (name == "columnwise_scale_inv" and transposed)]
     return sum(_in_flat_buffer(layout[name]) for name in names)
 
 
 @functools.lru_cache(maxsize=1024)
-def copy_bytes(weight: QuantizedWeight) -> int:
+def copy_bytes(weight: Planned) -> int:
     """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
-    fmt = weight.format
+    fmt = weight.weight_format()
     if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
     layout = buffers(fmt, weight.shape, weight.dtype)
@@ -98,35 +181,33 @@ def copy_bytes(weight: QuantizedWeight) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def operand_bytes(weight: QuantizedWeight) -> int:
+def operand_bytes(weight: Planned) -> int:
     """The bytes of what a product reads in place of the rowwise codes: an operand in FP8 of formats
     that are exact there, else a columnwise copy.
     """
-    if not weight.format.is_exact_in_fp8:
+    fmt = weight.weight_format()
+    if not fmt.is_exact_in_fp8:
         return copy_bytes(weight)
-    return sum(
-        math.prod(buffer.shape) * buffer.dtype.itemsize
-        for buffer in upcast_operand(weight.format, *weight.matrix_shape)
-    )
+    return sum(buffer.nbytes for buffer in upcast_operand(fmt, *weight.matrix_shape))
 
 
-def moment_bytes(numel: int, groups: int, config: ZeroConfig) -> int:
+def moment_bytes(numel: int, groups: int, config: PlannedConfig) -> int:
     """The bytes of AdamW's moments of so many elements, in so many groups if they are in 8 bits."""
-    if isinstance(config.moment_dtype, torch.dtype):
-        return 2 * numel * config.moment_dtype.itemsize
-    return 2 * (numel + groups * FP32)
+    if config.moment_dtype == "8bit":
+        return 2 * (numel + groups * FP32)
+    return 2 * numel * ITEMSIZE[config.moment_dtype]
 
 
-def cut_groups(count: int, ranks: int, config: ZeroConfig) -> list[Collective]:
+def cut_groups(count: int, ranks: int, config: PlannedConfig) -> list[Collective]:
     """The all-reduce of the largest moments of groups that ranks cut, if there is any."""
     is_reduced = count and ranks > 1 and config.moment_dtype == "8bit"
     return [all_reduce("cut groups of moments", 1, 2 * count * FP32, ranks)] if is_reduced else []
 
 
-def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
+def amax_bytes(parameters: Iterable[Planned], ranks: int) -> int:
     """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
-    weights = quantized(tensors)
-    counts = [sum(weight_amax_counts(weight.format, weight.shape)) for weight in weights]
+    weights = quantized(parameters)
+    counts = [sum(weight_amax_counts(weight.weight_format(), weight.shape)) for weight in weights]
     # After its amaxes each weight has a flag that says whether its masters are finite. With several
     # ranks, two more numbers compare the ranks' calls.
     amaxes = sum(counts) + sum(count > 0 for count in counts)
@@ -134,4 +215,4 @@ def amax_bytes(tensors: Iterable[Tensor], ranks: int) -> int:
 
 
 def _in_flat_buffer(buffer: Buffer | None) -> int:
-    return round_up(math.prod(buffer.shape), BUFFER_ALIGNMENT_ELEMENTS) * buffer.dtype.itemsize if buffer else 0
+    return round_up(math.prod(buffer.shape), BUFFER_ALIGNMENT_ELEMENTS) * buffer.itemsize if buffer else 0

@@ -1,5 +1,4 @@
-"""The bytes of one rank of a ZeroAdamW or ZeroMuon, whose own buckets are laid out over meta
-tensors.
+"""The bytes of one rank of a ZeroAdamW or ZeroMuon, whose buckets are laid out as in a run.
 
 The gradients of stage 2 are the shard and the buckets in flight, for one backward pass a step that
 completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps all
@@ -14,20 +13,21 @@ this exchange or for the update of a matrix is left out, since the memory of act
 that time.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from zerocast.cast.amaxes import cut_rows
+from zerocast.distributed.bucket import IN_FLIGHT, Bucket, FlatBuffer, Layout, Slot, flat_numel, lay_out
+from zerocast.distributed.owned_matrices import most_sent, rounds
 from zerocast.footprint.weight_bytes import (
     FP32,
     FP64,
     Bytes,
     Collective,
     Placed,
+    Planned,
+    PlannedConfig,
     all_reduce,
     copy_bytes,
     cut_groups,
@@ -37,13 +37,9 @@ from zerocast.footprint.weight_bytes import (
     quantized,
     scale_bytes,
 )
-from zerocast.formats.layout import GradientMessage, cut_moment_groups, moment_groups, weight_amax_counts
-from zerocast.optim import ZeroConfig
-from zerocast.optim.bucket import Bucket, FlatBuffer, Layout, flat_numel, lay_out
-from zerocast.optim.gradient_exchange import most_sent, rounds
-from zerocast.optim.gradient_shard import shard_dtype
-from zerocast.optim.gradients import IN_FLIGHT
-from zerocast.weight import QuantizedWeight
+from zerocast.formats import Block, Columnwise, FormatSpec
+from zerocast.formats.dtypes import ITEMSIZE
+from zerocast.formats.layout import GradientMessage, amax_grid, cut_moment_groups, moment_groups, weight_amax_counts
 
 
 class ZeroBytes(NamedTuple):
@@ -61,24 +57,32 @@ class ZeroBytes(NamedTuple):
     busiest: float
 
 
-def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, costs: Mapping[str, int]) -> ZeroBytes:
+def zero(
+    tensors: Sequence[Placed], ranks: int, stage: int, config: PlannedConfig, costs: Mapping[str, int]
+) -> ZeroBytes:
     """The bytes of one rank of a ZeroAdamW, or of a ZeroMuon if there are `costs`, which are the
     numbers of operations for Muon's parameters, by name.
     """
-    layout = lay_out(tensors, config.bucket_size, ranks, config.grad_dtype, costs)
+    # Parameters are only asked for what a stand-in has.
+    parameters: Any = tensors
+    layout = lay_out(parameters, config.bucket_size, ranks, config.grad_dtype, costs)
     buckets = layout.buckets
     shard = flat_numel(buckets)
     # The part of the shard that is cut evenly over ranks, which AdamW updates.
     cut = flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
     weights = quantized(tensor for _, tensor, _ in tensors)
-    computed = quantized(slot.parameter for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
+    computed = quantized(_planned(slot) for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
     gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
     reduced, own = _packed_amaxes(buckets, ranks)
     # Stage 1 keeps all gradients of this rank until the step.
-    all_gradients = sum(tensor.numel() * _arriving(tensor, config).itemsize for _, tensor, _ in tensors)
+    all_gradients = sum(tensor.numel() * ITEMSIZE[_arriving(tensor, config)] for _, tensor, _ in tensors)
     kept_gradients = all_gradients if stage == 1 else 0
     # Products make them one after another, of kept copies too where a format is exact in FP8.
-    made = [operand_bytes(weight) for weight in weights if weight.format.is_exact_in_fp8 or not config.keep_columnwise]
+    made = [
+        operand_bytes(weight)
+        for weight in weights
+        if weight.weight_format().is_exact_in_fp8 or not config.keep_columnwise
+    ]
     kept_copies = sum(map(copy_bytes, weights)) if config.keep_columnwise else 0
     memory = {
         "weights": sum(_flat(bucket, bucket.storage.codes) for bucket in buckets),
@@ -86,11 +90,11 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
         "scales": sum(map(scale_bytes, computed)) + gathered_scales + reduced + own,
         "masters": shard * FP32,
         "moments": _moments(buckets, cut, ranks, config) + _momentum(buckets, shard - cut, ranks, config),
-        "gradients": flat_numel(layout.gradients) * shard_dtype(layout, config).itemsize + kept_gradients,
+        "gradients": flat_numel(layout.gradients) * _kept_itemsize(layout, config) + kept_gradients,
         "buckets": _in_flight(tensors, layout, ranks, stage, config),
     }
     others = ranks - 1
-    gradients = [(bucket.shard_numel, bucket.storage.grad_dtype) for bucket in layout.gradients]
+    gradients = [(bucket.shard_numel, bucket.storage.reduced_as) for bucket in layout.gradients]
     gathers = sum(len(bucket.storage.gathered) for bucket in buckets)
     own_bytes = sum(_flat(bucket, bucket.storage.gathered) // ranks for bucket in buckets)
     collectives = [
@@ -104,14 +108,26 @@ def zero(tensors: Sequence[Placed], ranks: int, stage: int, config: ZeroConfig, 
     return ZeroBytes(memory, collectives, _busiest(buckets, ranks, costs) if costs else 0.0)
 
 
-def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: ZeroConfig) -> int:
+def _planned(slot: Slot) -> Planned:
+    """The stand-in that was laid out in a slot."""
+    parameter: Any = slot.parameter
+    planned: Planned = parameter
+    return planned
+
+
+def _kept_itemsize(layout: Layout, config: PlannedConfig) -> int:
+    """The bytes of an element of the shard of reduced gradients."""
+    return 2 if layout.adds_in_bf16(config.deterministic, config.grad_wire) else FP32
+
+
+def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: PlannedConfig) -> int:
     """The bytes of AdamW's moments of `cut` elements. Scales are those of a mean rank."""
     slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
     return moment_bytes(cut, -(-groups // ranks), config)
 
 
-def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: ZeroConfig) -> int:
+def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: PlannedConfig) -> int:
     """The bytes of Muon's momentum of `numel` elements. Scales are those of a mean rank."""
     if config.moment_dtype != "8bit":
         return numel * FP32
@@ -126,7 +142,7 @@ def _cut_groups(buckets: Sequence[Bucket]) -> int:
     return sum(len(cut_moment_groups(bucket.boundaries(slot), slot.matrix_shape[1])) for bucket, slot in slots)
 
 
-def _exchange(layout: Layout, ranks: int, config: ZeroConfig) -> Collective:
+def _exchange(layout: Layout, ranks: int, config: PlannedConfig) -> Collective:
     """The all-to-all by which reduced gradients reach the owners of matrices."""
     calls = len(rounds(layout, ranks, config.bucket_size)) if ranks > 1 else 0
     return Collective("all-to-all", "gradients for owners", calls, most_sent(layout, ranks) * FP32, ranks)
@@ -143,21 +159,21 @@ def _busiest(buckets: Sequence[Bucket], ranks: int, costs: Mapping[str, int]) ->
 
 def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
     """The bytes of these flat buffers of a bucket, padding included."""
-    return sum(bucket.numel // elements * dtype.itemsize for _, dtype, elements in buffers)
+    return sum(bucket.numel // elements * ITEMSIZE[dtype] for _, dtype, elements in buffers)
 
 
-def _arriving(tensor: Tensor, config: ZeroConfig) -> torch.dtype:
-    """The dtype of a gradient as autograd produces it."""
-    widened = isinstance(tensor, QuantizedWeight) and config.grad_dtype is torch.float32
-    return torch.float32 if widened else tensor.dtype
+def _arriving(tensor: Planned, config: PlannedConfig) -> str:
+    """The name of the dtype of a gradient as autograd produces it."""
+    widened = tensor.format is not None and config.grad_dtype == "float32"
+    return "float32" if widened else tensor.dtype
 
 
-def _in_flight(tensors: Sequence[Placed], layout: Layout, ranks: int, stage: int, config: ZeroConfig) -> int:
+def _in_flight(tensors: Sequence[Placed], layout: Layout, ranks: int, stage: int, config: PlannedConfig) -> int:
     """The peak of the bytes that gradients take in a backward pass, from their arrival until their
     bucket is in the shard. At stage 1 the gradients themselves are not counted, since they are
     kept anyway.
     """
-    kept = shard_dtype(layout, config)
+    kept = _kept_itemsize(layout, config)
     bucket_of = {slot.name: bucket for bucket in layout.gradients for slot in bucket.slots}
     missing = {id(bucket): len(bucket.slots) for bucket in layout.gradients}
     arrived = dict.fromkeys(missing, 0)
@@ -169,16 +185,16 @@ def _in_flight(tensors: Sequence[Placed], layout: Layout, ranks: int, stage: int
         bucket = bucket_of[name]
         dtype = _arriving(tensor, config)
         if stage == 2:
-            arrived[id(bucket)] += tensor.numel() * dtype.itemsize
-            waiting += tensor.numel() * dtype.itemsize
+            arrived[id(bucket)] += tensor.numel() * ITEMSIZE[dtype]
+            waiting += tensor.numel() * ITEMSIZE[dtype]
         peak = max(peak, waiting + _bytes(flying))
         missing[id(bucket)] -= 1
         if missing[id(bucket)]:
             continue
         storage = bucket.storage
         unpacked = arrived[id(bucket)]
-        is_sent_unpacked = bucket.is_one_gradient and dtype is storage.grad_dtype
-        packed = 0 if is_sent_unpacked else bucket.numel * storage.grad_dtype.itemsize
+        is_sent_unpacked = bucket.is_one_gradient and dtype == storage.reduced_as
+        packed = 0 if is_sent_unpacked else bucket.numel * ITEMSIZE[storage.reduced_as]
         # The reducer waits for the oldest buckets until this one has room.
         while flying and bucket.numel + sum(numel for numel, _ in flying) > most_flying:
             flying.popleft()
@@ -196,18 +212,18 @@ def _bytes(flying: Iterable[tuple[int, int]]) -> int:
     return sum(nbytes for _, nbytes in flying)
 
 
-def _result(bucket: Bucket, ranks: int, config: ZeroConfig, kept: torch.dtype) -> int:
-    """The bytes of the result of a bucket's collective, until it is in the shard, which has the
-    dtype `kept`. For FP8 messages this includes the messages that are sent.
+def _result(bucket: Bucket, ranks: int, config: PlannedConfig, kept: int) -> int:
+    """The bytes of the result of a bucket's collective, until it is in the shard, whose elements
+    have `kept` bytes. For FP8 messages this includes the messages that are sent.
     """
-    dtype = bucket.storage.grad_dtype
+    itemsize = ITEMSIZE[bucket.storage.reduced_as]
     if config.grad_wire:
         return min(ranks, 2) * ranks * GradientMessage(bucket.shard_numel).nbytes
     if ranks == 1:
         return 0
     if config.deterministic:
-        return bucket.numel * dtype.itemsize
-    return 0 if dtype is kept else bucket.shard_numel * dtype.itemsize
+        return bucket.numel * itemsize
+    return 0 if itemsize == kept else bucket.shard_numel * itemsize
 
 
 def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
@@ -230,8 +246,34 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
             if cuts is None:
                 reduced += amaxes
             else:
-                reduced += sum(
-                    rows.cuts.numel() * rows.across for rows in cut_rows(slot.format, slot.matrix_shape, cuts)
-                )
+                reduced += cut_amaxes(slot.format, slot.matrix_shape, cuts)
                 own += -(-amaxes // ranks)
     return (2 if has_amaxes else FP32) * reduced, 2 * own
+
+
+def cut_amaxes(fmt: FormatSpec, matrix: Block, cuts: range) -> int:
+    """The number of amaxes in the rows of blocks that boundaries between ranks cut, in every grid
+    of a weight (`zerocast.cast.amaxes.cut_rows`).
+    """
+    grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
+    total = 0
+    for height, width in (block for block in grids if block):
+        row_of_blocks = height * matrix[1]
+        # A boundary between two blocks of one row of elements cuts none.
+        unit = width if height == 1 else row_of_blocks
+        rows = _count_cut(cuts, unit, row_of_blocks)
+        total += rows * amax_grid((height, width), *matrix)[1]
+    return total
+
+
+def _count_cut(cuts: range, unit: int, row_of_blocks: int) -> int:
+    """The number of rows of blocks with a cut that is no multiple of `unit`."""
+    if not cuts or (cuts.start % unit == 0 and (cuts.step % unit == 0 or len(cuts) == 1)):
+        return 0
+    if cuts.step < row_of_blocks:
+        return len({cut // row_of_blocks for cut in cuts if cut % unit})
+    # Each cut is in another row of blocks. The cuts that are multiples follow each other at equal
+    # distances.
+    period = unit // math.gcd(cuts.step, unit)
+    first = next((index for index in range(min(period, len(cuts))) if cuts[index] % unit == 0), None)
+    return len(cuts) - (0 if first is None else len(range(first, len(cuts), period)))

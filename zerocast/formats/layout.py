@@ -11,11 +11,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import ClassVar
-
-import torch
+from typing import TYPE_CHECKING, ClassVar
 
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule
+from zerocast.formats.dtypes import ITEMSIZE, dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
 
 Shape = tuple[int, ...]
 
@@ -134,7 +136,7 @@ def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]
             yield (last, *offsets), (1, *sizes)
 
 
-def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: torch.dtype) -> tuple[int, int]:
+def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: "torch.dtype") -> tuple[int, int]:
     """Bytes `[first, last)` of the rowwise data that hold `span`; `dtype` is the nominal dtype.
 
     With 4-bit codes a span that ends inside a byte includes the whole byte. An empty span has no
@@ -177,20 +179,37 @@ def weight_amax_counts(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Buffer:
-    """Shape and dtype of one storage buffer of a weight, and the value its padding holds."""
+    """Shape and dtype, by name, of one storage buffer of a weight, and the value its padding
+    holds.
+    """
 
     shape: Shape
-    dtype: torch.dtype
+    dtype_name: str
     padding: float = 0.0
 
+    @property
+    def dtype(self) -> "torch.dtype":
+        """The dtype of the elements."""
+        return torch_dtype(self.dtype_name)
 
-def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: torch.dtype) -> Buffer:
+    @property
+    def itemsize(self) -> int:
+        """The bytes of an element."""
+        return ITEMSIZE[self.dtype_name]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: "torch.dtype | str") -> Buffer:
     """The rowwise data: u8 `[M, K]`, u8 `[M, K/2]` for 4-bit codes, nominal `[M, K]` for
     identity.
     """
     if fmt.element is None:
-        return Buffer((rows, columns), dtype)
-    return Buffer((rows, columns // fmt.elements_per_byte), torch.uint8)
+        return Buffer((rows, columns), dtype_name(dtype))
+    return Buffer((rows, columns // fmt.elements_per_byte), "uint8")
 
 
 def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
@@ -201,8 +220,8 @@ def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
     if fmt.columnwise in (Columnwise.NONE, Columnwise.SHARED):
         return None
     if fmt.columnwise is Columnwise.OWN_GRID:
-        return Buffer((rows, columns), torch.uint8)
-    return Buffer((columns, rows // fmt.elements_per_byte), torch.uint8)
+        return Buffer((rows, columns), "uint8")
+    return Buffer((columns, rows // fmt.elements_per_byte), "uint8")
 
 
 def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
@@ -214,14 +233,14 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
     if fmt.scale_rule is ScaleRule.NONE:
         return None
     if fmt.block is None:
-        return Buffer((1,), torch.float32, 1.0)
+        return Buffer((1,), "float32", 1.0)
     down, across = amax_grid(fmt.block, rows, columns)
     if fmt.scale_rule is ScaleRule.BF16:
-        return Buffer((down, across), torch.bfloat16)
+        return Buffer((down, across), "bfloat16")
     # The paddings are those of cuBLAS: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
     if fmt.scale_rule is ScaleRule.FP32:
-        return Buffer((down, round_up(across, 4)), torch.float32, 1.0)
-    return Buffer((round_up(rows, 128), round_up(across, 4)), torch.uint8)
+        return Buffer((down, round_up(across, 4)), "float32", 1.0)
+    return Buffer((round_up(rows, 128), round_up(across, 4)), "uint8")
 
 
 def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
@@ -235,7 +254,7 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
     if fmt.columnwise is Columnwise.TRANSPOSE:
         return rowwise_scale_inv(fmt, columns, rows)
     down, across = amax_grid(fmt.columnwise_block or fmt.block, rows, columns)
-    return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), torch.uint8)
+    return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), "uint8")
 
 
 def buffer_rows(fmt: FormatSpec, name: str, rows: int) -> int:
@@ -254,9 +273,9 @@ def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Bu
     f32 scale per scale group, as in fp8_block, or one of the tensor, as in fp8_current.
     """
     if fmt.scale_group is None:
-        return Buffer((rows, columns), torch.uint8), Buffer((1,), torch.float32)
+        return Buffer((rows, columns), "uint8"), Buffer((1,), "float32")
     down, across = amax_grid(fmt.scale_group, rows, columns)
-    return Buffer((rows, columns), torch.uint8), Buffer((down, round_up(across, 4)), torch.float32, 1.0)
+    return Buffer((rows, columns), "uint8"), Buffer((down, round_up(across, 4)), "float32", 1.0)
 
 
 def elements_per_scale(fmt: FormatSpec, shape: Sequence[int]) -> dict[str, int]:
@@ -312,7 +331,7 @@ BUFFERS = (
 
 # A model repeats its shapes, and building a plan asks for the buffers of each weight several times.
 @functools.lru_cache(maxsize=1024)
-def buffers(fmt: FormatSpec, shape: Shape, dtype: torch.dtype) -> Mapping[str, Buffer | None]:
+def buffers(fmt: FormatSpec, shape: Shape, dtype: "torch.dtype | str") -> Mapping[str, Buffer | None]:
     """Every buffer of a weight by the names in `BUFFERS`; None for a buffer that the format
     lacks.
     """
@@ -323,9 +342,9 @@ def buffers(fmt: FormatSpec, shape: Shape, dtype: torch.dtype) -> Mapping[str, B
         "rowwise_scale_inv": rowwise_scale_inv(fmt, *matrix),
         "columnwise_data": columnwise_data(fmt, *matrix),
         "columnwise_scale_inv": columnwise_scale_inv(fmt, *matrix),
-        "amax": Buffer((1,), torch.float32) if fmt.has_tensor_amax else None,
-        "scale": Buffer((1,), torch.float32, 1.0) if is_delayed else None,
-        "amax_history": Buffer((fmt.amax_history_len,), torch.float32) if is_delayed else None,
+        "amax": Buffer((1,), "float32") if fmt.has_tensor_amax else None,
+        "scale": Buffer((1,), "float32", 1.0) if is_delayed else None,
+        "amax_history": Buffer((fmt.amax_history_len,), "float32") if is_delayed else None,
     }
     if count > 1:
         by_name = {name: _repeated(buffer, count) for name, buffer in by_name.items()}

@@ -4,7 +4,6 @@ Kernels get plain addresses. Given a tensor that is smaller than its weight, or 
 freed or shrunk, they would read and write memory of other tensors.
 """
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -102,4 +101,4 @@ def _by(matrix: Block) -> str:
 
 
 def _described(buffer: Buffer) -> str:
-    return f"{buffer.dtype} {buffer.shape}, {math.prod(buffer.shape) * buffer.dtype.itemsize:,} bytes"
+    return f"{buffer.dtype} {buffer.shape}, {buffer.nbytes:,} bytes"

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from zerocast.formats.dtypes import torch_dtype
 from zerocast.formats.element import Element
 
 if TYPE_CHECKING:
@@ -158,12 +159,16 @@ class FormatSpec:
         return 1, (self.columnwise_block or self.block)[1]
 
     @property
-    def scale_dtype(self) -> "torch.dtype":
-        """The dtype of the entries of scale buffers. A byte is an E8M0 or an E4M3 code."""
-        import torch  # noqa: PLC0415  # as in element.py
+    def scale_dtype_name(self) -> str:
+        """The name of the dtype of the entries of scale buffers. A byte is an E8M0 or an E4M3
+        code.
+        """
+        return {ScaleRule.FP32: "float32", ScaleRule.BF16: "bfloat16"}.get(self.scale_rule, "uint8")
 
-        dtypes = {ScaleRule.FP32: torch.float32, ScaleRule.BF16: torch.bfloat16}
-        return dtypes.get(self.scale_rule, torch.uint8)
+    @property
+    def scale_dtype(self) -> "torch.dtype":
+        """The dtype of the entries of scale buffers."""
+        return torch_dtype(self.scale_dtype_name)
 
     @property
     def has_tensor_scale(self) -> bool:

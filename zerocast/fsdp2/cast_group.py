@@ -19,10 +19,11 @@ from zerocast.cast.partition import MasterShard
 from zerocast.cast.pipeline import cast
 from zerocast.cast.tables import WeightTable, WeightTables
 from zerocast.distributed.rank_report import ShardStatus
+from zerocast.distributed.row_shards import CODES
 from zerocast.formats import AmaxPolicy
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
 from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
-from zerocast.fsdp2.wire import CODES, GatherLayout, side_by_side
+from zerocast.fsdp2.wire import GatherLayout, side_by_side
 
 # Tables that are kept for sets of weights that steps have not measured. Which experts learn may
 # change with every step.

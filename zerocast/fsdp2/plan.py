@@ -17,6 +17,7 @@ from zerocast.cast.plan import Plan
 from zerocast.distributed.agreement import check_same_call, largest_of_ranks, validate_across_ranks
 from zerocast.distributed.group import Caller, Group
 from zerocast.distributed.rank_report import ShardStatus
+from zerocast.distributed.row_shards import MOST_KEPT, InnerShards, RowShards, weight_layout
 from zerocast.formats.layout import Span, matrix_shape
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.amax_layout import ReductionGroup
@@ -25,7 +26,6 @@ from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.param_groups import ParamGroups, prepared_params
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.fsdp2.weight import ADVICE, LOAD, NOT_SHARDED, FSDPWeight, ParamGroup, living, shard_statuses
-from zerocast.fsdp2.wire import MOST_KEPT, InnerShards, RowShards, weight_layout
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight.validity import InvalidWeights, Validity, debugging
 

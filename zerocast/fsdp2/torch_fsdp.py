@@ -327,7 +327,8 @@ class GroupOfInnerShards(GroupOfWeights):
 
     FSDP2 joins their shards by views of each gathered tensor as parts of the parameter, but codes
     of 4 bits and side channels have other sizes. So it is told that their first dimension is
-    sharded, and leaves what was gathered in the order of ranks (`zerocast.fsdp2.wire.InnerShards`).
+    sharded, and leaves what was gathered in the order of ranks
+    (`zerocast.distributed.row_shards.InnerShards`).
 
     Attributes:
         placements: the placements of these weights, by FSDPParam.

@@ -18,22 +18,15 @@ from torch.distributed.tensor import DTensor
 from zerocast.cast.partition import MasterShard
 from zerocast.distributed.group import ONE_PROCESS, Group
 from zerocast.distributed.rank_report import ShardStatus
+from zerocast.distributed.row_shards import CODES, InnerShards, RowShards, ShardGeometry
 from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.formats.dtypes import dtype_name
 from zerocast.formats.layout import Buffer, check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
 from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
-from zerocast.fsdp2.wire import (
-    CODES,
-    GatheredSide,
-    GatherLayout,
-    InnerShards,
-    RowShards,
-    ShardGeometry,
-    header_of,
-    side_by_side,
-)
+from zerocast.fsdp2.wire import GatheredSide, GatherLayout, header_of, side_by_side
 from zerocast.weight.gathered_operands import GatheredOperands
 from zerocast.weight.validity import Validity, gathered
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
@@ -334,7 +327,7 @@ class FSDPWeight:
         shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
         count, (matrix_rows, _) = stored_matrices(self.format, shape)
         apart = matrix_rows if count > 1 else None
-        self.geometry = ShardGeometry(self.format, self.nominal, shards, columns, rank, apart, inner_shards)
+        self.geometry = ShardGeometry(self.format, dtype_name(self.nominal), shards, columns, rank, apart, inner_shards)
         self.status_after_cast = ShardStatus.CLEAN if self.geometry.span.numel else ShardStatus.EMPTY
         self.is_located = True
         self.validity.watch([self.master], sharded=False)
@@ -622,7 +615,7 @@ class ParamGroup:
         # The codes of inner shards are joined in other memory, and freed before the rest.
         if world == 1 or any(weight.geometry.inner_shards for weight in weights):
             return
-        specs = [Buffer((world * part.numel(),), part.dtype) for parts in self._outgoing for part in parts]
+        specs = [Buffer((world * part.numel(),), dtype_name(part.dtype)) for parts in self._outgoing for part in parts]
         memory, buffers = side_by_side(specs, device)
         outputs = [[next(buffers) for _ in parts] for parts in self._outgoing]
         torch_fsdp.free([memory])

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from zerocast.distributed.bucket import IDENTITY, Bucket, Slot
 from zerocast.distributed.group import Flight, Group
 from zerocast.formats import layout
-from zerocast.optim.bucket import IDENTITY, Bucket, Slot
+from zerocast.formats.dtypes import torch_dtype
 from zerocast.optim.foreign_writes import ForeignWrites, PlainPlace, QuantizedPlace
 from zerocast.weight import QuantizedWeight
 
@@ -28,7 +29,9 @@ class BucketBytes:
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
         gathered = bucket.storage.gathered
-        self.flats = [torch.zeros(bucket.numel // n, dtype=dtype, device=device) for _, dtype, n in gathered]
+        self.flats = [
+            torch.zeros(bucket.numel // n, dtype=torch_dtype(dtype), device=device) for _, dtype, n in gathered
+        ]
         self._plain: list[PlainPlace] = []
         self._quantized: list[QuantizedPlace] = []
         self.weights = [self._place(slot) for slot in bucket.slots]

@@ -5,6 +5,7 @@ from typing import Literal
 
 import torch
 
+from zerocast.distributed.bucket import BUCKET_SIZE
 from zerocast.distributed.gradient_wire import check_grad_wire
 
 
@@ -51,7 +52,7 @@ class ZeroConfig:
             slow reference.
     """
 
-    bucket_size: int = 32 * 1024 * 1024
+    bucket_size: int = BUCKET_SIZE
     overlap_all_gather: bool = False
     deterministic: bool = False
     grad_wire: str | None = None

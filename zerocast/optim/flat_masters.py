@@ -11,9 +11,9 @@ from torch import Tensor
 
 from zerocast.backends.reference.moments import dequantize_rows, quantize_rows
 from zerocast.cast.adam_update import AdamUpdate
+from zerocast.distributed.bucket import Bucket, Slot, flat_numel
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, cut_moment_groups, moment_groups
-from zerocast.optim.bucket import Bucket, Slot, flat_numel
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 from zerocast.weight import QuantizedWeight
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.optim.bucket import Bucket, Slot
+from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.state import WeightState, same_bytes
 from zerocast.weight.validity import Validity, debugging

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.agreement import check_same_call
+from zerocast.distributed.bucket import Bucket, Layout, Slot, flat_numel
 from zerocast.distributed.group import Group
 from zerocast.optim import gradient_ops  # noqa: F401 (defines what gradients can do)
-from zerocast.optim.bucket import Bucket, Layout, Slot, flat_numel
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.norm import ParameterNorms
 from zerocast.optim.reduced_gradient import GONE, GradientPart, ReducedGradient, take_off
@@ -47,9 +47,7 @@ def shard_dtype(layout: Layout, config: ZeroConfig) -> torch.dtype:
     It is bf16 if a collective adds all of them in bf16, and FP32 otherwise, or if some of them go
     to owners of whole matrices.
     """
-    in_bf16 = all(bucket.storage.grad_dtype is torch.bfloat16 for bucket in layout.buckets)
-    is_whole = any(bucket.storage.whole for bucket in layout.buckets)
-    return torch.float32 if not in_bf16 or is_whole or config.deterministic or config.grad_wire else torch.bfloat16
+    return torch.bfloat16 if layout.adds_in_bf16(config.deterministic, config.grad_wire) else torch.float32
 
 
 class GradientShard:

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.distributed.agreement import check_same_call
+from zerocast.distributed.bucket import IN_FLIGHT, Bucket
 from zerocast.distributed.group import Group
-from zerocast.optim.bucket import Bucket
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.norm import ParameterNorms
@@ -49,11 +49,6 @@ USED_UP = (
     "this gradient was used up by step(), or forgotten by zero_grad(): it is there from a backward pass to the step; call "
     "zero_grad() after each step"
 )
-
-# The number of buckets of `ZeroConfig.bucket_size` elements that may be in flight at once; a larger
-# bucket may be in flight alone. Each holds its gradients and this rank's part of their mean, in the
-# dtype in which gradients are reduced.
-IN_FLIGHT = 8
 
 ROUND = "reduces the gradients of a backward pass"
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from zerocast.backends.reference.moments import dequantize_rows, quantize_rows
+from zerocast.distributed.bucket import Bucket, Layout
 from zerocast.distributed.group import Group
-from zerocast.optim.bucket import Bucket, Layout
+from zerocast.distributed.owned_matrices import owned_matrices
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.gradient_exchange import GradientExchange, owned_matrices
+from zerocast.optim.gradient_exchange import GradientExchange
 
 ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 STATE = "momentum_buffer"
@@ -123,18 +124,6 @@ class MuonStep:
         torch.where(skip, momentum_before, momentum, out=momentum)
         # Codes of a skipped step stay what they are: a value that is a code is kept as that.
         matrix.keep_momentum(momentum)
-
-
-def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
-    """The operations of Newton-Schulz for a matrix, or for a stack of them. Each step has products
-    of m x n with n x m, m x m with m x m, and m x m with m x n, where m is the smaller side.
-    """
-    *stack, rows, columns = shape
-    m, n = sorted((rows, columns))
-    flops = steps * (4 * m * m * n + 2 * m**3)
-    for count in stack:
-        flops *= count
-    return flops
 
 
 def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[SteppedMatrix]:

@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from zerocast.distributed.bucket import Bucket
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import SHARD_ALIGNMENT_ELEMENTS, round_up
-from zerocast.optim.bucket import Bucket
 
 # The number of values that a node of the fixed tree adds.
 FAN_IN = 64

@@ -11,9 +11,9 @@ import logging
 import torch
 from torch import Tensor
 
+from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.distributed.group import Flight, Group
-from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.reduced_gradient import GradientPart
 

@@ -8,11 +8,11 @@ import torch
 from zerocast import backends
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.host import CastDriver, Host
+from zerocast.distributed.bucket import IDENTITY, Slot, Storage, storage_of
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.optim.bucket import Slot, Storage, storage_of
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.flat_masters import FlatMasters
@@ -81,7 +81,7 @@ class ShardedWeights:
             backend=self._backend,
             validity=self._validity,
             claim=self._claim,
-            live_weight=lambda index: in_order[index][1].live_weight(),
+            live_weight=lambda index: _live_weight(in_order[index][1]),
             is_saved_by_autograd=False,
         )
 
@@ -133,6 +133,14 @@ class ShardedWeights:
         return [s.name for s in slots if s.parameter.dim() >= 2 and not isinstance(s.parameter, QuantizedWeight)]
 
 
+def _live_weight(slot: Slot) -> QuantizedWeight:
+    """The parameter in its present storage; a plain one as an identity weight over it."""
+    if isinstance(slot.parameter, QuantizedWeight):
+        return slot.parameter
+    matrix = slot.parameter.detach().reshape(-1, slot.shape[-1])
+    return QuantizedWeight.of_buffers(slot.shape, IDENTITY, matrix.dtype, {"rowwise_data": matrix})
+
+
 def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterator[BucketBytes]:
     """The bytes of a bucket once its weights have these formats, which may be several."""
     bucket = buffer.bucket
@@ -141,10 +149,10 @@ def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterat
         yield buffer
         return
     for slot in changed:
-        slot.live_weight().convert(formats[slot.name])
+        _live_weight(slot).convert(formats[slot.name])
     by_storage: dict[Storage, list[Slot]] = {}
     for slot in bucket.slots:
-        storage = storage_of(slot.parameter, bucket.storage.grad_dtype, bucket.storage.whole)
+        storage = storage_of(slot.parameter, bucket.storage.reduced_as, bucket.storage.whole)
         by_storage.setdefault(storage, []).append(slot)
     for storage, slots in by_storage.items():
         yield BucketBytes(replace(bucket, storage=storage, slots=tuple(slots)), buffer.flats[0].device)

@@ -29,9 +29,9 @@ from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.checkpoint.moments import SCALES
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import MOMENT_GROUP, Span
-from zerocast.optim.bucket import Bucket, Slot
 from zerocast.optim.flat_masters import FlatMasters, fields_of
 from zerocast.optim.saved_state import (
     NEVER_STEPPED,

@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from zerocast.cast.captured_step import CapturedStep
+from zerocast.distributed.bucket import Layout
 from zerocast.distributed.group import GroupLike
-from zerocast.optim.bucket import Layout
+from zerocast.distributed.whole import MUON_DIMS, newton_schulz_flops
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.flat_masters import FlatMasters
-from zerocast.optim.muon_step import newton_schulz_flops
 from zerocast.optim.update_rule import MUON, rule_of
 from zerocast.optim.validate import Named
 from zerocast.optim.zero_optimizer import ZeroOptimizer
@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 # Further options of groups, with the defaults of torch.optim.Muon and of torch.optim.AdamW.
 MUON_OPTIONS: Mapping[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "eps": 1e-7, "ns_steps": 5}
 ADAM_OPTIONS: Mapping[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8}
-MUON_DIMS = (2, 3)
 # Padding that is a larger share of the matrices is logged.
 LOGGED_PADDING = 1 / 4
 
@@ -49,10 +48,10 @@ class ZeroMuon(ZeroOptimizer):
     momentum and casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a
     part of each on every rank. A step sends the parts to the owners in FP32
     (`zerocast.optim.gradient_exchange`). Weights are assigned to ranks so that memory and the work
-    of Newton-Schulz are spread (`zerocast.optim.whole`). With fewer matrices than ranks some ranks
-    own none, and buffers are padded, which is logged. AdamW's parameters are cut as in ZeroAdamW.
-    Since one rank orthogonalizes a matrix, any number of ranks gives the same bits for the same
-    reduced gradients.
+    of Newton-Schulz are spread (`zerocast.distributed.whole`). With fewer matrices than ranks some
+    ranks own none, and buffers are padded, which is logged. AdamW's parameters are cut as in
+    ZeroAdamW. Since one rank orthogonalizes a matrix, any number of ranks gives the same bits for
+    the same reduced gradients.
 
     A gradient that is not finite skips the step. Everything else is as in ZeroAdamW, except that a
     step cannot be captured in a CUDA graph: `capture` raises. Raises ValueError for a group without

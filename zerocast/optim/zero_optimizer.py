@@ -25,11 +25,11 @@ from zerocast.cast.plan import CastPlan
 from zerocast.cast.switch import SwitchPart
 from zerocast.checkpoint.checkpoint import SavedMoments
 from zerocast.distributed.agreement import validate_across_ranks
+from zerocast.distributed.bucket import Bucket, Layout, lay_out
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.optim.averages import Averages
-from zerocast.optim.bucket import Bucket, Layout, lay_out
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep

@@ -11,12 +11,11 @@ Parameters that one rank owns as a whole are in separate buckets, whose cuts are
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
+from zerocast.distributed.whole import Whole, batches, deal
 from zerocast.formats import Block, FormatSpec, get_format
+from zerocast.formats.dtypes import dtype_name, torch_dtype
 from zerocast.formats.layout import (
     SHARD_ALIGNMENT_ELEMENTS,
     Shape,
@@ -26,9 +25,17 @@ from zerocast.formats.layout import (
     matrix_shape,
     round_up,
 )
-from zerocast.optim.whole import Whole, batches, deal
-from zerocast.weight import QuantizedWeight
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# The number of elements of a bucket, unless `ZeroConfig` has another one.
+BUCKET_SIZE = 32 * 1024 * 1024
+# The number of buckets of `bucket_size` elements that may be in flight at once; a larger
+# bucket may be in flight alone. Each holds its gradients and this rank's part of their mean, in the
+# dtype in which gradients are reduced.
+IN_FLIGHT = 8
 IDENTITY = get_format("identity")
 
 
@@ -37,11 +44,12 @@ class FlatBuffer(NamedTuple):
 
     Attributes:
         name: the name of the weights' buffer.
+        dtype: the name of its dtype.
         elements: the number of elements of a weight for each entry of the buffer.
     """
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     elements: int
 
 
@@ -51,21 +59,27 @@ class Storage:
     the same.
 
     Attributes:
-        dtype: the dtype of the flat buffer of rowwise codes, or of the values of plain parameters.
+        dtype: the name of the dtype of the flat buffer of rowwise codes, or of the values of plain
+            parameters.
         elements_per_byte: the elements of a weight for each entry of that buffer.
         columnwise_elements: the same for columnwise codes; 0 if these are not gathered.
-        grad_dtype: the dtype in which gradients are reduced.
+        reduced_as: the name of the dtype in which gradients are reduced.
         scales: the scales that are gathered with the codes. If there are none, every rank computes
             all scales.
         whole: True if one rank owns all of a parameter.
     """
 
-    dtype: torch.dtype
+    dtype: str
     elements_per_byte: int
     columnwise_elements: int
-    grad_dtype: torch.dtype
+    reduced_as: str
     scales: tuple[FlatBuffer, ...] = ()
     whole: bool = False
+
+    @functools.cached_property
+    def grad_dtype(self) -> "torch.dtype":
+        """The dtype in which gradients are reduced."""
+        return torch_dtype(self.reduced_as)
 
     @property
     def codes(self) -> tuple[FlatBuffer, ...]:
@@ -86,7 +100,7 @@ class Slot:
     """One parameter's place in a bucket, in elements."""
 
     name: str
-    parameter: Tensor
+    parameter: "Tensor"
     param_group: int
     offset: int
 
@@ -108,14 +122,7 @@ class Slot:
     @property
     def format(self) -> FormatSpec:
         """The format of the weight; identity for a plain parameter."""
-        return self.parameter.format if isinstance(self.parameter, QuantizedWeight) else IDENTITY
-
-    def live_weight(self) -> QuantizedWeight:
-        """The parameter in its present storage; a plain one as an identity weight over it."""
-        if isinstance(self.parameter, QuantizedWeight):
-            return self.parameter
-        matrix = self.parameter.detach().reshape(-1, self.shape[-1])
-        return QuantizedWeight.of_buffers(self.shape, IDENTITY, matrix.dtype, {"rowwise_data": matrix})
+        return format_of(self.parameter) or IDENTITY
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ class Bucket:
         """The boundaries between shards within a parameter, in its elements."""
         return range(self.shard_numel - slot.offset % self.shard_numel, slot.numel, self.shard_numel)
 
-    def views(self, slot: Slot, flats: Sequence[Tensor]) -> list[Tensor]:
+    def views(self, slot: Slot, flats: "Sequence[Tensor]") -> "list[Tensor]":
         """The parts of the flat buffers `flats` that belong to a parameter."""
         gathered = zip(self.storage.gathered, flats, strict=True)
         return [flat[slot.offset // n : (slot.offset + slot.numel) // n] for (_, _, n), flat in gathered]
@@ -178,28 +185,36 @@ class Bucket:
         return Span(first, first + common.numel), self.start + common.start - rank * self.shard_numel
 
 
-def storage_of(parameter: Tensor, grad_dtype: torch.dtype | None, whole: bool = False) -> Storage:
+def format_of(parameter: "Tensor") -> FormatSpec | None:
+    """The format of a QuantizedWeight, or None for a plain parameter."""
+    fmt = getattr(parameter, "format", None)
+    return fmt if isinstance(fmt, FormatSpec) else None
+
+
+def storage_of(parameter: "Tensor", grad_dtype: "torch.dtype | str | None", whole: bool = False) -> Storage:
     """The storage of a parameter."""
-    grad_dtype = grad_dtype or parameter.dtype
-    if not isinstance(parameter, QuantizedWeight):
-        return Storage(parameter.dtype, 1, 0, grad_dtype, whole=whole)
-    shape = tuple(parameter.shape)
-    storage = _storage_of(parameter.format, shape, parameter.dtype, parameter.rowwise_data.dtype, grad_dtype)
+    nominal = dtype_name(parameter.dtype)
+    reduced_as = dtype_name(grad_dtype or nominal)
+    fmt = format_of(parameter)
+    if fmt is None:
+        return Storage(nominal, 1, 0, reduced_as, whole=whole)
+    storage = _storage_of(fmt, tuple(parameter.shape), nominal, reduced_as)
     return replace(storage, whole=True) if whole else storage
 
 
 # Cached, since a model may have many experts of few shapes.
 @functools.lru_cache(maxsize=1024)
-def _storage_of(
-    fmt: FormatSpec, shape: tuple[int, ...], nominal: torch.dtype, code: torch.dtype, grad_dtype: torch.dtype
-) -> Storage:
+def _storage_of(fmt: FormatSpec, shape: Shape, nominal: str, reduced_as: str) -> Storage:
+    by_name = buffers(fmt, shape, nominal)
+    codes = by_name["rowwise_data"]
+    assert codes is not None
     scales = []
     for name, elements in elements_per_scale(fmt, shape).items():
-        buffer = buffers(fmt, shape, nominal)[name]
+        buffer = by_name[name]
         if buffer is not None and SHARD_ALIGNMENT_ELEMENTS % elements == 0:
-            scales.append(FlatBuffer(name, buffer.dtype, elements))
+            scales.append(FlatBuffer(name, buffer.dtype_name, elements))
     columnwise = fmt.elements_per_byte if fmt.casts_columnwise else 0
-    return Storage(code, fmt.elements_per_byte, columnwise, grad_dtype, tuple(scales))
+    return Storage(codes.dtype_name, fmt.elements_per_byte, columnwise, reduced_as, tuple(scales))
 
 
 class Layout(NamedTuple):
@@ -219,6 +234,14 @@ class Layout(NamedTuple):
 
     buckets: list[Bucket]
     gradients: list[Bucket]
+
+    def adds_in_bf16(self, deterministic: bool, grad_wire: str | None) -> bool:
+        """True if a collective adds all gradients in bf16, and none go to owners of whole
+        matrices.
+        """
+        in_bf16 = all(bucket.storage.reduced_as == "bfloat16" for bucket in self.buckets)
+        is_whole = any(bucket.storage.whole for bucket in self.buckets)
+        return in_bf16 and not (is_whole or deterministic or grad_wire)
 
     def extended(self, added: "Layout") -> "Layout":
         """Return the layout of these parameters and of `added` ones. All keep their cuts. In the
@@ -257,16 +280,18 @@ class _Unplaced(NamedTuple):
 
 
 def lay_out(
-    parameters: Iterable[tuple[str, Tensor, int]],
+    parameters: "Iterable[tuple[str, Tensor, int]]",
     bucket_size: int,
     ranks: int,
-    grad_dtype: torch.dtype | None,
+    grad_dtype: "torch.dtype | str | None",
     costs: Mapping[str, int],
 ) -> Layout:
     """Lay out (name, parameter, param group) in registration order. Buckets are in the order in
     which a backward pass completes them.
 
     `costs` has the parameters of which one rank owns all, by name, with the work of their updates.
+    Only the shape, the number of elements, the dtype and the format of a parameter are read, so
+    `zerocast plan` gives stand-ins.
     """
     cut: list[_Member] = []
     whole: list[_Member] = []
@@ -280,20 +305,20 @@ def lay_out(
 
 
 def fill_buckets(
-    parameters: Iterable[tuple[str, Tensor, int]], bucket_size: int, ranks: int, grad_dtype: torch.dtype | None
+    parameters: "Iterable[tuple[str, Tensor, int]]", bucket_size: int, ranks: int, grad_dtype: "torch.dtype | None"
 ) -> list[Bucket]:
     """The buckets of parameters that all ranks share."""
     return lay_out(parameters, bucket_size, ranks, grad_dtype, {}).buckets
 
 
-def _gradient_storage(parameter: Tensor, grad_dtype: torch.dtype | None) -> Storage:
+def _gradient_storage(parameter: "Tensor", grad_dtype: "torch.dtype | str | None") -> Storage:
     """The storage of a gradient, which depends on its dtype only."""
-    dtype = grad_dtype or parameter.dtype
+    dtype = dtype_name(grad_dtype or parameter.dtype)
     return Storage(dtype, 1, 0, dtype)
 
 
 def _cut(
-    members: Iterable[_Member], bucket_size: int, ranks: int, storage_of: Callable[[Tensor], Storage]
+    members: Iterable[_Member], bucket_size: int, ranks: int, storage_of: "Callable[[Tensor], Storage]"
 ) -> list[_Unplaced]:
     """Fill buckets with up to `bucket_size` elements, and cut them evenly."""
     filling: dict[Storage, list[Slot]] = {}
@@ -327,7 +352,7 @@ def _dealt(
     members: Iterable[_Member],
     bucket_size: int,
     ranks: int,
-    grad_dtype: torch.dtype | None,
+    grad_dtype: "torch.dtype | str | None",
     costs: Mapping[str, int],
 ) -> Iterator[_Unplaced]:
     """Yield the buckets of parameters that ranks own as a whole."""

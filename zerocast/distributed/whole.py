@@ -16,6 +16,8 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 # The most padding of a bucket, as a share of it. A bucket with more waits for further parameters.
 PADDING = 1 / 8
+# The dimensions of a parameter that Muon updates: a matrix, or a stack of them.
+MUON_DIMS = (2, 3)
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,18 @@ class Whole(Generic[T]):
     item: T
     size: int
     cost: int
+
+
+def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
+    """The operations of Newton-Schulz for a matrix, or for a stack of them. Each step has products
+    of m x n with n x m, m x m with m x m, and m x m with m x n, where m is the smaller side.
+    """
+    *stack, rows, columns = shape
+    m, n = sorted((rows, columns))
+    flops = steps * (4 * m * m * n + 2 * m**3)
+    for count in stack:
+        flops *= count
+    return flops
 
 
 def batches(members: Sequence[Whole[T]], bucket_size: int, ranks: int) -> list[list[Whole[T]]]:
