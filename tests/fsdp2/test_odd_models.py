@@ -92,6 +92,18 @@ def tied_and_in_one_group() -> Any:
     return fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
 
 
+def prepared_in_two_calls() -> Any:
+    """Two blocks whose weights are of different calls of `prepare`, in one group of FSDP2."""
+    model = Net(("nvfp4", "fp8_current"), 64, 96)
+    # The names of weights are those in the block that is prepared.
+    first, second = model.blocks
+    model.blocks = nn.ModuleList([first, second[1:]])
+    zerocast.fsdp2.prepare(model.blocks[0], {"1.weight": "nvfp4", "3.weight": "mxfp8"})
+    zerocast.fsdp2.prepare(model.blocks[1], {"0.weight": "fp8_current", "2.weight": "nvfp4"})
+    fully_shard(list(model.blocks), mesh=models.mesh(), mp_policy=models.BF16)  # type: ignore[call-overload]
+    return fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
+
+
 def partly_frozen() -> Any:
     """A weight a block does not learn yet."""
     model = Net(FEW, 64, 96)
@@ -114,6 +126,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "experts in one weight": lambda: models.sharded(OfExperts()),
     "attention": lambda: models.sharded(Attentive()),
     "tied": tied_and_in_one_group,
+    "prepared in two calls": prepared_in_two_calls,
     "frozen at first": partly_frozen,
     "offloaded": offloaded,
     "scaled loss": in_half_precision,
@@ -153,8 +166,9 @@ def learnt(name: str, moment_dtype: Any) -> list[str]:
     ("name", "moment_dtype"),
     [
         ("tied", torch.float32),
+        ("prepared in two calls", torch.float32),
         ("frozen at first", "8bit"),
-        *(models.slow(name, torch.float32) for name in MODELS if name != "tied"),
+        *(models.slow(name, torch.float32) for name in MODELS if name not in ("tied", "prepared in two calls")),
         *(models.slow(name, "8bit") for name in MODELS if name != "frozen at first"),
     ],
     ids=str,

@@ -352,15 +352,19 @@ _gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks
 _master_of = operator.attrgetter("sharded_param._local_tensor.weight")
 
 
-def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> None:
-    """Let an FSDPParamGroup tell `weights`, those of the FSDPParams `params` (GroupOfWeights)."""
+def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
+    """Let an FSDPParamGroup tell `weights`, those of the FSDPParams `params` (GroupOfWeights).
+    Return True if it has no prepared weights but these: others are of another call of `prepare`.
+    """
+    prepared = [param for param in group.fsdp_params if hasattr(param._sharded_local_tensor, "weight")]
     _, *others = params
-    placements = {param: param.fsdp_placement for param in params if param.fsdp_placement.dim}
+    placements = {param: param.fsdp_placement for param in prepared if param.fsdp_placement.dim}
     group.__class__ = GroupOfInnerShards if placements else GroupOfWeights
     group.placements = placements
     group.each, group.prepared = group.fsdp_params, params
     group.as_one = [param for param in group.each if param not in others]
     group.weights = weakref.ref(weights)
+    return len(prepared) == len(params)
 
 
 def gather_into(params: Iterable[Any], outputs: Iterable[Sequence[Tensor]], memory: Tensor) -> None:

@@ -522,7 +522,7 @@ class ParamGroup:
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
         """Gather `members`, weights with their FSDPParams, from now on."""
         self._group: Callable[[], Any] = weakref.ref(group)
-        torch_fsdp.tell_group(group, self, [param for _, param in members])
+        self._is_alone = torch_fsdp.tell_group(group, self, [param for _, param in members])
         self._status = status
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
@@ -613,7 +613,7 @@ class ParamGroup:
         weights = self.weights
         world = weights[0].geometry.world
         # The codes of inner shards are joined in other memory, and freed before the rest.
-        if world == 1 or any(weight.geometry.inner_shards for weight in weights):
+        if world == 1 or not self._is_alone or any(weight.geometry.inner_shards for weight in weights):
             return
         specs = [Buffer((world * part.numel(),), dtype_name(part.dtype)) for parts in self._outgoing for part in parts]
         memory, buffers = side_by_side(specs, device)
@@ -704,7 +704,8 @@ class ParamGroup:
     def _gather_as_one(self) -> None:
         """Let FSDP2 gather all weights as the first one from the next gather on."""
         weights = self.weights
-        if weights[0].geometry.world > 1:
+        # FSDP2 tells one ParamGroup, which cannot speak for the weights of another.
+        if weights[0].geometry.world > 1 and self._is_alone:
             torch_fsdp.gather_as_one([weight.param() for weight in weights])
             self.is_as_one = True
 
