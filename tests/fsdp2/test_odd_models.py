@@ -97,7 +97,7 @@ def prepared_in_two_calls() -> Any:
     model = Net(("nvfp4", "fp8_current"), 64, 96)
     # The names of weights are those in the block that is prepared.
     first, second = model.blocks
-    model.blocks = nn.ModuleList([first, second[1:]])
+    model.blocks = nn.ModuleList([first, models.Block(*second[1:])])
     zerocast.fsdp2.prepare(model.blocks[0], {"1.weight": "nvfp4", "3.weight": "mxfp8"})
     zerocast.fsdp2.prepare(model.blocks[1], {"0.weight": "fp8_current", "2.weight": "nvfp4"})
     fully_shard(list(model.blocks), mesh=models.mesh(), mp_policy=models.BF16)  # type: ignore[call-overload]
