@@ -23,7 +23,7 @@ Operands = tuple[Tensor, ...]
 
 
 class AnyPath(Protocol):
-    """The functions of every path module; see README.md."""
+    """The functions of every path module."""
 
     def supports(self, fmt: FormatSpec) -> bool:
         """True if this is the path of weights of this format."""
