@@ -1,6 +1,7 @@
 """The options of the example."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -19,4 +20,8 @@ class RolloutConfig:
     seed: int = 1
     """Of the answers that are drawn."""
     requantize: bool = False
-    """The control alone: send bf16 weights, which the generator quantizes by a rule of its own."""
+    """The control alone: send bf16 weights, which are quantized again by another rule."""
+    vllm: Path = Path("build/hosts/vllm/bin/python")
+    """The Python of an environment with vLLM. Where there is none, transformers generate."""
+    plot: Path | None = None
+    """A picture to write, of rewards and KL by step."""

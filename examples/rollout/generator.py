@@ -1,7 +1,10 @@
-"""The generator: a plain model of transformers in another process, which samples answers.
+"""The generator without vLLM: a plain model of transformers in another process.
 
-It holds either the trainer's own bytes, or bf16 weights that it has quantized by a rule of its own.
+It samples answers, and holds either the trainer's own bytes, or bf16 weights that it has quantized
+by a rule of its own.
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,9 +12,42 @@ from torch import Tensor, nn
 
 from examples.rollout import toy, transport
 from examples.rollout.config import RolloutConfig
-from zerocast.serve import Receiver, dequantized
+from zerocast.serve import Receiver, Sender, dequantized
 
 TRAINER, GENERATOR = 0, 1
+
+
+class Peer:
+    """The generator as its trainer sees it.
+
+    Attributes:
+        passes: what its distributions over answers are computed by.
+    """
+
+    passes: tuple[str, ...] = ("same pass", "decoding")
+
+    def __init__(self, model: Any, group: Any, config: RolloutConfig) -> None:
+        self._config = config
+        self._sender = Sender(model, "bf16" if config.requantize else toy.NAMINGS[config.format], group=group)
+
+    def refit(self) -> int:
+        """Send all weights, later what changed. Returns the bytes that were sent."""
+        sender, nbytes = self._sender, 0
+        for message in sender.named_deltas(since=sender.refit) if sender.refit else sender.named_tensors():
+            nbytes += message.nbytes
+            transport.send(message, GENERATOR)
+        return nbytes
+
+    def sample(self, step: int) -> tuple[Tensor, Tensor]:
+        """(sequences, i64 `[count, 5]`; the logits of their answers, f32 `[2, count, tokens]`)."""
+        sequences = torch.zeros(self._config.batch_size, 5, dtype=torch.int64)
+        logits = torch.zeros(len(self.passes), self._config.batch_size, toy.VOCABULARY)
+        dist.recv(sequences, GENERATOR)
+        dist.recv(logits, GENERATOR)
+        return sequences, logits
+
+    def close(self) -> None:
+        """Nothing: the other process ends after as many steps."""
 
 
 def run(config: RolloutConfig) -> None:
@@ -21,8 +57,9 @@ def run(config: RolloutConfig) -> None:
     for step in range(config.steps):
         changed = transport.receive(receiver, TRAINER)
         for name, value in dequantized(receiver.tensors):
-            if changed & {name, *(name + suffix for suffix in ("_scale", "_scale_2", "_scale_inv"))}:
-                parameters[name].data.copy_(requantized(value) if _rounds_again(config, name) else value)
+            if changed & {name, *(name + suffix for suffix in ("_packed", "_scale", "_global_scale", "_scale_inv"))}:
+                is_rounded = config.requantize and name.endswith(toy.QUANTIZED)
+                parameters[name].data.copy_(toy.requantized(value) if is_rounded else value)
         sequences, cached = sample(model, toy.prompts(step, config.batch_size), config.seed + step)
         dist.send(sequences, TRAINER)
         dist.send(torch.stack([toy.answer_logits(model, sequences), cached]), TRAINER)
@@ -38,16 +75,3 @@ def sample(model: nn.Module, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor
     generator = torch.Generator().manual_seed(seed)
     answers = torch.multinomial(logits.softmax(-1), 1, generator=generator)
     return torch.cat([prompts, answers], 1), logits
-
-
-def requantized(value: Tensor) -> Tensor:
-    """What an engine makes of bf16 weights by itself: FP8 with an FP32 scale for each row, where
-    the trainer computes with blocks.
-    """
-    scale = (value.float().abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12)
-    codes = (value.float() / scale).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).bfloat16()
-
-
-def _rounds_again(config: RolloutConfig, name: str) -> bool:
-    return config.requantize and name.endswith("_proj.weight")

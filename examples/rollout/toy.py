@@ -8,15 +8,16 @@ from torch import Tensor, nn
 import zerocast
 from examples.gpt_pretrain.model import Linear
 
+# Matrices of the layers; embeddings, norms and the head stay bf16.
+QUANTIZED = "_proj.weight"
 DIGITS = 10
 PLUS, EQUALS = 10, 11
 VOCABULARY = 12
 RECIPES = {
-    # matrices of the layers; embeddings, norms and the head stay bf16
-    "fp8_block": zerocast.Recipe({"*_proj.weight": "fp8_block"}),
-    "nvfp4": zerocast.Recipe({"*_proj.weight": "nvfp4"}, share_amax="llama"),
+    "fp8_block": zerocast.Recipe({f"*{QUANTIZED}": "fp8_block"}),
+    "nvfp4": zerocast.Recipe({f"*{QUANTIZED}": "nvfp4"}, share_amax="llama"),
 }
-NAMINGS = {"fp8_block": "deepseek", "nvfp4": "modelopt"}  # what engines call the stored tensors
+NAMINGS = {"fp8_block": "deepseek", "nvfp4": "compressed-tensors"}  # what engines call the stored tensors
 
 
 def build() -> Any:
@@ -63,3 +64,12 @@ def answer_logits(model: nn.Module, sequences: Tensor) -> Tensor:
     """The logits of the answer in one forward pass over whole sequences, f32 `[count, tokens]`."""
     logits: Tensor = model(sequences).logits
     return logits[:, 3].float()
+
+
+def requantized(value: Tensor) -> Tensor:
+    """What an engine makes of bf16 weights by itself: FP8 with an FP32 scale for each row, where
+    the trainer computes with blocks.
+    """
+    scale = (value.float().abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12)
+    codes = (value.float() / scale).to(torch.float8_e4m3fn)
+    return (codes.float() * scale).bfloat16()

@@ -1,73 +1,93 @@
 """The trainer: REINFORCE over a ZeroAdamW, which refits the generator before every step.
 
-Beside the loss it prints how far the generator's distribution over answers is from its own: 0, to
-the bit, for the same bytes and the same forward pass.
+Beside the loss it notes how far the generator's distribution over answers is from its own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import zerocast
-from examples.rollout import toy, transport
+from examples.rollout import toy
 from examples.rollout.config import RolloutConfig
-from examples.rollout.generator import GENERATOR
-from zerocast.serve import Sender
+
+
+class Generator(Protocol):
+    """What answers, with the weights of the trainer.
+
+    Attributes:
+        passes: what its distributions over answers are computed by.
+    """
+
+    passes: tuple[str, ...]
+
+    def refit(self) -> int:
+        """Send the weights. Returns the bytes that were sent."""
+        ...
+
+    def sample(self, step: int) -> tuple[Tensor, Tensor]:
+        """(sequences, i64 `[count, 5]`; logits of their answers, f32 `[passes, count, tokens]`)."""
+        ...
+
+    def close(self) -> None:
+        """End it."""
+        ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run. KL divergences are means over answers, in nats; `is_equal` says that the
-    logits of the same forward pass are equal to the bit.
+    """One step of a run. `kl` is by pass of the generator the mean KL divergence over answers, in
+    nats; `gap` the largest difference of a log-probability in the first pass; `is_equal` says that
+    the logits of the first pass are equal to the bit.
     """
 
     reward: float
-    kl: float
-    kl_decoding: float
+    kl: dict[str, float]
+    gap: float
     is_equal: bool
     nbytes: int
     full_nbytes: int
 
 
-def run(config: RolloutConfig) -> list[Step]:
-    """Train, and refit by what changed; in the control by bf16 weights, which are rounded again."""
+def run(config: RolloutConfig, made: Callable[[Any, Any, RolloutConfig], Generator], group: Any = None) -> list[Step]:
+    """Train, and refit the generator that `made` makes of (the model, the group of masters, the
+    configuration).
+    """
     model = zerocast.quantize_(toy.build(), toy.RECIPES[config.format], dtype=torch.bfloat16)
-    group = dist.new_group([0], use_local_synchronization=True)  # the generator has no masters
     optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=config.lr, weight_decay=0.0, group=group)
-    sender = Sender(model, "bf16" if config.requantize else toy.NAMINGS[config.format], group=group)
+    generator = made(model, group, config)
     steps: list[Step] = []
-    full_nbytes = 0
-    for step in range(config.steps):
-        nbytes = 0
-        for message in sender.named_deltas(since=step) if step else sender.named_tensors():
-            nbytes += message.nbytes
-            transport.send(message, GENERATOR)
-        full_nbytes = full_nbytes or nbytes
+    try:
+        for step in range(config.steps):
+            nbytes = generator.refit()
+            sequences, theirs = generator.sample(step)
 
-        sequences = torch.zeros(config.batch_size, 5, dtype=torch.int64)
-        theirs = torch.zeros(2, config.batch_size, toy.VOCABULARY)
-        dist.recv(sequences, GENERATOR)
-        dist.recv(theirs, GENERATOR)
+            logits = toy.answer_logits(model, sequences)
+            rewards = toy.reward(sequences)
+            chosen = logits.log_softmax(-1).gather(1, sequences[:, 4:]).squeeze(1)
+            loss = -((rewards - rewards.mean()) * chosen).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
-        logits = toy.answer_logits(model, sequences)
-        rewards = toy.reward(sequences)
-        chosen = logits.log_softmax(-1).gather(1, sequences[:, 4:]).squeeze(1)
-        loss = -((rewards - rewards.mean()) * chosen).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-        whole, cached = theirs
-        divergences = kl(logits, whole), kl(logits, cached)
-        is_equal = torch.equal(logits.detach(), whole)
-        steps.append(Step(rewards.mean().item(), *divergences, is_equal, nbytes, full_nbytes))
+            divergences, gap = compared(logits, theirs)
+            is_equal = torch.equal(logits, theirs[0])
+            kl = dict(zip(generator.passes, divergences, strict=True))
+            full_nbytes = steps[0].nbytes if steps else nbytes
+            steps.append(Step(rewards.mean().item(), kl, gap, is_equal, nbytes, full_nbytes))
+    finally:
+        generator.close()
     return steps
 
 
 @torch.no_grad()
-def kl(ours: Tensor, theirs: Tensor) -> float:
-    """Mean KL divergence of the generator's distributions from the trainer's, in FP64."""
+def compared(ours: Tensor, theirs: Tensor) -> tuple[list[float], float]:
+    """(mean KL divergence of each of the generator's passes from the trainer's, the largest
+    difference of a log-probability in the first), in FP64.
+    """
     p, q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
-    return (p.exp() * (p - q)).sum(-1).mean().item()
+    divergences: list[float] = (p.exp() * (p - q)).sum(-1).mean(-1).tolist()
+    return divergences, (p - q[0]).abs().max().item()

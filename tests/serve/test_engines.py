@@ -789,4 +789,4 @@ def test_the_entry_point_is_that_of_the_package() -> None:
     root = Path(__file__).parents[2]
     declared = 'zerocast = "zerocast.integrations.vllm:register"'
     assert declared in (root / "pyproject.toml").read_text()
-    assert declared.replace('"', "") in next(root.glob("tests/serve/vllm_site/*/entry_points.txt")).read_text()
+    assert declared.replace('"', "") in next(root.glob("examples/rollout/vllm_site/*/entry_points.txt")).read_text()

@@ -16,7 +16,8 @@ from tests.serve.models import quantized
 from zerocast import QuantizedWeight
 from zerocast.export import export_hf
 
-ENVIRONMENT = Path(__file__).parents[2] / "build/hosts/vllm"
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = ROOT / "build/hosts/vllm"
 VLLM = os.environ.get("ZEROCAST_VLLM") or (str(ENVIRONMENT / "bin/python") if (ENVIRONMENT / "READY").exists() else "")
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -61,7 +62,8 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str],
     for (name, fmt, naming), folder in folders.items():
         export_hf(quantized(name, fmt, "llama"), folder, naming)
     command = [VLLM, str(Path(__file__).with_name("vllm_reader.py")), str(root / "found"), *map(str, folders.values())]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1500, check=False)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     found = torch.load(root / "found")
     return {case: found[str(folder)] for case, folder in folders.items()}

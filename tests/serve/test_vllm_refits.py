@@ -1,7 +1,7 @@
 """vLLM takes refits: its loaders, fusing, processing, calls and scheduler, in another process and environment (`make vllm`).
 
-Products are stand-ins (`vllm_stand_in.py`): one that reads weights in place, one that packs them. On a CPU with AMX one kernel of
-vLLM runs too.
+Products are stand-ins (`examples/rollout/vllm_stand_in.py`): one that reads weights in place, one that packs them. On a CPU with
+AMX one kernel of vLLM runs too.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
-from examples.rollout.generator import requantized
+from examples.rollout.toy import requantized
 from tests.serve.models import dequantized as plain
 from tests.serve.models import in_bf16, quantized
 from tests.serve.test_vllm import VLLM, fused
@@ -28,7 +28,7 @@ from zerocast.export import export_hf
 from zerocast.serve import EngineSender, RefitError, Sender
 
 ROOT = Path(__file__).parents[2]
-SITE = ROOT / "tests/serve/vllm_site"
+SITE = ROOT / "examples/rollout/vllm_site"
 NAMINGS = {
     "fp8_block": "deepseek",
     "fp8_current": "compressed-tensors",

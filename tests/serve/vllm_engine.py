@@ -27,8 +27,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
 import zerocast
+from examples.rollout.vllm_stand_in import decoded
 from tests.serve.vllm_messages import dumped, loaded
-from tests.serve.vllm_stand_in import decoded
 from zerocast.integrations.vllm.client import OfflineVllm
 from zerocast.integrations.vllm.layers import _kernel
 from zerocast.integrations.vllm.trainer import ZerocastTrainerInitInfo

@@ -1,8 +1,8 @@
-"""vLLM reads folders, on a CPU: `python vllm_reader.py REPORT FOLDER ...`, in an environment that has vLLM and not zerocast.
+"""vLLM reads folders, on a CPU: `python vllm_reader.py REPORT FOLDER ...`, in an environment that has vLLM and needs no zerocast.
 
 Its configuration, loaders and fusing of layers are its own. It has no product of these weights on a CPU, so a stand-in
-takes the place of each (`vllm_stand_in.py`). REPORT gets, by folder, the decoded matrices and the logarithms of the
-probabilities of prompts, or the error.
+takes the place of each (`examples/rollout/vllm_stand_in.py`). REPORT gets, by folder, the decoded matrices and the logarithms of
+the probabilities of prompts, or the error.
 """
 
 import os
@@ -21,7 +21,8 @@ os.environ |= {
 import torch
 from vllm import LLM, SamplingParams
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-from vllm_stand_in import Dequantizing, decoded, use
+
+from examples.rollout.vllm_stand_in import Dequantizing, decoded, use
 
 PROMPTS = torch.arange(24).view(2, 12).tolist()
 

@@ -1,5 +1,7 @@
-"""Stand-ins for vLLM's products of quantized weights, of which it has none on most CPUs: they dequantize what its loaders leave in
-a layer and multiply in bf16. Everything before a product is vLLM's own. As a plugin of vLLM (`vllm_site`) every process has them.
+"""Stand-ins for vLLM's products of quantized weights, of which it has none on most CPUs.
+
+They dequantize what vLLM's loaders leave in a layer, and multiply in bf16. Everything before a
+product is vLLM's own. As a plugin of vLLM (`vllm_site`) every process has them.
 """
 
 import os
@@ -15,7 +17,9 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of equal blocks, or of all, over the elements of a matrix; biased exponents have one byte."""
+    """Scales of equal blocks, or of all, over the elements of a matrix, f32 `shape`. Those of one
+    byte are biased exponents.
+    """
     scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
     scales = scales.reshape(scales.shape[0], -1) if scales.dim() > 1 else scales.reshape(-1, 1)
     for dim in (0, 1):
@@ -50,7 +54,9 @@ def decoded(layer: nn.Module) -> Tensor:
 
 
 class Dequantizing(NvFp4LinearKernel):  # a kernel as vLLM knows one
-    """In the place of each kernel of quantized products. It reads weights where they were loaded."""
+    """In the place of each kernel of quantized products. It reads weights where they were
+    loaded.
+    """
 
     layers: ClassVar[list[nn.Module]] = []
 
@@ -59,24 +65,29 @@ class Dequantizing(NvFp4LinearKernel):  # a kernel as vLLM knows one
 
     @classmethod
     def is_supported(cls, *args: Any) -> tuple[bool, str | None]:
+        """Everywhere."""
         return True, None
 
     can_implement = is_supported
 
     def input_quant_key(self) -> None:
-        return None
+        """Inputs stay as they are."""
+        return
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Note the layer."""
         self.layers.append(layer)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product with the decoded matrix, as the dtype of `x`."""
         return nn.functional.linear(x, decoded(layer).to(x.dtype), bias)
 
 
 class Packing(Dequantizing):
     """One that lays codes out again, in the order of bytes from the last to the first."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Note the layer, and flip its codes."""
         super().process_weights_after_loading(layer)
         for name in ("weight", "weight_packed"):
             weight: Any = getattr(layer, name, None)
@@ -87,9 +98,12 @@ class Packing(Dequantizing):
 
 
 class Buffering(Packing):
-    """One that also keeps codes in a buffer, which vLLM does not copy where a load has not named it."""
+    """One that also keeps codes in a buffer, which vLLM does not copy where a load has not named
+    it.
+    """
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """The same, with a copy of the codes."""
         super().process_weights_after_loading(layer)
         layer.register_buffer("codes", layer.weight.data.clone(), persistent=False)
 
@@ -104,8 +118,10 @@ def use(kernel: type[Dequantizing]) -> None:
 
 
 def register() -> None:
-    """The plugin: the stand-in that ZEROCAST_STAND_IN names, known to the refits of zerocast as what it is."""
-    from zerocast.integrations.vllm import layers
+    """The plugin: the stand-in that ZEROCAST_STAND_IN names, known to the refits of zerocast as
+    what it is.
+    """
+    from zerocast.integrations.vllm import layers  # noqa: PLC0415, since `use` needs no zerocast
 
     layers.READ_IN_PLACE.add(Dequantizing.__name__)
     layers.REPLAYED.update((Packing.__name__, Buffering.__name__))
