@@ -1,23 +1,23 @@
-"""zerocast: FP32 master shards to NVFP4 and FP8 weights after each optimizer step.
+"""zerocast: casts sharded FP32 master weights to FP8 or 4-bit weights after each optimizer step.
 
-The bytes do not depend on how the masters are sharded. `help` of any of these names says more.
+The bytes do not depend on how the masters are sharded. `help(name)` describes each of these names.
 
     quantize_, Recipe, get_format, FormatSpec   which weights of a model take which format
     ZeroAdamW, ZeroConfig                       AdamW over sharded masters that casts and gathers
     ZeroMuon                                    Muon over matrices that ranks own in whole
     fsdp2                                       the same weights under torch's fully_shard
     CastPlan                                    a cast of masters that your optimizer steps
-    switch                                      other formats in the middle of a run
+    switch                                      changes formats in the middle of a run
     quantize_master_weights,
     post_all_gather_processing                  TransformerEngine's calls
     QuantizedWeight, set_debug                  a weight in its format; every read of it checked
-    verify, VerifyReport, VerificationError     live bytes against an unsharded cast
+    verify, VerifyReport, VerificationError     compares live bytes with an unsharded cast
     export, serve                               files, and live bytes, for inference
-    metrics                                     what a run measures
-    backends, gemm                              who casts here; how products are computed
+    metrics                                     measurements during a run
+    backends, gemm                              which code casts; how products are computed
 
-Each is imported when it is first asked for, and torch with the first of them. A script waits for
-what it uses, and the command line answers --help at once.
+Each name is imported when it is first used, so a script waits only for what it uses, and the
+command line answers --help at once.
 """
 
 import importlib

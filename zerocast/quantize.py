@@ -30,8 +30,8 @@ NO_PRODUCT = {
 def quantize_(
     model: nn.Module, recipe: RecipeLike, dtype: torch.dtype | None = None, *, serve: str | None = None
 ) -> nn.Module:
-    """Replace the weights of `model` that match the recipe, in place, and cast their present
-    values.
+    """Replace the weights of `model` that match the recipe by QuantizedWeights, in place, and cast
+    their current values.
 
     A weight is a parameter of two or more dimensions. Other parameters, and weights whose format in
     the recipe is identity, do not change. `dtype` is the nominal dtype, by default the dtype of the

@@ -157,7 +157,7 @@ class CastPlan(Plan):
             owns, FP32 or the nominal dtype; None or an empty tensor where it owns none. A master in
             host memory is cast there, and its codes are copied to the weight. A plan with such
             masters takes no `update` and no `scale_cuts`, and no CUDA graph holds its casts. A cast
-            reads them at once, so wait first for copies that a GPU makes into them.
+            reads them immediately, so wait first for copies that a GPU makes into them.
         start_offsets: for each weight, the row-major position of the master's first element.
         group: the ranks that share the masters: a ProcessGroup, a one-dimensional DeviceMesh, or
             None for the default group, or for one process if there is none.
@@ -251,16 +251,16 @@ class CastPlan(Plan):
         """Cast the masters as they are now. Collective: one all-reduce for all weights.
 
         Args:
-            skip: bool[1] on the device. Where it holds True everything stays as it is.
+            skip: bool[1] on the device. If it holds True nothing changes.
             update: an optimizer step that the masters take first.
-            repeat: True to do the last cast again, from other masters perhaps: delayed scaling does
-                not move on.
+            repeat: True to repeat the last cast, perhaps from other masters, without moving delayed
+                scaling on.
 
         After an exception half-way the weights cannot be read until another cast has completed.
         RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is wrong
         with the masters of one rank now is raised on every rank too. On a GPU that rank raises it
-        now and the others in their next cast, so a rank that goes on after it makes the gather of
-        the others first.
+        now and the others in their next cast. If that rank goes on, it must first take part in the
+        gather of the others.
         """
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
@@ -547,7 +547,7 @@ class CastPlan(Plan):
 
     def check_before_collective(self, use: Use | None = None) -> None:
         """RuntimeError, on every rank, if a rank could not make the last cast on a GPU. Called
-        before collectives that are none of a cast, in which that rank is not.
+        before a collective that is not part of a cast, in which that rank would be missing.
         """
         if self.packed.reports.differ():
             self.check_call()

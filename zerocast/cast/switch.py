@@ -83,10 +83,10 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     to its nominal dtype, and can be switched again. Compiled functions are compiled again, captured
     steps are captured again. The old bytes are freed at the end.
 
-    Raises, on every rank and with nothing changed, TypeError for what owns no masters and what is
-    no recipe; ValueError for a pattern that matches nothing, a shape that a format cannot take,
-    a plain parameter that is to be quantized, a recipe with `share_amax` or `fast`, which stay as
-    they were, and recipes that differ between ranks; RuntimeError in the middle of a step
+    Raises, on every rank and with nothing changed, TypeError for an argument that owns no masters
+    or is no recipe; ValueError for a pattern that matches nothing, a shape that a format cannot
+    take, a plain parameter that is to be quantized, a recipe with `share_amax` or `fast`, which
+    stay as they were, and recipes that differ between ranks; RuntimeError in the middle of a step
     (gradients that no step has used, `no_sync`, a backward pass), for partial or foreign writes,
     within `average.swapped()`, and for a host whose buffers cannot change.
     """

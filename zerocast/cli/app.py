@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DESCRIPTION = "FP32 master shards to FP8 and NVFP4 weights after each optimizer step."
+DESCRIPTION = "Casts sharded FP32 master weights to FP8 or 4-bit weights after each optimizer step."
 HELP, VERSION = ("-h", "--help"), "--version"
 
 

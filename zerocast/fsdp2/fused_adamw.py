@@ -265,8 +265,8 @@ class MomentsOnDemand(defaultdict[Any, Any]):
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW over FP32 parameters, prepared ones of `zerocast.fsdp2` and others, in one launch a
-    weight format.
+    """AdamW over FP32 parameters, prepared by `zerocast.fsdp2` or not, with one launch per weight
+    format.
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
@@ -279,7 +279,7 @@ class FusedAdamW(torch.optim.Optimizer):
     Build it after `fully_shard`, like any optimizer, on all ranks that shard the parameters. It
     does not step parameters without a gradient. The update is that of ZeroAdamW to the bit
     (`zerocast/backends/README.md`). It does not check gradients: if one makes masters NaN or Inf,
-    an error tells of them after the next cast.
+    an error reports it after the next cast.
 
     Raises on all ranks, with nothing changed: TypeError for parameters that are not FP32,
     ValueError for parameters on several devices, or without names if names are needed, and for

@@ -20,8 +20,8 @@ from zerocast.fsdp2 import torch_fsdp
 
 
 def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
-    """Let the gradients of every FSDP module within `model` travel as `grad_wire` says: None, as
-    FSDP2 reduces them, or "fp8_1x128", as E4M3 codes with one FP32 scale for 128 elements
+    """Set how the gradients of every FSDP module within `model` are sent: with None as FSDP2
+    reduces them, with "fp8_1x128" as E4M3 codes with one FP32 scale for 128 elements
     (docs/formats/fp8_1x128.md).
 
     Call it on all ranks after `fully_shard`. The owner adds in FP32 in rank order, and rounds once

@@ -98,14 +98,14 @@ def prepare(
 
     Call it before `fully_shard`. Every matched FP32 parameter of two or more dimensions stays what
     an optimizer and a checkpoint see, as the FP32 master. After a step of any torch optimizer the
-    next forward pass casts all masters first. It notices other changes too, such as a load, when
-    they were made on all ranks, and raises on all ranks when not; see `refresh`. Weights compute in
-    the `param_dtype` of their MixedPrecisionPolicy, FP32 without one. Shard `model` or modules in
-    it such that they contain all prepared weights. A forward pass raises RuntimeError otherwise,
-    and within DistributedDataParallel.
+    next forward pass casts all masters first. Other changes of the masters, such as a load, are
+    noticed too: if all ranks made one the weights are cast again, otherwise all ranks raise (see
+    `refresh`). Weights compute in the `param_dtype` of their MixedPrecisionPolicy, FP32 without
+    one. Shard `model` or modules in it such that they contain all prepared weights. A forward pass
+    raises RuntimeError otherwise, and within DistributedDataParallel.
 
-    `Recipe(fast=True)` compiles blocks in place. `fully_shard` and the optimizer stay the caller's;
-    `FusedAdamW` is the fastest.
+    `Recipe(fast=True)` compiles blocks in place. The caller still calls `fully_shard` and builds
+    the optimizer; `FusedAdamW` is the fastest.
 
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that
     hold slices of a weight, over which its amax is reduced. Without it that is FSDP2's shard mesh.
@@ -116,10 +116,10 @@ def prepare(
     A gather casts the codes that it sends from the masters, by the scales of the last cast, and
     reads 4 bytes an element of the shard for it. With `keep_codes=True` a cast makes all codes at
     once, and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8.
-    By default they are kept where all of a rank take at most 64 MiB. To keep more pays where few
-    tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are kept anyway over
-    shard groups of one rank, under CPUOffloadPolicy, and once an optimizer has stepped within a
-    backward pass.
+    By default they are kept where all of a rank take at most 64 MiB. Keeping more is worth its
+    memory if few tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are
+    kept anyway over shard groups of one rank, under CPUOffloadPolicy, and once an optimizer has
+    stepped within a backward pass.
 
     `present` is for modules that compute with tensors of their own: `present(module, name,
     parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. That of
@@ -132,7 +132,7 @@ def prepare(
     format cannot take, an embedding, a convolution, a weight that is sharded or quantized already,
     a fast recipe for a model without blocks and weights that `serve` could not read; TypeError for
     one that is not FP32, or whose module has another that is not. The first gather checks what
-    depends on FSDP2. RuntimeError for a torch that lacks what is read of it
+    depends on FSDP2. RuntimeError for a torch without the private names that zerocast reads
     (`zerocast/torch_names.py`), and a warning for a release that was never tested.
     """
     if verify_every is not None and verify_every < 1:
@@ -217,9 +217,9 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 
 
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Take over what `state_dict` gave, after the masters were loaded; every rank calls this.
+    """Load a result of `state_dict` after the masters were loaded. Every rank calls this.
 
-    The scale of a weight without an entry is found again, with a warning. ValueError for a model
+    The scale of a weight without an entry is computed again, with a warning. ValueError for a model
     that was not prepared.
     """
     for manager in managers_of(model):

@@ -313,15 +313,14 @@ class TrainingState:
 
 @torch.no_grad()
 def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()) -> None:
-    """Take parameters and persistent buffers of a prepared model, which `fully_shard` has sharded,
+    """Load parameters and persistent buffers of a prepared model, which `fully_shard` has sharded,
     from high-precision weights.
 
     `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared
     parameters need not be there. All ranks call it, before the first forward pass or between steps;
     each reads its shards. Delayed scaling is seeded again, with a warning; moments belong to the
-    optimizer, which is better built afterwards. ValueError for a model that was not prepared. After
-    a file that breaks off on the way the model says so at every gather, until masters or a state
-    are loaded.
+    optimizer, which is better built afterwards. ValueError for a model that was not prepared. If a
+    file ends half-way, every gather of the model raises until masters or a state are loaded.
     """
     managers = managers_of(model)
     validities = [validity_of(model), *(manager.plan.validity for manager in managers)]

@@ -1,7 +1,7 @@
 """Metrics during training: the effect of casts on weights, step times and collective traffic.
 
-A `Meter` measures one step in so many and leaves the others alone. README.md defines each number
-and its cost.
+A `Meter` measures every N-th step and leaves the others alone. README.md defines each number and
+its cost.
 """
 
 from zerocast.metrics.cast_meter import CastCounts, CastMeter

@@ -16,25 +16,29 @@ class ZeroAdamW(ZeroOptimizer):
 
     Args:
         params: `model.named_parameters()`, or parameter groups whose "params" are (name, parameter)
-            pairs. QuantizedWeights, bf16, fp16 and fp32 parameters in any mix, on one device;
-            parameters that need no gradient or are empty are left out.
-        lr, betas, eps, weight_decay: as in torch.optim.AdamW; each parameter group may have its
-            own, schedulers may change them.
-        group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group, or one
-            process without any.
-        stage: 2 frees the gradients of this rank as they are reduced; 1 keeps them, and reduces the
-            sum of several backward passes.
+            pairs. QuantizedWeights, bf16, fp16 and fp32 parameters may be mixed. All are on one
+            device. Parameters that need no gradient or are empty are left out.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW. Each parameter group may have its
+            own, and schedulers may change them.
+        group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group, or for
+            one process if there is none.
+        stage: 2 frees this rank's gradients as they are reduced. 1 keeps them, and reduces the sum
+            of several backward passes.
         config: how to communicate.
 
-    Gradients are averaged over the ranks; a parameter without one counts as zero. Rank 0's initial
-    values are everyone's; of what it does not train (frozen parameters; in a model that `quantize_`
-    has changed also buffers, and parameters that it was not given) it logs once where ranks have
-    others. Raises ValueError for doubly named parameters, for values out of range
-    and for settings that differ between ranks, TypeError for unnamed parameters, RuntimeError for a
-    QuantizedWeight that was never cast and for one that another owner writes, such as an attached
-    CastPlan, on every rank if on any. The last ZeroAdamW or ZeroMuon that is built over a parameter
-    takes it over; the one before raises at whatever would write weights. More parameter groups can
-    be added between steps (`add_param_group`).
+    Gradients are averaged over the ranks, and a parameter without one counts as having a zero
+    gradient. All ranks start from rank 0's initial values. Frozen parameters are not broadcast, nor
+    are, in a model that `quantize_` has changed, buffers and parameters that the optimizer was not
+    given: if they differ between ranks, this is logged once.
+
+    If one ZeroAdamW or ZeroMuon is built over parameters of another, it takes them over, and the
+    older one raises before it would write weights. `add_param_group` adds parameter groups between
+    steps.
+
+    Raises, on every rank if on any: ValueError for a name that occurs twice, values out of range
+    and settings that differ between ranks; TypeError for parameters without names; RuntimeError for
+    a QuantizedWeight that was never cast, or that another owner writes, such as an attached
+    CastPlan.
     """
 
     NAME = "ZeroAdamW"

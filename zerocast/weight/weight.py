@@ -209,7 +209,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @property
     def readable_columnwise_data(self) -> Tensor | None:
-        """The columnwise data for a compiled graph, whose backward pass reads it without asking.
+        """The columnwise data for a compiled graph, whose backward pass reads it without a check.
 
         RuntimeError for a stale copy while gradients are recorded.
         """
@@ -277,8 +277,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
             torch.autograd.graph.increment_version(self)
 
     def restate(self, state: WeightState) -> None:
-        """Stand for other storage of the same shape, format and device from now on, as after
-        `weight.data = other`.
+        """Replace the storage by another one of the same shape, format and device, as `weight.data
+        = other` does.
         """
         # Told to the old validity, so that the plan which had this weight notices the loss.
         self.state.validity.moved()
