@@ -4,7 +4,6 @@ docs/formats/moments_8bit.md.
 """
 
 import math
-import pickle
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,21 +38,14 @@ def check_values(name: str, key: str, moment: Tensor) -> None:
 
 def problems_of_values(reader: SafeReader, metadata: Metadata, known: Mapping[str, Any], group: Group) -> list[str]:
     """The problems of the moments in a checkpoint, for parameters whose names are in `known`. Each
-    rank reads and checks a part of the files.
+    rank reads and checks a part of the files. A file that cannot be read raises on its rank alone.
     """
     problems: list[str] = []
-    try:
-        for name, key, moment in _stored(reader, metadata, known, group):
-            try:
-                check_values(name, key, moment)
-            except ValueError as error:
-                problems.append(str(error))
-    except (EOFError, OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        # Running out of memory says nothing about the file. With several ranks the error must
-        # become a problem nevertheless, since the other ranks wait for this one.
-        if isinstance(error, torch.OutOfMemoryError) and group.size == 1:
-            raise
-        problems.append(f"its moments cannot be read: {error}")
+    for name, key, moment in _stored(reader, metadata, known, group):
+        try:
+            check_values(name, key, moment)
+        except ValueError as error:
+            problems.append(str(error))
     return problems
 
 
