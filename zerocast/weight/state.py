@@ -159,7 +159,7 @@ class WeightState:
         """Note that this weight's columnwise copy was made from the last cast."""
         self.columnwise_cast = self.validity.casts
 
-    def join(self, validity: Validity, is_cast: bool = True) -> None:
+    def join(self, validity: Validity, is_cast: bool) -> None:
         """Share the validity of a plan from now on. A fresh columnwise copy stays fresh.
 
         `is_cast` says whether the casts of that plan write this weight. Columnwise copies are kept
