@@ -119,6 +119,37 @@ def test_every_op_passes_opcheck(backend: str) -> None:
             torch.library.opcheck(op, args, kwargs, **which)
 
 
+def with_elements_outside() -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Calls of ops by what they reach, as (stage, arguments). No plan has checked these tables."""
+    where = {"rows": 4, "columns": 128, "start": 0, "numel": 512, "master_base": 0, "row_amax": 0}
+    masters = stages.table(stages.row(**where, master_offset=8))
+    scales = stages.table(stages.row(**where, master_offset=0, row_scale_base=0, row_scale_offset=-1))
+    flats = [torch.zeros(16), torch.zeros(16), torch.zeros(8), torch.zeros(8)]
+    of_scales = [torch.zeros(16)], [], [], []
+    return {
+        "masters needs elements 8 to 520": (
+            "partial_amax",
+            ("fp8_current", torch.bfloat16, [torch.zeros(512)], masters, torch.zeros(1)),
+        ),
+        "rowwise_scale_inv needs elements -1 to 3": (
+            "compute_scales",
+            ("fp8_block", torch.zeros(1), scales, *of_scales, None),
+        ),
+        "segment 0 has elements 0 to 16, the shortest tensor has 8": (
+            "adam_step",
+            (*flats, torch.tensor([[0, 16, 0]]), torch.ones(1, 8), torch.ones(1), None),
+        ),
+    }
+
+
+@pytest.mark.parametrize(("said", "call"), with_elements_outside().items())
+def test_an_op_checks_for_every_backend(said: str, call: tuple[str, tuple[Any, ...]]) -> None:
+    """The reference checks nothing itself."""
+    stage, arguments = call
+    with pytest.raises(ValueError, match=said):
+        getattr(torch.ops.zerocast, stage)("reference", *arguments)
+
+
 def test_the_backends_take_the_arguments_of_the_table(backend_anywhere: str) -> None:
     """By the same names in the same order; those of the compiled backends are made from the table."""
     if backend_anywhere in ("cpu", "cuda"):
