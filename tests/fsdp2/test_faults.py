@@ -246,3 +246,17 @@ def test_a_step_on_one_rank_in_debug_mode(ranks: Ranks) -> None:
         assert "ranks make different calls: rank 0 gathers after cast" in said
         assert "rank 1 casts and gathers after cast" in said
         assert together
+
+
+def test_a_model_that_was_not_prepared_after_half_a_load() -> None:
+    """Moments that were loaded and parameters that were not are no state to save."""
+    model = torch.nn.Linear(8, 8)
+    state = fsdp2.TrainingState(model, torch.optim.AdamW(model.parameters()))
+    saved = state.state_dict()
+    breaks_off = mock.patch.object(model, "load_state_dict", side_effect=torch.OutOfMemoryError("injected"))
+    with breaks_off, pytest.raises(torch.OutOfMemoryError):
+        state.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="loading a checkpoint raised half-way"):
+        state.state_dict()
+    state.load_state_dict(saved)
+    state.state_dict()
