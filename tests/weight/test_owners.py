@@ -940,3 +940,15 @@ def test_masters_start_from_what_a_plan_has_cast() -> None:
     (views,) = ZeroAdamW(layer.named_parameters(), lr=1.0).master_views()
     (view,) = views.masters
     assert torch.equal(view.master.view(32, 32), value.float())
+
+
+def test_a_skipped_cast_leaves_what_weights_were_quantized_from() -> None:
+    layer = quantize_(nn.Linear(32, 32, bias=False), {"weight": "nvfp4"})
+    initial = layer.weight.high_precision_init_val
+    before = layer.weight.dequantize()
+    plan = CastPlan([layer.weight], [initial.float().flatten() + 1.0], [0])
+    plan.cast(skip=torch.tensor([True]))
+    assert layer.weight.high_precision_init_val is initial
+    assert torch.equal(layer.weight.dequantize(), before)
+    plan.cast(skip=torch.tensor([False]))
+    assert layer.weight.high_precision_init_val is None

@@ -233,6 +233,7 @@ class CastPlan(Plan):
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
+        self._keeps_initial_values = True
         self._lay_out()
         if claim is None:
             # By parameter, so that weights are trained also once `.data =` gave them other storage.
@@ -264,6 +265,12 @@ class CastPlan(Plan):
         """
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
+        # With the first cast that writes, masters take the place of what the weights were quantized
+        # from. The host waits for `skip` until then, unless it captures.
+        if self._keeps_initial_values and (skip is None or not (_is_capturing() or bool(skip))):
+            self._keeps_initial_values = False
+            for index in self._cast:
+                self.weights[index].high_precision_init_val = None
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights inside this context. After an exception in it the weights
@@ -360,7 +367,7 @@ class CastPlan(Plan):
             raise RuntimeError(
                 "these masters lie on the host, and an AdamUpdate is of masters on the device: step, then cast()"
             )
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             raise RuntimeError(
                 "a cast of masters on the host cannot be captured in a CUDA graph, which would repeat the copies alone: cast "
                 "outside of it, or move the masters to the device"
@@ -369,10 +376,6 @@ class CastPlan(Plan):
     def done(self, *, repeat: bool = False) -> None:
         """Do the host's part after a cast: count it, and send what ranks report of it."""
         self.validity.cast()
-        if self.validity.casts == 1:
-            # The masters have taken the place of what the weights were quantized from.
-            for index in self._cast:
-                self.weights[index].high_precision_init_val = None
         self._own_caller.number = self.validity.casts + 1
         self.packed.reports.send()
 
@@ -669,3 +672,8 @@ class CastTables:
                 row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
                 table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
         return CastTables([*of_device.freeze(), *of_host.freeze()], boundary.freeze(), on_host)
+
+
+def _is_capturing() -> bool:
+    """True while the current stream captures a CUDA graph, which lets the host wait for nothing."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
