@@ -77,10 +77,14 @@ def problem_of(folder: Path, pin: str) -> str:
     """Return why a checkout is not the pinned one. Empty if it is."""
     if not folder.is_dir():
         return f"{folder} is not there"
-    package = folder / "PKG-INFO"
+    # Source packages of PyPI and of Debian tell their version.
+    package, changelog = folder / "PKG-INFO", folder / "debian" / "changelog"
     if package.exists():
         lines = package.read_text().splitlines()
         return "" if f"Version: {pin}" in lines else f"{folder} is not version {pin}"
+    if changelog.exists():
+        newest, *_ = changelog.read_text().splitlines()
+        return "" if f"({pin})" in newest else f"{folder} is not version {pin}"
     said = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     return "" if said.stdout.strip() == pin else f"{folder} is not at {pin}"
 

@@ -29,10 +29,12 @@ class FakeStream:
 
 def turn_to_cpu() -> None:
     """Let torch's distributed tests run on forked processes over gloo, as if each CPU rank were a device."""
-    from torch.testing._internal import common_distributed, common_fsdp
+    from torch.testing._internal import common_distributed, common_fsdp, common_utils
 
     common_fsdp.DEVICE_COUNT = RANKS
     torch.accelerator.device_count = lambda: RANKS
+    # Cycles of a device that waits, which a CPU does not.
+    common_utils.get_cycles_per_ms = lambda: 1.0
     common_distributed.skip_if_lt_x_gpu = lambda count, **kwargs: as_is
 
     replicated = nn.parallel.DistributedDataParallel.__init__
@@ -67,6 +69,7 @@ def stand_in_for_torch_npu() -> None:
         manual_seed_all=torch.manual_seed,
         manual_seed=torch.manual_seed,
         synchronize=lambda: None,
+        _sleep=lambda cycles: None,
     )
     torch.npu = device  # type: ignore[attr-defined]
     torch.Tensor.is_npu = False  # type: ignore[attr-defined]
@@ -107,17 +110,9 @@ def prepare_before_fully_shard() -> None:
         plain = not isinstance(parameter, (DTensor, MasterParameter)) and type(parameter) is nn.Parameter
         return plain and parameter.dim() == 2 and parameter.dtype == torch.float32 and parameter.numel() > 0
 
-    def prepare(module: nn.Module) -> None:
-        layers = list(module.named_modules())
-        # Weights that are the table of an embedding too are not products alone.
-        tied = {
-            id(p) for _, layer in layers if not isinstance(layer, nn.Linear) for p in layer.parameters(recurse=False)
-        }
-        names = [
-            f"{name}.weight" if name else "weight"
-            for name, layer in layers
-            if isinstance(layer, nn.Linear) and is_taken(layer.weight) and id(layer.weight) not in tied
-        ]
+    def prepare(module: nn.Module, tied: set[int]) -> None:
+        linear = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.Linear)} - tied
+        names = [name for name, p in module.named_parameters() if id(p) in linear and is_taken(p)]
         if names:
             zerocast.fsdp2.prepare(module, dict.fromkeys(names, "fp8_current"))
             for weight in managers_of(module)[0].weights:
@@ -125,8 +120,12 @@ def prepare_before_fully_shard() -> None:
 
     @functools.wraps(sharded)
     def fully_shard(module: Any, **kwargs: Any) -> Any:
-        for each in module if isinstance(module, list) else [module]:
-            prepare(each)
+        modules = module if isinstance(module, list) else [module]
+        layers = [layer for each in modules for layer in each.modules() if not isinstance(layer, nn.Linear)]
+        # Weights that are the table of an embedding too are not products alone.
+        tied = {id(parameter) for layer in layers for parameter in layer.parameters(recurse=False)}
+        for each in modules:
+            prepare(each, tied)
         return sharded(module, **kwargs)
 
     fsdp.fully_shard = fully_shard
