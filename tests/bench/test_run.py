@@ -14,7 +14,7 @@ import zerocast.bench.run as bench_run
 from zerocast.backends import ops
 from zerocast.bench.clock import Clock, launches
 from zerocast.bench.config import BenchConfig
-from zerocast.bench.row import CAST, Row, Work, all_rows
+from zerocast.bench.row import CAST, Row, Work, all_rows, select
 from zerocast.bench.run import Bench, WrongBytesError, check
 from zerocast.bench.shard import Shard
 from zerocast.bench.workload import A, Job, Place, Workload
@@ -35,6 +35,11 @@ def _one_thread() -> Iterator[None]:
 
 def small(**changes: object) -> BenchConfig:
     return BenchConfig(backend="cpu", scale=64, check_scale=64, seconds=0.0, **changes)
+
+
+def test_a_cpu_gets_smaller_work_by_default():
+    rows = Bench(BenchConfig(backend="cpu")).rows
+    assert [row.workload.name for row in rows] == [row.workload.name for row in select((), scale=16)]
 
 
 def test_every_row_runs_and_writes_the_bytes_of_the_reference():

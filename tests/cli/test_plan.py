@@ -244,6 +244,13 @@ def test_moments_in_8_bits_are_what_was_planned(ranks):
         assert len(sizes) == 3
 
 
+def test_momentum_in_8_bits_is_planned_with_its_scales():
+    """A byte an element, and four for each group: a row of 200 elements has two of them."""
+    setup = Setup("zero2", 1, config=ZeroConfig(moment_dtype="8bit"), optimizer="muon")
+    planned = footprint([Parameter("matrix", (512, 200), True)], "nvfp4", setup)
+    assert planned.memory["moments"] == 512 * 200 + 512 * 2 * 4
+
+
 def all_reduced(run: Run) -> list[int]:
     """The bytes of each all-reduce of a step: the norm, amaxes, cut groups."""
     trainer = Trainer(run)
