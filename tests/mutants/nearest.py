@@ -5,7 +5,12 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-ROOMS = {"integrations/huggingface": "trainers", "integrations/lightning": "trainers", "csrc": "backends"}
+ROOMS = {
+    "integrations/huggingface": "trainers",
+    "integrations/lightning": "trainers",
+    "csrc": "backends",
+    "zerocast/inspection": "cli",
+}
 
 
 def module_name(path: str) -> str:
