@@ -16,10 +16,11 @@ WORLDS = [1, pytest.param(2, marks=pytest.mark.slow)]
 pytestmark = pytest.mark.timeout(300)
 
 
-QUICK = "accelerate"  # of the trainers whose loop is repeated by hand; each run imports for seconds
+# A trainer of each integration whose loop is repeated by hand; each run imports for seconds.
+QUICK = ("accelerate", "lightning")
 
 
-@pytest.fixture(params=[name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PACKAGE])
+@pytest.fixture(params=[name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PACKAGE])
 def trainer(request) -> str:
     package = PACKAGE[request.param]
     if importlib.util.find_spec(package) is None:
