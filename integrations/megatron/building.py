@@ -274,7 +274,6 @@ class ConstructionChecks:
             validate.check_settings([config, *(chunk.ddp_config for chunk in model_chunks)])
             validate.check_distributed(config)
             validate.check_adam(config)
-        self._check_moved(params)
 
     def _check_emerging(self, config: Any, model_chunks: Any, **_: Any) -> None:
         if any(map(is_primary, (param for chunk in model_chunks for param in chunk.parameters()))):
