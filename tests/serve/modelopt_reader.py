@@ -10,12 +10,13 @@ SCALES = ("_scale", "_scale_2")
 
 def decoded(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a folder by name; those that are quantized by the class of ModelOpt for their bytes, in bf16."""
+    scales = {f"{name}{suffix}" for name in tensors for suffix in SCALES}
     return {
         name: _value(tensor, tensors[f"{name}_scale"], tensors.get(f"{name}_scale_2"))
         if f"{name}_scale" in tensors
         else tensor
         for name, tensor in tensors.items()
-        if not name.endswith(SCALES)
+        if name not in scales
     }
 
 
