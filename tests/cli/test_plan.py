@@ -21,7 +21,7 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.fsdp2.traffic import Traffic
-from tests.optim.memory import live_bytes, settled_bytes
+from tests.optim.memory import settled_bytes
 from tests.optim.probe import Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded, sent_in_exchanges
@@ -190,7 +190,7 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
     in an all-to-all), and their calls.
     """
     gc.collect()
-    before = live_bytes()
+    before = settled_bytes(frozenset())
     trainer = Trainer(run_of(fmt, 2, config, muon))
     trainer.train(range(2))
     with recorded() as log, sent_in_exchanges() as exchanged:
@@ -200,7 +200,7 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
     sizes = {kind: [n for k, n in log if k == kind] for kind in ("reduce-scatter", "all-reduce", "all-gather")}
     sizes["all-to-all"] = exchanged
     sent, calls = ({kind: count(found) for kind, found in sizes.items()} for count in (sum, len))
-    return live_bytes() - before, sent, calls
+    return settled_bytes(frozenset()) - before, sent, calls
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
