@@ -1,5 +1,5 @@
 """Train the same GPT three times, with BF16, NVFP4 and FP8 weights, and compare: loss, bytes,
-speed.
+speed. Then kill and resume a short run, and show that its weights have the same bits.
 
     python -m examples.gpt_pretrain.demo                            # what `make demo` runs
     python -m examples.gpt_pretrain.demo --steps 1000 --lr 1e-3     # other options go to train.py
@@ -22,7 +22,7 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from examples.gpt_pretrain import interrupt, report
+from examples.gpt_pretrain import interrupt, proof, report
 from examples.gpt_pretrain.config import Format, options
 from examples.gpt_pretrain.launch import Run, RunFailedError
 from examples.gpt_pretrain.progress import Progress
@@ -45,8 +45,10 @@ class DemoConfig:
     """Formats to train; the time of the first one decides the number of steps."""
     ranks: int = 2
     """Processes (ranks) of each run."""
-    seconds: float = 165.0
-    """Time for all runs; a machine that would need longer gets fewer steps."""
+    seconds: float = 130.0
+    """Time for the runs that are compared; a machine that would need longer gets fewer steps."""
+    proof: bool = True
+    """Also kill and resume a short run, and compare the bits of its weights, in half a minute."""
     timeout: float = 120.0
     """Seconds of silence, without a step or a word, after which a run is ended as hung."""
 
@@ -170,6 +172,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if results is None:
         return status
     console.print(report.table(results))
+    if config.proof and not status:
+        console.print("killing and resuming a short run ...", highlight=False)
+        try:
+            results["weights_sha256"] = proof.prove(
+                config.out / "proof", [*DEFAULTS, *train_arguments], config.ranks, config.timeout
+            )
+            console.print(proof.table(results["weights_sha256"]))
+            status = int(len(set(results["weights_sha256"].values())) > 1)
+        except RunFailedError as error:
+            console.print(str(error), markup=False, highlight=False, soft_wrap=True)
+            status = 1
     report.write_json(results, config.out / "results.json")
     report.plot(results, config.out / "loss.png")
     console.print(f"wrote {config.out / 'loss.png'} and {config.out / 'results.json'}", highlight=False)

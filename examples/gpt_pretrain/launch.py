@@ -2,6 +2,7 @@
 metrics.jsonl.
 """
 
+import contextlib
 import os
 import signal
 import socket
@@ -100,6 +101,14 @@ class Run:
             time.sleep(0.1)
         return self.records()
 
+    def kill(self) -> None:
+        """Kill every process of the run, which gets no chance to save anything."""
+        # torchrun may start its ranks in sessions of their own.
+        for pid in (*_descendants(self._process.pid), self._process.pid) if not self.has_ended else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
     def __enter__(self) -> "Run":
         with interrupt.held() as came, self._console.open("wb") as console:
             self._process = subprocess.Popen(  # noqa: S603
@@ -127,6 +136,14 @@ class Run:
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that a process has started, and that these have started."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return children + [descendant for child in children for descendant in _descendants(child)]
 
 
 def _environment() -> dict[str, str]:

@@ -1,8 +1,10 @@
 """Bytes of each parameter, measured on the live buffers and the collectives that ran."""
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -48,6 +50,15 @@ def resident_buffers(parameter: Tensor) -> list[Tensor]:
         columnwise = (parameter.columnwise_data, parameter.columnwise_scale_inv)
         return forward_buffers(parameter) + [b for b in columnwise if b is not None]
     return [parameter.detach()]
+
+
+def digest_of_weights(model: nn.Module) -> str:
+    """The SHA-256 of all bytes that the forward pass reads of the parameters."""
+    digest = hashlib.sha256()
+    for parameter in parameters_as_read(model):
+        for buffer in forward_buffers(parameter):
+            digest.update(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def bytes_per_parameter(model: nn.Module) -> dict[str, float]:

@@ -14,6 +14,8 @@ from examples.gpt_pretrain.run_log import Record
 
 BASELINE = "bf16"
 COLORS = ("#555555", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+# What three seeds of each format gave once (`study/README.md`).
+STUDY = Path(__file__).with_name("study") / "cpu/results.json"
 STYLES = ("-", "--", ":", "-.", "--", ":")
 Results = dict[str, Any]
 
@@ -107,11 +109,18 @@ def _plot_losses(axes: Axes, runs: Mapping[str, Record]) -> None:
 def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
     """Draw the difference from the baseline; all runs train on the same batches at each step."""
     baseline = [loss for _, loss in runs[BASELINE]["train_curve"]]
+    study = json.loads(STUDY.read_text())
     for (name, run), color, style in zip(runs.items(), COLORS, STYLES, strict=False):
         steps, losses = zip(*run["train_curve"], strict=True)
         gaps = [loss - base for loss, base in zip(losses, baseline, strict=True)]
         axes.plot(steps, smooth(gaps), style, color=color, label=name)
-    axes.set(xlabel="step", ylabel="nats a byte", title=f"training loss less that of {BASELINE}, smoothed")
+        axes.plot(steps[-1], run[f"validation_gap_to_{BASELINE}"], "o", color=color, fillstyle="none")
+        if name in study["variants"] and name != BASELINE:
+            gap, deviation = (study["variants"][name][key] for key in ("gap", "gap_deviation"))
+            axes.axhspan(gap - deviation, gap + deviation, color=color, alpha=0.1)
+    title = f"training loss less that of {BASELINE}, smoothed; circles: validation\n"
+    title += f"bands: validation gaps of three seeds, {study['dates'][0][:10]}"
+    axes.set(xlabel="step", ylabel="nats a byte", title=title)
     axes.grid(alpha=0.3)
 
 

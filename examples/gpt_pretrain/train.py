@@ -27,7 +27,13 @@ from examples.gpt_pretrain import checkpoint, interrupt
 from examples.gpt_pretrain.build import Optimizer, Zero, build_model, build_optimizer, forget_masters, recipe
 from examples.gpt_pretrain.config import PROGRAM, TrainConfig, options
 from examples.gpt_pretrain.data import Batch, Corpus
-from examples.gpt_pretrain.measure import bytes_per_parameter, count_parameters, products, traffic_counter
+from examples.gpt_pretrain.measure import (
+    bytes_per_parameter,
+    count_parameters,
+    digest_of_weights,
+    products,
+    traffic_counter,
+)
 from examples.gpt_pretrain.model import GPT
 from examples.gpt_pretrain.run_log import Record, RunLog
 from examples.gpt_pretrain.world import World
@@ -206,6 +212,7 @@ class Trainer:
             "train_loss": statistics.fmean(self.losses[-FINAL_WINDOW:]),
             "validation_loss": self.validation_loss,
             "weight_bytes_per_parameter": bytes_per_parameter(self.model),
+            "weights_sha256": digest_of_weights(self.model),
             "traffic_bytes_per_parameter": self.traffic,
             "tokens_per_s": statistics.median(self.speeds),
             "skipped_steps": self.optimizer.skipped_steps,

@@ -24,7 +24,7 @@ from examples.gpt_pretrain import demo, train
 from examples.gpt_pretrain.config import TrainConfig
 from examples.gpt_pretrain.data import Corpus, standard_library_files
 from examples.gpt_pretrain.launch import Run, RunFailedError
-from examples.gpt_pretrain.measure import bytes_per_parameter
+from examples.gpt_pretrain.measure import bytes_per_parameter, digest_of_weights, forward_buffers
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from examples.gpt_pretrain.run_log import Record, RunLog, read_records
 from examples.gpt_pretrain.world import World
@@ -307,6 +307,7 @@ def test_demo_writes_table_picture_and_json(
     if launched_by == "the pool":
         monkeypatch.setattr(demo, "Run", functools.partial(OnThePool, ranks))
     arguments = ["--out", str(tmp_path), "--formats", "bf16", "nvfp4", "--steps", "12", "--data", str(text)]
+    arguments += ["--no-proof"] if launched_by == "the pool" else []
     assert demo.main([*arguments, *TINY_ARGUMENTS]) == 0
     results = json.loads((tmp_path / "results.json").read_text())
     assert list(results["runs"]) == ["bf16", "nvfp4"]
@@ -323,6 +324,27 @@ def test_demo_writes_table_picture_and_json(
     gathered = {name: run["all_gather_bytes_per_parameter"] for name, run in results["runs"].items()}
     assert gathered["nvfp4"] < 0.5 * gathered["bf16"]
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    if launched_by == "torchrun":
+        assert len(results["weights_sha256"]) == 3 and len(set(results["weights_sha256"].values())) == 1
+        assert [r["step"] for r in read_records(tmp_path / "proof/killed/metrics.jsonl") if r["event"] == "start"] == [
+            0,
+            8,
+        ]
+
+
+def test_the_digest_is_of_all_weights(text: Path, tmp_path: Path):
+    """That of the summary. One other bit of any parameter makes another digest."""
+    config = tiny(text, tmp_path, format="nvfp4", steps=1)
+    summary = train.main(config)
+    model = train.build_model(config, torch.device("cpu"))
+    before = digest_of_weights(model)
+    assert len(summary["weights_sha256"]) == 64 and summary["weights_sha256"] != before
+    for parameter in model.parameters():
+        buffer = forward_buffers(parameter)[0].view(-1).view(torch.uint8)
+        buffer[0] ^= 1
+        assert digest_of_weights(model) != before
+        buffer[0] ^= 1
+    assert digest_of_weights(model) == before
 
 
 @pytest.mark.timeout(200)
