@@ -118,8 +118,7 @@ def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
         if name in study["variants"] and name != BASELINE:
             gap, deviation = (study["variants"][name][key] for key in ("gap", "gap_deviation"))
             axes.axhspan(gap - deviation, gap + deviation, color=color, alpha=0.1)
-    title = f"training loss less that of {BASELINE}, smoothed; circles: validation\n"
-    title += f"bands: validation gaps of three seeds, {study['dates'][0][:10]}"
+    title = f"loss minus that of {BASELINE}; circles: validation\nbands: three seeds, {study['dates'][0][:10]}"
     axes.set(xlabel="step", ylabel="nats a byte", title=title)
     axes.grid(alpha=0.3)
 
