@@ -259,6 +259,8 @@ def test_post_all_gather_of_a_plain_tensor() -> None:
 def test_shapes_that_a_format_cannot_take(fmt: str, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QuantizedWeight.empty(shape, fmt)
+    with pytest.raises(ValueError, match=message):
+        QuantizedWeight.of_buffers(shape, get_format(fmt), torch.bfloat16, {})
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int32, torch.uint8, torch.float8_e4m3fn])
