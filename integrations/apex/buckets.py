@@ -20,9 +20,9 @@ class QuantizedBucket:
     """A bucket of quantized weights, which are views of its flat bytes.
 
     A bucket has one flat buffer, and the part of a rank has the bytes of the elements that it
-    owns, so that the gather runs in place. A bucket of mxfp8 has a buffer for each direction, and
-    Apex gathers one tensor a bucket: the rank's parts are packed into one tensor, which is
-    unpacked after the gather.
+    owns, so that the gather runs in place. A bucket of mxfp8 has a buffer for each direction, one
+    of int4 has a buffer of scales too, and Apex gathers one tensor a bucket: the bytes of the
+    rank's parts are packed into one tensor, which is unpacked after the gather.
 
     Attributes:
         bytes: the flat buffers of the bucket.
@@ -39,20 +39,24 @@ class QuantizedBucket:
         flats, ranks, rank = self.bytes.flats, self._group.size, self._group.rank
         if len(flats) == 1:
             return flats[0].view(ranks, -1)[rank], flats[0]
-        packed = torch.empty(len(flats) * flats[0].numel(), dtype=flats[0].dtype, device=flats[0].device)
-        own_part = packed.view(ranks, -1)[rank]
-        torch.cat([flat.view(ranks, -1)[rank] for flat in flats], out=own_part)
+        parts = self._parts()
+        packed = torch.empty((ranks, sum(part.shape[1] for part in parts)), dtype=torch.uint8, device=flats[0].device)
+        torch.cat([part[rank] for part in parts], out=packed[rank])
         self._packed = packed
-        return own_part, packed
+        return packed[rank], packed.view(-1)
 
     def unpack(self) -> None:
         """Copy a gathered packed tensor into the flat buffers. A second call does nothing."""
         if self._packed is not None:
-            flats, ranks = self.bytes.flats, self._group.size
-            gathered = self._packed.view(ranks, len(flats), -1).unbind(1)
-            for flat, parts in zip(flats, gathered, strict=True):
-                flat.view(ranks, -1).copy_(parts)
+            parts = self._parts()
+            gathered = self._packed.split([part.shape[1] for part in parts], dim=1)
+            for part, packed in zip(parts, gathered, strict=True):
+                part.copy_(packed)
             self._packed = None
+
+    def _parts(self) -> list[Tensor]:
+        """The bytes of each flat buffer, uint8 `[ranks, bytes]`."""
+        return [flat.view(torch.uint8).view(self._group.size, -1) for flat in self.bytes.flats]
 
 
 class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
@@ -66,7 +70,10 @@ class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
         self._group = group
         # One buffer for all weights, so that zeroing or reducing all of them is one launch.
         for name in ("rowwise_scale_inv", "columnwise_scale_inv", "amax"):
-            into_flat_buffer([weight for weight in self._weights() if weight.state.buffers[name] is not None], name)
+            kept = [
+                weight for bucket in self.values() if not bucket.bytes.gathers(name) for weight in bucket.bytes.weights
+            ]
+            into_flat_buffer([weight for weight in kept if weight.state.buffers[name] is not None], name)
 
     def host(self, masters: Mapping[int, Tensor]) -> Host:
         """Apex as a Host. `masters[i]` is this rank's FP32 shard of bucket i."""

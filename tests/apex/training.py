@@ -19,6 +19,7 @@ from tests.optim.runs import TWO_GROUPS
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.distributed.bucket import Bucket
 from zerocast.formats import Columnwise
+from zerocast.formats.dtypes import torch_dtype
 
 if not WHY_NOT:
     from tests.apex.host_on_cpu import apex
@@ -44,6 +45,7 @@ class Case:
     max_norm: float | None = None
     no_sync: bool = False
     replicas: int = 1
+    frozen: tuple[str, ...] = ()  # parameters that need no gradient, which Apex does not take
 
 
 class Run:
@@ -51,7 +53,7 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case, self.probe, self.rank = case, Probe(case.specs).to(device()), dist.get_rank()
-        groups = self.probe.param_groups(TWO_GROUPS)
+        groups = self.probe.param_groups(TWO_GROUPS, case.frozen)
         options = {"bucket_cap_mb": SMALL, **case.options, **_groups(case.replicas)}
         self.optimizer = DistributedFusedAdam(groups, **options)
 
@@ -157,8 +159,7 @@ def traffic() -> tuple[int, list[int], list[int]]:
 
 
 def _bytes(bucket: Bucket) -> int:
-    codes = bucket.numel * bucket.storage.dtype.itemsize // bucket.storage.elements_per_byte
-    return codes * len(bucket.storage.codes)
+    return sum(bucket.numel // flat.elements * torch_dtype(flat.dtype).itemsize for flat in bucket.storage.gathered)
 
 
 def started_apart(named: bool) -> tuple[list[str], list[bool], list[str]]:

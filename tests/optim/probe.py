@@ -4,7 +4,7 @@ Each parameter enters the loss through a product whose gradient is exact: `linea
 g` for any other. Backward hooks, buckets and collectives see an ordinary backward pass.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -101,11 +101,21 @@ class Probe(nn.Module):
         if any(gradient is not None for gradient in gradients.values()):
             self.loss(gradients).backward()
 
-    def param_groups(self, options: Iterable[Mapping[str, object]]) -> list[dict[str, object]]:
-        """Named parameters in the groups that their specs say, with these options by group."""
+    def param_groups(
+        self, options: Iterable[Mapping[str, object]], frozen: Collection[str] = ()
+    ) -> list[dict[str, object]]:
+        """Named parameters in the groups that their specs say, with these options by group. Those
+        that are `frozen` need no gradient from now on, and are in none.
+        """
+        for name in frozen:
+            self.get_parameter(name).requires_grad_(False)
         groups = []
         for index, chosen in enumerate(options):
-            members = [(spec.name, self.get_parameter(spec.name)) for spec in self.specs if spec.group == index]
+            members = [
+                (spec.name, self.get_parameter(spec.name))
+                for spec in self.specs
+                if spec.group == index and spec.name not in frozen
+            ]
             groups.append({"params": members, **chosen})
         return groups
 
