@@ -102,8 +102,10 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
         """Apex's state dict with full FP32 masters, moments and the state of delayed scaling.
 
-        It is the same on every rank. Collective.
+        It is the same on every rank. Collective. RuntimeError if the masters of the last cast were
+        NaN or Inf, and after a step that raised half-way.
         """
+        self._plan.validity.check(Use.SAVE)
         checkpoint.check_format(state_dict_format)
         with checkpoint.PlainZeros():
             state_dict = super().state_dict(state_dict_format=state_dict_format, gather_on_root=gather_on_root)

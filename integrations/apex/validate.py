@@ -59,5 +59,8 @@ def _problem_of_parameter(optimizer: Any, name: str, parameter: Tensor) -> Excep
         gc.collect()
     owner = parameter.master_owner
     if owner is not None and owner is not optimizer:
-        return RuntimeError(f"{name} belongs to a {type(owner).__name__} already: an optimizer owns its masters alone")
+        return RuntimeError(
+            f"{name} belongs to a {type(owner).__name__} already, which owns its masters alone: save its state, delete it, build "
+            "this optimizer and load the state"
+        )
     return None

@@ -3,22 +3,42 @@
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests import casts
 from tests.apex import checkpoints
 from tests.apex.host_on_cpu import WHY_NOT, host_on_cpu
 from tests.apex.training import Case, Run
 from tests.hosts.stopping import Place, around
-from tests.hosts.under_test import Calls, HostUnderTest
+from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
 from tests.hosts.zero_adamw import SPECS
+from tests.optim.probe import Spec
+from zerocast import QuantizedWeight
+
+if not WHY_NOT:
+    from zerocast.integrations.apex import DistributedFusedAdam
 
 # plain buckets have buffers to gather from
 CASE = Case(SPECS, max_norm=0.5, options={"param_sync_dtype": torch.bfloat16})
+
+
+def all_kinds(fmt: str) -> Case:
+    """Small parameters of all kinds, the first one in this format. Apex clips in FP32, which is not to the bit."""
+    specs = (
+        Spec("nv", (48, 32), fmt),
+        Spec("delayed", (32, 32), "fp8_delayed:amax_history_len=3"),
+        Spec("norm", (32,), group=1),
+        Spec("frozen", (32, 32), "nvfp4"),
+        Spec("frozen_norm", (32,)),
+    )
+    return Case(specs, options=CASE.options, frozen=("frozen", "frozen_norm"))
+
+
+CASES = {"sync": CASE, ALL_KINDS: all_kinds("nvfp4"), OTHER_FORMATS: all_kinds("fp8_current")}
 APEX = "tests.apex.host_on_cpu:apex"
 
 
@@ -31,10 +51,21 @@ class Fused(HostUnderTest):
         *(Place(APEX, name) for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
         *(Place(APEX, name, "after") for name in ("reduce_scatter_tensor", "all_gather_into_tensor")),
     )
+    NAMES: ClassVar[dict[str, str]] = {
+        "quantized": "nv",
+        "plain": "norm",
+        "frozen quantized": "frozen",
+        "frozen plain": "frozen_norm",
+    }
+    BREAKS: ClassVar[dict[str, Place]] = {
+        "step": Place("zerocast.integrations.apex.buckets:QuantizedBuckets", "finish"),
+        "load": Place("zerocast.cast.host:CastDriver", "refresh"),
+        "cast": Place("zerocast.cast.plan:CastPlan", "launch"),
+    }
     why_not = WHY_NOT
 
     def __init__(self, folder: str, variant: str) -> None:
-        self.folder, self._run = Path(folder), Run(CASE)
+        self.folder, self._run = Path(folder), Run(CASES[variant])
         self._optimizer = self._run.optimizer
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -60,7 +91,8 @@ class Fused(HostUnderTest):
         self._optimizer.zero_grad()
 
     def _step(self) -> None:
-        self._optimizer.clip_grad_norm(CASE.max_norm)
+        if self._run.case.max_norm is not None:
+            self._optimizer.clip_grad_norm(self._run.case.max_norm)
         self._optimizer.step()
 
     def save(self, number: int) -> None:
@@ -121,3 +153,41 @@ class Fused(HostUnderTest):
             what: lambda held=held: self._optimizer.load_state_dict({**state, "state": held})  # type: ignore[misc]
             for what, held in (("a missing name", fewer), ("another shape", other))
         }
+
+    @property
+    def model(self) -> nn.Module:
+        return self._run.probe
+
+    @property
+    def sender(self) -> Any:
+        """The model: masters are Apex's."""
+        return self._run.probe
+
+    def master(self, kind: str) -> Tensor:
+        """The part of this rank, in Apex's bucket."""
+        state = self._optimizer.state
+        parts = [
+            state["buckets"][fragment.bucket_id].params_shard[slice(*fragment.shard_range)]
+            for fragment in state[self.parameter(kind)]["fragments"]
+            if fragment.in_local_shard
+        ]
+        return parts[0] if parts else torch.empty(0)
+
+    def recast(self) -> None:
+        self._optimizer.refresh()
+
+    def product(self, x: Tensor) -> Tensor:
+        """All parameters beside each other."""
+        parts = [
+            nn.functional.linear(x, parameter) if isinstance(parameter, QuantizedWeight) else x * parameter
+            for parameter in self._run.probe.parameters()
+        ]
+        return torch.cat(parts, -1)
+
+    @property
+    def other_recipe(self) -> dict[str, str]:
+        return {spec.name: spec.fmt for spec in CASES[OTHER_FORMATS].specs[:2]}
+
+    def another_owner(self) -> Any:
+        trained = [(name, p) for name, p in self._run.probe.named_parameters() if p.requires_grad]
+        return DistributedFusedAdam(trained)

@@ -429,6 +429,30 @@ Megatron-Core | a switch of formats                     | all              | R..
 Megatron-Core | another optimizer is built              | all              | R.......
 Megatron-Core | a load                                  | all              | .R......
 Megatron-Core | it is detached                          | all              | ..R..R.R
+Apex          | a step                                  | all              | .R......
+Apex          | a master is written                     | quantized        | ..DDDR..
+Apex          | a master is written                     | plain            | ........
+Apex          | the bytes of a weight are written       | quantized        | .nnnnR..
+Apex          | a parameter is written                  | plain            | .Rnnn.nn
+Apex          | a frozen parameter is written           | frozen quantized | .R......
+Apex          | a frozen parameter is written           | frozen plain     | .R......
+Apex          | a step breaks off                       | all              | .RRRRRRR
+Apex          | a load breaks off                       | all              | .RRRRRRR
+Apex          | a cast breaks off                       | all              | .RRRRRRR
+Apex          | a step of gradients that are not finite | all              | .RnnnRRR
+Apex          | other storage                           | quantized        | ........
+Apex          | other storage                           | plain            | ........
+Apex          | other storage                           | frozen quantized | ........
+Apex          | other storage                           | frozen plain     | ........
+Apex          | other storage with other values         | quantized        | .nnnnRnn
+Apex          | other storage with other values         | plain            | .nnnn.nn
+Apex          | it is unfrozen                          | frozen quantized | .......R
+Apex          | it is unfrozen                          | frozen plain     | .......n
+Apex          | it is frozen                            | quantized        | .......n
+Apex          | it is frozen                            | plain            | .......n
+Apex          | a switch of formats                     | all              | R.......
+Apex          | another optimizer is built              | all              | R.......
+Apex          | a load                                  | all              | .R......
 CastPlan                | a step                                  | all              | .R......
 CastPlan                | a master is written                     | quantized        | ..DDDR.D
 CastPlan                | a master is written                     | plain            | .R......
@@ -505,12 +529,12 @@ def in_words(answer: str) -> str:
 
 @pytest.mark.notices(
     "a backward pass after a step, a load, or a cast of written masters uses an earlier forward pass",
-    where=("FSDP2", "Megatron"),
+    where=("FSDP2", "Megatron", "Apex"),
     answer="raises if it reads a quantized weight that has changed",
 )
 @pytest.mark.notices(
     "a master is written by hand and nothing casts it",
-    where=("ZeroAdamW", "Megatron", "CastPlan"),
+    where=("ZeroAdamW", "Megatron", "CastPlan", "Apex"),
     answer="in debug mode the next read raises, and names the call that is missing; `zerocast.verify` names the weight",
 )
 @pytest.mark.notices(
@@ -525,7 +549,7 @@ def in_words(answer: str) -> str:
 )
 @pytest.mark.notices(
     "the bytes of a quantized weight are written by hand",
-    where="Megatron",
+    where=("Megatron", "Apex"),
     answer="they are read until the next step; `zerocast.verify` names the weight",
 )
 @pytest.mark.notices(
@@ -549,13 +573,18 @@ def in_words(answer: str) -> str:
     answer="the next step overwrites it with its master, as in Megatron alone; `zerocast.verify` names it",
 )
 @pytest.mark.notices(
+    "a parameter is written by hand, or gets other values by `.data =`",
+    where="Apex",
+    answer="the next step overwrites it with its master, as in Apex alone; `zerocast.verify` names quantized ones",
+)
+@pytest.mark.notices(
     "a plain parameter gets other storage by `.data =`",
     where="Megatron",
     answer="it is not trained any more, as in Megatron alone",
 )
 @pytest.mark.notices(
     "a weight gets other values by `.data =` between a forward pass and its backward pass",
-    where=("ZeroAdamW", "Megatron", "CastPlan"),
+    where=("ZeroAdamW", "Megatron", "CastPlan", "Apex"),
     answer="it reads the new values, as in torch; ZeroAdamW's next step or save raises",
 )
 @pytest.mark.notices(
@@ -574,14 +603,24 @@ def in_words(answer: str) -> str:
     answer="the next step raises for quantized weights; plain ones are not trained, as in Megatron alone",
 )
 @pytest.mark.notices(
+    "a parameter that the optimizer was not given is unfrozen",
+    where="Apex",
+    answer="the next step raises for quantized weights; plain ones are not trained, as in Apex alone",
+)
+@pytest.mark.notices(
     "a parameter is frozen in mid-run: moments and weight decay still change it",
     where="Megatron",
     answer="nothing, as in Megatron alone; a backward pass from before the change raises",
 )
 @pytest.mark.notices(
+    "a parameter is frozen in mid-run: moments and weight decay still change it",
+    where="Apex",
+    answer="nothing, as in Apex alone",
+)
+@pytest.mark.notices(
     "masters become NaN or Inf in a step, and the weights are read before the next step or save",
-    where=("FSDP2", "Megatron"),
-    answer="FSDP2 raises at the next forward pass or refit; Megatron's weights are read until the next step or save raises",
+    where=("FSDP2", "Megatron", "Apex"),
+    answer="FSDP2 raises at the next forward pass or refit; others' weights are read until the next step or save raises",
 )
 @pytest.mark.parametrize("world", worlds(1, slow=[2]))
 @pytest.mark.parametrize(("host", "event", "kind"), [param(*case) for case in EXPECTED])

@@ -195,7 +195,6 @@ HOSTS = {
 }
 
 # Loops of one's own, which `test_matrix.py` alone asks: they keep no checkpoints and refuse no calls.
-# Apex has no rows: none stands in the matrix that was not run, and a run of them needs a checkout of Apex.
 LOOPS = {
     "CastPlan": "tests.hosts.plans:AttachedPlan",
     "quantize_master_weights": "tests.hosts.plans:CastsOfOneCall",

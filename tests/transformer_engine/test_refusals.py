@@ -245,7 +245,11 @@ def test_a_later_call_that_is_wrong_changes_nothing() -> None:
     )
 
 
-@pytest.mark.notices("an argument is wrong on one rank", where="TransformerEngine", answer="raises on all ranks")
+@pytest.mark.notices(
+    "an argument of the first call with a list of weights is wrong on one rank",
+    where="TransformerEngine",
+    answer="raises on all ranks",
+)
 def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     for error, unchanged in ranks(2)(wrong_on_one_rank, (halves("fp8_current"), halves("nvfp4"))):
         assert error.startswith("ValueError: rank 1: model weight 1: nvfp4_use_4over6 is True")
@@ -254,6 +258,12 @@ def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
         assert error.startswith("ValueError: weight 0 is fp8_current (64, 96) torch.bfloat16 on rank 0 and nvfp4")
 
 
+@pytest.mark.notices(
+    "an argument of a later call is wrong on one rank",
+    where="TransformerEngine",
+    answer="raises on that rank, with nothing written; others wait for the timeout of their group, or raise in debug mode once "
+    "that rank makes another call",
+)
 def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
     """Other ranks may not know of it, so a rank says so; `release` on all of them takes the new cut."""
     case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
