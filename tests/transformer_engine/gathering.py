@@ -88,11 +88,11 @@ class Net(nn.Module):
         return x
 
     def values(self, weight: Any) -> Tensor:
-        codes = tensors.buffers(weight)["rowwise_data"].data_ptr()  # autograd may have detached the weight
-        owners = [owner for _, owner in models.masters(self).values() if hasattr(owner.param(), "_unsharded_param")]
-        (found,) = [
-            one for one in owners if tensors.buffers(one.param()._unsharded_param)["rowwise_data"].data_ptr() == codes
-        ]
+        owners = [owner for _, owner in models.masters(self).values() if owner.shown is not None]
+        # Autograd may have detached the weight. Tensors whose modules have not run yet point elsewhere.
+        codes = tensors.buffers(weight)["rowwise_data"].data_ptr()
+        same_codes = [one for one in owners if tensors.buffers(one.shown)["rowwise_data"].data_ptr() == codes]
+        (found,) = [one for one in owners if one.shown is weight] or same_codes
         return found.live.dequantize()
 
 
