@@ -73,6 +73,8 @@ FSDP2 = (
     PrivateName("_all_gather_result", "", "drop gathers of a pass that raised", "FSDPModule.reshard, if it did so"),
     PrivateName("_use_post_forward_mesh", "", "refuse reshard_after_forward=<int>", _EXTENSIONS),
     PrivateName("_reduce_scatter_process_group", "", "ranks of a reduction agree on its wire", _GROUPS),
+    PrivateName("_reduce_scatter_comm", "", "lay gradients out for a reduction", "a cheaper fsdp::chunk_cat"),
+    PrivateName("_DisableTorchDispatch", "torch._C", "the same", "a documented context"),
     PrivateName("_fully_shard", _FSDP, "the modules below", "public names of them"),
     PrivateName("_fsdp_collectives", f"{_FSDP}._fully_shard", "put the default reduce-scatter back", "a reset"),
     PrivateName("_fsdp_param", f"{_FSDP}._fully_shard", "gather all weights of a group in one call", _EXTENSIONS),

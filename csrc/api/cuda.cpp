@@ -206,6 +206,20 @@ void add_gradients(const Memory& messages, int64_t parts, int64_t divisor, bool 
   cuda::add_gradients(messages.address, parts, divisor, adds, array_of("out", out), numel, stream_of(stream));
 }
 
+void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, const StreamArgument& stream) {
+  std::vector<int64_t> numels;
+  int64_t numel = 0;
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    numels.push_back(check_parts("a gradient", gradients[i], ranks));
+    numel += numels.back();
+  }
+  if (elements_of("out", out) != numel) {
+    throw std::invalid_argument("out has " + std::to_string(elements_of("out", out)) + " elements and the gradients " +
+                                std::to_string(numel));
+  }
+  cuda::lay_out(gradients.addresses, numels, dtype_of(gradients.dtype), ranks, array_of("out", out), stream_of(stream));
+}
+
 // The input of a product, of so many elements.
 Array input_of(const Memory& x, int64_t rows, int64_t columns) {
   const Array array = array_of("x", x);
@@ -296,6 +310,7 @@ void register_cuda(py::module_& m) {
   cuda.def("tensor_amax", &tensor_amax, free);
   cuda.def("quantize_tensor", &quantize_tensor, free);
   cuda.def("quantize_tensor_both_ways", &quantize_tensor_both_ways, free);
+  cuda.def("lay_out", &lay_out, free);
 }
 
 }  // namespace zerocast::api

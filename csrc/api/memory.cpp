@@ -125,12 +125,17 @@ void check_upcast(const Format& format, const Memory& data, const Memory& scale_
   check_reach("group_scale_inv", group_scale_inv, "float32", down * round_up(across, 4) * 4);
 }
 
-int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages) {
-  const int64_t numel = elements_of("grad", grad);
+int64_t check_parts(const char* name, const Memory& memory, int64_t parts) {
+  const int64_t numel = elements_of(name, memory);
   if (parts < 1 || numel % parts) {
-    throw std::invalid_argument("a gradient of " + std::to_string(numel) + " elements has no " + std::to_string(parts) +
-                                " equal parts");
+    throw std::invalid_argument(std::string(name) + " of " + std::to_string(numel) + " elements has no " +
+                                std::to_string(parts) + " equal parts");
   }
+  return numel;
+}
+
+int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages) {
+  const int64_t numel = check_parts("a gradient", grad, parts);
   check_messages(messages, parts, numel / parts);
   return numel;
 }

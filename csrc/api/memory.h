@@ -71,6 +71,9 @@ std::vector<Upcast> check_upcasts(const Format& format, const Memories& data, co
   return weights;
 }
 
+// The number of elements of a tensor of so many equal parts.
+int64_t check_parts(const char* name, const Memory& memory, int64_t parts);
+
 // The number of elements of a gradient that has messages of that many equal parts, or that as many
 // messages are added to.
 int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages);

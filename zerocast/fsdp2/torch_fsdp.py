@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerocast.formats.layout import BUFFER_ALIGNMENT_ELEMENTS, round_up
 from zerocast.formats.memory import check_storage
+from zerocast.fsdp2.reduction import LaidOutReduceScatter
 
 # The number of tensors that masters share. FSDP2 frees each parameter after it has sharded it, so
 # one tensor for all shards would have to be allocated while all parameters are still there.
@@ -311,9 +312,14 @@ class GroupOfWeights(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients, and shard the parameters unless they stay gathered."""
         runs_hooks = self._all_reduce_hook is not None or any(map(_gradient_hooks, self.fsdp_params))
-        # Hooks of users may need the functions of the class.
-        with contextlib.nullcontext() if runs_hooks else torch._C.DisableTorchFunctionSubclass():
-            super().post_backward(*unused)
+        reduce_scatter: Any = self._reduce_scatter_comm
+        self._reduce_scatter_comm: Any = LaidOutReduceScatter(reduce_scatter)
+        try:
+            # Hooks of users may need the functions of the class.
+            with contextlib.nullcontext() if runs_hooks else torch._C.DisableTorchFunctionSubclass():
+                super().post_backward(*unused)
+        finally:
+            self._reduce_scatter_comm = reduce_scatter
         self._end_round()
 
     def _end_round(self) -> None:

@@ -135,3 +135,10 @@ adam_amax = _stage("adam_amax", {"work": _work("amax")})
 adam_cast = _stage("adam_cast", {"work": _work("adam_cast")})
 quantize_gradient = _stage("quantize_gradient")
 add_gradients = _stage("add_gradients")
+
+
+def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor) -> None:
+    """Write to row i of `out`, (ranks, elements for a rank), the parts of all gradients that rank i
+    reduces, one after another. Gradients are bf16 or f32, `out` is f32 or of their dtype.
+    """
+    _C.cuda.lay_out(memories(gradients), ranks, memory(out), stream_of(out))
