@@ -18,6 +18,18 @@ constexpr int64_t kGroup = MomentPiece::kGroup;
 constexpr int64_t kLanes = 16;  // of a vector, or of a few
 
 constexpr CodeValues kValues = code_values();
+
+// The numbers of the elements of a group. Loops that count would build each vector from them.
+struct Numbers {
+  alignas(64) uint32_t of[kGroup];
+};
+constexpr Numbers numbers() {
+  Numbers numbers{};
+  for (uint32_t i = 0; i < kGroup; ++i) numbers.of[i] = i;
+  return numbers;
+}
+constexpr Numbers kNumbers = numbers();
+
 // 1.5 * 2**23: a small number that is added to it is rounded to a whole one, which is then in its last
 // bits. And the bits of 4 there.
 constexpr float kToWhole = 12582912.0f;

@@ -3,8 +3,10 @@
 // A stage includes this file after all others, so it has no include guard. A standard header
 // included under a target pragma would define functions that the linker could select for machines
 // without those instructions. For the same reason the loops are internal to their file, and
-// codec.h, included before, is inlined into them.
+// codec.h, included before, is inlined into them. ZC_FUSES is 1 where every processor of the level
+// multiplies and adds in one instruction: a pragma does not change the compiler's own macros.
 
+#define ZC_FUSES 0
 namespace zerocast::baseline {
 namespace {
 #include ZC_LOOPS
@@ -22,6 +24,8 @@ namespace {
 }  // namespace zerocast::avx2
 #pragma GCC pop_options
 
+#undef ZC_FUSES
+#define ZC_FUSES 1
 #pragma GCC push_options
 #pragma GCC target("avx2,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 namespace zerocast::avx512 {
@@ -33,4 +37,5 @@ namespace {
 
 #endif
 
+#undef ZC_FUSES
 #undef ZC_LOOPS
