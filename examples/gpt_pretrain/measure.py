@@ -57,7 +57,9 @@ def digest_of_weights(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for parameter in parameters_as_read(model):
         for buffer in forward_buffers(parameter):
-            digest.update(buffer.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            # FSDP2 could not free the memory that a numpy array has seen, so hash a copy.
+            copy = buffer.detach().to("cpu", copy=True).contiguous()
+            digest.update(copy.view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
