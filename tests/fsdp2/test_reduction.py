@@ -57,6 +57,32 @@ def test_what_the_op_has_to_do() -> None:
     assert (memory == 1).all()
 
 
+class FirstRank:
+    """A reduce-scatter that gives the part of the first of two ranks."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full(size, torch.nan, dtype=dtype, device=device)
+
+    def __call__(self, *, output_tensor: Tensor, input_tensor: Tensor, **rest: object) -> None:
+        assert type(input_tensor) is Tensor
+        output_tensor.copy_(input_tensor[: len(output_tensor)])
+
+
+@pytest.mark.parametrize("input_first", [True, False])
+@pytest.mark.parametrize("by_op", [True, False])
+def test_the_order_of_allocations(input_first: bool, by_op: bool) -> None:
+    """A torch that allocates the result before the input has the same gradients."""
+    reduce_scatter = reduction.LaidOutReduceScatter(FirstRank())
+    sizes = [(12,), (6,)] if input_first else [(6,), (12,)]
+    memory = [reduce_scatter.allocate(size, dtype=FP32, device=torch.device("cpu")) for size in sizes]
+    source, result = memory if input_first else memory[::-1]
+    values = [torch.randn(4, 2), torch.randn(2, 2)]
+    with mock.patch.object(backends.load("cpu"), "lay_out", None if by_op else copies, create=True):
+        torch.ops.fsdp.chunk_cat(values, dim=0, num_chunks=2, out=source.view(2, -1))
+    reduce_scatter(result, source, None, None)
+    assert torch.equal(result.as_subclass(Tensor), torch.cat([values[0][:2].flatten(), values[1][0]]))
+
+
 def gradients(rows: int, reduce_dtype: torch.dtype, wire: str | None, by_op: bool) -> tuple[list[Tensor], int]:
     """The gradients of two layers after three backward passes, the second of which reduces nothing;
     and how often the op ran.

@@ -32,7 +32,7 @@ class ReductionInput(Tensor):
         return result.as_subclass(cls) if func is torch.ops.aten.view.default else result
 
 
-def lay_out(gradients: Sequence[Tensor], dim: int, ranks: int, *, out: Tensor) -> bool:
+def lay_out(gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
     """Do what `fsdp::chunk_cat` does with these arguments, if the backend can; otherwise return
     False. It cannot where rows are left over, for which the op adds zeros, and for other dtypes
     than FP32 and bf16.
@@ -41,31 +41,35 @@ def lay_out(gradients: Sequence[Tensor], dim: int, ranks: int, *, out: Tensor) -
     if dim or dtype not in (torch.bfloat16, torch.float32) or out.dtype not in (dtype, torch.float32):
         return False
     kernel = getattr(backends.load(backends.choose(out.device)), "lay_out", None)
-    if kernel is None or any(gradient.shape[0] % ranks for gradient in gradients):
+    if kernel is None or any(gradient.shape[0] % num_chunks for gradient in gradients):
         return False
-    kernel([gradient.contiguous() for gradient in gradients], ranks, out)
+    kernel([gradient.contiguous() for gradient in gradients], num_chunks, out)
     return True
 
 
 class LaidOutReduceScatter:
-    """A reduce-scatter of FSDP2, `inner`, whose input is a ReductionInput. It serves one reduction,
-    which asks for the memory of its input first and for that of its result after it.
+    """A reduce-scatter of FSDP2, `inner`, whose input is a ReductionInput. It serves one reduction.
+
+    That allocates its input first and then its result, which stays a plain tensor: all of it is
+    read by views. In another order the op would run, with the same result.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._input: Tensor | None = None
+        self._first: Tensor | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the gradients, and then for the result."""
+        """Allocate memory of the reduction."""
         memory: Tensor = self._inner.allocate(size, dtype=dtype, device=device)
-        if self._input is not None:
+        if self._first is not None:
             return memory
-        self._input = memory
+        self._first = memory
         return memory.as_subclass(ReductionInput)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce and scatter the gradients."""
-        return self._inner(output_tensor=output_tensor, input_tensor=self._input, group=group, op=op, async_op=async_op)
+        # Such an input is what was allocated first, as it came from `inner`.
+        source = self._first if type(input_tensor) is ReductionInput else input_tensor
+        return self._inner(output_tensor=output_tensor, input_tensor=source, group=group, op=op, async_op=async_op)
