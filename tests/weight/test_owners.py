@@ -952,3 +952,16 @@ def test_a_skipped_cast_leaves_what_weights_were_quantized_from() -> None:
     assert torch.equal(layer.weight.dequantize(), before)
     plan.cast(skip=torch.tensor([False]))
     assert layer.weight.high_precision_init_val is None
+
+
+def test_a_cast_of_weights_on_a_cpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch may see a GPU whose driver is too old to be asked anything."""
+
+    def too_old() -> bool:
+        raise RuntimeError("the driver is insufficient")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", too_old)
+    layer = quantize_(nn.Linear(32, 32, bias=False), {"weight": "nvfp4"})
+    master = layer.weight.dequantize().float().flatten()
+    CastPlan([layer.weight], [master], [0]).cast(skip=torch.tensor([False]))

@@ -267,10 +267,14 @@ class CastPlan(Plan):
         self.run(skip=skip, update=update, repeat=repeat)
         # With the first cast that writes, masters take the place of what the weights were quantized
         # from. The host waits for `skip` until then, unless it captures.
-        if self._keeps_initial_values and (skip is None or not (_is_capturing() or bool(skip))):
+        if self._keeps_initial_values and (skip is None or not (self._is_capturing() or bool(skip))):
             self._keeps_initial_values = False
             for index in self._cast:
                 self.weights[index].high_precision_init_val = None
+
+    def _is_capturing(self) -> bool:
+        """True while a CUDA graph captures this cast, which lets the host wait for nothing."""
+        return self._partition.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Write masters and weights inside this context. After an exception in it the weights
@@ -367,7 +371,7 @@ class CastPlan(Plan):
             raise RuntimeError(
                 "these masters lie on the host, and an AdamUpdate is of masters on the device: step, then cast()"
             )
-        if _is_capturing():
+        if self._is_capturing():
             raise RuntimeError(
                 "a cast of masters on the host cannot be captured in a CUDA graph, which would repeat the copies alone: cast "
                 "outside of it, or move the masters to the device"
@@ -672,8 +676,3 @@ class CastTables:
                 row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
                 table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
         return CastTables([*of_device.freeze(), *of_host.freeze()], boundary.freeze(), on_host)
-
-
-def _is_capturing() -> bool:
-    """True while the current stream captures a CUDA graph, which lets the host wait for nothing."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
