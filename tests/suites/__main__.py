@@ -162,7 +162,7 @@ def run(
 
 
 def main() -> int:
-    """Read the command line."""
+    """Read which suites to run, and where their sources are, from the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.suites", description=__doc__)
     parser.add_argument("sources", type=Path, help="the folder with the checkouts that sources.txt names")
     parser.add_argument("--only", choices=[suite.name for suite in SUITES], help="one suite")

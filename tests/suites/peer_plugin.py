@@ -269,6 +269,13 @@ for change in os.environ["ZEROCAST_CHANGES"].split():
     CHANGES[change]()
 
 
+def pytest_runtest_teardown() -> None:
+    """Put a setting of torch back. A test whose ranks are threads restores it once a thread, each to what it had found, which is
+    for some what another thread had set. Then no later test could load a model under DistributedDataParallel.
+    """
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Append the outcome of a test, once it is over or has failed before it began."""
