@@ -76,7 +76,7 @@ class Engine:
         return torch.cat([prompts, torch.tensor(answers)[:, None]], 1), torch.tensor(logits)[None]
 
     def close(self) -> None:
-        """End the server."""
+        """End the server and its processes."""
         self._server.close()
 
 

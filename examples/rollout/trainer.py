@@ -33,7 +33,7 @@ class Generator(Protocol):
         ...
 
     def close(self) -> None:
-        """End it."""
+        """End the generator and its processes."""
         ...
 
 

@@ -97,7 +97,7 @@ class Net(nn.Module):
 
 
 class Block(nn.ModuleList):
-    """Layers in a row."""
+    """Linear layers of TransformerEngine, one after another."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self:

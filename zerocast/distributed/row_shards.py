@@ -145,7 +145,7 @@ class ShardGeometry:
 
     @functools.cached_property
     def nominal(self) -> "torch.dtype":
-        """The nominal dtype."""
+        """The nominal dtype of the weight, as torch has it."""
         return torch_dtype(self.nominal_name)
 
     @property

@@ -59,7 +59,7 @@ class Planned:
         return matrix_shape(self.shape)
 
     def numel(self) -> int:
-        """The number of elements."""
+        """The number of elements of the weight."""
         return math.prod(self.shape)
 
     def weight_format(self) -> FormatSpec:
