@@ -68,9 +68,9 @@ vllm:
 	  && $(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec \
 	  && $(VLLM)/bin/python -c "import vllm" && touch $(VLLM)/READY; }
 
-# With a GPU: zerocast bench, its report in tests/benchmarks/reports. Without: the benchmarks of the CPU.
+# The report is put among the dated ones. On a CPU the work is smaller.
 bench: $(VENV)/.dev
-	$(BIN)/python -m tests.benchmarks
+	$(BIN)/zerocast bench --out tests/benchmarks/reports $(OPTIONS)
 
 # The extension with kernels for every GPU that we know, in place; needs nvcc and no GPU.
 cuda: $(VENV)/.python
