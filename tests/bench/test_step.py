@@ -231,19 +231,6 @@ def test_growth_of_ours_is_a_regression(row: str, ms: float, peak: int, grown: l
         report(measured(row, ms, peak)).regressions(replace(stored, ranks=4), 0.05)
 
 
-def test_targets_are_ratios_of_one_run_at_full_size() -> None:
-    nvfp4 = "fsdp2:nvfp4 compiled"
-    rows = measured(nvfp4, 99.0, 3 * GIB), measured("fsdp2:bf16 compiled", 100.0, 2 * GIB)
-    lines = {
-        (target["row"], target["quantity"]): target["reached"]
-        for target in report(*rows).as_dict()["targets"]
-        if target["reached"] is not None
-    }
-    assert lines == {(nvfp4, "ms"): 0.99, (nvfp4, "peak_bytes"): 1.5, (nvfp4, "host_ms"): pytest.approx(0.99)}
-    small = report(*rows, settings={**report().settings, "layers": 1})
-    assert small.as_dict()["targets"] == report(*rows, machine={"device": "CPU"}).as_dict()["targets"] == []
-
-
 def test_the_command_writes_a_report_and_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(256)))
     tiny = ["--shape", "tiny", "--layers", "1", "--vocabulary", "256", "--seq", "16", "--modes", "eager"]

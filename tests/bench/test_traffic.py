@@ -1,4 +1,4 @@
-"""Bytes counted, against figures worked out by hand and against the table of the targets."""
+"""Bytes counted, against figures worked out by hand."""
 
 import pytest
 

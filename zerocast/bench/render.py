@@ -9,18 +9,18 @@ from matplotlib.figure import Figure
 
 from zerocast.bench.report import Failure, Measurement, Report
 from zerocast.bench.row import Row
-from zerocast.bench.step_report import GIB, LAST_LOSSES, TARGETS, StepMeasurement, StepReport
+from zerocast.bench.step_report import GIB, LAST_LOSSES, StepMeasurement, StepReport
 from zerocast.bench.variant import code_of
 
 HEADS = (
-    "row", "by", "ms", "MB", "GB/s", "of copy", "floor ms", "x floor", "launches", "host ms", "wall ms", "x ours", "target", "met"
+    "row", "by", "ms", "MB", "GB/s", "of copy", "floor ms", "x floor", "launches", "host ms", "wall ms", "x ours"
 )  # fmt: skip
-LEFT = {"row", "by", "target"}
+LEFT = {"row", "by"}
 
 
 def markdown(report: Report) -> str:
     """The whole report as Markdown, ready for a README."""
-    return "\n".join([*_head(report), "", *_table(report), *_score(report), *_failures(report.failures)]) + "\n"
+    return "\n".join([*_head(report), "", *_table(report), *_failures(report.failures)]) + "\n"
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -53,10 +53,10 @@ def legend(rows: Sequence[Row]) -> Iterator[str]:
 
 def terminal(report: Report) -> Iterator[str]:
     """The table for a terminal, 100 columns wide."""
-    heads = ("row", "by", "ms", "GB/s", "x floor", "host ms", "x ours", "target")
+    heads = ("row", "by", "ms", "GB/s", "x floor", "host ms", "x ours")
     yield TERMINAL.format(*heads)
     for m in report.measurements:
-        ratio, verdict = report.over_ours(m), report.verdict(m)
+        ratio = report.over_ours(m)
         over_floor = m.over_floor(report.copy.rate)
         yield TERMINAL.format(
             m.row.name,
@@ -66,14 +66,12 @@ def terminal(report: Report) -> Iterator[str]:
             f"{over_floor:.2f}" if over_floor < 100 else f"{over_floor:,.0f}",
             f"{m.times.host_ms:.3f}",
             "" if ratio is None else f"{ratio:.2f}",
-            "" if verdict is None else "met" if verdict.met else "missed",
         ).rstrip()
     yield f"a copy moves {report.copy.rate:,.1f} GB/s, by which floors are taken"
-    yield from _score(report)
     yield from _failures(report.failures)
 
 
-TERMINAL = "{:<34} {:<17} {:>8} {:>6} {:>7} {:>8} {:>6} {:>6}"
+TERMINAL = "{:<34} {:<17} {:>8} {:>6} {:>7} {:>8} {:>6}"
 
 
 def _table(report: Report) -> Iterator[str]:
@@ -88,7 +86,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _cells(report: Report, m: Measurement) -> list[str]:
-    rate, ratio, verdict = report.copy.rate, report.over_ours(m), report.verdict(m)
+    rate, ratio = report.copy.rate, report.over_ours(m)
     return [
         m.row.name,
         m.by,
@@ -102,16 +100,7 @@ def _cells(report: Report, m: Measurement) -> list[str]:
         f"{m.times.host_ms:.3f}",
         f"{m.times.wall_ms:.3f}",
         "" if ratio is None else f"{ratio:.2f}",
-        verdict.text if verdict else "",
-        "" if verdict is None else "yes" if verdict.met else f"no: {verdict.reached:.2f}",
     ]
-
-
-def _score(report: Report) -> Iterator[str]:
-    verdicts = [verdict for verdict in map(report.verdict, report.measurements) if verdict]
-    if verdicts:
-        yield ""
-        yield f"Targets met: {sum(verdict.met for verdict in verdicts)} of {len(verdicts)}."
 
 
 def _failures(failures: Sequence[Failure]) -> Iterator[str]:
@@ -150,7 +139,7 @@ def plot(report: Report, path: Path) -> None:
         left.set(xscale="log", xlim=(min(1.0, *ratios, 1.0) / 2, max(1.0, *ratios, 1.0) * 4))
         right.set(xscale="log")
     left.set(
-        xlabel="time / floor (| is the target)" if report.full else "time / floor",
+        xlabel="time / floor",
         title=f"{report.machine['device']}, {report.date}",
     )
     left.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], rows, fontsize=8)
@@ -170,10 +159,6 @@ def _floors(
     longest = LONGEST if report.full else math.inf
     bars = axes.barh(places, [min(ratio, longest) for ratio in ratios], height, color=color, label=name)
     axes.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=2, fontsize=7)
-    for m, place in zip(own, places, strict=True):
-        if report.full and name == report.backend and m.row.target and m.row.target.row is None:
-            limit = m.row.target.limit
-            axes.plot([limit, limit], [place - height / 2, place + height / 2], color="black", linewidth=1.5)
 
 
 STEP_HEADS = (
@@ -187,7 +172,6 @@ STEP_METHOD = (
     "for the device in a step; peak: the most that was allocated; kept: what a forward pass leaves allocated; wire: full-size "
     "side of the collectives of a step. The slowest or fullest rank counts. "
 )
-QUANTITIES = {"ms": "time", "host_ms": "host time", "peak_bytes": "peak memory"}
 
 
 def step_markdown(report: StepReport) -> str:
@@ -207,7 +191,6 @@ def step_markdown(report: StepReport) -> str:
             _line(["---", *["---:"] * (len(STEP_HEADS) - 1)]),
             *(_line(_step_cells(report, m)) for m in report.measurements),
             *_code(report),
-            *_targets(report),
             *(["", "Not measured:", *failures] if failures else []),
         ]
     ) + "\n"  # fmt: skip
@@ -246,22 +229,6 @@ def _code(report: StepReport) -> Iterator[str]:
     lines = [f"* {m.row}: `{code}`" for m in report.measurements if (code := code_of(m.row))]
     if lines:
         yield from ("", "By one line of code, beside the optimizer's:", *lines)
-
-
-def _targets(report: StepReport) -> Iterator[str]:
-    ratios = [(target, report.reached(target)) for target in TARGETS if report.full]
-    measured = [(target, ratio) for target, ratio in ratios if ratio is not None]
-    if measured:
-        yield from (
-            "",
-            _line(["target", "over", "limit", "reached", "met"]),
-            _line(["---", "---", "---:", "---:", "---"]),
-        )
-    for target, ratio in measured:
-        quantity = f"{QUANTITIES[target.quantity]} of {target.row}"
-        yield _line(
-            [quantity, target.over, f"{target.limit:.2f}", f"{ratio:.3f}", "yes" if ratio <= target.limit else "no"]
-        )
 
 
 def step_plot(report: StepReport, path: Path) -> None:

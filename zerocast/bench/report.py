@@ -1,6 +1,4 @@
-"""Report: all measurements of one run as JSON, their targets, and the comparison with a stored
-report.
-"""
+"""Report: all measurements of one run as JSON, and the comparison with a stored report."""
 
 import datetime
 import json
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 
 from zerocast.bench.clock import Clock, Times
-from zerocast.bench.row import Row, Target
+from zerocast.bench.row import Row
 from zerocast.checkpoint.regular_file import read_bounded
 
 SCHEMA = 1
@@ -78,44 +76,6 @@ class Failure:
     ours: bool
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The result of comparing a measurement with its target.
-
-    Attributes:
-        text: the target in words.
-        limit: the limit on the ratio.
-        reached: the ratio that was measured.
-        met: True if the target is met.
-    """
-
-    text: str
-    limit: float
-    reached: float
-    met: bool
-
-
-def judge(measurement: Measurement, target: Target, copy_rate: float, other_ms: float | None) -> Verdict | None:
-    """Compare a measurement with its target.
-
-    `other_ms` is the time of the row that the target refers to. Returns None if that time is needed
-    and is None.
-    """
-    if target.row is None:
-        text = f"≤ {target.limit:g} x floor"
-        reached = measurement.over_floor(copy_rate)
-    elif other_ms is not None:
-        text = f"≤ {target.limit:g} x {target.share:g} of {target.row}"
-        reached = measurement.ms / (target.share * other_ms)
-    else:
-        return None
-    met = reached <= target.limit
-    if target.host_ms is not None:
-        text += f", host < {target.host_ms:g} ms"
-        met = met and measurement.times.host_ms < target.host_ms
-    return Verdict(text, target.limit, reached, met)
-
-
 def copy_rate(clock: Clock, device: torch.device, nbytes: int) -> float:
     """GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes written."""
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=device)
@@ -143,7 +103,7 @@ class Report:
 
     Attributes:
         backend: the backend of zerocast that was measured.
-        full: True for full-size workloads on a GPU, for which targets are set.
+        full: True for full-size workloads on a GPU.
         method: how times were taken, in words.
     """
 
@@ -160,14 +120,6 @@ class Report:
     @cached_property
     def _ours(self) -> dict[str, Measurement]:
         return {m.row.name: m for m in self.measurements if m.by == self.backend}
-
-    def verdict(self, measurement: Measurement) -> Verdict | None:
-        """The verdict on one of our measurements; None if no target applies to it."""
-        target = measurement.row.target
-        if target is None or not self.full or measurement.by != self.backend:
-            return None
-        other = self._ours.get(target.row or "")
-        return judge(measurement, target, self.copy.rate, other.ms if other else None)
 
     def over_ours(self, measurement: Measurement) -> float | None:
         """A peer's time divided by ours for the same row; None for our own measurements."""
@@ -199,7 +151,6 @@ class Report:
         }  # fmt: skip
 
     def _line(self, m: Measurement) -> dict[str, Any]:
-        verdict = self.verdict(m)
         return {
             "row": m.row.name,
             "by": m.by,
@@ -214,7 +165,6 @@ class Report:
             "launches": m.launches,
             **asdict(m.times),
             "over_ours": self.over_ours(m),
-            "target": asdict(verdict) if verdict else None,
             "checked": m.checked,
         }
 

@@ -1,4 +1,4 @@
-"""Row: a line of the report before it is measured, with its work, workload and target."""
+"""Row: a line of the report before it is measured, with its work and workload."""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -31,26 +31,12 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A limit on a row's time: `limit` times its floor, or times `share` of the time of `row`.
-
-    `host_ms` limits the host time as well.
-    """
-
-    limit: float
-    row: str | None = None
-    share: float = 1.0
-    host_ms: float | None = None
-
-
-@dataclass(frozen=True)
 class Row:
     """One work on one workload in one format; `clock` is the time that the row reports."""
 
     workload: Workload
     work: Work
     fmt: str
-    target: Target | None = None
     clock: Literal["device", "wall"] = "device"
 
     @property
@@ -124,79 +110,48 @@ STEP_IN_TWO_PASSES = Work(
     "the same where all codes wait for reduced amaxes, as those of cut blocks do",
 )
 
-CAST_LIMIT = {
-    "fp8_block": 1.05,
-    "fp8_current": 1.05,
-    "mxfp8": 1.12,
-    "mxfp8:block=32x32": 1.05,
-    "mxfp4": 1.08,
-    "nvfp4": 1.08,
-    "int4": 1.12,
-}
-FORMATS = tuple(CAST_LIMIT)
+FORMATS = ("fp8_block", "fp8_current", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "int4")
 EXACT = "nvfp4:exact_in_fp8"
-EXACT_LIMIT = 1.06
-OWN_SCALES_LIMIT = 1.08
-TRANSPOSE_LIMIT = {"fp8_block": 1.1, "fp8_current": 1.1, "nvfp4": 1.2}
-UPCAST_LIMIT = 1.1
-STEP_LIMIT = {"nvfp4": 1.07, "fp8_block": 1.06, "mxfp8:block=32x32": 1.06, "mxfp4": 1.06}
-ADAM_LIMIT = 1.04
-ADAM_8BIT_LIMIT = 1.06
-ADAM_8BIT_AND_CODES_LIMIT = 1.08
-GRADIENT_LIMIT = 1.1
-# For workload B, which has many small weights.
-MANY_LIMIT = 1.15
-HOST_MS = 0.1
-# For workload C, a smaller share of the same weights as workload A.
-SHARE_LIMIT = 1.3
 
 
 def all_rows() -> Iterator[Row]:
     """The rows of the report at full size, in its order."""
-    for fmt in FORMATS:
-        yield Row(A, CAST, fmt, Target(CAST_LIMIT[fmt]))
-    yield Row(A, CAST, EXACT, Target(EXACT_LIMIT))
-    yield Row(A, CAST_OF_OWN_SCALES, "mxfp8", Target(OWN_SCALES_LIMIT))
-    yield Row(A, ADAM, "", Target(ADAM_LIMIT))
-    yield Row(A, ADAM_8BIT, "fp8_current", Target(ADAM_8BIT_LIMIT))
-    yield Row(A, QUANTIZE_GRADIENT, "", Target(GRADIENT_LIMIT))
-    yield Row(A, ADD_GRADIENTS, "", Target(GRADIENT_LIMIT))
-    for fmt, limit in STEP_LIMIT.items():
-        casts = get_format(fmt).casts_in_one_pass
-        yield Row(A, ADAM_8BIT, fmt, Target(ADAM_8BIT_AND_CODES_LIMIT if casts else ADAM_8BIT_LIMIT))
-        yield Row(A, STEP, fmt, Target(limit))
-        if casts:
+    for fmt in (*FORMATS, EXACT):
+        yield Row(A, CAST, fmt)
+    yield Row(A, CAST_OF_OWN_SCALES, "mxfp8")
+    yield Row(A, ADAM, "")
+    yield Row(A, ADAM_8BIT, "fp8_current")
+    yield Row(A, QUANTIZE_GRADIENT, "")
+    yield Row(A, ADD_GRADIENTS, "")
+    for fmt in ("nvfp4", "fp8_block", "mxfp8:block=32x32", "mxfp4"):
+        yield Row(A, ADAM_8BIT, fmt)
+        yield Row(A, STEP, fmt)
+        if get_format(fmt).casts_in_one_pass:
             yield Row(A, STEP_IN_TWO_PASSES, fmt)
             yield Row(C, STEP, fmt)
+    for workload in (B_FLAT, B_SCATTERED):
+        yield from (Row(workload, CAST, fmt, "wall") for fmt in FORMATS)
     for fmt in FORMATS:
-        yield Row(B_FLAT, CAST, fmt, Target(MANY_LIMIT, host_ms=HOST_MS), "wall")
-    for fmt in FORMATS:
-        yield Row(B_SCATTERED, CAST, fmt, clock="wall")
-    for fmt in FORMATS:
-        whole = Row(A, AMAX_AND_CAST, fmt)
-        yield whole
-        yield Row(C, AMAX_AND_CAST, fmt, Target(SHARE_LIMIT, row=whole.name, share=A.world / C.world))
-    for fmt, limit in TRANSPOSE_LIMIT.items():
-        yield Row(A, TRANSPOSE, fmt, Target(limit))
+        # A rank of C has an eighth of what a rank of A has of the same weights.
+        yield from (Row(workload, AMAX_AND_CAST, fmt) for workload in (A, C))
+    for fmt in ("fp8_block", "fp8_current", "nvfp4"):
+        yield Row(A, TRANSPOSE, fmt)
     for fmt in ("mxfp4", EXACT):
-        yield Row(A, UPCAST, fmt, Target(UPCAST_LIMIT))
-        yield Row(A, UPCAST_TRANSPOSED, fmt, Target(UPCAST_LIMIT))
+        yield Row(A, UPCAST, fmt)
+        yield Row(A, UPCAST_TRANSPOSED, fmt)
     for fmt in FORMATS:
         yield from (Row(A, stage, fmt) for stage in (PARTIAL_AMAX, COMPUTE_SCALES, PARTIAL_CAST))
 
 
 def select(only: Sequence[str], scale: int) -> list[Row]:
     """The rows whose names contain one of `only`, or all rows, on workloads shrunk by `scale`.
-
-    Rows that the target of a selected row refers to are included. Raises ValueError for a text that
-    no name contains.
+    ValueError for a text that no name contains.
     """
     rows = list(all_rows())
     for text in only:
         if not any(text in row.name for row in rows):
             raise ValueError(f"no row is called {text!r}: {_suggestion(text, rows)}")
     selected = {row.name for row in rows if not only or any(text in row.name for text in only)}
-    selected |= {row.target.row for row in rows if row.name in selected and row.target and row.target.row}
     return [replace(row, workload=row.workload.scaled(scale)) for row in rows if row.name in selected]
 
 

@@ -160,7 +160,7 @@ def _method(clock: Clock, scale: int, device: torch.device) -> str:
         times += f"{clock.flushed / 1e6:.0f} MB that overwrites the L2"
     else:
         times = "Times are medians of single calls by the host's clock; nothing is flushed"
-    size = "full size" if scale == 1 else f"rows, columns and layers divided by {scale}: for testing, no target applies"
+    size = "full size" if scale == 1 else f"rows, columns and layers divided by {scale}: for testing"
     return (
         f"{times}; rows B are wall time, host included, of calls made back to back. Bytes are those that must move "
         f"(zerocast/bench/traffic.py). Workloads at {size}."

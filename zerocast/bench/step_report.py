@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal
+from typing import Any
 
 from zerocast.bench.report import Regression, grown, read_stored
 from zerocast.bench.variant import code_of
@@ -17,39 +17,6 @@ WAITS = ("cudaEventSynchronize", "cudaStreamSynchronize")
 MOST_LINES = 25
 GIB = 2**30
 OURS = ("fsdp2:", "zero_adamw:")
-
-
-@dataclass(frozen=True)
-class Target:
-    """A limit on a quantity of one row, as a multiple of that of another row of the same run."""
-
-    row: str
-    over: str
-    limit: float
-    quantity: Literal["ms", "host_ms", "peak_bytes"] = "ms"
-
-
-PER_TENSOR, BLOCK, MXFP4 = "fp8_current+fp8_wgrad", "fp8_block+fp8_wgrad", "mxfp4+fp8_wgrad"
-EXACT = "nvfp4:exact_in_fp8+fp8_wgrad"
-TARGETS = (
-    Target(f"fsdp2:{PER_TENSOR} compiled", "torchao:tensorwise compiled", 0.86),
-    Target(f"fsdp2:{PER_TENSOR} compiled", "fsdp2:bf16 compiled", 0.76),
-    Target(f"fsdp2:{BLOCK} compiled", "fsdp2:bf16 compiled", 0.80),
-    Target(f"fsdp2:{MXFP4} compiled", "fsdp2:bf16 compiled", 0.79),
-    Target("fsdp2:nvfp4 compiled", "fsdp2:bf16 compiled", 1.0),
-    Target(f"zero_adamw:{PER_TENSOR} compiled", "fsdp2:bf16 compiled", 0.68),
-    Target(f"zero_adamw:{PER_TENSOR} compiled", "zero_adamw:bf16 compiled", 0.74),
-    Target(f"fsdp2:{PER_TENSOR} eager", "fsdp2:bf16 eager", 0.83),
-    Target(f"zero_adamw:{PER_TENSOR} eager", "zero_adamw:bf16 eager", 0.83),
-    Target(f"fsdp2:{PER_TENSOR} compiled", "torchao:tensorwise compiled", 1.0, "peak_bytes"),
-    Target("fsdp2:nvfp4 compiled", "fsdp2:bf16 compiled", 1.0, "peak_bytes"),
-    *(
-        Target(f"fsdp2:{fmt} compiled", "fsdp2:bf16 compiled", 1.2, "host_ms")
-        for fmt in (PER_TENSOR, BLOCK, MXFP4, "nvfp4", EXACT)
-    ),
-)
-FULL = {"shape": "llama3-8b", "layers": 8, "vocabulary": 32768, "seq": 8192, "batch": 1}
-FULL |= {"micro_batches": 1, "keep_gathered": False}
 
 
 @dataclass(frozen=True)
@@ -154,17 +121,6 @@ class StepReport:
     measurements: tuple[StepMeasurement, ...]
     failures: tuple[StepFailure, ...] = ()
 
-    @property
-    def full(self) -> bool:
-        """True for the workload and the kind of machine that the targets are set for."""
-        return "l2" in self.machine and all(self.settings[name] == value for name, value in FULL.items())
-
-    def reached(self, target: Target) -> float | None:
-        """The ratio that a target limits; None if one of the rows was not measured."""
-        rows = [self.by_row.get(name) for name in (target.row, target.over)]
-        values = [getattr(row, target.quantity) for row in rows if row]
-        return values[0] / values[1] if len(values) == 2 and None not in values else None
-
     def over_bf16(self, m: StepMeasurement, host: str | None = None) -> list[float] | None:
         """A row's time over that of `host` with bf16: [of synchronized steps, of free-running
         ones]. None if that was not measured.
@@ -223,7 +179,6 @@ class StepReport:
                 }
                 for m in self.measurements
             ],
-            "targets": [{**asdict(target), "reached": self.reached(target)} for target in TARGETS] if self.full else [],
             "failures": [asdict(failure) for failure in self.failures],
         }
 
