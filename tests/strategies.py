@@ -23,9 +23,13 @@ def is_interpreted(backend: str) -> bool:
 
 
 def examples(backend: str) -> settings:
-    """The profile's number of examples, or a twelfth of it for a backend whose kernels are interpreted."""
+    """The profile's number of examples. A twelfth of it for a backend whose kernels are interpreted, and a third for the
+    reference, which the other backends are compared with as well.
+    """
     whole = settings().max_examples
-    return settings(max_examples=max(1, whole // 12) if is_interpreted(backend) else whole)
+    return settings(
+        max_examples=max(1, whole // (12 if is_interpreted(backend) else 3 if backend == "reference" else 1))
+    )
 
 
 LARGE = {

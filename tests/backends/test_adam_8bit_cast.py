@@ -94,6 +94,7 @@ def of_case(case: OnePass) -> EightBit:
     return EightBit(case.bench, case.seed, case.grad, clip=case.clip)
 
 
+@pytest.mark.long_at_every_level
 def test_update_amax_and_codes(any_backend: str) -> None:
     """Guards between the weights are compared too: only what is owned changes."""
 
@@ -115,8 +116,9 @@ def test_update_amax_and_codes(any_backend: str) -> None:
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8:block=32x32", "mxfp4"])
 def test_large_weights(variant: str, fmt: str, seed: int) -> None:
     """Larger than the pieces that a backend cuts its work into; the second one is owned from its second row of blocks on."""
-    rows, columns = (288, 416 if strategies.is_interpreted(variant) else 32 * 520)
-    unit = (get_format(fmt).exchange_block or (1, 1))[0] * columns
+    columns = 416 if strategies.is_interpreted(variant) else 32 * 520
+    block = (get_format(fmt).exchange_block or (1, 1))[0]
+    rows, unit = 2 * block + 32, block * columns
     weight = Weight(fmt, (rows, columns), ((0, rows * columns),), content="wide", seed=seed)
     part = replace(weight, spans=((unit, rows * columns // unit * unit),))
     case = EightBit(Bench((weight, part), seed), seed, BF16, clip=0.3)
