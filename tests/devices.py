@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocast import backends
+from zerocast.backends import ops
 
 if not torch.cuda.is_available():  # where there is a GPU, the kernels run on it as they are
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
@@ -48,7 +49,7 @@ def of(backend: str | None) -> torch.device:
 
 def stage(backend: str, name: str) -> Callable[..., None]:
     """A stage of a backend for CPU tensors; for a backend of a GPU they go there and come back, inputs too."""
-    function: Callable[..., None] = getattr(backends.load(backend), name)
+    function = ops.implementation(name, backend)
     return function if backend in HERE else lambda *arguments: _on_a_gpu(function, arguments)
 
 

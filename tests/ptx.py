@@ -21,7 +21,6 @@ from triton.runtime.jit import JITFunction
 from tests import devices
 from tests.backends.test_adam_8bit import CUTS, CUTS_OF_MATRICES, MATRICES, SHAPES, Shard, weights
 from tests.backends.test_adam_amax import Case
-from tests.backends.test_adam_step import SEGMENTS, SIZE, scalars
 from tests.casts import NOMINAL
 from tests.sharded import Weight
 from tests.tables import STAGES, Bench
@@ -134,9 +133,6 @@ def run_every_kernel() -> None:
         run_dequantize(fmt, torch.bfloat16, torch.float16)
     for transposed in (False, True):
         run_upcast(transposed)
-    master, moment = torch.zeros(SIZE), torch.zeros(SIZE)
-    rest = SEGMENTS, torch.from_numpy(scalars()), torch.ones(1), None
-    backends.load("triton").adam_step(master, master.bfloat16(), moment, moment, *rest)
 
 
 def run_every_dtype() -> None:

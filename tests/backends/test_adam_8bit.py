@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import devices, stages, strategies
-from tests.backends.test_adam_step import scalars
+from tests.backends.test_adam_update import scalars
 from tests.matrices import bit_patterns
 from zerocast import get_format
 from zerocast.backends import load

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests import devices, strategies
 from tests.backends.test_adam_amax import BF16
 from tests.backends.test_adam_cast import ONE_PASS, OnePass, assert_same_codes, cases
-from tests.backends.test_adam_step import scalars
+from tests.backends.test_adam_update import scalars
 from tests.sharded import Weight
 from tests.tables import Bench
 from zerocast import get_format

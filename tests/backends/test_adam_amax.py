@@ -1,4 +1,4 @@
-"""Stage adam_amax: on every backend the bytes of the reference's adam_step, then partial_amax, and nothing else written."""
+"""Stage adam_amax: on every backend the bytes of the reference's update, then partial_amax, and nothing else written."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import casts, devices, strategies
-from tests.backends.test_adam_step import scalars
+from tests.backends.test_adam_update import scalars
 from tests.sharded import Weight
 from tests.tables import Bench
 from zerocast.backends import reference
 from zerocast.backends.descriptor import Column
+from zerocast.backends.reference.adam import adamw
 
 BF16, FP32 = torch.bfloat16, torch.float32
 WITH_AMAX = [fmt for fmt in casts.FORMATS if not fmt.startswith("identity")]
@@ -60,10 +61,12 @@ class Case:
         given = self.inputs()
         for line, group in zip(self.bench.table.tolist(), given["groups"].tolist(), strict=True):
             if line[Column.NUMEL]:
-                segment = torch.tensor([[line[Column.MASTER_OFFSET], line[Column.NUMEL], group]])
-                master, grad, exp_avg, exp_avg_sq = (given[name][line[Column.MASTER_BASE]] for name in FIELDS)
-                rows, clip = torch.from_numpy(scalars()), torch.tensor([self.clip])
-                reference.adam_step(master, grad, exp_avg, exp_avg_sq, segment, rows, clip, None)
+                own = slice(line[Column.MASTER_OFFSET], line[Column.MASTER_OFFSET] + line[Column.NUMEL])
+                p, g, m, v = (given[name][line[Column.MASTER_BASE]][own] for name in FIELDS)
+                row, clip = torch.from_numpy(scalars())[group], torch.tensor([self.clip])
+                new = adamw(p, g.float(), m.float(), v.float(), row, clip)
+                for kept, value in zip((p, m, v), new, strict=True):
+                    kept.copy_(value)
         fmt, nominal = self.bench.fmt, self.bench.nominal
         reference.partial_amax(fmt, nominal, given["masters"], self.bench.table, given["packed"])
         return given

@@ -1,4 +1,4 @@
-"""Stage adam_cast: on every backend the bytes of the reference's adam_step, partial_amax and partial_cast one after the other."""
+"""Stage adam_cast: on every backend the bytes of the reference's update, partial_amax and partial_cast one after the other."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import casts, devices, strategies
 from tests.backends.test_adam_amax import BF16, FP32, Case, assert_same
-from tests.backends.test_adam_step import scalars
+from tests.backends.test_adam_update import scalars
 from tests.sharded import Weight
 from tests.tables import Bench
 from zerocast import get_format

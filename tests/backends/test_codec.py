@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests import devices, stages
-from tests.backends import test_adam_8bit
+from tests.backends import test_adam_8bit, test_adam_update
 from tests.formats import model
 from tests.matrices import F32, bit_patterns, matrix
 from tests.strategies import is_interpreted
@@ -157,12 +157,13 @@ def test_two_level_scales(any_backend: str, seed: int) -> None:
 TINY = np.float32(2.0**-130)  # subnormal, as are its products with codes of 8 bits
 
 
-def adam_step() -> Callable[[], Tensor]:
+def adam_amax() -> Callable[[], Tensor]:
     state = [torch.full((64,), value) for value in (1e-20, 1e-20, 1e-20, 0.0)]
-    segments, scalars = torch.tensor([[0, 64, 0]]), torch.tensor([[1.0, 0.5, 0.5, 0.5, 0.5, 1e-20, 1.0, 1e-8]])
+    scalars = np.array([[1.0, 0.5, 0.5, 0.5, 0.5, 1e-20, 1.0, 1e-8]], np.float32)
+    given = test_adam_update.arguments(state, scalars, 1.0, [(0, 64, 0)])
 
     def run() -> Tensor:
-        devices.stage("cpu", "adam_step")(*state, segments, scalars, torch.ones(1), None)
+        devices.stage("cpu", "adam_amax")(test_adam_update.FORMAT, *given, None)
         return torch.stack(state)
 
     return run
@@ -219,7 +220,7 @@ def adam_8bit() -> Callable[[], Tensor]:
 
 
 # each with inputs that are made before anything is flushed
-FLUSHED = {one.__name__: one for one in (adam_step, adam_8bit, roll_history, dequantize, partial_cast, compute_scales)}
+FLUSHED = {one.__name__: one for one in (adam_amax, adam_8bit, roll_history, dequantize, partial_cast, compute_scales)}
 
 
 @pytest.fixture

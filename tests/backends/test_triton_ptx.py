@@ -17,7 +17,6 @@ KERNELS = {
     "adam_8bit._groups",
     "adam_amax._blocks",
     "adam_amax._run",
-    "adam_step._run",
     "compute_scales._blocks",
     "compute_scales._tensor",
     "dequantize._decode",

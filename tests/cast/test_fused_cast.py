@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts
-from tests.backends.test_adam_step import scalars
+from tests.backends.test_adam_update import scalars
 from tests.host_traffic import HostTraffic
 from tests.selection import examples_on
 from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
 from tests.workers import Ranks
 from zerocast import CastPlan, get_format
-from zerocast.backends import ops
 from zerocast.backends.descriptor import Column
+from zerocast.backends.reference.adam import adamw
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.formats.layout import Span, whole_block_rows
 from zerocast.weight.validity import Use
@@ -73,10 +73,12 @@ class Trainee:
         if fused:
             self.plan.launch(skip=skip, update=self.update(rows, clip))
         else:
-            segments = torch.tensor(self.segments, dtype=torch.int64).view(-1, 3)
-            exp_avg, exp_avg_sq = self.moments
-            state = {"master": self.master, "grad": self.grad_shard, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-            ops.adam_step(self.plan.backend, **state, segments=segments, scalars=rows, clip=clip, skip=skip)
+            for offset, numel, group in self.segments if not (skip is not None and skip) else ():
+                own = slice(offset, offset + numel)
+                kept = [self.master[own], *(moment[own] for moment in self.moments)]
+                p, m, v = (flat.float() for flat in kept)
+                for old, new in zip(kept, adamw(p, self.grad_shard[own].float(), m, v, rows[group], clip), strict=True):
+                    old.copy_(new)
             self.plan.launch(skip=skip)
         self.plan.validity.casts += 1
 

@@ -41,9 +41,9 @@ def test_every_stage_of_a_step_takes_part() -> None:
     with Dispatched() as operators:
         self_test._results("reference", CPU, 3)
     of_products, of_gradients = {"upcast", "transposed"}, {"quantize_gradient", "add_gradients"}
-    # Plain parameters are measured in their step, and moments are FP32 by default.
-    of_benchmarks = {"adam_step", "adam_8bit", "adam_8bit_cast"}
-    assert {*ops.STAGES} - of_products - of_gradients - of_benchmarks <= {*operators.stages}
+    # Moments are FP32 by default.
+    of_8_bits = {"adam_8bit", "adam_8bit_cast"}
+    assert {*ops.STAGES} - of_products - of_gradients - of_8_bits <= {*operators.stages}
 
 
 def test_lines_are_streamed(monkeypatch, capsys):

@@ -165,12 +165,6 @@ def kept() -> Iterator[tuple[str, Case]]:
         yield f"optimizer {name}", functools.partial(shrunk_under_optimizer, name)
 
 
-def adam(offset: int, numel: int, group: int = 0, moments: int = 16) -> None:
-    flats = [torch.zeros(16), torch.zeros(16), torch.zeros(moments), torch.zeros(moments)]
-    segments = torch.tensor([[offset, numel, group]])
-    torch.ops.zerocast.adam_step("cpu", *flats, segments, torch.ones(1, 8), torch.ones(1), None)
-
-
 def table_of_a_plan(**changes: Any) -> None:
     """Stage partial_amax by a table of a plan, over other tensors."""
     plan = CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [torch.randn(4096)], [0], ONE_PROCESS)
@@ -201,10 +195,6 @@ def calls() -> Iterator[tuple[str, Case]]:
     yield "upcast format", lambda: run.upcast("cpu", "fp8_current", codes, one, None, *SHAPE, False)
     yield "transposed", lambda: run.transposed("cpu", "fp8_current", few, one, 1 << 12, 1 << 12)
     yield "transposed scales", lambda: run.transposed("cpu", "fp8_block", codes, scales[:, :1], *SHAPE)
-    yield "adam_step", lambda: adam(0, 1 << 28)
-    yield "adam_step negative", lambda: adam(-8, 8)
-    yield "adam_step group", lambda: adam(0, 16, group=5)
-    yield "adam_step moments", lambda: adam(0, 16, moments=8)
     yield "quantize_gradient", lambda: run.quantize_gradient("cpu", torch.zeros(4096), 2, few)
     yield "quantize_gradient parts", lambda: run.quantize_gradient("cpu", torch.zeros(4096), 0, few)
     yield "add_gradients", lambda: run.add_gradients("cpu", few, 8, 8, False, torch.zeros(1 << 20))

@@ -62,6 +62,24 @@ def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]
     return [list(map(id, tensors)) for tensors in bases] == list(map(known_ids.get, names))
 
 
+def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
+    """Check a table for `adam_cast` or `adam_8bit_cast`: ValueError unless each owned span consists
+    of whole rows of blocks and no scale depends on anything else. Reads the table, so the host
+    waits for it, unless it was checked before.
+    """
+    if not fmt.casts_in_one_pass:
+        raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")
+    checked = table.__dict__.setdefault("_zerocast_whole_blocks", set())
+    if fmt in checked:
+        return
+    columns = table[:, [Column.ROWS, Column.COLUMNS, Column.START, Column.NUMEL]]
+    for row, (rows, width, start, numel) in enumerate(columns.tolist()):
+        span = layout.Span(start, start + numel)
+        if numel and layout.whole_block_rows(fmt, (rows, width), span) != span:
+            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} cut a block of {fmt}")
+    checked.add(fmt)
+
+
 def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
     """TypeError or ValueError unless a tensor is contiguous, has one of these dtypes, is on
     `device`, and has at least `numel` elements with memory behind them.
@@ -163,27 +181,6 @@ def check_messages(backend: str, messages: Tensor, flat: Tensor, parts: int, num
     check_plain("messages", messages, (torch.uint8,), needed, flat.device)
     if messages.numel() != needed:
         raise ValueError(f"{parts} messages of {numel:,} elements have {needed:,} bytes, got {messages.numel():,}")
-
-
-def check_segments(backend: str, flats: dict[str, Tensor], segments: Tensor, scalars: Tensor, clip: Tensor) -> None:
-    """TypeError or ValueError unless all segments are inside of the master, its gradient and its
-    moments. Reads the segments, so the host waits for the device.
-    """
-    device = flats["master"].device
-    check_backend(backend, device)
-    for name, tensor in flats.items():
-        check_plain(name, tensor, (torch.float32,) if name == "master" else ADAM_FLOATS, 0, device)
-    check_moments(flats["exp_avg"], flats["exp_avg_sq"])
-    check_scalars(scalars, clip, 0, device)
-    _check_table("segments", segments, 3, device)
-    end = min(tensor.numel() for tensor in flats.values())
-    for row, (offset, numel, group) in enumerate(segments.tolist()):
-        if not 0 <= offset <= offset + numel <= end:
-            raise ValueError(
-                f"segment {row} has elements {offset:,} to {offset + numel:,}, the shortest tensor has {end:,}"
-            )
-        if not 0 <= group < scalars.shape[0]:
-            raise ValueError(f"segment {row} takes row {group} of the scalars, which have {scalars.shape[0]}")
 
 
 # The dtypes of the lists of the stages of Adam with moments in 8 bits.

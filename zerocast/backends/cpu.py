@@ -22,7 +22,7 @@ _C = extension.load()
 
 # How each kind of argument is passed to the extension. `clip` is read here: on a CPU it is no wait.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(
-    ("typed", "flat", "data", "optional", "messages", "table", "segments", "pieces", "groups", "scalars"), memory
+    ("typed", "flat", "data", "optional", "messages", "table", "pieces", "groups", "scalars"), memory
 )
 _PLAIN |= dict.fromkeys(("bases", "typed_bases"), memories)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int": int, "bool": bool}
@@ -89,7 +89,6 @@ def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None
     _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, torch.get_num_threads())
 
 
-adam_step = _stage("adam_step")
 adam_8bit = _stage("adam_8bit")
 adam_8bit_cast = _stage("adam_8bit_cast")
 adam_amax = _stage("adam_amax")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zerocast.formats import Columnwise, FormatSpec
-from zerocast.formats.layout import Span, buffers, byte_range, whole_block_rows
+from zerocast.formats.layout import Span, buffers, byte_range
 
 
 class Column(enum.IntEnum):
@@ -141,17 +141,3 @@ def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reach
             f"{name} needs elements {offset + first:,} to {offset + last:,} of its storage, which has {sizes[base]:,}: it was "
             "freed or made smaller (untyped_storage().resize_), so give it memory, or build the weight again"
         )
-
-
-def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
-    """Check a table for adam_cast or adam_8bit_cast: ValueError unless each owned span consists of
-    whole rows of blocks and no scale depends on anything else. Reads the table, so the host waits
-    for it.
-    """
-    if not fmt.casts_in_one_pass:
-        raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")
-    columns = table[:, [Column.ROWS, Column.COLUMNS, Column.START, Column.NUMEL]]
-    for row, (rows, width, start, numel) in enumerate(columns.tolist()):
-        span = Span(start, start + numel)
-        if numel and whole_block_rows(fmt, (rows, width), span) != span:
-            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} cut a block of {fmt}")

@@ -45,9 +45,6 @@ STAGES = {
         "format fmt, data data, data scale_inv, optional amax, int rows, int columns, bool transposed, data codes!, "
         "data group_scale_inv!"
     ),
-    "adam_step": (
-        "typed master!, typed grad, typed exp_avg!, typed exp_avg_sq!, segments segments, scalars scalars, clip clip, skip skip"
-    ),
     "adam_8bit": (
         "format fmt, dtype nominal, typed_bases masters!, typed_bases grads, typed_bases exp_avgs!, typed_bases exp_avg_sqs!, "
         "typed_bases moment_scales!, table table, pieces pieces, scalars scalars, clip clip, groups steps, typed packed!, "
@@ -74,9 +71,7 @@ STAGES = {
 # of several dtypes.
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
-_TYPES |= dict.fromkeys(
-    ("typed", "flat", "data", "messages", "table", "segments", "pieces", "groups", "scalars", "clip"), "Tensor"
-)
+_TYPES |= dict.fromkeys(("typed", "flat", "data", "messages", "table", "pieces", "groups", "scalars", "clip"), "Tensor")
 
 
 @dataclass(frozen=True)
@@ -106,10 +101,47 @@ def schema_of(stage: str) -> str:
     return f"({', '.join(schema)}) -> ()"
 
 
+# The stages that update masters and write their codes in one pass, each with the stage that is the
+# first one where a backend takes two passes. The second one is `partial_cast`.
+_IN_ONE_PASS = {"adam_cast": "adam_amax", "adam_8bit_cast": "adam_8bit"}
+
+
+def implementation(stage: str, backend: str) -> Callable[..., None]:
+    """The function that runs a stage, by the arguments of its table entry in order. A stage in one
+    pass that the backend lacks is made of its other stages.
+    """
+    module = backends.load(backend)
+    if stage not in _IN_ONE_PASS or hasattr(module, stage):
+        function: Callable[..., None] = getattr(module, stage)
+        return function
+    update_stage = _IN_ONE_PASS[stage]
+    names = [argument.name for argument in arguments_of(stage)]
+    names_of_update = [argument.name for argument in arguments_of(update_stage)]
+    update = getattr(module, update_stage)
+
+    def run_in_two_passes(*arguments: Any) -> None:
+        given = dict(zip(names, arguments, strict=True))
+        fmt, table = given["fmt"], given["table"]
+        checks.check_whole_blocks(fmt, table)
+        # No group of moments is cut, since a rank owns whole rows of blocks.
+        given |= {"cut_largest": _no_cuts(table.device), "finishes": False}
+        update(*(given[name] for name in names_of_update))
+        masters = given["nominal"], given["masters"], given["packed"]
+        module.partial_cast(fmt, *masters, [], [], table, given["row_data"], [], given["skip"])
+
+    return run_in_two_passes
+
+
+@functools.cache
+def _no_cuts(device: torch.device) -> Tensor:
+    """The largest values of no cut groups."""
+    return torch.zeros(2, 0, dtype=torch.float32, device=device)
+
+
 @functools.cache
 def _implementation(stage: str, backend: str, format: str | None = None) -> Callable[..., None]:
-    implementation: Callable[..., None] = getattr(backends.load(backend), stage)
-    return implementation if format is None else functools.partial(implementation, get_format(format))
+    function = implementation(stage, backend)
+    return function if format is None else functools.partial(function, get_format(format))
 
 
 def _run(stage: str) -> Callable[..., None]:
@@ -139,15 +171,6 @@ def _run(stage: str) -> Callable[..., None]:
         _implementation(stage, backend, fmt)(*arguments)
 
     return run
-
-
-def _check_adam_step(
-    backend: str, master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Any
-) -> None:
-    segments, scalars, clip, _ = rest
-    if not checks.knows(segments, ["masters"], [[master]]):
-        flats = {"master": master, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        checks.check_segments(backend, flats, segments, scalars, clip)
 
 
 def _check_adam_8bit(stage: str) -> Callable[..., None]:
@@ -181,7 +204,6 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
 # The checks of the stages whose elements are not, or not only, those of a descriptor table, made at
 # every call.
 _CHECKS: dict[str, Callable[..., None]] = {
-    "adam_step": _check_adam_step,
     "adam_8bit": _check_adam_8bit("adam_8bit"),
     "adam_8bit_cast": _check_adam_8bit("adam_8bit_cast"),
     "quantize_gradient": _check_quantize,
@@ -484,7 +506,6 @@ compute_scales = Stage("compute_scales")
 partial_cast = Stage("partial_cast")
 roll_history = Stage("roll_history")
 transpose = Stage("transpose")
-adam_step = Stage("adam_step")
 adam_8bit = Stage("adam_8bit")
 adam_8bit_cast = Stage("adam_8bit_cast")
 adam_amax = Stage("adam_amax")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import ops
-from zerocast.bench.shard import STANDARD_DEVIATION, Shard
+from zerocast.bench.shard import Shard
 from zerocast.bench.workload import Job, Place, Workload
 from zerocast.cast.adam_update import AdamUpdate, Hyperparameters
 from zerocast.cast.tables import WeightTable
@@ -140,27 +140,6 @@ class Moments:
         self.clip = torch.ones(1, device=device)
 
 
-def adam(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `adam_step` on the flat shard."""
-    random = place.generator()
-    numel = workload.owned
-    master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
-    moments = Moments(numel, place.device, random)
-    run = functools.partial(
-        ops.adam_step,
-        place.backend,
-        master=master,
-        grad=moments.grad,
-        exp_avg=moments.exp_avg,
-        exp_avg_sq=moments.exp_avg_sq,
-        segments=torch.tensor([[0, numel, 0]], device=place.device),
-        scalars=moments.scalars,
-        clip=moments.clip,
-        skip=None,
-    )
-    return Job(run, lambda: (master, moments.exp_avg, moments.exp_avg_sq))
-
-
 def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of an update with moments in 8 bits, which begin as zeros, on the flat shard: with
     amaxes, and with the codes of local scales.
@@ -235,6 +214,14 @@ def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
     table.measure(packed, update, None)
     table.compute_scales(packed, None)
     table.cast_rest(packed, update, None)
+
+
+_adam_of_plain_masters = _step(lambda table, update, packed: table.measure(packed, update, None))
+
+
+def adam(workload: Workload, fmt: str, place: Place) -> Job:
+    """Job of the update of plain parameters, which are not cast, on the flat shard."""
+    return _adam_of_plain_masters(workload, "identity", place)
 
 
 @_step

@@ -69,7 +69,6 @@ STAGES = {
     "zerocast::adam_8bit_cast": "adam",
     "zerocast::adam_amax": "adam",
     "zerocast::adam_cast": "adam",
-    "zerocast::adam_step": "adam",
     "c10d::allreduce_": "all_reduce",
     "zerocast::partial_amax": "amax",
     "zerocast::compute_scales": "scales_and_cast",

@@ -19,7 +19,6 @@ from zerocast.backends.cuda.launch import (
     few_or_many,
     partial_amaxes,
     piece_work,
-    segment_work,
     stream_of,
     work,
 )
@@ -53,7 +52,7 @@ def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(("typed", "flat", "data", "optional", "messages"), memory)
 _PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
-_PLAIN |= {"segments": segment_work, "pieces": piece_work, "int": int, "bool": bool}
+_PLAIN |= {"pieces": piece_work, "int": int, "bool": bool}
 
 # Makers of the arguments that the extension takes instead of a table, by their names.
 FromTable = dict[str, Callable[[FormatSpec, Tensor], Any]]
@@ -73,7 +72,7 @@ def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[An
     The wrapper takes the arguments of its table entry by position. `from_table` makes the
     extension's arguments that take the place of the table; `other` replaces how a kind of argument
     is passed. The stage runs on the current stream of the table's device, or, without a table, of
-    its segments, data or messages.
+    its data or messages.
     """
     kinds = {**_PLAIN, **other}
     makers = from_table or {}
@@ -81,7 +80,7 @@ def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[An
     converters = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments_of) if argument.kind != "table"]
     names = [arguments_of[i].name for i, _ in converters]
     entry = extension.stage(_C.cuda, name, (*names, *makers, "stream"))
-    device_kinds = ("table", "segments", "data", "messages")
+    device_kinds = ("table", "data", "messages")
     device_from = next(i for i, argument in enumerate(arguments_of) if argument.kind in device_kinds)
 
     def run(*arguments: Any) -> None:
@@ -128,7 +127,6 @@ def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None
     _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, stream_of(data[0]))
 
 
-adam_step = _stage("adam_step")
 adam_8bit = _stage("adam_8bit", {"work": _work("amax")})
 adam_8bit_cast = _stage("adam_8bit_cast", {"work": _work("adam_8bit_cast")}, pieces=_address)
 adam_amax = _stage("adam_amax", {"work": _work("amax")})

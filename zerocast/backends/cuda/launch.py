@@ -110,11 +110,6 @@ def partial_amaxes(table: Tensor) -> Tensor:
     return kept[()]
 
 
-def segment_work(segments: Tensor) -> Work:
-    """The work list for segments, int64 rows of (offset, numel, row of scalars)."""
-    return _work_of_rows(segments, lambda row: -(-row[1] // _C.cuda.SEGMENT_ELEMENTS))
-
-
 def piece_work(pieces: Tensor) -> Work:
     """The work list for pieces of weights, int64 rows of `Piece`."""
 

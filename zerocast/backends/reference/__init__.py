@@ -3,9 +3,9 @@
 It is the executable specification: every other backend produces the same bytes.
 """
 
-from zerocast.backends.reference.adam import adam_amax, adam_cast, adam_step
+from zerocast.backends.reference.adam import adam_amax
 from zerocast.backends.reference.gradient_messages import add_gradients, quantize_gradient
-from zerocast.backends.reference.moments import adam_8bit, adam_8bit_cast
+from zerocast.backends.reference.moments import adam_8bit
 from zerocast.backends.reference.quantize import Quantized, quantize
 from zerocast.backends.reference.stages import (
     compute_scales,
@@ -23,10 +23,7 @@ PREFERENCE = 0
 __all__ = [
     "Quantized",
     "adam_8bit",
-    "adam_8bit_cast",
     "adam_amax",
-    "adam_cast",
-    "adam_step",
     "add_gradients",
     "compute_scales",
     "dequantize",

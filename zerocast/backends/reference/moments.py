@@ -1,15 +1,14 @@
 """Moments of AdamW in 8 bits (docs/formats/moments_8bit.md) in plain torch: their codes and scales,
-and the stages that update masters and keep moments in this form: adam_8bit, and adam_8bit_cast,
-which writes codes too.
+and adam_8bit, the stage that updates masters and keeps moments in this form.
 """
 
 import torch
 from torch import Tensor
 
-from zerocast.backends.descriptor import Piece, check_whole_blocks
+from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.adam import adamw, square_root
 from zerocast.backends.reference.scales import FLT_MAX
-from zerocast.backends.reference.stages import partial_amax, partial_cast
+from zerocast.backends.reference.stages import partial_amax
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import MOMENT_GROUP
 
@@ -243,30 +242,3 @@ def adam_8bit(
         quantize_moments(m, v, *state, piece, int(steps[row]), cut_largest, finishes)
     if not finishes:
         partial_amax(fmt, nominal, masters, table, packed)
-
-
-def adam_8bit_cast(
-    fmt: FormatSpec,
-    nominal: torch.dtype,
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    moment_scales: list[Tensor],
-    table: Tensor,
-    pieces: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    steps: Tensor,
-    packed: Tensor,
-    row_data: list[Tensor],
-    skip: Tensor | None,
-) -> None:
-    """Stage adam_8bit_cast: adam_8bit, then partial_cast with the amaxes that this rank took. No
-    other rank owns an element of the same blocks, or of the same groups.
-    """
-    check_whole_blocks(fmt, table)
-    state = masters, grads, exp_avgs, exp_avg_sqs, moment_scales
-    no_cuts = packed.new_zeros(2, 0, dtype=torch.float32)
-    adam_8bit(fmt, nominal, *state, table, pieces, scalars, clip, steps, packed, no_cuts, False, skip)
-    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)

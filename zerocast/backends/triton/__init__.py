@@ -12,10 +12,8 @@ except ImportError as error:
         f"Triton cannot be imported ({error}): install it with `pip install 'zerocast[triton]'`"
     ) from error
 
-from zerocast.backends.triton.adam_8bit import adam_8bit, adam_8bit_cast
+from zerocast.backends.triton.adam_8bit import adam_8bit
 from zerocast.backends.triton.adam_amax import adam_amax
-from zerocast.backends.triton.adam_cast import adam_cast
-from zerocast.backends.triton.adam_step import adam_step
 from zerocast.backends.triton.compute_scales import compute_scales
 from zerocast.backends.triton.dequantize import dequantize
 from zerocast.backends.triton.gradient_messages import add_gradients, quantize_gradient
@@ -32,10 +30,7 @@ PREFERENCE = -1 if INTERPRETED else 1
 
 __all__ = [
     "adam_8bit",
-    "adam_8bit_cast",
     "adam_amax",
-    "adam_cast",
-    "adam_step",
     "add_gradients",
     "compute_scales",
     "dequantize",

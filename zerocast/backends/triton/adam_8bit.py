@@ -1,5 +1,5 @@
-"""Stages adam_8bit and adam_8bit_cast: AdamW on pieces of weights whose moments are kept in 8 bits
-(docs/formats/moments_8bit.md), the partial amaxes of the updated masters, and their codes.
+"""Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits
+(docs/formats/moments_8bit.md), and the partial amaxes of the updated masters.
 
 A program takes some groups of one piece, a row of a tile each: neighbours, or for formats with
 blocks those of whole blocks below each other. Values of codes are read from tables of the
@@ -18,13 +18,11 @@ from torch import Tensor
 
 from zerocast.backends.descriptor import Piece
 from zerocast.backends.reference.moments import first_values, second_values
-from zerocast.backends.triton.adam_cast import check_whole_blocks_once
-from zerocast.backends.triton.adam_step import adamw
+from zerocast.backends.triton.adam_amax import adamw
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into, note_not_finite
 from zerocast.backends.triton.codec import DTYPES, INF, as_f32, magnitude, round_nominal
 from zerocast.backends.triton.launch import COLUMNS, ROW_AMAX, START, WIDTH, addresses, find, launch, skip_flag, tiling
 from zerocast.backends.triton.partial_amax import store_amaxes
-from zerocast.backends.triton.partial_cast import partial_cast
 from zerocast.backends.triton.tiles import (
     Bands,
     TileShape,
@@ -133,39 +131,6 @@ def adam_8bit(
     tiles = tiling(pieces, PieceGroups(GROUPS))
     head = bases, pieces, table, tiles.firsts, tiles.rows, amaxes
     launch(_groups, tiles.total, device, *head, *tail, COUNT=GROUPS, **nominals, **constants)
-
-
-def adam_8bit_cast(
-    fmt: FormatSpec,
-    nominal: torch.dtype,
-    masters: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    moment_scales: list[Tensor],
-    table: Tensor,
-    pieces: Tensor,
-    scalars: Tensor,
-    clip: Tensor,
-    steps: Tensor,
-    packed: Tensor,
-    row_data: list[Tensor],
-    skip: Tensor | None,
-) -> None:
-    """Run Adam over pieces that are whole rows of blocks, take the partial amaxes, and cast by
-    them. As in `adam_cast`, masters are read a second time for their codes.
-    """
-    check_whole_blocks_once(fmt, table)
-    state = masters, grads, exp_avgs, exp_avg_sqs, moment_scales
-    no_cuts = _no_cuts(table.device)
-    adam_8bit(fmt, nominal, *state, table, pieces, scalars, clip, steps, packed, no_cuts, False, skip)
-    partial_cast(fmt, nominal, masters, packed, [], [], table, row_data, [], skip)
-
-
-@functools.cache
-def _no_cuts(device: torch.device) -> Tensor:
-    """The largest values of no cut groups."""
-    return torch.zeros(2, 0, dtype=torch.float32, device=device)
 
 
 @functools.cache

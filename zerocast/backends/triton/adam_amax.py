@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerocast.backends.triton.adam_step import update
 from zerocast.backends.triton.amaxes import amax_bits, as_integers, max_into, note_not_finite
 from zerocast.backends.triton.codec import DTYPES, magnitude, round_nominal
 from zerocast.backends.triton.launch import (
@@ -23,8 +22,19 @@ from zerocast.backends.triton.launch import (
     tiling,
 )
 from zerocast.backends.triton.partial_amax import store_amaxes
-from zerocast.backends.triton.tiles import Bands, Flat, TileShape, band_tile, element, is_owned, offsets, owned
-from zerocast.formats import AmaxPolicy, FormatSpec
+from zerocast.backends.triton.tiles import (
+    Bands,
+    Flat,
+    TileShape,
+    band_tile,
+    element,
+    is_owned,
+    load_f32,
+    offsets,
+    owned,
+    store_f32,
+)
+from zerocast.formats import FormatSpec
 
 RUN = 2048
 REGISTERS = 128
@@ -61,8 +71,58 @@ def adam_amax(
     if shape:
         launch(_blocks, tiles.total, device, *head, **shape.constants(), **constants, num_warps=8, registers=REGISTERS)
     else:
-        has_amax = fmt.amax_policy is not AmaxPolicy.NONE
-        launch(_run, tiles.total, device, *head, SIZE=RUN, HAS_AMAX=has_amax, **constants, registers=REGISTERS)
+        launch(_run, tiles.total, device, *head, SIZE=RUN, **constants, registers=REGISTERS)
+
+
+@triton.jit
+def adamw(p, g, m, v, scalars, clip):
+    """The new (master, exp_avg, exp_avg_sq) from f32 blocks; `scalars` points to a group's row.
+
+    Each line is one f32 operation on an element, in the order that ../README.md fixes.
+    """
+    decay = tl.load(scalars)
+    beta1 = tl.load(scalars + 1)
+    one_minus_beta1 = tl.load(scalars + 2)
+    beta2 = tl.load(scalars + 3)
+    one_minus_beta2 = tl.load(scalars + 4)
+    step_size = tl.load(scalars + 5)
+    root_c2 = tl.load(scalars + 6)
+    eps = tl.load(scalars + 7)
+    g = g * tl.load(clip)
+    p = p * decay
+    m = beta1 * m + one_minus_beta1 * g
+    v = beta2 * v + (one_minus_beta2 * g) * g
+    p = p - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_c2) + eps)
+    return p, m, v
+
+
+@triton.jit
+def update(
+    p_at,
+    g_at,
+    m_at,
+    v_at,
+    i,
+    mask,
+    scalars,
+    clip,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    FULL: tl.constexpr,
+):
+    """Update elements `i` at four addresses in place; returns the new master, undefined where
+    masked.
+    """
+    p = load_f32(p_at, i, mask, tl.float32, FULL)
+    g = load_f32(g_at, i, mask, GRAD, FULL)
+    m = load_f32(m_at, i, mask, EXP_AVG, FULL)
+    v = load_f32(v_at, i, mask, EXP_AVG_SQ, FULL)
+    p, m, v = adamw(p, g, m, v, scalars, clip)
+    store_f32(p_at, i, p, mask, tl.float32, FULL)
+    store_f32(m_at, i, m, mask, EXP_AVG, FULL)
+    store_f32(v_at, i, v, mask, EXP_AVG_SQ, FULL)
+    return p
 
 
 @triton.jit
@@ -100,13 +160,12 @@ def _run(
     packed,
     skip,
     SIZE: tl.constexpr,
-    HAS_AMAX: tl.constexpr,
     NOMINAL: tl.constexpr,
     GRAD: tl.constexpr,
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """A run of elements of a format without blocks: one amax for the tensor, or none."""
+    """A run of elements of a format without blocks: one amax for the tensor."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)
@@ -123,10 +182,9 @@ def _run(
         p = update(p_at, g_at, m_at, v_at, i, True, group, clip, GRAD, EXP_AVG, EXP_AVG_SQ, True)
     else:
         p = update(p_at, g_at, m_at, v_at, i, i < left, group, clip, GRAD, EXP_AVG, EXP_AVG_SQ, False)
-    if HAS_AMAX:
-        bits = tl.where(i < left, amax_bits(round_nominal(p, NOMINAL)), 0)
-        max_into(packed, tl.load(row + ROW_AMAX), tl.max(bits, 0))
-        note_not_finite(packed, row, tl.max(tl.where(i < left, magnitude(p), 0), 0))
+    bits = tl.where(i < left, amax_bits(round_nominal(p, NOMINAL)), 0)
+    max_into(packed, tl.load(row + ROW_AMAX), tl.max(bits, 0))
+    note_not_finite(packed, row, tl.max(tl.where(i < left, magnitude(p), 0), 0))
 
 
 @triton.jit

@@ -30,7 +30,7 @@ class Peer:
 
 def fused_adamw(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of one step of torch.optim.AdamW with fused=True on the flat shard. Its bits differ from
-    those of `adam_step`.
+    those of zerocast.
     """
     random = place.generator()
     numel = workload.owned

@@ -1,4 +1,6 @@
-"""Stage adam_step: the update of zerocast/backends/README.md, operation by operation, on every backend."""
+"""The update of stage adam_amax: that of zerocast/backends/README.md, operation by operation, on every backend."""
+
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,11 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests import devices
+from tests import devices, stages
 from tests.matrices import F32, bit_patterns
+from zerocast import get_format
 from zerocast.backends import load
 
-SEGMENTS = torch.tensor([[7, 1, 0], [8, 40_000, 1], [40_009, 0, 0], [40_010, 333, 2], [40_400, 70_001, 0]])
+FORMAT = get_format("fp8_current")
+
+# (first element, elements, row of scalars) of the weights in one flat tensor
+SEGMENTS = [(7, 1, 0), (8, 40_000, 1), (40_009, 0, 0), (40_010, 333, 2), (40_400, 70_001, 0)]
 SIZE = 110_500
 
 
@@ -48,6 +54,21 @@ def state(seed: int, wild: bool) -> list[F32]:
     return [values[0], values[1] * 10.0 ** rng.integers(-20, 3), values[2], values[3] ** 2]
 
 
+def arguments(state: list[Tensor], rows: F32, clip: float, segments: list[tuple[int, int, int]]) -> tuple[Any, ...]:
+    """Those of the stage behind its format, for weights of one row."""
+    table = stages.table(
+        *(
+            stages.row(
+                rows=1, columns=max(1, numel), start=0, numel=numel, master_base=0, master_offset=offset, row_amax=0
+            )
+            for offset, numel, _ in segments
+        )
+    )
+    groups = torch.tensor([group for _, _, group in segments])
+    flats = ([flat] for flat in state)
+    return torch.float32, *flats, table, groups, torch.from_numpy(rows), torch.tensor([clip]), torch.zeros(1)
+
+
 def run(
     backend: str,
     arrays: list[F32],
@@ -57,8 +78,9 @@ def run(
     moment: torch.dtype = torch.float32,
 ) -> list[F32]:
     p, g, m, v = (torch.from_numpy(x.copy()) for x in arrays)
-    rows, m, v = torch.from_numpy(scalars()), m.to(moment), v.to(moment)
-    devices.stage(backend, "adam_step")(p, g.to(dtype), m, v, SEGMENTS, rows, torch.tensor([clip]), skip)
+    m, v = m.to(moment), v.to(moment)
+    given = arguments([p, g.to(dtype), m, v], scalars(), clip, SEGMENTS)
+    devices.stage(backend, "adam_amax")(FORMAT, *given, skip)
     return [t.float().numpy() for t in (p, m, v)]
 
 
@@ -85,7 +107,7 @@ def test_every_operation_in_order(
     found = run(any_backend, arrays, dtype, clip, moment=moment)
     g, m, v = rounded(g, dtype), rounded(m, moment), rounded(v, moment)
     expected = [p.copy(), m.copy(), v.copy()]
-    for offset, numel, group in SEGMENTS.tolist():
+    for offset, numel, group in SEGMENTS:
         s = slice(offset, offset + numel)
         new_p, new_m, new_v = update(p[s], g[s], m[s], v[s], scalars()[group], np.float32(clip))
         new = new_p, rounded(new_m, moment), rounded(new_v, moment)
@@ -96,17 +118,17 @@ def test_every_operation_in_order(
 
 
 @pytest.mark.parametrize("checked", ["the op", "the extension"])
-@pytest.mark.parametrize("name", ["grad", "exp_avg"])
+@pytest.mark.parametrize("name", ["grads", "exp_avgs"])
 def test_gradients_and_moments_of_fp16_are_refused(name: str, checked: str) -> None:
     """They would be read as FP32, beyond their end."""
-    state = {field: torch.ones(8) for field in ("master", "grad", "exp_avg", "exp_avg_sq")}
+    state = {field: torch.ones(8) for field in ("masters", "grads", "exp_avgs", "exp_avg_sqs")}
     state[name] = state[name].half()
-    state["exp_avg_sq"] = state["exp_avg_sq"].to(state["exp_avg"].dtype)
-    rest = torch.tensor([[0, 8, 0]]), torch.from_numpy(scalars()), torch.ones(1), None
-    stage = load("cpu").adam_step if checked == "the extension" else torch.ops.zerocast.adam_step
-    head = () if checked == "the extension" else ("cpu",)
-    with pytest.raises((TypeError, ValueError), match=rf"{name} is .*float16"):
-        stage(*head, *state.values(), *rest)
+    state["exp_avg_sqs"] = state["exp_avg_sqs"].to(state["exp_avgs"].dtype)
+    given = arguments([*state.values()], scalars(), 1.0, [(0, 8, 0)])
+    stage = load("cpu").adam_amax if checked == "the extension" else torch.ops.zerocast.adam_amax
+    head = (FORMAT,) if checked == "the extension" else ("cpu", str(FORMAT))
+    with pytest.raises((TypeError, ValueError), match=rf"{name.removesuffix('s')}s? (is|are) .*float16"):
+        stage(*head, *given, None)
 
 
 def test_skip(any_backend: str, seed: int) -> None:
@@ -124,12 +146,11 @@ def test_near_torch_adamw(any_backend: str, seed: int) -> None:
     theirs = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([theirs], lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     p, m, v = start.clone(), torch.zeros(1000), torch.zeros(1000)
-    whole = torch.tensor([[0, 1000, 0]])
     for step in range(1, 21):
         gradient = torch.from_numpy(rng.standard_normal(1000, np.float32))
         theirs.grad = gradient.clone()
         optimizer.step()
-        rows = torch.from_numpy(scalars(step))
-        devices.stage(any_backend, "adam_step")(p, gradient, m, v, whole, rows, torch.ones(1), None)
+        given = arguments([p, gradient, m, v], scalars(step), 1.0, [(0, 1000, 0)])
+        devices.stage(any_backend, "adam_amax")(FORMAT, *given, None)
     bound = 20 * (2.0**-23 * theirs.detach().abs() + 8 * 2.0**-23 * 1e-3)
     assert ((p - theirs.detach()).abs() <= bound).all()
