@@ -85,7 +85,7 @@ def run_adam_amax(fmt: str, nominal: torch.dtype, moment: torch.dtype) -> None:
 
 
 def run_adam_8bit(fmt: str, dtype: torch.dtype) -> None:
-    shapes, cuts = (MATRICES, CUTS_OF_MATRICES) if get_format(fmt).block else (SHAPES, CUTS["anywhere"])
+    shapes, cuts = (MATRICES, CUTS_OF_MATRICES) if get_format(fmt).block else (SHAPES, CUTS)
     shard = Shard(weights(0, shapes=shapes), cuts, 1, fmt)
     for finishes in (False, True):
         shard.call("triton", [gradient.to(dtype) for gradient in weights(1, shapes=shapes)], 1, finishes)

@@ -11,27 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerocast.backends.reference.codec import decode, encode, round_nominal
-from zerocast.backends.reference.scales import (
-    block_amax,
-    decode_scales,
-    encode_scales,
-    expand,
-    stored_amax,
-    stored_scales,
-)
+from zerocast.backends.reference.codec import round_nominal, unpack
+from zerocast.backends.reference.quantize import quantize
+from zerocast.backends.reference.scales import block_amax
+from zerocast.backends.reference.stages import dequantize, rolled
 from zerocast.checkpoint.sources import TensorSource
 from zerocast.checkpoint.sources.source import pieces, read_span
 from zerocast.formats import AmaxPolicy, FormatSpec
 from zerocast.formats.layout import Span, matrix_shape, stored_matrices
+from zerocast.metrics import cast_meter
+from zerocast.metrics.cast_meter import CastCounts
 
 # The rows of a piece are a multiple of this, which is a multiple of the rows of every block.
 ROWS = 128
 # floor(log2) of the smallest f32.
 LOWEST = -149
 BINADES = 127 - LOWEST + 1
-# A scaled value above the limit of an element would round to a larger code than the element has.
-LIMITS = {"e4m3": 464.0, "e5m2": 61440.0, "e2m1": 7.0, "int4": 7.5}
 
 
 @dataclass(frozen=True)
@@ -61,38 +56,6 @@ class CastStatistics:
     casts: tuple[int, ...] | None
 
 
-class _Sums:
-    """Sums over the pieces of one tensor."""
-
-    def __init__(self) -> None:
-        # Numbers of elements.
-        self.zeros = 0
-        self.nonfinite = 0
-        self.saturated = 0
-        self.flushed = 0
-        self.amax = 0.0
-        # The sums of the squares of the master, and of (cast - master).
-        self.squares = 0.0
-        self.errors = 0.0
-        self.masters = torch.zeros(BINADES, dtype=torch.int64)
-        self.casts = torch.zeros(BINADES, dtype=torch.int64)
-
-    def add_master(self, x: Tensor) -> None:
-        finite = x[x.isfinite()]
-        self.nonfinite += x.numel() - finite.numel()
-        self.zeros += int((finite == 0).sum())
-        self.amax = max(self.amax, float(block_amax(x, None)))
-        self.squares += float(finite.double().square().sum())
-        self.masters += binades(finite)
-
-    def add_cast(self, master: Tensor, scaled: Tensor, cast: Tensor, limit: float) -> None:
-        finite = master.isfinite()
-        self.saturated += int((finite & (scaled.abs() > limit) & (cast != 0)).sum())
-        self.flushed += int((finite & (master != 0) & (cast == 0)).sum())
-        self.errors += float((cast.double() - master.double())[finite].square().sum())
-        self.casts += binades(cast[cast.isfinite()])
-
-
 @torch.no_grad()
 def measure(
     source: TensorSource,
@@ -108,33 +71,47 @@ def measure(
     computed from the amax of the tensor. The format must take the shape of the tensor.
     """
     entry = source.entries[key]
-    sums = _Sums()
     count, shape = (1, matrix_shape(entry.shape or (1,))) if fmt is None else stored_matrices(fmt, entry.shape or (1,))
     amax = None
     if fmt is not None and fmt.has_tensor_amax:
         amaxes = [block_amax(round_nominal(x, nominal), None).view(()) for x in _read(source, key, count, shape)]
-        amax = stored_amax(fmt, torch.stack(amaxes).amax().view(1))
-    if fmt is not None and fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
-        assert amax is not None
-        scale = _seed(fmt, amax)
+        amax = torch.stack(amaxes).amax().view(1)
+        if fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
+            # The scale after a history that has this amax alone.
+            _, scale = rolled(fmt, amax, torch.ones(1), torch.zeros(fmt.amax_history_len))
+    counts: list[CastCounts] = []
+    zeros = 0
+    masters, casts = (torch.zeros(BINADES, dtype=torch.int64) for _ in range(2))
     for x in _read(source, key, count, shape):
-        sums.add_master(x)
-        if fmt is not None and fmt.element is not None:
-            sums.add_cast(x, *_cast(fmt, round_nominal(x, nominal), amax, scale), LIMITS[fmt.element.name])
+        finite = x[x.isfinite()]
+        zeros += int((finite == 0).sum())
+        masters += binades(finite)
+        if fmt is None or fmt.element is None:
+            square_sum = float(finite.double().square().sum())
+            uncast = CastCounts(
+                nonfinite=x.numel() - finite.numel(), square_sum=square_sum, amax=float(block_amax(x, None))
+            )
+            counts.append(uncast)
+            continue
+        codes, value = _cast(fmt, x, nominal, amax, scale)
+        row = cast_meter.count(fmt.element, x, value, codes, torch.zeros(()))
+        counts.append(CastCounts.of_row(row.tolist()))
+        casts += binades(value[value.isfinite()])
+    together = CastCounts.together(counts)
     numel = max(1, entry.numel)
     quantized = fmt is not None
     return CastStatistics(
         name=name or key,
         shape=entry.shape,
         format=str(fmt) if fmt else entry.dtype,
-        amax=sums.amax,
-        zeros=sums.zeros / numel,
-        nonfinite=sums.nonfinite,
-        saturated=sums.saturated / numel if quantized else None,
-        flushed=sums.flushed / numel if quantized else None,
-        error=(sums.errors / sums.squares) ** 0.5 if quantized and sums.squares else None,
-        masters=tuple(sums.masters.tolist()),
-        casts=tuple(sums.casts.tolist()) if quantized else None,
+        amax=together.amax,
+        zeros=zeros / numel,
+        nonfinite=together.nonfinite,
+        saturated=together.saturated / numel if quantized else None,
+        flushed=together.flushed / numel if quantized else None,
+        error=together.cast_error if quantized and together.square_sum else None,
+        masters=tuple(masters.tolist()),
+        casts=tuple(casts.tolist()) if quantized else None,
     )
 
 
@@ -153,22 +130,13 @@ def _read(source: TensorSource, key: str, count: int, shape: tuple[int, int]) ->
             yield read_span(source, key, Span(begin + span.start, begin + span.stop)).view(-1, shape[1])
 
 
-def _seed(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """The scale after a history that has this amax alone (docs/formats/fp8_delayed.md)."""
-    assert fmt.element
-    known = (amax > 0) & amax.isfinite()
-    seeded = torch.full_like(amax, fmt.element.max * 2.0**-fmt.margin) / amax
-    return torch.where(known, seeded.clamp(max=torch.finfo(torch.float32).max), torch.ones_like(amax))
-
-
-def _cast(fmt: FormatSpec, x: Tensor, amax: Tensor | None, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Cast an f32 matrix; returns (scaled values before encoding, decoded values), f32 matrices."""
-    assert fmt.element
-    if fmt.block is None:
-        assert amax is not None
-        grid = amax.view(1, 1)
-    else:
-        grid = block_amax(x, fmt.block)
-    scaled = x * expand(encode_scales(fmt, grid, amax, scale), fmt.block, *x.shape)
-    stored = decode_scales(fmt, stored_scales(fmt, grid, amax, scale), amax)
-    return scaled, decode(fmt.element, encode(fmt.element, scaled)) * expand(stored, fmt.block, *x.shape)
+def _cast(
+    fmt: FormatSpec, x: Tensor, nominal: torch.dtype, amax: Tensor | None, scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Cast rows of an f32 matrix; returns (codes, one a byte, decoded values f32), of its shape."""
+    cast = quantize(fmt, x, nominal, scale, amax)
+    value = torch.empty_like(x)
+    rows, columns = x.shape
+    dequantize(fmt, cast.rowwise_data, cast.rowwise_scale_inv, cast.amax, rows, columns, False, value)
+    codes = unpack(cast.rowwise_data) if fmt.elements_per_byte == 2 else cast.rowwise_data
+    return codes.view(x.shape), value

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zerocast.backends.reference.codec import decode
 from zerocast.distributed.group import Group
+from zerocast.formats import Element
 from zerocast.formats.layout import Span
 from zerocast.metrics.owned_part import OwnedPart, overshoot
 from zerocast.verification.master_views import MasterViews, owners_of
@@ -47,6 +48,11 @@ class CastCounts:
     square_error: float = 0.0
     square_sum: float = 0.0
     amax: float = 0.0
+
+    @staticmethod
+    def of_row(row: list[float]) -> "CastCounts":
+        """The counts from a row of f64 numbers, of which the first five are integers."""
+        return CastCounts(*map(int, row[:5]), *row[5:])
 
     @staticmethod
     def together(parts: Iterable["CastCounts"]) -> "CastCounts":
@@ -154,7 +160,7 @@ class CastMeter:
         group.all_gather_into(gathered.view(-1), own_counts.view(-1), what="what a meter has counted")
         for name, part in parts.items():
             self._before[name].copy_(part.data())
-        by_rank = [[_counts(row) for row in rows] for rows in gathered.tolist()]
+        by_rank = [[CastCounts.of_row(row) for row in rows] for rows in gathered.tolist()]
         by_weight = zip(*by_rank, strict=True)
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
 
@@ -189,11 +195,6 @@ def _by_group(source: MasterViews, numbers: Iterator[int]) -> Iterator[tuple[Gro
         yield groups[0], sliced
 
 
-def _counts(row: list[float]) -> CastCounts:
-    """The counts from a row of f64 numbers, of which the first five are integers."""
-    return CastCounts(*map(int, row[:5]), *row[5:])
-
-
 def _count(part: OwnedPart, before: Tensor) -> Tensor:
     """The `CastCounts` of one weight's owned elements, as f64[FIELDS] on the device."""
     total = torch.zeros(FIELDS, dtype=torch.float64, device=before.device)
@@ -209,24 +210,29 @@ def _count(part: OwnedPart, before: Tensor) -> Tensor:
 
 def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> Tensor:
     """The `CastCounts` of a piece, in the order of its fields, as f64[FIELDS] on the device."""
-    master = part.master(piece)
-    value = part.values(piece)
-    code = part.codes(piece, data)
+    unchanged = part.codes(piece, data) == part.codes(piece, before)
+    return count(part.element, part.master(piece), part.values(piece), part.codes(piece, data), unchanged)
+
+
+def count(element: Element, master: Tensor, value: Tensor, code: Tensor, unchanged: Tensor) -> Tensor:
+    """The `CastCounts` of masters f32, their decoded values f32, their codes u8, one a byte, and
+    which of these have not changed. f64[FIELDS] on the device, in the order of the fields.
+    """
     magnitude, finite = master.abs(), master.isfinite()
     # A saturated element has the largest code. An element that was merely rounded down to it has
     # this code too, but is within half a step of the value.
-    has_largest_code = decode(part.element, code).abs() == part.element.max
-    is_beyond = (magnitude > value.abs() * overshoot(part.element)) & (value != 0)
+    has_largest_code = decode(element, code).abs() == element.max
+    is_beyond = (magnitude > value.abs() * overshoot(element)) & (value != 0)
     error = torch.where(finite, value - master, 0.0)
     finite_master = torch.where(finite, master, 0.0)
     counts = [
-        torch.full((), piece.numel, device=master.device),
+        torch.full((), master.numel(), device=master.device),
         (~finite).sum(),
         (has_largest_code & is_beyond).sum(),
         ((magnitude > 0) & (value == 0)).sum(),
-        (code == part.codes(piece, before)).sum(),
+        unchanged.sum(),
         error.double().square().sum(),
         finite_master.double().square().sum(),
         torch.where(master.isnan(), 0.0, magnitude).max(),
     ]
-    return torch.stack([count.double() for count in counts])
+    return torch.stack([number.double() for number in counts])
