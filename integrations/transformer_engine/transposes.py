@@ -116,16 +116,13 @@ def _fingerprint(weights: Sequence[Any], copied: list[_Copied]) -> Fingerprint |
 
     None with a Hybrid tensor among them, whose directions come and go.
     """
-    if not all(isinstance(weight, Tensor) for weight in weights) or any(map(_has_directions, weights)):
-        return None
+    for weight in weights:
+        if not isinstance(weight, Tensor) or (is_quantized(weight) and is_hybrid(weight)):
+            return None
     watched: list[tuple[str, ...]] = [()] * len(weights)
     for index, tensor, view in copied:
         watched[index] = view.copy_attributes(tensor)
     return Fingerprint(weights, watched)
-
-
-def _has_directions(weight: Any) -> bool:
-    return is_quantized(weight) and is_hybrid(weight)
 
 
 def _copied(weights: Any) -> Iterator[_Copied]:

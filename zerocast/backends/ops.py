@@ -465,19 +465,6 @@ def upcast_fake(format: str, data: Tensor, rows: int, columns: int, transposed: 
     return data.new_empty(codes_shape), data.new_empty(scales_shape, dtype=torch.float32)
 
 
-def _upcast_op_fake(
-    backend: str,
-    format: str,
-    data: Tensor,
-    scale_inv: Tensor,
-    amax: Tensor | None,
-    rows: int,
-    columns: int,
-    transposed: bool,
-) -> tuple[Tensor, Tensor]:
-    return upcast_fake(format, data, rows, columns, transposed)
-
-
 @functools.lru_cache(maxsize=1024)
 def _upcast_shapes(format: str, rows: int, columns: int, transposed: bool) -> tuple[layout.Shape, layout.Shape]:
     shape = (columns, rows) if transposed else (rows, columns)
@@ -530,5 +517,5 @@ upcast = define(
     "(str backend, str format, Tensor data, Tensor scale_inv, Tensor? amax, int rows, int columns, bool transposed) "
     "-> (Tensor, Tensor)",
     upcast_codes,
-    _upcast_op_fake,
+    lambda backend, fmt, data, scale_inv, amax, *rest: upcast_fake(fmt, data, *rest),
 )

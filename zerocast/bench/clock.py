@@ -54,7 +54,9 @@ class Clock:
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._device = device
         self._seconds = seconds
-        self.flushed = _l2_bytes(device) * L2_MULTIPLE
+        # Nothing is flushed on a CPU.
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+        self.flushed = l2_bytes * L2_MULTIPLE
         # Source and target of the copy that overwrites the L2.
         self._flush = [torch.zeros(self.flushed // 4, device=device) for _ in range(2)]
 
@@ -109,11 +111,6 @@ class Clock:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _l2_bytes(device: torch.device) -> int:
-    """The size of the L2; 0 on a CPU, where nothing is flushed."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
 def launches(run: Run, device: torch.device) -> int | None:

@@ -7,6 +7,7 @@ that no wrong kernel is timed.
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 import torch
@@ -36,7 +37,7 @@ def check(row: Row, workload: Workload, place: Place) -> None:
     """
 
     def buffers(backend: str) -> Sequence[Tensor]:
-        job = row.work.build(workload, row.fmt, place.with_backend(backend))
+        job = row.work.build(workload, row.fmt, replace(place, backend=backend))
         job.run()
         return job.written()
 

@@ -119,7 +119,3 @@ class Place:
     def generator(self) -> torch.Generator:
         """A generator on the device: equal seeds give every backend there the same inputs."""
         return torch.Generator(self.device).manual_seed(self.seed)
-
-    def with_backend(self, backend: str) -> "Place":
-        """The same inputs for another backend."""
-        return replace(self, backend=backend)

@@ -113,15 +113,6 @@ class Partition:
     device: torch.device
     backend: str
 
-    @property
-    def has_host_masters(self) -> bool:
-        """True if any master of this rank is on the host, and its weight on another device."""
-        return any(shard.on_host for shard in self.shards)
-
-    def owned_anywhere(self, index: int) -> bool:
-        """True if any rank has a part of the master. A weight without a master is frozen."""
-        return self.ownership.owned[index] > 0
-
     def why_format_is_fixed(self, index: int) -> str | None:
         """Return the reason why casts cannot fill a weight in another format; None if they can."""
         shard = self.shards[index]

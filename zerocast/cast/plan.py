@@ -220,7 +220,8 @@ class CastPlan(Plan):
         self._step_of_caller = " {}" if given.caller else ""
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         # The indices of the weights that have a master on any rank, for as long as the plan lives.
-        self._cast = [i for i in range(len(self.weights)) if self._partition.owned_anywhere(i)]
+        # A weight without a master on any rank is frozen.
+        self._cast = [i for i in range(len(self.weights)) if self._partition.ownership.owned[i] > 0]
         self._step_hooks = StepHooks(self._partition, self._cast, self.group, claim)
         self.backend = self._partition.backend
         # True if casts take an AdamUpdate.
@@ -651,7 +652,7 @@ class CastTables:
     ) -> "CastTables":
         """Make the tables of the weights `cast`. Local, and raises nothing."""
         device, backend = partition.device, partition.backend
-        on_host = partition.has_host_masters
+        on_host = any(shard.on_host for shard in partition.shards)
         mirror = host_tensor(amaxes.buffer.numel() if on_host else 0, amaxes.buffer.dtype, device)
         of_device = WeightTables(device, backend)
         of_host = WeightTables(device, backend, lambda key, device: HostTable(key, device, mirror))

@@ -85,8 +85,8 @@ def problems(extra: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manif
     found: list[str] = []
     for name, value in extra.items():
         is_tensor = isinstance(value, Tensor)
-        ranks_with_tensor = _ranks_with_tensor(name, saved)
-        ranks_with_value = _ranks_with_value(name, manifest)
+        ranks_with_tensor = [rank for rank in range(world_of(saved, SAME)) if f"{OF_RANKS}.{rank}.{name}" in saved]
+        ranks_with_value = [rank for rank, values in enumerate(manifest.values_of_ranks) if name in values]
         has_tensor = f"{SAME}.{name}" in saved or bool(ranks_with_tensor)
         has_value = name in manifest.values or bool(ranks_with_value)
         ranks = ranks_with_tensor if is_tensor else ranks_with_value
@@ -119,14 +119,6 @@ def world_of(saved: Mapping[str, Any], prefix: str) -> int:
     """The number of ranks that have tensors that differ between ranks, under a prefix."""
     start = f"{prefix}_of_ranks."
     return len({name.removeprefix(start).partition(".")[0] for name in saved if name.startswith(start)})
-
-
-def _ranks_with_tensor(name: str, saved: Mapping[str, Any]) -> list[int]:
-    return [rank for rank in range(world_of(saved, SAME)) if f"{OF_RANKS}.{rank}.{name}" in saved]
-
-
-def _ranks_with_value(name: str, manifest: Manifest) -> list[int]:
-    return [rank for rank, values in enumerate(manifest.values_of_ranks) if name in values]
 
 
 def _is_plain(value: Any) -> bool:

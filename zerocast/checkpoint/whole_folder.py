@@ -183,7 +183,8 @@ class WholeFolder(Folder[Path]):
         _make_parents(self.partial)
         self.settle()
         partial_folders = self._temporary(PARTIAL)
-        discard([folder for folder in partial_folders if (writer := _writer_of(folder)) and writer.has_ended()])
+        writers = ((folder, Writer.of_content(_read_marker(folder).get("writer"))) for folder in partial_folders)
+        discard([folder for folder, writer in writers if writer is not None and writer.has_ended()])
         self.partial.mkdir()
         mark(self.partial, self.token)
         return self.partial
@@ -303,11 +304,6 @@ def _is_ours(folder: Place, token: str) -> bool:
         return False
     marked = marker_token(folder) == token
     return marked or has_manifest(folder) or {path.name for path in folder.iterdir()} <= {MARKER}
-
-
-def _writer_of(folder: Place) -> Writer | None:
-    """The process that wrote a temporary folder; None if its marker does not tell."""
-    return Writer.of_content(_read_marker(folder).get("writer"))
 
 
 def _read_marker(folder: Place) -> dict[str, Any]:

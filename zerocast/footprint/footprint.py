@@ -113,9 +113,9 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         if (parameter.shape, parameter.linear) not in by_shape:
             by_shape[parameter.shape, parameter.linear] = _stand_in(parameter, spec)
     placed = [(param.name, by_shape[param.shape, param.linear], param.unit) for param in parameters]
-    costs = {
-        param.name: newton_schulz_flops(param.shape, NS_STEPS) for param in parameters if _is_of_muon(param, setup)
-    }
+    matrices = [param for param in parameters if param.linear and len(param.shape) in MUON_DIMS]
+    of_muon = matrices if setup.optimizer == "muon" else []
+    costs = {param.name: newton_schulz_flops(param.shape, NS_STEPS) for param in of_muon}
     busiest = 0.0
     if setup.parallel in ZERO:
         tensors = [(name, tensor, 0) for name, tensor, _ in placed]
@@ -135,10 +135,6 @@ def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footpr
         2 * amax_bytes((tensor for _, tensor, _ in placed), setup.ranks) * (setup.ranks - 1) // setup.ranks,
         busiest,
     )
-
-
-def _is_of_muon(parameter: Parameter, setup: Setup) -> bool:
-    return setup.optimizer == "muon" and parameter.linear and len(parameter.shape) in MUON_DIMS
 
 
 def _stand_in(parameter: Parameter, spec: FormatSpec) -> Planned:

@@ -223,13 +223,9 @@ class GradientReducer:
         self._check_open()
         self._land(wait=True)
 
-    def check_in_charge(self) -> None:
-        """RuntimeError once another optimizer was built over any of the parameters."""
+    def _check_open(self) -> None:
         if self._taken_over:
             raise RuntimeError(TAKEN_OVER)
-
-    def _check_open(self) -> None:
-        self.check_in_charge()
         if self._launched is not None:
             running = self._end is not None and self._end() is not None
             raise RuntimeError(RUNNING if running else DIED)

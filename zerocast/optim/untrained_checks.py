@@ -35,12 +35,14 @@ def listed(params: Iterable[Any]) -> list[Any]:
     """The given parameters, (name, parameter) pairs, or groups of either, in lists that can be
     iterated over more than once.
     """
-    return [{**item, "params": _in_list(item.get("params", ()))} if isinstance(item, dict) else item for item in params]
-
-
-def _in_list(params: Iterable[Any]) -> list[Any]:
-    # torch takes a tensor for a group of one parameter.
-    return [params] if isinstance(params, Tensor) else list(params)
+    items: list[Any] = []
+    for item in params:
+        if isinstance(item, dict):
+            given = item.get("params", ())
+            # torch takes a tensor for a group of one parameter.
+            item = {**item, "params": [given] if isinstance(given, Tensor) else list(given)}
+        items.append(item)
+    return items
 
 
 def frozen(params: Sequence[Any]) -> dict[str, Tensor]:

@@ -36,7 +36,9 @@ def check_owners(named: Sequence[Named], who: str) -> None:
     by the new owner `who`.
     """
     for name, parameter, _ in named:
-        if isinstance(parameter, QuantizedWeight) and not _has_value(parameter):
+        if not isinstance(parameter, QuantizedWeight):
+            continue
+        if not parameter.state.ever_cast and parameter.high_precision_init_val is None:
             raise RuntimeError(
                 f"{name}, {parameter!r}, has never been cast: masters start from its value, so give it one (quantize_, "
                 "load_state_dict, QuantizedWeight.of_buffers)"
@@ -47,10 +49,6 @@ def check_owners(named: Sequence[Named], who: str) -> None:
             f"{other.who} writes weights that {who} is built over: a weight has one owner, so remove() the handle of that, or "
             "del it"
         )
-
-
-def _has_value(weight: QuantizedWeight) -> bool:
-    return weight.state.ever_cast or weight.high_precision_init_val is not None
 
 
 def check_owns(claim: Claim) -> None:
