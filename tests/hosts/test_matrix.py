@@ -483,7 +483,7 @@ quantize_master_weights | a parameter is written                  | plain       
 quantize_master_weights | a frozen parameter is written           | frozen quantized | .R...R..
 quantize_master_weights | a frozen parameter is written           | frozen plain     | .R...R..
 quantize_master_weights | a cast breaks off                       | all              | .RRRRR.R
-quantize_master_weights | a step of gradients that are not finite | all              | .RnnnRnn
+quantize_master_weights | a step of gradients that are not finite | all              | RRnnnRnR
 quantize_master_weights | other storage                           | quantized        | .....R..
 quantize_master_weights | other storage                           | plain            | .....R..
 quantize_master_weights | other storage                           | frozen quantized | .....R..
@@ -558,11 +558,6 @@ def in_words(answer: str) -> str:
     answer="they are read until the next cast; `zerocast.verify(plan)` names the weight",
 )
 @pytest.mark.notices(
-    "masters become NaN or Inf under `quantize_master_weights`, which keeps no plan",
-    where="CastPlan",
-    answer="nothing; the next cast of a CastPlan raises",
-)
-@pytest.mark.notices(
     "a plain parameter that no optimizer has is unfrozen",
     where="CastPlan",
     answer="nothing: it is no weight of the plan",
@@ -627,6 +622,8 @@ def in_words(answer: str) -> str:
 def test_matrix(ranks: Ranks, tmp_path: Path, host: str, event: str, kind: str, world: int) -> None:
     if world > 1 and host != "FSDP2" and (event, kind) == ("a master is written", "plain"):
         pytest.skip("one rank has that master, and raises alone in debug mode")
+    if world > 1 and (host, event) == ("quantize_master_weights", "a step of gradients that are not finite"):
+        pytest.skip("the call raises before the gather of its caller, so weights read there are those of a cast without one")
     for answers in ranks(world)(cells, host, event, kind, str(tmp_path), timeout=250.0):
         words = {use: in_words(answer) for use, answer in answers.items()}
         assert words == EXPECTED[host, event, kind], answers
