@@ -87,7 +87,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """A public name, or a module of the package, that nothing has asked for yet."""
+    """Return a public name, or a module of the package, that nothing has asked for yet."""
     if name in _HOMES:
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
         # The next use finds it without this call.
@@ -99,5 +99,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for `help` and completion; the rooms of the package are found by import."""
+    """Return the public names, for `help` and completion; the rooms of the package are found by
+    import.
+    """
     return [*__all__, "serve", *(name for name in globals() if name.startswith("__"))]

@@ -92,7 +92,7 @@ def export_hf(
 
     Returns the paths. Raises ValueError, with nothing written, for weights that are not those of
     the model, for weights that the naming cannot express or that no reader finds, and for unequal
-    tensor amaxes of weights that engines fuse; TypeError without a config; ModuleNotFoundError
+    tensor amaxes of weights that engines fuse, TypeError without a config, and ModuleNotFoundError
     without transformers. An error on one rank is raised on all of them, and leaves no folder.
     """
     return write_hf(

@@ -48,7 +48,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedWeight]) -> None
     """Make the columnwise copies of weights whose rowwise bytes have been gathered.
 
     Raises TypeError for anything but a QuantizedWeight, ValueError for weights on several devices,
-    RuntimeError for a weight that was never cast; nothing is written then.
+    and RuntimeError for a weight that was never cast. Nothing is written in these cases.
     """
     for index, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedWeight):

@@ -39,8 +39,8 @@ class Plugin:
     entry_point: metadata.EntryPoint
 
     def load(self, needed: Sequence[str] = ()) -> ModuleType:
-        """Import the module. ImportError, naming the package, if that fails, and if the module
-        lacks an attribute of `needed`.
+        """Import the module. Raises ImportError, naming the package, if that fails, and if the
+        module lacks an attribute of `needed`.
         """
         try:
             module: ModuleType = self.entry_point.load()
@@ -58,7 +58,7 @@ class Plugin:
 
 @functools.cache
 def plugins(group: str, taken: tuple[str, ...]) -> Mapping[str, Plugin]:
-    """The plugins of a group by name. None is imported.
+    """Return the plugins of a group by name. None is imported.
 
     A name of `taken`, those of zerocast itself, and a name that two packages use are refused with a
     warning.

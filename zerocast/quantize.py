@@ -90,7 +90,7 @@ def quantize_(
 def blocks_with(model: nn.Module, weights: Container[Tensor]) -> list[nn.Module]:
     """Return the blocks of a model, as `Recipe.fast` defines them, that have any of `weights`.
 
-    ValueError if the model has any of them and no block does.
+    Raises ValueError if the model has any of them and no block does.
     """
     blocks = list(_blocks_in(model, weights))
     if not blocks and any(parameter in weights for parameter in model.parameters()):
@@ -123,7 +123,9 @@ def show_formats(module: nn.Module) -> None:
 
 
 def extra_repr(module: nn.Module) -> str:
-    """The text of the class's own `extra_repr`, with the format of each quantized parameter."""
+    """Return the text of the class's own `extra_repr`, with the format of each quantized
+    parameter.
+    """
     parts = [type(module).extra_repr(module)]
     for name, parameter in module.named_parameters(recurse=False):
         # A DTensor has the weight inside.
@@ -134,7 +136,7 @@ def extra_repr(module: nn.Module) -> str:
 
 
 def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype: torch.dtype | None) -> None:
-    """ValueError unless the recipe asks for the format that the weight already has."""
+    """Raise ValueError unless the recipe asks for the format that the weight already has."""
     if fmt.element is not None and (fmt != weight.format or dtype not in (None, weight.dtype)):
         raise ValueError(
             f"{name} is quantized already, as {weight.format} of {weight.dtype}, and the recipe says {fmt} of "
@@ -143,7 +145,9 @@ def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype:
 
 
 def read_without_products(model: nn.Module) -> dict[int, str]:
-    """The parameters that are not an operand of a product, by id, with a description of each."""
+    """Return the parameters that are not an operand of a product, by id, with a description of
+    each.
+    """
     descriptions: dict[int, str] = {}
     for module in model.modules():
         for kind, description in NO_PRODUCT.items():
@@ -155,7 +159,7 @@ def read_without_products(model: nn.Module) -> dict[int, str]:
 def check_weight(
     not_in_products: Mapping[int, str], name: str, parameter: Tensor, fmt: FormatSpec, shape: Sequence[int]
 ) -> None:
-    """ValueError unless `parameter`, of `shape` on this rank, can be a weight of this format.
+    """Raise ValueError unless `parameter`, of `shape` on this rank, can be a weight of this format.
     `not_in_products` is the result of `read_without_products`.
     """
     if id(parameter) in not_in_products:

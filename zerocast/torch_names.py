@@ -196,8 +196,9 @@ def missing_names(names: Iterable[PrivateName]) -> list[str]:
 
 @functools.cache
 def check_fsdp2() -> None:
-    """Look once whether FSDP2 can be used. RuntimeError for a torch that lacks a private name that
-    `zerocast.fsdp2` needs, and a warning for a release of torch that it was never tested with.
+    """Look once whether FSDP2 can be used. Raises RuntimeError for a torch that lacks a private
+    name that `zerocast.fsdp2` needs, and a warning for a release of torch that it was never tested
+    with.
     """
     untested = untested_release()
     missing = missing_names(FSDP2)
@@ -211,7 +212,7 @@ def check_fsdp2() -> None:
 
 
 def installed_release() -> Release:
-    """The release of torch, as (major, minor)."""
+    """Return the release of torch, as (major, minor)."""
     found = re.match(r"(\d+)\.(\d+)", torch.__version__)
     assert found is not None, torch.__version__
     return int(found[1]), int(found[2])

@@ -623,7 +623,9 @@ def test_matrix(ranks: Ranks, tmp_path: Path, host: str, event: str, kind: str, 
     if world > 1 and host != "FSDP2" and (event, kind) == ("a master is written", "plain"):
         pytest.skip("one rank has that master, and raises alone in debug mode")
     if world > 1 and (host, event) == ("quantize_master_weights", "a step of gradients that are not finite"):
-        pytest.skip("the call raises before the gather of its caller, so weights read there are those of a cast without one")
+        pytest.skip(
+            "the call raises before the gather of its caller, so weights read there are those of a cast without one"
+        )
     for answers in ranks(world)(cells, host, event, kind, str(tmp_path), timeout=250.0):
         words = {use: in_words(answer) for use, answer in answers.items()}
         assert words == EXPECTED[host, event, kind], answers

@@ -71,7 +71,7 @@ class AdamUpdate:
 
 
 def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
-    """ValueError for options of torch.optim.AdamW that would have no effect here."""
+    """Raise ValueError for options of torch.optim.AdamW that would have no effect here."""
     for group in param_groups:
         for name, value in FIXED.items():
             if group.get(name, value) != value:
@@ -99,8 +99,9 @@ class Hyperparameters:
         self._late = LateCopies(self._values)
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Read the present hyperparameters of the parameter groups. ValueError for options that
-        `check_options` refuses, and for tensors on a GPU that were out of range in the last step.
+        """Read the present hyperparameters of the parameter groups. Raises ValueError for options
+        that `check_options` refuses, and for tensors on a GPU that were out of range in the last
+        step.
         """
         check_options(param_groups)
         for last_values in self._late.take():
@@ -128,7 +129,8 @@ class Hyperparameters:
             self._late.send()
 
     def scalars(self, step: Tensor) -> Tensor:
-        """The scalars of a step, f32 `[groups, 8]`, in the order of `zerocast/backends/README.md`.
+        """Return the scalars of a step, f32 `[groups, 8]`, in the order of
+        `zerocast/backends/README.md`.
 
         `step` is the number of the step counted from 1, `[1]` or one for each group. Scalars are
         computed in f64 on the device, and each is rounded to f32 once.
@@ -141,7 +143,9 @@ class Hyperparameters:
 
 
 def _check_range(values: Sequence[Sequence[float]]) -> None:
-    """ValueError for hyperparameters of a step, by group and column, that are out of range."""
+    """Raise ValueError for hyperparameters of a step, by group and column, that are out of
+    range.
+    """
     for group, row in enumerate(values):
         for (name, end), value in zip(COLUMNS.items(), row, strict=True):
             if not 0.0 <= value < end:

@@ -81,7 +81,7 @@ class AmaxLayout(Generic[Weight]):
         self._targets: list[Tensor] = []
 
     def reserve(self, numel: int) -> Span:
-        """Reserve the next `numel` elements; returns where they are."""
+        """Reserve the next `numel` elements, and return their span."""
         span = Span(self.size, self.size + numel)
         self.size = span.stop
         return span
@@ -219,8 +219,8 @@ class CutRows:
 
 
 def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
-    """The rows of blocks that cuts divide in the rowwise grid, and in the columnwise grid of a
-    format that has another.
+    """Return the rows of blocks that cuts divide in the rowwise grid, and in the columnwise grid of
+    a format that has another.
     """
     rows, columns = matrix
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
@@ -245,7 +245,7 @@ class BoundaryByte:
 
 
 def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
-    """The bytes of one weight that two ranks share."""
+    """Yield the bytes of one weight that two ranks share."""
     if ownership.items[index].unit == 1:
         return
     for first, second in itertools.pairwise(ownership.pieces.get(index, ())):
@@ -343,12 +343,12 @@ def _reduce_cut_rows(
 
 
 def _has_amaxes(shard: MasterShard) -> bool:
-    """True if the format has amaxes. All ranks agree on it, also those without elements."""
+    """Return True if the format has amaxes. All ranks agree on it, also those without elements."""
     return shard.weight.format.amax_policy is not AmaxPolicy.NONE
 
 
 def _amax_counts(shard: MasterShard) -> tuple[int, int]:
-    """How many amaxes this rank has of a weight, rowwise and columnwise."""
+    """Return the number of amaxes that this rank has of a weight, rowwise and columnwise."""
     if shard.cuts is None:
         return weight_amax_counts(shard.weight.format, shard.weight.shape)
     return amax_counts(shard.weight.format, shard.rows.numel, shard.weight.matrix_shape[1])

@@ -42,7 +42,9 @@ class CapturableStep(abc.ABC):
 
     @abc.abstractmethod
     def has_same_memory(self, now: Any, recorded: Any) -> bool:
-        """True if the device's part reads and writes the same memory as when it was recorded."""
+        """Return True if the device's part reads and writes the same memory as when it was
+        recorded.
+        """
 
     @abc.abstractmethod
     def warm_up(self) -> Any:
@@ -71,7 +73,7 @@ class CapturableStep(abc.ABC):
 
 
 def check_capturable(device: torch.device, backend: str) -> None:
-    """RuntimeError for tensors, and for a backend, whose steps no CUDA graph can hold."""
+    """Raise RuntimeError for tensors, and for a backend, whose steps no CUDA graph can hold."""
     if device.type != "cuda":
         raise RuntimeError(
             f"only a step on CUDA tensors can be captured, these parameters are on {device}: call step()"
@@ -125,8 +127,8 @@ class CapturedStep:
         """Take one step with the gradients as they are now, and cast. All ranks call it.
 
         Returns what the optimizer's step returns: the norm before clipping, f32[], for ZeroAdamW,
-        None for FusedAdamW. RuntimeError, with nothing changed, if anything has moved since the
-        step was captured.
+        None for FusedAdamW. Raises RuntimeError, with nothing changed, if anything has moved since
+        the step was captured.
         """
         places = self._step.prepare()
         if places is None:

@@ -58,7 +58,7 @@ class DelayedScaling:
         return bool(self._cast_scale_of)
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """The scale, f32[1], of the last cast of a weight; None without delayed scaling."""
+        """Return the scale, f32[1], of the last cast of a weight; None without delayed scaling."""
         return self._cast_scale_of.get(name)
 
     def advance(self, skip: Tensor | None = None) -> None:
@@ -130,8 +130,8 @@ class DelayedScaling:
             _write(tensors, values)
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """`scale`, `amax_history` and `cast_scale` by weight: the tensors in use, for a reader
-        to fill.
+        """Return `scale`, `amax_history` and `cast_scale` by weight: the tensors in use, for a
+        reader to fill.
         """
         return {
             name: dict(zip(("scale", "amax_history", "cast_scale"), self._tensors(name), strict=True))
@@ -139,7 +139,7 @@ class DelayedScaling:
         }
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
-        """Load a saved state. Returns the names of weights that it lacks, whose state is dropped.
+        """Load a saved state. Return the names of weights that it lacks, whose state is dropped.
 
         A history of another length counts as lacking. Without a saved `cast_scale` the live bytes
         count as cast with `scale`.
@@ -164,8 +164,8 @@ class DelayedScaling:
 
 
 def _runs(buffers: Iterable[Buffers], name: str) -> list[Tensor]:
-    """The buffers `name` as few tensors, flat or `[count, numel]`, one for each run of buffers at
-    equal distances.
+    """Return the buffers `name` as few tensors, flat or `[count, numel]`, one for each run of
+    buffers at equal distances.
     """
     runs: list[list[Tensor]] = []
     for of_weight in buffers:
@@ -198,7 +198,7 @@ def _as_one(run: Sequence[Tensor]) -> Tensor:
 
 
 def _read(tensors: Sequence[Tensor]) -> Tensor:
-    """A copy of their values, flat."""
+    """Return a copy of their values, flat."""
     return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
 
 

@@ -92,7 +92,9 @@ class PlainShard:
     rounded: Tensor | None = None
 
     def view(self) -> MasterView:
-        """The parameter as `zerocast.verify` compares it: an identity weight over its bytes."""
+        """Return the parameter as `zerocast.verify` compares it: an identity weight over its
+        bytes.
+        """
         shape = tuple(self.parameter.shape) or (1,)
         live = {"rowwise_data": self.parameter.detach().view(-1, shape[-1])}
         weight = QuantizedWeight.of_buffers(shape, _IDENTITY, self.parameter.dtype, live)
@@ -172,7 +174,7 @@ class Driver(Generic[AnyPlan]):
         self.plan.ready(detail, self._find, problem)
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of all parameters, for `zerocast.verify`. Collective.
+        """Yield the masters of all parameters, for `zerocast.verify`. Collective.
 
         Bytes that the host still has to gather are gathered first.
         """
@@ -328,7 +330,7 @@ class CastDriver(Driver[CastPlan]):
         self.refresh()
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of all parameters, those that are not quantized too."""
+        """Yield the masters of all parameters, those that are not quantized too."""
         (source,) = super().master_views()
         masters = source.masters
         if self.host.live_weight is not None:
@@ -396,5 +398,7 @@ class CastDriver(Driver[CastPlan]):
 
 
 def _flat(master: Tensor | None) -> Tensor | None:
-    """The master itself if it is flat, else a flat view, which shares its version counter."""
+    """Return the master itself if it is flat, else a flat view, which shares its version
+    counter.
+    """
     return master if master is None or master.dim() == 1 else master.detach().view(-1)

@@ -118,7 +118,7 @@ class HostTable(WeightTable):
         return self
 
     def moved(self) -> bool:
-        """True if a weight, a master or the caller's storage was replaced since `freeze`."""
+        """Return True if a weight, a master or the caller's storage was replaced since `freeze`."""
         return super().moved() or self._masters_table.moved() or self._stored.moved()
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
@@ -151,7 +151,7 @@ class HostTable(WeightTable):
                 self._copied[number % 2] = torch.cuda.current_stream(self.device).record_event()
 
     def _measured_places(self) -> Iterator[Span]:
-        """The places of the amaxes of each matrix in the packed buffer, and of its flag."""
+        """Yield the places of the amaxes of each matrix in the packed buffer, and of its flag."""
         for shard, place, _, flag in self._shards:
             yield Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
             yield Span(flag, flag + (flag >= 0))
@@ -259,7 +259,7 @@ class _Piece:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """The same places as few spans."""
+    """Return the same places as few spans."""
     merged: list[Span] = []
     for span in sorted((span for span in spans if span.numel), key=lambda span: span.start):
         if merged and span.start <= merged[-1].stop:

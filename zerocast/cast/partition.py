@@ -59,8 +59,8 @@ class MasterShard:
         return self.shard_data if isinstance(self.shard_data, tuple) else (self.shard_data,)
 
     def matrices(self) -> "list[MasterShard]":
-        """The shards of the matrices that the weight is stored in, in their order. Nearly always
-        this shard alone.
+        """Return the shards of the matrices that the weight is stored in, in their order. Nearly
+        always this shard alone.
         """
         count, (rows, columns) = self.weight.stored_matrices
         if count == 1:
@@ -72,7 +72,7 @@ class MasterShard:
         ]
 
     def _of_matrix(self, weight: QuantizedWeight, elements: Span) -> "MasterShard":
-        """The shard of one matrix, which has these elements of the weight."""
+        """Return the shard of one matrix, which has these elements of the weight."""
         own = self.span.intersect(elements)
         if self.master is None or not own.numel:
             return MasterShard(weight, None, Span(0, 0))
@@ -127,7 +127,7 @@ class Partition:
         master_weights: Sequence[Tensor | None],
         shard_data: Sequence[ShardData | None] | None,
     ) -> None:
-        """Use masters in other memory, and other shard storage unless `shard_data` is None.
+        """Use masters in other memory, and other shard storage unless `shard_data` is None. Raises
         ValueError or TypeError, with nothing changed, for masters of other spans.
         """
         data = [shard.shard_data for shard in self.shards] if shard_data is None else shard_data
@@ -165,8 +165,8 @@ def partition(
     its casts.
 
     Raises the error of any rank on every rank, with the rank in the message if there are several:
-    TypeError or ValueError for an argument, RuntimeError for a backend that cannot be used. A claim
-    on these elements for which `gives_way` is False is a ValueError.
+    TypeError or ValueError for an argument, RuntimeError for a backend that cannot be used,
+    ValueError for a claim on these elements for which `gives_way` is False.
     """
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""
@@ -185,12 +185,14 @@ def partition(
 
 
 def lies_on_host(master: Tensor, device: torch.device) -> bool:
-    """True for a master in host memory of a weight on another device."""
+    """Return True for a master in host memory of a weight on another device."""
     return master.device.type == "cpu" and device.type not in ("cpu", "meta")
 
 
 def _check_host_masters(shards: Sequence[MasterShard]) -> None:
-    """ValueError or RuntimeError if masters are on the host and no cast can read them there."""
+    """Raise ValueError or RuntimeError if masters are on the host and no cast can read them
+    there.
+    """
     if not any(shard.on_host for shard in shards):
         return
     if any(shard.cuts is not None for shard in shards):
@@ -203,7 +205,7 @@ def _check_host_masters(shards: Sequence[MasterShard]) -> None:
 
 
 def _fingerprint(weight: QuantizedWeight, cuts: range | None = None) -> str:
-    """The properties of a weight that all ranks must share."""
+    """Return the properties of a weight that all ranks must share."""
     shared = f" with the amax of {weight.state.shared_amax}" if weight.state.shared_amax else ""
     gradients = " with FP8 weight gradients" if weight.state.fp8_weight_gradients else ""
     gathered = "" if cuts is None else f" with gathered scales, cut at {cuts}"
@@ -246,7 +248,7 @@ def _check(
 
 
 def _check_weights(model_weights: Sequence[Any]) -> None:
-    """TypeError for anything but a QuantizedWeight, ValueError for the same weight twice."""
+    """Raise TypeError for anything but a QuantizedWeight, ValueError for the same weight twice."""
     seen: dict[int, int] = {}
     for index, weight in enumerate(model_weights):
         if not isinstance(weight, QuantizedWeight) or weight.transposed_of is not None:

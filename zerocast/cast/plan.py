@@ -67,8 +67,8 @@ class Plan(abc.ABC):
                 nothing to find.
             problem: a problem that this rank has found before this call.
 
-        RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes with those
-        of another call.
+        Raises RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes
+        with those of another call.
         """
         self._announce(detail)
         try:
@@ -128,7 +128,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def master_views(self) -> Iterable[MasterViews]:
-        """The masters with their weights, for `zerocast.verify`."""
+        """Return the masters with their weights, for `zerocast.verify`."""
 
     @abc.abstractmethod
     def _announce(self, detail: str) -> None:
@@ -140,7 +140,9 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
-        """A context for the launch of a cast. What raises in it leaves scales as they were."""
+        """Return a context for the launch of a cast. What raises in it leaves scales as they
+        were.
+        """
 
     def _look_back(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
         """Raise what ranks reported of casts that the device has completed by now."""
@@ -182,9 +184,9 @@ class CastPlan(Plan):
     as it is. The constructor is collective: it raises TypeError or ValueError on every rank for an
     argument that is wrong on any. Afterwards a cast communicates by one all-reduce.
 
-    A plan takes weights over from an older plan without an owner. ValueError, with nothing changed,
-    if an owner that still exists (an attached plan, a ZeroAdamW) writes any of these elements. A
-    later cast raises it too.
+    A plan takes weights over from an older plan without an owner. Raises ValueError, with nothing
+    changed, if an owner that still exists (an attached plan, a ZeroAdamW) writes any of these
+    elements. A later cast raises it too.
     """
 
     def __init__(
@@ -259,10 +261,10 @@ class CastPlan(Plan):
                 scaling on.
 
         After an exception half-way the weights cannot be read until another cast has completed.
-        RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is wrong
-        with the masters of one rank now is raised on every rank too. On a GPU that rank raises it
-        now and the others in their next cast. If that rank goes on, it must first take part in the
-        gather of the others.
+        Raises RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is
+        wrong with the masters of one rank now is raised on every rank too. On a GPU that rank
+        raises it now and the others in their next cast. If that rank goes on, it must first take
+        part in the gather of the others.
         """
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
@@ -274,7 +276,9 @@ class CastPlan(Plan):
                 self.weights[index].high_precision_init_val = None
 
     def _is_capturing(self) -> bool:
-        """True while a CUDA graph captures this cast, which lets the host wait for nothing."""
+        """Return True while a CUDA graph captures this cast, which lets the host wait for
+        nothing.
+        """
         return self._partition.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
@@ -365,7 +369,7 @@ class CastPlan(Plan):
         )
 
     def _check_host_masters(self, update: AdamUpdate | None) -> None:
-        """RuntimeError for what a cast cannot do with masters on the host."""
+        """Raise RuntimeError for what a cast cannot do with masters on the host."""
         if not self._tables.on_host:
             return
         if update is not None:
@@ -386,7 +390,7 @@ class CastPlan(Plan):
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes, and mark the
-        weights as gathered. RuntimeError before the first cast.
+        weights as gathered. Raises RuntimeError before the first cast.
         """
         if not self.validity.casts and not all(w.state.ever_cast for w in self.weights):
             raise RuntimeError("post_all_gather before the first cast: there is nothing to transpose yet")
@@ -441,15 +445,15 @@ class CastPlan(Plan):
     def claim(self, who: str) -> Claim:
         """Claim the weights that this plan casts for an owner, as long as the result is kept.
 
-        ValueError, on this rank alone, if another owner that still exists writes any of these
-        elements.
+        Raises ValueError, on this rank alone, if another owner that still exists writes any of
+        these elements.
         """
         return self._step_hooks.claim(who)
 
     def master_views(self) -> tuple[MasterViews, ...]:
         """Return the masters with their weights, for `zerocast.verify`. Gather the bytes first.
 
-        Weights with gaps are left out. RuntimeError for weights that are partial.
+        Weights with gaps are left out. Raises RuntimeError for weights that are partial.
         """
         self.validity.check(Use.VERIFY)
         views, left_out = [], []
@@ -488,8 +492,8 @@ class CastPlan(Plan):
         return [self, *self.validity.held, self._step_hooks, *(w.state for w in self.weights)]
 
     def check_between_steps(self, use: Use) -> None:
-        """RuntimeError if formats or parameters cannot change now, since a write is partial or
-        under way.
+        """Raise RuntimeError if formats or parameters cannot change now, since a write is partial
+        or under way.
         """
         self.validity.check(use)
         if self.validity.is_writing:
@@ -548,14 +552,14 @@ class CastPlan(Plan):
         self.delayed.load_state_dict(delayed_state)
 
     def check_call(self, use: Use | None = None) -> None:
-        """RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with those of
-        another call, or if it cast masters that are NaN or Inf.
+        """Raise RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with
+        those of another call, or if it cast masters that are NaN or Inf.
         """
         self._check_reports(casts_in_flight=0)
 
     def check_before_collective(self, use: Use | None = None) -> None:
-        """RuntimeError, on every rank, if a rank could not make the last cast on a GPU. Called
-        before a collective that is not part of a cast, in which that rank would be missing.
+        """Raise RuntimeError, on every rank, if a rank could not make the last cast on a GPU.
+        Called before a collective that is not part of a cast, in which that rank would be missing.
         """
         if self.packed.reports.differ():
             self.check_call()
@@ -583,7 +587,7 @@ class CastPlan(Plan):
         self.validity.watch(masters, sharded=self.group.size > 1)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
-        """The buffers of the weights that are cast with delayed scaling, by name."""
+        """Return the buffers of the weights that are cast with delayed scaling, by name."""
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _lay_out(self) -> None:
@@ -605,8 +609,8 @@ class CastPlan(Plan):
 
     def _follow(self) -> None:
         """Wait for gathers, and make the tables again if a weight or a master has moved, or another
-        plan has taken a weight over. ValueError or TypeError, on this rank alone, for masters that
-        no plan could be built for.
+        plan has taken a weight over. Raises ValueError or TypeError, on this rank alone, for
+        masters that no plan could be built for.
         """
         for w in self.weights if self.validity.finish else ():
             w.wait()

@@ -41,8 +41,8 @@ class StepHooks:
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
         """Call `cast` after every step of the optimizer. Collective.
 
-        ValueError on every rank for an optimizer that steps over none of the masters or that has
-        this hook, and for weights that another owner writes.
+        Raises ValueError on every rank for an optimizer that steps over none of the masters or that
+        has this hook, and for weights that another owner writes.
         """
         problem: ValueError | None = None
         try:
@@ -64,18 +64,20 @@ class StepHooks:
         return len(self._hooks) == 1
 
     def claim(self, who: str) -> Claim:
-        """Claim the weights for an owner. ValueError, on this rank alone, while another owner
-        writes any of these elements.
+        """Claim the weights for an owner. Raises ValueError, on this rank alone, while another
+        owner writes any of these elements.
         """
         self.check_unclaimed()
         return Claim(who, self._elements(), by=self)
 
     def check_unclaimed(self) -> None:
-        """ValueError, on this rank alone, while another owner writes any of these elements."""
+        """Raise ValueError, on this rank alone, while another owner writes any of these
+        elements.
+        """
         check_unclaimed(self._elements(), self.gives_way)
 
     def gives_way(self, claim: Claim) -> bool:
-        """True for a claim of the plan itself or of its owner."""
+        """Return True for a claim of the plan itself or of its owner."""
         return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:
@@ -85,12 +87,14 @@ class StepHooks:
             logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
 
     def _elements(self) -> list[tuple[WeightState, list[Span]]]:
-        """The elements of each weight that casts of this plan write on any rank."""
+        """Return the elements of each weight that casts of this plan write on any rank."""
         shards, ownership = self.partition.shards, self.partition.ownership
         return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
     def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """ValueError for an optimizer that has this hook, or steps over none of the masters."""
+        """Raise ValueError for an optimizer that has this hook, or steps over none of the
+        masters.
+        """
         for hook in optimizer._optimizer_step_post_hooks.values():
             if isinstance(hook, _CastAfterStep) and hook.hooks is self:
                 raise ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
@@ -104,7 +108,7 @@ class StepHooks:
             )
 
     def _without_step(self, stepped: set[int | None]) -> list[int]:
-        """The indices of weights whose masters are in none of these storages."""
+        """Return the indices of weights whose masters are in none of these storages."""
         if None in stepped:
             return []
         masters = [(index, shard.master) for index, shard in enumerate(self.partition.shards)]
@@ -128,8 +132,8 @@ class _CastAfterStep:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
-    """The storages that an optimizer may write: those of its parameters, and of its state, which
-    has the masters of parameters in low precision.
+    """Return the storages that an optimizer may write: those of its parameters, and of its state,
+    which has the masters of parameters in low precision.
     """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     of_state = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -137,7 +141,8 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
 
 
 def _storages_of(tensors: Iterable[Tensor]) -> set[int | None]:
-    """The addresses of the storages of these tensors, without those that have no elements here.
+    """Return the addresses of the storages of these tensors, without those that have no elements
+    here.
 
     The storage of a DTensor is that of its local tensor, the storage of a QuantizedWeight that of
     its codes. None stands for the storage of a tensor on the meta device, and of other subclasses

@@ -50,8 +50,8 @@ class SwitchPart:
     held: Sequence[Any]
 
     def changes(self, recipe: Recipe) -> dict[str, FormatSpec]:
-        """The new formats of the weights whose format changes. ValueError for a plain parameter
-        that would be quantized, and for a shape that a format cannot take.
+        """Return the new formats of the weights whose format changes. Raises ValueError for a plain
+        parameter that would be quantized, and for a shape that a format cannot take.
         """
         for name in self.plain:
             if recipe.format_of(name).element is not None:
@@ -83,12 +83,12 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     to its nominal dtype, and can be switched again. Compiled functions are compiled again, captured
     steps are captured again. The old bytes are freed at the end.
 
-    Raises, on every rank and with nothing changed, TypeError for an argument that owns no masters
-    or is no recipe; ValueError for a pattern that matches nothing, a shape that a format cannot
+    On every rank, and with nothing changed, raises TypeError for an argument that owns no masters
+    or is not a recipe, ValueError for a pattern that matches nothing, a shape that a format cannot
     take, a plain parameter that is to be quantized, a recipe with `share_amax` or `fast`, which
-    stay as they were, and recipes that differ between ranks; RuntimeError in the middle of a step
-    (gradients that no step has used, `no_sync`, a backward pass), for partial or foreign writes,
-    within `average.swapped()`, and for a host whose buffers cannot change.
+    stay as they were, and recipes that differ between ranks, and RuntimeError in the middle of a
+    step (gradients that no step has used, `no_sync`, a backward pass), for partial or foreign
+    writes, within `average.swapped()`, and for a framework whose buffers cannot change.
     """
     recipe = Recipe.of(recipe)
     for name, is_given in (("share_amax", recipe.share_amax), ("fast", recipe.fast)):
@@ -123,7 +123,9 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
 
 
 def _parts_of(what: Any) -> list[SwitchPart]:
-    """The part of each owner of masters. Owners that can switch have a method `switch_part`."""
+    """Return the part of each owner of masters. Owners that can switch have a method
+    `switch_part`.
+    """
     owners, _, _ = owners_of(what)
     if not owners:
         raise TypeError(

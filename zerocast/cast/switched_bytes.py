@@ -53,7 +53,7 @@ class SwitchedBytes:
     def check(self) -> bool:
         """Return True if there is nothing left to compare. Called before each cast. Collective.
 
-        RuntimeError on every rank for weights that were gathered and differ between ranks.
+        Raises RuntimeError on every rank for weights that were gathered and differ between ranks.
         """
         gathered, self._gathered = self._gathered, None
         sums = self._switched if gathered is None else gathered

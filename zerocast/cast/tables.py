@@ -55,7 +55,7 @@ class Places:
         self._noted = self._look()
 
     def moved(self) -> bool:
-        """True if any tensor has other memory than when this was made."""
+        """Return True if any tensor has other memory than when this was made."""
         return self._look() != self._noted
 
     def _look(self) -> list[object]:
@@ -86,7 +86,7 @@ class StorageTable:
         self._index: dict[tuple[int, int], int] = {}
 
     def add(self, tensor: Tensor, follow: bool = False) -> tuple[int, int]:
-        """(base index, offset in elements of `dtype`) of a contiguous tensor."""
+        """Return (base index, offset in elements of `dtype`) of a contiguous tensor."""
         storage = tensor.untyped_storage()
         # Storages at one address may differ in size, where a host made them over memory of its own.
         key = storage.data_ptr(), storage.nbytes()
@@ -100,8 +100,8 @@ class StorageTable:
         return self._index[key], tensor.storage_offset() * tensor.element_size() // self.dtype.itemsize
 
     def add_whole(self, tensor: Tensor) -> tuple[int, int]:
-        """(base index, 0) of a flat tensor that is a base by itself, so that others of its size
-        can be beside it.
+        """Return (base index, 0) of a flat tensor that is a base by itself, so that others of its
+        size can be beside it.
         """
         check_storage("a master", tensor)
         self.tensors.append(tensor)
@@ -291,8 +291,8 @@ class WeightTable:
             row[BUFFER_COLUMNS[name][1]] += narrow.start * tensor.numel() // rows
 
     def freeze(self) -> "WeightTable":
-        """Make tensors of the rows and prepare the stages. ValueError for a row that reaches beyond
-        its storage.
+        """Make tensors of the rows and prepare the stages. Raises ValueError for a row that reaches
+        beyond its storage.
         """
         key, masters = self.key, self.masters.tensors
         buffers = {name: storages.tensors for name, storages in self.buffers.items()}
@@ -312,11 +312,11 @@ class WeightTable:
         return self
 
     def moved(self) -> bool:
-        """True if a storage was replaced since the table was frozen, or has another size."""
+        """Return True if a storage was replaced since the table was frozen, or has another size."""
         return self._places.moved()
 
     def has_same_memory(self, other: "WeightTable") -> bool:
-        """True if both tables describe the same weights in the same memory."""
+        """Return True if both tables describe the same weights in the same memory."""
         return self._memory() == other._memory()
 
     def _memory(self) -> tuple[object, ...]:
@@ -350,7 +350,7 @@ class WeightTable:
         return self._part(lambda matrix, span: [span])
 
     def _part(self, pieces: Callable[[Block, Span], Sequence[Span]]) -> "WeightTable | None":
-        """The table of `pieces(shape of a matrix, owned span)` of each weight, in the same
+        """Return the table of `pieces(shape of a matrix, owned span)` of each weight, in the same
         storages; None without any.
         """
         part = WeightTable(self.key, self.device)
@@ -504,11 +504,11 @@ class WeightTable:
             )
 
     def _of_groups(self, groups: MomentGroups) -> dict[str, Any]:
-        """The arguments of a stage that tell it of groups of moments."""
+        """Return the arguments of a stage that tell it of groups of moments."""
         return {"moment_scales": groups.scales, "pieces": self._moment_pieces(groups), "steps": groups.steps}
 
     def _moment_pieces(self, groups: MomentGroups) -> Tensor:
-        """The pieces of the rows, made by the first step."""
+        """Return the pieces of the rows, made by the first step."""
         if self._pieces_of is None or self._pieces_of[0] is not groups.pieces:
             in_order = sorted(groups.pieces, key=_place)
             rows = [_piece_of(in_order, row) for row in self._rows]
@@ -519,8 +519,8 @@ class WeightTable:
         return self._pieces_of[1]
 
     def _check_update(self, update: AdamUpdate) -> None:
-        """ValueError or TypeError unless all masters are views of one tensor, and the tensors of
-        the update reach as far as the masters in it do.
+        """Raise ValueError or TypeError unless all masters are views of one tensor, and the tensors
+        of the update reach as far as the masters in it do.
         """
         if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
             raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
@@ -546,7 +546,7 @@ class WeightTable:
         self._transpose = self._bind(ops.transpose, self.key.fmt)
 
     def _bind(self, stage: ops.Stage, fmt: FormatSpec) -> Callable[..., None]:
-        """The stage with all that is the same in every cast."""
+        """Return the stage with all that is the same in every cast."""
         known: dict[str, Any] = {
             "nominal": self.key.nominal,
             "masters": self.masters.tensors,
@@ -559,8 +559,8 @@ class WeightTable:
 
 
 def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int], number: int) -> tuple[int, int]:
-    """The place of the amaxes of one of the matrices that a weight is stored in; the first one has
-    that of the weight.
+    """Return the place of the amaxes of one of the matrices that a weight is stored in; the first
+    one has that of the weight.
     """
     _, matrix = stored_matrices(fmt, shape)
     rowwise, columnwise = amax_counts(fmt, *matrix)
@@ -571,9 +571,9 @@ _place = operator.itemgetter(Piece.BASE, Piece.OFFSET)
 
 
 def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
-    """The piece of an update's moments for a row of a table, or its part of a piece, if the row is
-    one of several matrices that a weight is stored in, or some rows of blocks. Either begins with a
-    group of moments.
+    """Return the piece of an update's moments for a row of a table, or its part of a piece, if the
+    row is one of several matrices that a weight is stored in, or some rows of blocks. Either begins
+    with a group of moments.
 
     `pieces` are in the order of their places.
     """
@@ -614,7 +614,7 @@ class WeightTables(dict[TableKey, WeightTable]):
     def of(
         self, weight: QuantizedWeight, master: torch.dtype = torch.float32, takes_updates: bool = True
     ) -> WeightTable:
-        """The table of a weight with masters of this dtype."""
+        """Return the table of a weight with masters of this dtype."""
         external = weight.state.external_scaling_state
         key = TableKey(self._backend, weight.format, weight.dtype, master, external, takes_updates)
         if key not in self:

@@ -78,7 +78,9 @@ def validate_across_ranks(
 
 
 def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> list[int]:
-    """The element-wise maximum of the ranks' integers. `what` says in errors what they are."""
+    """Return the element-wise maximum of the ranks' integers. `what` says in errors what they
+    are.
+    """
     mesh = [ranks] if isinstance(ranks, Group) else ranks
     tensor = torch.tensor(values, dtype=torch.int64, device=mesh[0].device if mesh else None)
     # A maximum along one dimension after the other is the maximum over the whole mesh.
@@ -89,8 +91,8 @@ def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what
 
 
 def range_over_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> tuple[list[int], list[int]]:
-    """The element-wise minimum and maximum of the ranks' integers, by one all-reduce: the values
-    are the same on all ranks where the two are equal. `what` says in errors what they are.
+    """Return the element-wise minimum and maximum of the ranks' integers, by one all-reduce: the
+    values are the same on all ranks where the two are equal. `what` says in errors what they are.
     """
     # A maximum alone shows no equality, so the negatives are reduced as well.
     largest = largest_of_ranks(ranks, [*values, *(-value for value in values)], what)
@@ -121,7 +123,7 @@ def _check_calls(by_rank: list[str]) -> None:
 
 
 def together(group: Group, work: Callable[[], Result], what: str) -> Result:
-    """Run `work` on every rank and return its result; an error of one rank is raised on every rank.
+    """Run `work` on every rank and return its result. An error of one rank is raised on every rank.
 
     An error of one rank before a collective inside `work` would leave the others in that one.
     `what` is the call in progress, as a verb.
@@ -165,7 +167,7 @@ def from_rank_0(group: Group, work: Callable[[], Any], what: str) -> Any:
 
 
 def _of_all_ranks(mesh: Sequence[Group], value: Any, what: str) -> list[Any]:
-    """The values of all ranks of a mesh, in row-major order."""
+    """Return the values of all ranks of a mesh, in row-major order."""
     values = [value]
     for group in reversed(mesh):
         values = list(itertools.chain.from_iterable(group.all_gather_object(values, what)))
@@ -173,7 +175,7 @@ def _of_all_ranks(mesh: Sequence[Group], value: Any, what: str) -> list[Any]:
 
 
 def _of_rank(mesh: Sequence[Group], rank: int, lines: list[str]) -> list[str]:
-    """The lines of one rank of a mesh."""
+    """Return the lines of one rank of a mesh."""
     sizes = [group.size for group in mesh]
     for dim, group in enumerate(mesh):
         root = rank // math.prod(sizes[dim + 1 :]) % group.size
@@ -213,7 +215,7 @@ def _raise_other_lines(first: Sequence[str], lines: Sequence[str], rank: int) ->
 
 
 def _words(text: str) -> tuple[int, ...]:
-    """A digest of a text, as integers whose negatives fit into 64 bits."""
+    """Return a digest of a text, as integers whose negatives fit into 64 bits."""
     digest = hashlib.sha256(text.encode()).digest()
     # Two of the 64 bits are dropped, so that the negative of a word is an int64 too.
     return tuple(int.from_bytes(digest[8 * i : 8 * i + 8], "big") >> 2 for i in range(WORDS))

@@ -158,26 +158,26 @@ class Bucket:
         return replace(self, start=self.start + numel)
 
     def shard(self, rank: int) -> Span:
-        """The bucket's elements that `rank` owns."""
+        """Return the bucket's elements that `rank` owns."""
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def cuts(self, slot: Slot) -> range | None:
-        """The boundaries between shards within a parameter, in its elements, if its scales are
-        gathered; otherwise None.
+        """Return the boundaries between shards within a parameter, in its elements, if its scales
+        are gathered; otherwise None.
         """
         return self.boundaries(slot) if self.storage.scales else None
 
     def boundaries(self, slot: Slot) -> range:
-        """The boundaries between shards within a parameter, in its elements."""
+        """Return the boundaries between shards within a parameter, in its elements."""
         return range(self.shard_numel - slot.offset % self.shard_numel, slot.numel, self.shard_numel)
 
     def views(self, slot: Slot, flats: "Sequence[Tensor]") -> "list[Tensor]":
-        """The parts of the flat buffers `flats` that belong to a parameter."""
+        """Return the parts of the flat buffers `flats` that belong to a parameter."""
         gathered = zip(self.storage.gathered, flats, strict=True)
         return [flat[slot.offset // n : (slot.offset + slot.numel) // n] for (_, _, n), flat in gathered]
 
     def owned(self, slot: Slot, rank: int) -> tuple[Span, int]:
-        """(elements of a parameter that `rank` owns, their offset in that rank's flat FP32
+        """Return (elements of a parameter that `rank` owns, their offset in that rank's flat FP32
         tensors).
         """
         common = Span(slot.offset, slot.offset + slot.numel).intersect(self.shard(rank))
@@ -186,13 +186,13 @@ class Bucket:
 
 
 def format_of(parameter: "Tensor") -> FormatSpec | None:
-    """The format of a QuantizedWeight, or None for a plain parameter."""
+    """Return the format of a QuantizedWeight, or None for a plain parameter."""
     fmt = getattr(parameter, "format", None)
     return fmt if isinstance(fmt, FormatSpec) else None
 
 
 def storage_of(parameter: "Tensor", grad_dtype: "torch.dtype | str | None", whole: bool = False) -> Storage:
-    """The storage of a parameter."""
+    """Return the storage of a parameter."""
     nominal = dtype_name(parameter.dtype)
     reduced_as = dtype_name(grad_dtype or nominal)
     fmt = format_of(parameter)
@@ -236,7 +236,7 @@ class Layout(NamedTuple):
     gradients: list[Bucket]
 
     def adds_in_bf16(self, deterministic: bool, grad_wire: str | None) -> bool:
-        """True if a collective adds all gradients in bf16, and none go to owners of whole
+        """Return True if a collective adds all gradients in bf16, and none go to owners of whole
         matrices.
         """
         in_bf16 = all(bucket.storage.reduced_as == "bfloat16" for bucket in self.buckets)
@@ -275,7 +275,7 @@ class _Unplaced(NamedTuple):
 
     @staticmethod
     def cut(order: int, storage: Storage, slots: list[Slot], ranks: int) -> "_Unplaced":
-        """A bucket that is cut evenly over `ranks`."""
+        """Return a bucket that is cut evenly over `ranks`."""
         return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * SHARD_ALIGNMENT_ELEMENTS) // ranks)
 
 
@@ -307,12 +307,12 @@ def lay_out(
 def fill_buckets(
     parameters: "Iterable[tuple[str, Tensor, int]]", bucket_size: int, ranks: int, grad_dtype: "torch.dtype | None"
 ) -> list[Bucket]:
-    """The buckets of parameters that all ranks share."""
+    """Return the buckets of parameters that all ranks share."""
     return lay_out(parameters, bucket_size, ranks, grad_dtype, {}).buckets
 
 
 def _gradient_storage(parameter: "Tensor", grad_dtype: "torch.dtype | str | None") -> Storage:
-    """The storage of a gradient, which depends on its dtype only."""
+    """Return the storage of a gradient, which depends on its dtype only."""
     dtype = dtype_name(grad_dtype or parameter.dtype)
     return Storage(dtype, 1, 0, dtype)
 
@@ -380,5 +380,5 @@ def _end(slots: list[Slot]) -> int:
 
 
 def flat_numel(buckets: list[Bucket]) -> int:
-    """The number of elements of one rank's flat FP32 tensors."""
+    """Return the number of elements of one rank's flat FP32 tensors."""
     return sum(bucket.shard_numel for bucket in buckets)

@@ -19,7 +19,7 @@ GRAD_WIRES = ("fp8_1x128",)
 
 
 def check_grad_wire(name: str | None) -> None:
-    """ValueError unless `name` is None or the name of a wire format."""
+    """Raise ValueError unless `name` is None or the name of a wire format."""
     if name is not None and name not in GRAD_WIRES:
         known = " or ".join(map(repr, GRAD_WIRES))
         raise ValueError(f"grad_wire is None or {known}, got {name!r}")
@@ -52,7 +52,7 @@ class QuantizedReduceScatter:
             self._work = group.all_to_all(self._received, self._sent, async_op=True, what=what)
 
     def is_complete(self) -> bool:
-        """True if `land` would not wait."""
+        """Return True if `land` would not wait."""
         return self._work is None or self._work.is_completed()
 
     def wait(self) -> None:

@@ -56,7 +56,7 @@ class Flight:
         self._failing = failing
 
     def is_completed(self) -> bool:
-        """True if `wait` would return or raise without waiting."""
+        """Return True if `wait` would return or raise without waiting."""
         return self._work.is_completed()
 
     def wait(self) -> None:
@@ -86,7 +86,7 @@ class Group:
 
     @staticmethod
     def of(group: "GroupLike") -> "Group":
-        """A Group from a ProcessGroup, a one-dimensional DeviceMesh or None.
+        """Return a Group from a ProcessGroup, a one-dimensional DeviceMesh or None.
 
         None gives the default group if there is one, else a group of this process alone.
 
@@ -118,7 +118,7 @@ class Group:
         return torch.device("cpu" if "cpu" in kinds or not kinds else kinds[0])
 
     def duplicate(self, backend: str | None = None, patience: int = 1) -> "Group":
-        """A new process group of the same ranks. Collective.
+        """Return a new process group of the same ranks. Collective.
 
         It has the same backends, unless `backend` names another, and `patience` times the timeout.
         """
@@ -164,7 +164,9 @@ class Group:
                 del names[stand_in]
 
     def called_by(self, caller: Caller) -> "Group":
-        """A group of these ranks whose errors name the caller, unless they name one already."""
+        """Return a group of these ranks whose errors name the caller, unless they name one
+        already.
+        """
         return self if self.caller else replace(self, caller=caller)
 
     @contextlib.contextmanager
@@ -200,7 +202,7 @@ class Group:
                 dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        """The values of all ranks, by rank."""
+        """Return the values of all ranks, by rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -209,7 +211,7 @@ class Group:
         return values
 
     def broadcast_object(self, value: Any, what: str = "an object", root: int = 0) -> Any:
-        """The value that rank `root` of this group passes."""
+        """Return the value that rank `root` of this group passes."""
         if self.size == 1:
             return value
         values = [value if self.rank == root else None]
@@ -278,8 +280,8 @@ def _described(tensor: Tensor) -> str:
 
 
 def _like(error: Exception, text: str) -> Exception:
-    """An error of the same class with another text, or a RuntimeError if the class cannot be made
-    from a text.
+    """Return an error of the same class with another text, or a RuntimeError if the class cannot be
+    made from a text.
     """
     if not isinstance(error, RuntimeError):
         return RuntimeError(text)
@@ -290,7 +292,9 @@ def _like(error: Exception, text: str) -> Exception:
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group, the shortest of its backends; None, with a warning, if unknown."""
+    """Return the timeout of a group, the shortest of its backends; None, with a warning, if
+    unknown.
+    """
     timeouts = []
     # torch has no public function for the timeout, and not every version has these attributes.
     for device in getattr(group, "_device_types", ()):

@@ -37,7 +37,7 @@ class LateCopy:
         return self._arrived is None or bool(self._arrived.query())
 
     def read(self) -> Tensor:
-        """The copy. Waits for the device to complete it."""
+        """Return the copy. Waits for the device to complete it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy
@@ -67,15 +67,15 @@ class LateCopies:
         self._unread = [*last, (place, LateCopy(self._numbers, self._memory[place]))]
 
     def take(self, in_flight: int = 0) -> list[Tensor]:
-        """The copies that were sent and not taken, the oldest first, without the last `in_flight`.
-        Waits for the device to complete them.
+        """Return the copies that were sent and not taken, the oldest first, without the last
+        `in_flight`. Waits for the device to complete them.
         """
         end = max(0, len(self._unread) - in_flight)
         taken, self._unread = self._unread[:end], self._unread[end:]
         return [copy.read() for _, copy in taken]
 
     def look(self) -> list[Tensor]:
-        """The same copies, which `take` returns all the same. Waits for the device."""
+        """Return the same copies, which `take` returns all the same. Waits for the device."""
         return [copy.read() for _, copy in self._unread]
 
     def forget(self) -> None:

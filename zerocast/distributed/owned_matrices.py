@@ -32,7 +32,9 @@ def owned_matrices(bucket: Bucket) -> Iterator[tuple[int, Matrix]]:
 
 
 def rounds(layout: Layout, ranks: int, limit: int) -> list[tuple[Sequence[Matrix], ...]]:
-    """For each round, the matrices whose gradients each rank gets, in the order of its matrices."""
+    """Return for each round, the matrices whose gradients each rank gets, in the order of its
+    matrices.
+    """
     owned: list[list[Matrix]] = [[] for _ in range(ranks)]
     for bucket in layout.buckets:
         for owner, matrix in owned_matrices(bucket) if bucket.storage.whole else ():
@@ -41,8 +43,8 @@ def rounds(layout: Layout, ranks: int, limit: int) -> list[tuple[Sequence[Matrix
 
 
 def most_sent(layout: Layout, ranks: int) -> int:
-    """The number of elements that a rank sends to others in all rounds, for the rank that sends the
-    most.
+    """Return the number of elements that a rank sends to others in all rounds, for the rank that
+    sends the most.
     """
     owners: dict[str, int] = {}
     for bucket in layout.buckets:

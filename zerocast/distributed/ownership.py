@@ -70,11 +70,11 @@ class Ownership:
     pieces: dict[int, list[Piece]]
 
     def covers(self, index: int) -> bool:
-        """True if every element has an owner."""
+        """Return True if every element has an owner."""
         return self.owned[index] == self.items[index].numel
 
     def spans(self, index: int) -> list[Span]:
-        """The elements that have an owner."""
+        """Return the elements that have an owner."""
         if self.covers(index):
             return [Span(0, self.owned[index])]
         return [Span(piece.start, piece.stop) for piece in self.pieces.get(index, ())]
@@ -107,13 +107,15 @@ def exchange_spans(group: Group, items: Sequence[Item], spans: Sequence[Span]) -
 
 
 def whole_sums(numels: Sequence[int]) -> Tensor:
-    """The sums over all ranks, i64 `[items, 1 + HASHES]`, if each element has exactly one owner."""
+    """Return the sums over all ranks, i64 `[items, 1 + HASHES]`, if each element has exactly one
+    owner.
+    """
     return torch.tensor([_sums(0, numel) for numel in numels], dtype=torch.int64)
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def _sums(start: int, stop: int) -> tuple[int, ...]:
-    """(number of elements, differences of the hashes) of a span."""
+    """Return (number of elements, differences of the hashes) of a span."""
     return stop - start, *(last - first for first, last in zip(_hashes(start), _hashes(stop), strict=True))
 
 
@@ -123,7 +125,7 @@ def _hashes(position: int) -> list[int]:
 
 
 def _doubtful(items: Sequence[Item], sums: Tensor) -> dict[int, None]:
-    """The indices of items with a gap or an overlap, in order, as the keys of a dict.
+    """Return the indices of items with a gap or an overlap, in order, as the keys of a dict.
 
     The list ends with the first item of which more elements are owned than it has. That item will
     raise anyway, and a rank that passes whole weights by mistake need not send the spans of all.
@@ -139,7 +141,7 @@ def _doubtful(items: Sequence[Item], sums: Tensor) -> dict[int, None]:
 
 
 def _gather_pieces(group: Group, own_rows: list[list[int]]) -> dict[int, list[Piece]]:
-    """The pieces of all ranks by item, from rows (item, start, stop) of this rank."""
+    """Return the pieces of all ranks by item, from rows (item, start, stop) of this rank."""
     # An all-gather needs the same number of rows from every rank. The rows that fill up the shorter
     # lists have item -1.
     (most_rows,) = largest_of_ranks(group, [len(own_rows)], "the number of spans to exchange")

@@ -114,7 +114,7 @@ class Comparison:
         return all(report.call == first for report in self.reports)
 
     def ranks(self, *statuses: ShardStatus) -> list[int]:
-        """The ranks that have one of these statuses."""
+        """Return the ranks that have one of these statuses."""
         return [rank for rank, report in enumerate(self.reports) if report.status in statuses]
 
     @property
@@ -206,8 +206,8 @@ class CastReports:
         self._has_unread = False
 
     def differ(self) -> bool:
-        """True if ranks were in different calls in a cast that `check` has not read yet. On a GPU
-        this waits for it, on a CPU all have raised.
+        """Return True if ranks were in different calls in a cast that `check` has not read yet. On
+        a GPU this waits for it, on a CPU all have raised.
         """
         if not self.reads_late or not self.compares_calls:
             return False
@@ -217,8 +217,8 @@ class CastReports:
     def check(self, casts_in_flight: int = 0) -> None:
         """Compare the reports that were sent and not read yet. On a GPU this waits for them.
 
-        Raises on every rank: InvalidWeights for masters that were not finite, once a cast;
-        RuntimeError for ranks that were in different calls; and the problem of a rank that could
+        On every rank, raises InvalidWeights for masters that were not finite, once per cast,
+        RuntimeError for ranks that were in different calls, and the problem of a rank that could
         not make its call.
 
         Args:
@@ -267,7 +267,7 @@ def not_finite_error(names: Sequence[str], count: str) -> InvalidWeights:
 
 
 def _digest(call: str) -> int:
-    """A number below DIGESTS. Different calls may collide in one step, but then most likely not in
-    the next.
+    """Return a number below DIGESTS. Different calls may collide in one step, but then most likely
+    not in the next.
     """
     return hashlib.blake2b(call.encode(), digest_size=1).digest()[0] % DIGESTS

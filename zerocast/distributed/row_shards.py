@@ -47,25 +47,25 @@ class RowShards:
     world: int
 
     def span(self, rank: int) -> Span:
-        """The rows of a rank."""
+        """Return the rows of a rank."""
         return Span(min(rank * self.chunk, self.rows), min((rank + 1) * self.chunk, self.rows))
 
     def touched(self, rank: int, height: int) -> Span:
-        """The block rows that a rank holds any row of."""
+        """Return the block rows that a rank holds any row of."""
         span = self.span(rank)
         return Span(span.start // height, -(-span.stop // height)) if span.numel else Span(0, 0)
 
     def owned(self, rank: int, height: int) -> Span:
-        """The block rows whose first row a rank holds: every block row has one owner."""
+        """Return the block rows whose first row a rank holds: every block row has one owner."""
         span = self.span(rank)
         return Span(-(-span.start // height), -(-span.stop // height))
 
     def cut(self, height: int) -> tuple[int, ...]:
-        """The block rows that more than one rank holds rows of, in order."""
+        """Return the block rows that more than one rank holds rows of, in order."""
         return _cut(self.rows, self.chunk, height)
 
     def owners(self, height: int) -> tuple[list[int], list[int]]:
-        """(rank, place among the rank's own) of every block row."""
+        """Return (rank, place among the rank's own) of every block row."""
         blocks = range(-(-self.rows // height))
         ranks = [block * height // self.chunk for block in blocks]
         return ranks, [block - self.owned(rank, height).start for block, rank in zip(blocks, ranks, strict=True)]
@@ -175,8 +175,8 @@ class ShardGeometry:
         return RowShards(rows, chunk, self.shards.world)
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """The shape of so many rows of the weight, in a dimension more where they are several
-        matrices.
+        """Return the shape of so many rows of the weight, in a dimension more where they are
+        several matrices.
         """
         if self.matrix_rows is None:
             return rows, self.columns
@@ -449,5 +449,5 @@ class WeightLayout:
 
 @functools.lru_cache(maxsize=1024)  # the weights of a model repeat a few geometries
 def weight_layout(geometry: ShardGeometry) -> WeightLayout:
-    """The layout of the weights of one geometry."""
+    """Return the layout of the weights of one geometry."""
     return WeightLayout(geometry)

@@ -38,8 +38,9 @@ class Whole(Generic[T]):
 
 
 def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
-    """The operations of Newton-Schulz for a matrix, or for a stack of them. Each step has products
-    of m x n with n x m, m x m with m x m, and m x m with m x n, where m is the smaller side.
+    """Return the operations of Newton-Schulz for a matrix, or for a stack of them. Each step has
+    products of m x n with n x m, m x m with m x m, and m x m with m x n, where m is the smaller
+    side.
     """
     *stack, rows, columns = shape
     m, n = sorted((rows, columns))
@@ -50,8 +51,8 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
 
 
 def batches(members: Sequence[Whole[T]], bucket_size: int, ranks: int) -> list[list[Whole[T]]]:
-    """The parameters of each bucket, in order. A bucket has at least `bucket_size` elements and
-    little padding. Parameters that do not fill a further bucket go into the last one.
+    """Return the parameters of each bucket, in order. A bucket has at least `bucket_size` elements
+    and little padding. Parameters that do not fill a further bucket go into the last one.
     """
     buckets: list[list[Whole[T]]] = []
     batch: list[Whole[T]] = []

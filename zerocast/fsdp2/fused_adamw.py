@@ -173,7 +173,7 @@ class Adam8bitPass(AdamPass):
         self._finish: Callable[[], None] | None = None
 
     def add(self, shard: SteppedShard) -> None:
-        """Append a shard. RuntimeError if its state has other codes than its moments."""
+        """Append a shard. Raises RuntimeError if its state has other codes than its moments."""
         master, moments = shard.master, self._eight_bit.of(shard.parameter)
         self._parameters.append(shard.parameter)
         check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
@@ -281,7 +281,7 @@ class FusedAdamW(torch.optim.Optimizer):
     (`zerocast/backends/README.md`). It does not check gradients: if one makes masters NaN or Inf,
     an error reports it after the next cast.
 
-    Raises on all ranks, with nothing changed: TypeError for parameters that are not FP32,
+    On all ranks, with nothing changed, raises TypeError for parameters that are not FP32, and
     ValueError for parameters on several devices, or without names if names are needed, and for
     parameters, `moment_dtype` and hyper-parameters that differ between ranks.
     """
@@ -328,8 +328,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group, as torch.optim.AdamW does. All ranks that shard the parameters
-        call it. Raises with nothing added: TypeError for parameters that are not FP32, ValueError
-        for parameters on another device, for options that change AdamW (`maximize`), for
+        call it. With nothing added, raises TypeError for parameters that are not FP32, and
+        ValueError for parameters on another device, for options that change AdamW (`maximize`), for
         hyper-parameters that are out of range, and for groups that differ between ranks.
         """
         if not self._is_built:
@@ -400,8 +400,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
         An error before masters are written changes nothing. After an error while they are written,
         the optimizer and the model raise at every call, and cannot be saved, until a state is
-        loaded through `zerocast.fsdp2.TrainingState`. Hyper-parameters that are out of range, and a
-        RuntimeError before masters are written, have the same effect if masters are sharded: other
+        loaded through `zerocast.fsdp2.TrainingState`. If masters are sharded, hyper-parameters that
+        are out of range and a RuntimeError before masters are written have the same effect: other
         ranks may have stepped, so all ranks raise at the next gather.
         """
         return self._outside_of_graphs(self, closure)
@@ -470,8 +470,8 @@ class FusedAdamW(torch.optim.Optimizer):
         All ranks call it, and then all ranks call that; the gradients are reduced by then, and
         clipped. Its first call is an ordinary step, its second one records. Schedulers, ordinary
         steps in between, loading in place and evaluation stay as they are: learning rates are read
-        at every call, whether tensors or numbers. It takes no closure and runs no step hooks,
-        and no hook of a gradient calls it. RuntimeError for parameters that are not on a CUDA
+        at every call, whether tensors or numbers. It takes no closure and runs no step hooks, and
+        no hook of a gradient calls it. Raises RuntimeError for parameters that are not on a CUDA
         device, and for other backends than cuda.
         """
         validity_of(self).check(Use.STEP)
@@ -517,7 +517,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return [validity_of(self), *(manager.plan.validity for manager in self._managers)]
 
     def passes(self) -> list[AdamPass]:
-        """The launches of a step."""
+        """Return the launches of a step."""
         measured = [adam for weights in self._measured for adam in weights.passes.values()]
         return measured + self._plain
 
@@ -549,8 +549,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim.AdamW does. Step counts are copies, and parameters that
-        were never stepped have zeros for moments. RuntimeError after a step or a load that raised
-        half-way.
+        were never stepped have zeros for moments. Raises RuntimeError after a step or a load that
+        raised half-way.
         """
         validity_of(self).check(Use.SAVE)
         with self._hooks_held_back("_optimizer_state_dict_post_hooks") as hooks:
@@ -583,8 +583,8 @@ class FusedAdamW(torch.optim.Optimizer):
             setattr(self, kind, hooks)
 
     def moments(self, parameter: Tensor) -> Mapping[str, Tensor]:
-        """The state of a parameter by torch's names, moments in FP32, which are copies if they are
-        kept in 8 bits. Empty before its first step.
+        """Return the state of a parameter by torch's names, moments in FP32, which are copies if
+        they are kept in 8 bits. Empty before its first step.
         """
         state: dict[str, Tensor] = self.state.get(parameter, {})
         if not state or self._eight_bit is None:
@@ -593,8 +593,8 @@ class FusedAdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a copy of the state of this class, or of torch.optim.AdamW. All ranks that
-        shard the parameters call it. ValueError on all of them, with nothing changed, for moments
-        and hyper-parameters that cannot be, and for other parameters.
+        shard the parameters call it. Raises ValueError on all of them, with nothing changed, for
+        moments and hyper-parameters that cannot be, and for other parameters.
         """
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
         mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
@@ -636,7 +636,9 @@ class FusedAdamW(torch.optim.Optimizer):
         return {parameter: self.state[parameter] for parameter in parameters if parameter in self.state}
 
     def _check_state(self, state_dict: Mapping[str, Any]) -> None:
-        """ValueError, TypeError or KeyError, on this rank alone, for a state that does not fit."""
+        """Raise ValueError, TypeError or KeyError, on this rank only, for a state that does not
+        fit.
+        """
         check_options(state_dict["param_groups"])
         for group in state_dict["param_groups"]:
             ADAMW.check(group)
@@ -829,7 +831,7 @@ class CapturableFusedStep(CapturableStep):
     def around_launch(self) -> Iterator[None]:
         """Let the replay use these gradients, and count its cast.
 
-        RuntimeError before anything is written if ranks disagreed in the step before.
+        Raises RuntimeError before anything is written if ranks disagreed in the step before.
         """
         managers = self._optimizer.managers
         for manager in managers:

@@ -108,8 +108,8 @@ class GatherStatus:
     def _compare(self, names: Sequence[str], headers: Tensor) -> bool:
         """Return True if masters of some weight were written to on every rank that has rows of it.
 
-        RuntimeError if they were on only some of these ranks, if masters of some are partial, if
-        some could not make the last cast, and for bytes of different casts.
+        Raises RuntimeError if they were on only some of these ranks, if masters of some are
+        partial, if some could not make the last cast, and for bytes of different casts.
         """
         if Comparison.of_headers(headers).is_quiet:
             return False
@@ -191,8 +191,9 @@ class GatherStatus:
             self._read_oldest()
 
     def next_step(self) -> None:
-        """Read the headers that were sent in the step that ends, and send those since. RuntimeError
-        on every rank if ranks disagree in them, or if masters of the step were not finite.
+        """Read the headers that were sent in the step that ends, and send those since. Raises
+        RuntimeError on every rank if ranks disagree in them, or if masters of the step were not
+        finite.
         """
         while self._sent:
             self._read_oldest()
@@ -200,8 +201,8 @@ class GatherStatus:
         self.check_finite()
 
     def check_finite(self) -> None:
-        """RuntimeError on every rank, once a cast, if headers that were read say that masters were
-        NaN or Inf.
+        """Raise RuntimeError on every rank, once a cast, if headers that were read say that masters
+        were NaN or Inf.
         """
         if self._not_finite and not self.is_overlooked:
             names = list(self._not_finite)
@@ -210,7 +211,7 @@ class GatherStatus:
             raise not_finite_error(names, f"{len(names)} weights")
 
     def check(self) -> None:
-        """RuntimeError if ranks disagree in any headers. Waits for the device."""
+        """Raise RuntimeError if ranks disagree in any headers. Waits for the device."""
         self._send()
         while self._sent:
             self._read_oldest()
@@ -236,8 +237,8 @@ class GatherStatus:
             self._unsent = [*unsent, *self._unsent]
 
     def report_at_exit(self) -> None:
-        """RuntimeError for a disagreement, or for masters that were not finite, if no call has
-        raised for it yet. Headers that do not arrive in EXIT_SECONDS are left.
+        """Raise RuntimeError for a disagreement, or for masters that were not finite, if no call
+        has raised for it yet. Headers that do not arrive in EXIT_SECONDS are left.
         """
         self._send()
         until = time.monotonic() + EXIT_SECONDS

@@ -36,8 +36,8 @@ _validities: "weakref.WeakKeyDictionary[Any, Validity]" = weakref.WeakKeyDiction
 
 
 def validity_of(owner: nn.Module | Optimizer) -> Validity:
-    """The validity of a model's plain parameters, or of an optimizer's state, which a step of
-    FusedAdamW or a load writes together with the masters.
+    """Return the validity of a model's plain parameters, or of an optimizer's state, which a step
+    of FusedAdamW or a load writes together with the masters.
     """
     if owner not in _validities:
         _validities[owner] = Validity(LOAD)
@@ -142,8 +142,8 @@ class CastManager(Driver[ShardPlan]):
     def before_gather(self) -> None:
         """Cast if that is due. Called before each gather.
 
-        RuntimeError if ranks disagree in the headers of the step that ends, which are read before
-        the cast.
+        Raises RuntimeError if ranks disagree in the headers of the step that ends, which are read
+        before the cast.
         """
         if self._is_due and not self.plan.param_groups.step_goes_on:
             self.plan.status.next_step()
@@ -191,7 +191,7 @@ class CastManager(Driver[ShardPlan]):
         self.before_gather()
 
     def before_captured_cast(self, by: Optimizer) -> None:
-        """Do the host's part before a graph of a step and its cast. RuntimeError as in
+        """Do the host's part before a graph of a step and its cast. Raises RuntimeError as in
         `before_gather`.
         """
         self.make_due(by)
@@ -278,8 +278,8 @@ class CastManager(Driver[ShardPlan]):
     def note_left_gathered(self) -> None:
         """Remember the groups that a forward pass of the prepared model has left gathered.
 
-        RuntimeError, on all ranks, if they disagreed in a pass without gradients. The host waits
-        for the device then, since no later step would check the results of such a pass.
+        Raises RuntimeError, on all ranks, if they disagreed in a pass without gradients. The host
+        waits for the device then, since no later step would check the results of such a pass.
         """
         self.plan.param_groups.note_left_gathered()
         if torch.is_grad_enabled():
@@ -288,7 +288,7 @@ class CastManager(Driver[ShardPlan]):
             self.check(Use.READ)
 
     def check(self, use: Use) -> None:
-        """RuntimeError if masters may not be used in this way now, and on all ranks if they
+        """Raise RuntimeError if masters may not be used in this way now, and on all ranks if they
         disagreed in any gather so far or if masters were NaN or Inf in a cast that was gathered.
         Waits for the device.
         """
@@ -300,8 +300,8 @@ class CastManager(Driver[ShardPlan]):
         """Gather again what the last forward pass left gathered, if masters were written to since.
         Called before a forward pass of the prepared model.
 
-        All ranks have left the same groups gathered. RuntimeError on all of them if masters of only
-        some were written to; on a GPU a later call raises it.
+        All ranks have left the same groups gathered. Raises RuntimeError on all of them if masters
+        of only some were written to; on a GPU a later call raises it.
         """
         plan = self.plan
         plan.check_sharded()
@@ -324,7 +324,7 @@ class CastManager(Driver[ShardPlan]):
     def verify_every(self, steps: int) -> None:
         """Cast if that is due, and verify after every so many optimizer steps.
 
-        VerificationError on every rank of a shard group if any of its bytes differ.
+        Raises VerificationError on every rank of a shard group if any of its bytes differ.
         """
         self.before_gather()
         if self._steps >= self._verified + steps:

@@ -112,7 +112,7 @@ class ParamGroups:
 
 
 def prepared_params(group: Any, weights: Collection[FSDPWeight]) -> list[tuple[FSDPWeight, Any]]:
-    """(weight, FSDPParam) of the parameters of an FSDPParamGroup whose local tensor is the
+    """Return (weight, FSDPParam) of the parameters of an FSDPParamGroup whose local tensor is the
     MasterParameter of one of `weights`.
     """
     params: list[tuple[Any, Any]] = [

@@ -64,7 +64,8 @@ class MasterParameter(_WrapsPlain):
         return self.weight.format
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], None]:
-        """FSDP2's hook, before the first gather: quantized bytes, scales and a header.
+        """Return the quantized bytes, scales and header to gather. FSDP2's hook, before the first
+        gather.
 
         Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
         bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
@@ -101,30 +102,30 @@ class MasterParameter(_WrapsPlain):
     # find the parameters of an optimizer again, and others to recognize tied parameters.
 
     def data_ptr(self) -> int:
-        """The address of the plain tensor."""
+        """Return the address of the plain tensor."""
         return self.plain.data_ptr()
 
     def storage_offset(self) -> Any:
-        """The first element of the plain tensor in its storage."""
+        """Return the first element of the plain tensor in its storage."""
         return self.plain.storage_offset()
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The storage of the plain tensor."""
+        """Return the storage of the plain tensor."""
         if torch._guards.TracingContext.try_get() is not None:
             return super().untyped_storage()
         return self.plain.untyped_storage()
 
     def is_set_to(self, tensor: Tensor) -> bool:
-        """True if both are the same elements of one storage."""
+        """Return True if both are the same elements of one storage."""
         return self.plain.is_set_to(tensor.plain if isinstance(tensor, MasterParameter) else tensor)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """The text of the plain tensor inside."""
+        """Return the text of the plain tensor inside."""
         return f"MasterParameter({self.plain!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refused: the copy would share the quantized bytes of the original, or silently have
-        none.
+        """Raise RuntimeError: the copy would share the quantized bytes of the original, or silently
+        have none.
         """
         raise RuntimeError(
             "a parameter prepared for FSDP2 is not copied: copy the model before zerocast.fsdp2.prepare and prepare the "
@@ -145,7 +146,9 @@ class MasterParameter(_WrapsPlain):
         return MasterParameter(inner["plain"], weight)
 
     def _stable_hash_for_caching(self) -> str:
-        """Part of the key of a compiled graph (`torch_fsdp.key_graphs_by_local_tensors`)."""
+        """Return a part of the key of a compiled graph
+        (`torch_fsdp.key_graphs_by_local_tensors`).
+        """
         return f"MasterParameter of {self.dtype} {tuple(self.shape)} {self.stride()}"
 
     @classmethod

@@ -270,7 +270,7 @@ class ShardPlan(Plan):
         """Find the masters where they are now. The first call is collective: all ranks agree on the
         weights. Later calls are local.
 
-        RuntimeError or TypeError, on this rank alone, for masters that cannot be cast.
+        Raises RuntimeError or TypeError, on this rank alone, for masters that cannot be cast.
         """
         if not self.reductions:
             self._adopt()
@@ -309,7 +309,7 @@ class ShardPlan(Plan):
         self.bind()
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """The scale, f32[1], of the last cast of a weight; None without delayed scaling."""
+        """Return the scale, f32[1], of the last cast of a weight; None without delayed scaling."""
         scaling = self._scaling.get(name)
         return scaling.cast_scale(name) if scaling else None
 
@@ -323,8 +323,8 @@ class ShardPlan(Plan):
         return {name: states[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
 
     def moved(self) -> bool:
-        """True if masters are in other memory than at the last `bind`. A master that moves gets a
-        new wrapper, so addresses are compared only after one; in debug mode always.
+        """Return True if masters are in other memory than at the last `bind`. A master that moves
+        gets a new wrapper, so addresses are compared only after one; in debug mode always.
         """
         return (self._is_rewrapped or debugging()) and self.addresses.moved()
 
@@ -339,15 +339,15 @@ class ShardPlan(Plan):
                 weight.mark_written()
 
     def check_sharded(self) -> None:
-        """RuntimeError unless FSDP2 manages all weights, as it does from the first forward pass
-        on. Does nothing while any parameter is on the meta device.
+        """Raise RuntimeError unless FSDP2 manages all weights, as it does from the first forward
+        pass on. Does nothing while any parameter is on the meta device.
         """
         if not self.reductions and not any(parameter.is_meta for parameter in self.model.parameters()):
             self._adopt()
 
     def _adopt(self) -> None:
-        """Find the weights in the groups of FSDP2, once it has sharded the model; RuntimeError if
-        it does not manage all.
+        """Find the weights in the groups of FSDP2, once it has sharded the model. Raises
+        RuntimeError if it does not manage all of them.
         """
         self.param_groups.find(self.model, set(self.weights), self.status)
         managed = {name for group in self.param_groups.prepared for name in group.names}
@@ -360,7 +360,7 @@ class ShardPlan(Plan):
     def _agree(self) -> Iterator[tuple[ReductionGroup, list[ParamGroup]]]:
         """Find which ranks reduce amaxes together, once FSDP2 has sharded the model. Collective.
 
-        ValueError or TypeError, on every rank, for weights that any rank cannot cast.
+        Raises ValueError or TypeError, on every rank, for weights that any rank cannot cast.
         """
         by_mesh: dict[tuple[str, Group], list[ParamGroup]] = {}
         for group in self.param_groups.prepared:
@@ -388,7 +388,8 @@ class ShardPlan(Plan):
 
     def exchange_finite(self) -> None:
         """Report masters that are partial, and those that are not finite in a cast that no gather
-        has sent to all ranks. RuntimeError on all of them if they disagree, on a GPU a step later.
+        has sent to all ranks. Raises RuntimeError on all of them if they disagree, on a GPU a step
+        later.
         """
         is_partial = self.validity.partial is not None
         self._exchange(
@@ -399,7 +400,7 @@ class ShardPlan(Plan):
 
     def exchange_statuses(self) -> bool:
         """Report masters that were written to to all ranks. Return True if masters of some weight
-        were on all ranks that have rows of it. RuntimeError as in `exchange_finite`.
+        were on all ranks that have rows of it. Raises RuntimeError as in `exchange_finite`.
         """
         of_reductions = [
             (reduction, [weight for group in groups for weight in group.weights])
@@ -431,7 +432,8 @@ class ShardPlan(Plan):
     # -- verification
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of each group with the weights that a forward pass computes with. Collective.
+        """Yield the masters of each group with the weights that a forward pass computes with.
+        Collective.
 
         Groups that are not gathered are gathered, and freed again. As in a forward pass, a gather
         casts first if that is due.

@@ -56,7 +56,8 @@ _optimizer_hooks: list[RemovableHandle] = []
 _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDictionary()
 
 # A function of (module, name of its parameter, parameter) that returns the Presentation of the
-# weight, or None for a QuantizedWeight. ValueError for a parameter that it cannot present.
+# weight, or None for a QuantizedWeight. It raises ValueError for a parameter that it cannot
+# present.
 Present = Callable[[nn.Module, str, Tensor], Presentation | None]
 
 # Packages whose modules compute with tensors of their own, each with the function for `present`.
@@ -75,7 +76,9 @@ def owner_of_tensors(module: nn.Module) -> str | None:
 
 
 def only_quantized_weights(module: nn.Module, name: str, parameter: Tensor) -> None:
-    """Present all weights as QuantizedWeights. ValueError for a module that cannot take one."""
+    """Present all weights as QuantizedWeights. Raises ValueError for a module that cannot
+    take one.
+    """
     package = owner_of_tensors(module)
     if package is not None:
         raise ValueError(
@@ -128,12 +131,13 @@ def prepare(
     `serve` is the engine that is to read the trained weights: the recipe is then
     `recipe.for_reader(serve, model)`.
 
-    Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that the
+    With nothing changed, raises ValueError for a pattern that matches nothing, a shape that the
     format cannot take, an embedding, a convolution, a weight that is sharded or quantized already,
-    a fast recipe for a model without blocks and weights that `serve` could not read; TypeError for
-    one that is not FP32, or whose module has another that is not. The first gather checks what
-    depends on FSDP2. RuntimeError for a torch without the private names that zerocast reads
-    (`zerocast/torch_names.py`), and a warning for a release that was never tested.
+    a fast recipe for a model without blocks, and weights that `serve` could not read. Raises
+    TypeError for a weight that is not FP32, or whose module has a parameter that is not. The first
+    gather checks the conditions that depend on FSDP2. Raises RuntimeError for a torch without the
+    private names that zerocast reads (`zerocast/torch_names.py`), and warns of a release that was
+    never tested.
     """
     if verify_every is not None and verify_every < 1:
         raise ValueError(f"verify_every is None or at least 1, got {verify_every}")
@@ -197,7 +201,7 @@ def refresh(model: nn.Module) -> None:
     """Cast the masters of a prepared model as they are now. Every rank calls this.
 
     This is for loops that change parameters by hand, and counts as the cast of an optimizer step.
-    ValueError for a model that was not prepared.
+    Raises ValueError for a model that was not prepared.
     """
     for manager in managers_of(model):
         manager.make_due()
@@ -206,12 +210,12 @@ def refresh(model: nn.Module) -> None:
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """The state of delayed scaling by weight; empty without such weights.
+    """Return the state of delayed scaling by weight; empty without such weights.
 
     `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the
     same on every rank, to be saved under the key `zerocast` beside model and optimizer, and to be
-    read into. Every rank calls this, since a cast that is due is done first. ValueError for a model
-    that was not prepared.
+    read into. Every rank calls this, since a cast that is due is done first. Raises ValueError for
+    a model that was not prepared.
     """
     return {name: state for manager in managers_of(model) for name, state in manager.delayed().items()}
 
@@ -219,16 +223,16 @@ def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
 def load_state_dict(model: nn.Module, state: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Load a result of `state_dict` after the masters were loaded. Every rank calls this.
 
-    The scale of a weight without an entry is computed again, with a warning. ValueError for a model
-    that was not prepared.
+    The scale of a weight without an entry is computed again, with a warning. Raises ValueError for
+    a model that was not prepared.
     """
     for manager in managers_of(model):
         manager.load_delayed(state)
 
 
 def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-    """Format and nominal dtype of each quantized weight by name; a dtype is known once the model
-    was cast.
+    """Return the format and the nominal dtype of each quantized weight, keyed by name. The dtype is
+    known once the model was cast.
     """
     prepared = [weight for manager in managers_of(model) for weight in manager.weights]
     weights = [weight for weight in prepared if weight.format.element is not None]
@@ -236,15 +240,15 @@ def formats(model: nn.Module) -> dict[str, tuple[FormatSpec, torch.dtype]]:
 
 
 def is_prepared(model: nn.Module) -> bool:
-    """True if `prepare` was given this module, or one in it."""
+    """Return True if `prepare` was given this module, or one in it."""
     if model not in _within:
         _within[model] = [_prepared[module] for module in model.modules() if module in _prepared]
     return bool(_within[model])
 
 
 def managers_of(model: nn.Module) -> list[CastManager]:
-    """The cast managers of the models in `model` that were prepared; ValueError if there are
-    none.
+    """Return the cast managers of the models in `model` that were prepared. Raises ValueError if
+    there are none.
     """
     if not is_prepared(model):
         raise ValueError(f"this {type(model).__name__} was not given to zerocast.fsdp2.prepare, nor is anything in it")
@@ -252,14 +256,14 @@ def managers_of(model: nn.Module) -> list[CastManager]:
 
 
 def managers_behind(parameters: Iterable[Any]) -> list[CastManager]:
-    """The cast managers of the prepared ones among parameters, each once."""
+    """Return the cast managers of the prepared ones among parameters, each once."""
     tensors = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
     hosts: dict[int, Any] = {id(t.weight.host): t.weight.host for t in tensors if isinstance(t, MasterParameter)}
     return list(hosts.values())
 
 
 def _check(module: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -> None:
-    """ValueError or TypeError unless a parameter of `module` can become a master."""
+    """Raise ValueError or TypeError unless a parameter of `module` can become a master."""
     if isinstance(parameter, MasterParameter):
         raise ValueError(f"{name} is prepared already")
     if isinstance(parameter, QuantizedWeight):
@@ -282,7 +286,7 @@ def _check(module: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -
 def _present(
     module: nn.Module, own_name: str, name: str, parameter: Tensor, fmt: FormatSpec, present: Present
 ) -> Presentation:
-    """Choose how `module` sees its parameter `own_name`; ValueError where it cannot."""
+    """Return how `module` sees its parameter `own_name`. Raises ValueError if it cannot."""
     try:
         presentation = present(module, own_name, parameter)
         if presentation is None:
@@ -399,8 +403,8 @@ class _Loaded:
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """RuntimeError for masters that are partly written, or that ranks disagree about, since they
-    would be saved.
+    """Raise RuntimeError for masters that are partly written, or that ranks disagree about, since
+    they would be saved.
     """
     # A module that was pickled is not prepared any more.
     for manager in managers_of(module) if is_prepared(module) else ():
@@ -427,9 +431,9 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """RuntimeError for an optimizer that must not step: one of any class whose state a load has
-    left partly written, one that lists a master twice, and one over parameters that the model has
-    no longer, or had before `fully_shard`, so that others get the gradients.
+    """Raise RuntimeError for an optimizer that must not step: one of any class whose state a load
+    has left partly written, one that lists a master twice, and one over parameters that the model
+    has no longer, or had before `fully_shard`, so that others get the gradients.
     """
     if torch.compiler.is_compiling():
         return

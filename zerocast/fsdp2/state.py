@@ -121,18 +121,18 @@ class TrainingState:
         return {weight.name: weight.shared_amax for weight in weights if weight.shared_amax is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as it is now. Masters and moments are those in use, step counts copies; a
-        shared weight has its first name.
+        """Return the state as it is now. Masters and moments are those in use, step counts copies;
+        a shared weight has its first name.
 
-        RuntimeError after a step or a load that raised half-way, since that would save masters and
-        moments of different steps.
+        Raises RuntimeError after a step or a load that raised half-way, since that would save
+        masters and moments of different steps.
         """
         for validity in self._validities():
             validity.check(Use.SAVE)
         return self._as_dict(None)
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
-        """The tensors of `state_dict` for a reader that fills them, also after a write that
+        """Return the tensors of `state_dict` for a reader that fills them, also after a write that
         raised half-way. Moments that no step has made yet are made as those that are `kept`.
         """
         with _overlooked(self._validities(), self._managers()):
@@ -197,9 +197,9 @@ class TrainingState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state of the same parameters; the next gather casts its masters.
 
-        ValueError on every rank, with nothing changed, for names, shapes, dtypes and values that do
-        not fit. After a step or a load that raised half-way this makes model and optimizers whole
-        again, and forgets the gradients of that step.
+        Raises ValueError on every rank, with nothing changed, for names, shapes, dtypes and values
+        that do not fit. After a step or a load that raised half-way this makes model and optimizers
+        whole again, and forgets the gradients of that step.
         """
         problem = problem_of(lambda: self._check(state), "model")
         group = ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
@@ -208,7 +208,9 @@ class TrainingState:
             self._load(state)
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for step counts and hyper-parameters that cannot be."""
+        """Raise ValueError, on this rank alone, for step counts and hyper-parameters that cannot
+        be.
+        """
         for name, moments in state["optim"]["state"].items():
             if STEP in moments:
                 check_step(name, moments[STEP])
@@ -223,7 +225,7 @@ class TrainingState:
         return managers_of(self._model) if is_prepared(self._model) else []
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """ValueError or KeyError, on this rank alone, for a state that does not fit."""
+        """Raise ValueError or KeyError, on this rank alone, for a state that does not fit."""
         with _overlooked(self._validities(), self._managers()):
             # Shards parameters that are gathered.
             self._model.state_dict()
@@ -319,8 +321,9 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared
     parameters need not be there. All ranks call it, before the first forward pass or between steps;
     each reads its shards. Delayed scaling is seeded again, with a warning; moments belong to the
-    optimizer, which is better built afterwards. ValueError for a model that was not prepared. If a
-    file ends half-way, every gather of the model raises until masters or a state are loaded.
+    optimizer, which is better built afterwards. Raises ValueError for a model that was not
+    prepared. If a file ends half-way, every gather of the model raises until masters or a state are
+    loaded.
     """
     managers = managers_of(model)
     validities = [validity_of(model), *(manager.plan.validity for manager in managers)]
@@ -377,7 +380,7 @@ def _check_names(saved: Mapping[str, Any], needed: Collection[str], known: Colle
 
 
 def _check_fits(name: str, value: Any, like: Tensor) -> None:
-    """ValueError for a tensor that cannot take the place of another."""
+    """Raise ValueError for a tensor that cannot take the place of another."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is a {type(value).__name__} in the state, where a tensor belongs")
     if tuple(value.shape) != tuple(like.shape):

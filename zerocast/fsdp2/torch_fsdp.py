@@ -33,7 +33,7 @@ PIECES = 8
 
 
 def groups(model: nn.Module) -> Iterator[Any]:
-    """The parameter groups of all FSDP modules within `model`, each once."""
+    """Yield the parameter groups of all FSDP modules within `model`, each once."""
     seen = set()
     for module in model.modules():
         for group in groups_at(module):
@@ -43,7 +43,7 @@ def groups(model: nn.Module) -> Iterator[Any]:
 
 
 def groups_at(module: nn.Module) -> Iterator[Any]:
-    """The parameter groups of one FSDP module; none of another module."""
+    """Yield the parameter groups of one FSDP module; none of another module."""
     if isinstance(module, FSDPModule):
         state: Any = module._get_fsdp_state()
         # Torch 2.13 has several groups a module, earlier versions have one or None.
@@ -67,21 +67,21 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor, torch.dt
 
 
 def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:
-    """The process groups over which gradients are reduced and scattered."""
+    """Yield the process groups over which gradients are reduced and scattered."""
     for group in groups(model):
         yield group._reduce_scatter_process_group
 
 
 def replicas(group: Any) -> dist.ProcessGroup | None:
-    """The process group over which gradients of a parameter group are added up after that. None if
-    there are no replicas of it.
+    """Return the process group over which gradients of a parameter group are added up after that.
+    None if there are no replicas of it.
     """
     replicated: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
     return replicated
 
 
 def default_reduce_scatter() -> Any:
-    """The reduce-scatter that FSDP2 uses by default."""
+    """Return the reduce-scatter that FSDP2 uses by default."""
     collectives = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     return collectives.DefaultReduceScatter()
 
@@ -162,7 +162,7 @@ def gathered(group: Any) -> Iterator[None]:
 
 
 def has_unreduced_gradient(param: Any) -> bool:
-    """True if passes without a reduction have left a gradient with an FSDPParam."""
+    """Return True if passes without a reduction have left a gradient with an FSDPParam."""
     gathered = getattr(param, "_unsharded_param", None)
     # Before torch 2.15 this gradient is apart from the parameter. Later versions use the name for
     # something else.
@@ -236,8 +236,8 @@ class GatheredByGroup(FSDPParam):
             weight.receive_group()
 
 
-# Gets (the gathered parameter, the weight) of an FSDPParam. AttributeError before the first gather,
-# and if something has replaced the parameter by a plain one, which FSDP2 gathers as such.
+# Gets (the gathered parameter, the weight) of an FSDPParam. Raises AttributeError before the first
+# gather, and if something has replaced the parameter by a plain one, which FSDP2 gathers as such.
 _gathered_before = operator.attrgetter("_unsharded_param", "sharded_param._local_tensor.weight")
 
 
@@ -273,7 +273,7 @@ class GroupOfWeights(FSDPParamGroup):
     as_one: list[Any]
 
     def unshard(self, async_op: bool = False) -> None:
-        """Begin a gather, unless one has begun. RuntimeError for a master that something has
+        """Begin a gather, unless one has begun. Raises RuntimeError for a master that something has
         replaced, which the first weight would gather as it was before.
         """
         weights = self.weights()
@@ -354,7 +354,7 @@ class GroupOfInnerShards(GroupOfWeights):
 
 
 _gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks")
-# AttributeError for a plain tensor.
+# Raises AttributeError for a plain tensor.
 _master_of = operator.attrgetter("sharded_param._local_tensor.weight")
 
 
@@ -568,7 +568,7 @@ class MasterAddresses:
         return {name for name, index in self._index.items() if addresses[index] != self._addresses[index]}
 
     def check_memory(self) -> None:
-        """ValueError for a master whose storage was freed or made smaller since."""
+        """Raise ValueError for a master whose storage was freed or made smaller since."""
         for index, size in self._sizes.items():
             local = self._locals[index]()
             if local is not None and local.plain.untyped_storage().nbytes() < size:

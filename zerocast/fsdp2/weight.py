@@ -208,8 +208,8 @@ class FSDPWeight:
 
     @property
     def local(self) -> Any:
-        """The MasterParameter that is the local tensor of FSDP2's parameter. RuntimeError if the
-        wrapper was lost.
+        """The MasterParameter that is the local tensor of FSDP2's parameter. Raises RuntimeError if
+        the wrapper was lost.
         """
         local = self.param()._sharded_local_tensor
         if getattr(local, "weight", None) is self:
@@ -220,7 +220,9 @@ class FSDPWeight:
         )
 
     def trains_instead_of(self, parameter: Tensor) -> bool:
-        """True if FSDP2 has another parameter for this weight, and that one has got a gradient."""
+        """Return True if FSDP2 has another parameter for this weight, and that one has got a
+        gradient.
+        """
         param = self.param() if hasattr(self, "param") else None
         return param is not None and param.sharded_param is not parameter and param.sharded_param.grad is not None
 
@@ -311,8 +313,8 @@ class FSDPWeight:
     # -- sharded: this rank's rows
 
     def locate(self) -> None:
-        """Find the rows of this rank in memory. TypeError if `Module.to` has given them another
-        dtype.
+        """Find the rows of this rank in memory. Raises TypeError if `Module.to` has given them
+        another dtype.
         """
         try:
             self._check_dtypes()
@@ -476,8 +478,8 @@ def living(references: Iterable["weakref.ref[FSDPWeight]"]) -> list[FSDPWeight]:
 
 
 def shard_statuses(weights: Sequence[FSDPWeight]) -> list[ShardStatus]:
-    """The statuses of this rank's shards of weights of one host: PARTIAL for all if masters are
-    partial, REFUSED for all if this rank could not make the last cast.
+    """Return the statuses of this rank's shards of weights of one host: PARTIAL for all if masters
+    are partial, REFUSED for all if this rank could not make the last cast.
     """
     plan = weights[0].host.plan
     if plan.validity.partial:
@@ -572,7 +574,7 @@ class ParamGroup:
         return None
 
     def check_masters(self) -> None:
-        """RuntimeError if something has replaced a master by a plain tensor."""
+        """Raise RuntimeError if something has replaced a master by a plain tensor."""
         assert all(weight.local is not None for weight in self.weights)
 
     def gather_again(self) -> None:
@@ -725,7 +727,7 @@ class ParamGroup:
 
     def all_written(self) -> bool:
         """Return True if the headers of a gather say that all ranks have written to one of the
-        weights, so that all must cast again. RuntimeError on all ranks if only some have.
+        weights, so that all must cast again. Raises RuntimeError on all ranks if only some have.
         """
         assert self.side is not None
         # A copy, since FSDP2 may free the headers before they are read.

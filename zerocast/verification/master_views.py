@@ -40,8 +40,8 @@ class MasterView:
     slices: Group | None = None
 
     def matrices(self) -> "list[MasterView]":
-        """The views of the matrices that the weight is stored in, in their order. Nearly always
-        this view alone.
+        """Return the views of the matrices that the weight is stored in, in their order. Nearly
+        always this view alone.
         """
         count, (rows, columns) = self.weight.stored_matrices
         if count == 1:
@@ -89,7 +89,8 @@ class OwnsMasters(Protocol):
 
 
 def owners_of(what: Any) -> tuple[list[OwnsMasters], dict[int, str], tuple[str, ...]]:
-    """(owners, names of weights by the id of their state, quantized weights without an owner).
+    """Return (owners, names of weights by the id of their state, quantized weights without an
+    owner).
 
     `what` is an owner, a model whose weights have owners, or a model or optimizer under
     `zerocast.fsdp2`.

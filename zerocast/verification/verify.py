@@ -71,7 +71,7 @@ def verify(model_or_optimizer: Any, group: GroupLike = None, *, allow_nonfinite:
 
 
 def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> VerifyReport:
-    """The report of one MasterViews, the same on every rank of `ranks`."""
+    """Return the report of one MasterViews, the same on every rank of `ranks`."""
     named = [
         view
         if view.name is not None
@@ -183,7 +183,7 @@ def _gather(view: MasterView, piece: Span, group: Group) -> Tensor:
 
 
 def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax | None, Tensor]:
-    """The tensor amax of each group of weights that share one.
+    """Return the tensor amax of each group of weights that share one.
 
     If some members of a group are not among the views, since they are gathered at another time, the
     `amax` buffer that the last cast wrote stands for theirs.
@@ -208,7 +208,9 @@ def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax
 
 
 def _tensor_amax(view: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
-    """The amax f32[1] of a whole master, over all slices of a weight under tensor parallelism."""
+    """Return the amax f32[1] of a whole master, over all slices of a weight under tensor
+    parallelism.
+    """
     amax = torch.zeros(1, dtype=torch.float32, device=view.weight.device)
     for piece in pieces:
         x = round_nominal(_gather(view, piece, group).view(-1, view.weight.matrix_shape[1]), view.weight.dtype)
@@ -256,7 +258,7 @@ class _Comparison:
         self._first = (0, 0, 0)
 
     def of_rank_0(self, group: Group) -> Tensor:
-        """Rank 0's values of the buffer."""
+        """Return rank 0's values of the buffer."""
         values = self._live.clone()
         group.broadcast(values, "a buffer to verify")
         return values
@@ -284,7 +286,7 @@ class _Comparison:
         self.wrong += wrong
 
     def difference(self, name: str, fmt: str, buffer: str) -> Difference:
-        """The difference on this rank. `_verify` sets the rank."""
+        """Return the difference on this rank. `_verify` sets the rank."""
         total = self._live.numel() * self._live.element_size()
         return Difference(name, fmt, 0, buffer, self.wrong, total, *self._first)
 

@@ -39,7 +39,7 @@ _WEIGHT = (
 
 @functools.cache
 def digest_of_sources(package: Path = PACKAGE) -> str:
-    """The SHA-256 of the traced sources, which are read once in a process."""
+    """Return the SHA-256 of the traced sources, which are read once in a process."""
     digest = hashlib.sha256()
     for entry in TRACED:
         path = package / entry

@@ -85,7 +85,7 @@ def _quantized_weight_gradient(path: str, left: Tensor, right: Tensor, offs: Ten
 
 
 def _weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """`left.T @ right` of each expert, `[E, left features, right features]`."""
+    """Return `left.T @ right` of each expert, `[E, left features, right features]`."""
     if offs is not None:
         return gemm.plain.grouped_mm(left.t(), right, offs).to(dtype)
     if dtype is torch.float32:
@@ -103,7 +103,7 @@ def _multiplied(
     columnwise: bool,
     is_gradient: bool,
 ) -> Tensor:
-    """The product of `operands`, made from `x`, with one copy of the weight."""
+    """Return the product of `operands`, made from `x`, with one copy of the weight."""
     # torch's scaled product does not take matrices without elements.
     if not x.numel() and path in gemm.EXPERTS:
         return x.new_empty((*x.shape[:-1], weight.shape[2 if columnwise else 1]))
@@ -118,8 +118,8 @@ def _multiplied(
 def multiply(
     path: str, operands: Sequence[Tensor], weight: Any, offs: Tensor | None, columnwise: bool, is_gradient: bool
 ) -> Tensor:
-    """`x @ W.T` of each expert from the rowwise copy, `x @ W` from the columnwise copy, for the
-    operands that the path made of `x`.
+    """Return `x @ W.T` of each expert from the rowwise copy, `x @ W` from the columnwise copy, for
+    the operands that the path made of `x`.
     """
     if path in gemm.EXPERTS:
         return gemm.EXPERTS[path].multiply(operands, weight, offs, columnwise, is_gradient)
@@ -131,7 +131,7 @@ def multiply(
 
 
 def _recorded(x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool) -> Tensor:
-    """The product by the path that was chosen for the weight, recorded by autograd."""
+    """Return the product by the path that was chosen for the weight, recorded by autograd."""
     path = gemm.path_of(weight, x.dtype, transposed=False)
     # A path of experts has weight gradients in bf16 alone.
     is_bf16 = weight.product_grad_dtype is torch.bfloat16
@@ -141,7 +141,9 @@ def _recorded(x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool) -> 
 
 
 def _as_stored(operand: Any) -> tuple[Any, bool]:
-    """(weight as stored, True if `operand` is that weight and no transposed reading of it)."""
+    """Return (weight as stored, True if `operand` is that weight and no transposed reading of
+    it).
+    """
     weight = getattr(operand, "transposed_of", None)
     return (operand, True) if weight is None else (weight, False)
 
@@ -157,8 +159,8 @@ def grouped_mm(
     """torch.nn.functional.grouped_mm with a weight `[E, K, M]`, or with `weight.transpose(-2, -1)`
     of one `[E, M, K]`, as the second operand.
 
-    RuntimeError for a bias, for another dtype than the weight's nominal one, or for a weight whose
-    gradients have another dtype.
+    Raises RuntimeError for a bias, for another dtype than the weight's nominal one, or for a weight
+    whose gradients have another dtype.
     """
     is_grouped = mat2.dim() == 3 and input.dim() == 2 and offs is not None
     if not hasattr(mat2, "format") or not is_grouped or input.shape[1] != mat2.shape[1]:
@@ -180,11 +182,11 @@ def grouped_mm(
 
 
 def bmm(input: Any, mat2: Any) -> Tensor:
-    """torch.bmm with the experts of a weight as either operand; with the weight second, the input
-    is `[E, rows, K]`.
+    """Run torch.bmm with the experts of a weight as either operand; with the weight second, the
+    input is `[E, rows, K]`.
 
-    RuntimeError for other shapes, and for another dtype than the weight's nominal one outside of
-    autocast.
+    Raises RuntimeError for other shapes, and for another dtype than the weight's nominal one
+    outside of autocast.
     """
     if hasattr(input, "format") and not hasattr(mat2, "format"):
         return bmm(mat2.mT, input.transposed()).mT
@@ -200,7 +202,7 @@ def bmm(input: Any, mat2: Any) -> Tensor:
 
 
 def in_product_dtype(product: Callable[[Tensor], Tensor], x: Tensor, weight: Any) -> Tensor:
-    """`product` of the input in the dtype of autocast, which is off meanwhile.
+    """Return `product` of the input in the dtype of autocast, which is off meanwhile.
 
     Without autocast RuntimeError for an input of another dtype than the weight's nominal one.
     """
@@ -234,8 +236,8 @@ def select(input: Any, dim: int, index: int) -> Any:
 
 
 def index(weight: Any, where: Any) -> Any:
-    """`weight[where]` for the number of an expert, also in a tensor of no dimensions. Other indices
-    are refused.
+    """Return `weight[where]` for the number of an expert, also in a tensor of no dimensions. Other
+    indices are refused.
     """
     is_number = isinstance(where, int) and not isinstance(where, bool)
     if isinstance(where, Tensor) and where.dim() == 0 and where.dtype not in (torch.bool, torch.uint8):

@@ -41,8 +41,8 @@ _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawSt
 
 
 def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
-    """The operand of one direction of the weight whose rowwise codes are `data`; None if it is not
-    gathered together with others, or if these are the codes of one of its experts.
+    """Return the operand of one direction of the weight whose rowwise codes are `data`; None if it
+    is not gathered together with others, or if these are the codes of one of its experts.
     """
     places = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING)
     reference, place = places.get(data.storage_offset(), _NOT_GATHERED)
@@ -72,7 +72,9 @@ class _Launch(NamedTuple):
     ends: list[Any]
 
     def check_memory(self) -> None:
-        """ValueError if some memory was freed. A launch for one weight reads those of others."""
+        """Raise ValueError if some memory was freed. A launch for one weight reads those of
+        others.
+        """
         tensors = self.data + self.scale_inv
         sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))
         if any(map(operator.lt, sizes, self.ends)):
@@ -84,9 +86,9 @@ class _Round:
     """The operands of one direction in one pass over the weights.
 
     Attributes:
-        asked: the places that were asked for in this round, and those in `made`.
-        made: the operands that no product has asked for yet, by place.
-        last_asked: the places that were asked for in the last round that asked for any.
+        asked: the indices of the weights whose operands were made in this round.
+        made: the operands that no product has taken yet, keyed by index.
+        last_asked: the indices whose operands a product took in the last round that made any.
         stream: the CUDA stream that wrote `made`. Another one must not read them.
     """
 
@@ -97,8 +99,9 @@ class _Round:
         self.stream: object = None
 
     def wanted(self, place: int) -> tuple[int, ...]:
-        """The places to make operands for, where none is there for `place`: in a round that has
-        begun that alone, such as one that is read twice.
+        """Return the indices to make operands for when `place` has none. The first request of a
+        round also prefetches the operands that the last round used. A later miss makes `place`
+        only.
         """
         wanted = {place} if self.asked else {place, *self.last_asked}
         self.asked |= wanted
@@ -138,8 +141,8 @@ class GatheredOperands:
 
     @staticmethod
     def of(states: Sequence[WeightState]) -> "list[GatheredOperands]":
-        """Those of the weights of each format, without formats whose products read gathered codes
-        alone.
+        """Return one GatheredOperands per format. Formats whose products read only gathered codes
+        have none.
         """
         by_format: dict[FormatSpec, list[WeightState]] = {}
         for state in states:
@@ -148,7 +151,7 @@ class GatheredOperands:
         return [GatheredOperands(fmt, of_format) for fmt, of_format in by_format.items()]
 
     def take(self, place: int, columnwise: bool) -> Operand:
-        """The operand of a weight, which belongs to the caller."""
+        """Return the operand of a weight, which belongs to the caller."""
         of_direction = self._rounds[columnwise]
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():

@@ -100,13 +100,13 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(path: str, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    """`x @ W.T + bias` from the rowwise copy, not recorded by autograd."""
+    """Return `x @ W.T + bias` from the rowwise copy, not recorded by autograd."""
     operands, _ = gemm.of_input(path, x, weight.format) if x.numel() else ((), ())
     return _multiplied(path, operands, x, weight, False, False, bias)
 
 
 def multiply_gradient(path: str, grad: Tensor, weight: Any) -> Tensor:
-    """`grad @ W` from the columnwise copy, not recorded by autograd."""
+    """Return `grad @ W` from the columnwise copy, not recorded by autograd."""
     operands = gemm.PATHS[path].quantize(grad, weight.format, gradient=True) if grad.numel() else ()
     return _multiplied(path, operands, grad, weight, True, False, None)
 
@@ -120,7 +120,8 @@ def _multiplied(
     transposed: bool,
     bias: Tensor | None,
 ) -> Tensor:
-    """The product of `operands`, made from `x`, with one copy of the weight, in the shape of `x`.
+    """Return the product of `operands`, made from `x`, with one copy of the weight, in the shape of
+    `x`.
 
     `operands` is empty for an input without elements, which has no amax. The product is then empty.
     """
@@ -140,8 +141,8 @@ def _multiplied(
 
 
 def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor], expert: int | None) -> Tensor:
-    """The weight gradient in the weight's logical shape and gradient dtype. That of one expert is
-    zero for the others.
+    """Return the weight gradient in the weight's logical shape and gradient dtype. That of one
+    expert is zero for the others.
 
     `product` computes it in a given dtype. If a host such as Megatron fuses the accumulation of
     gradients, the result is added to `main_grad`, and autograd gets zeros.
@@ -164,7 +165,7 @@ def _weight_gradient(weight: Any, product: Callable[[torch.dtype], Tensor], expe
 
 
 def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """`left.T @ right` of operands that were not quantized."""
+    """Return `left.T @ right` of operands that were not quantized."""
     if dtype is torch.float32:
         # torch.matmul has no output dtype. Casting its bf16 result would lose the FP32 sum.
         return left.float().t() @ right.float()
@@ -178,7 +179,9 @@ def _outer_quantized(path: str, grad: Sequence[Tensor], x: Sequence[Tensor], dty
 
 
 def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """`x @ W.T + bias`, or `x @ W + bias` when `transposed`, for W `[M, K]` as it is stored."""
+    """Return `x @ W.T + bias`, or `x @ W + bias` when `transposed`, for W `[M, K]` as it is
+    stored.
+    """
     if not hasattr(weight, "format") or hasattr(x, "format") or hasattr(bias, "format"):
         raise RuntimeError("a QuantizedWeight is the weight of a product, with plain tensors beside it")
     if weight.dim() != 2:
@@ -194,7 +197,7 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
 
 
 def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
-    """The product, for autograd or for torch.func."""
+    """Return the product, for autograd or for torch.func."""
     if torch._C._are_functorch_transforms_active():
         if weight.expert_of is not None:
             raise RuntimeError("torch.func has no products of single experts: use bmm, or call dequantize()")
@@ -210,7 +213,9 @@ def _recorded(x: Tensor, weight: Any, bias: Tensor | None, transposed: bool) -> 
 
 
 def _of_expert(x: Tensor, expert: Any, bias: Tensor | None, columnwise: bool) -> Tensor:
-    """The product with one expert, recorded by autograd as one with the weight of all experts."""
+    """Return the product with one expert, recorded by autograd as one with the weight of all
+    experts.
+    """
     weight, index = expert.expert_of
     path = gemm.path_of(expert, x.dtype, transposed=False)
     # The operands of a quantized weight gradient belong to the other orientation.
@@ -220,7 +225,7 @@ def _of_expert(x: Tensor, expert: Any, bias: Tensor | None, columnwise: bool) ->
 
 
 def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) -> Tensor:
-    """`x @ operand + bias` as an operator below autograd, such as DTensor calls.
+    """Return `x @ operand + bias` as an operator below autograd, such as DTensor calls.
 
     autograd has recorded the operator by then, and its backward formula calls this function again.
     So a transposed weight as `operand` means a forward product, and a weight as stored means an

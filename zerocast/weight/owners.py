@@ -89,7 +89,7 @@ class Claim:
         _claims.discard(self)
 
     def overlaps(self, held: Held, parameters: Iterable[Tensor] = ()) -> bool:
-        """True if any of these elements or parameters are in this claim."""
+        """Return True if any of these elements or parameters are in this claim."""
         if any(id(parameter) in self._parameters for parameter in parameters):
             return True
         return any(
@@ -100,7 +100,7 @@ class Claim:
         )
 
     def is_by(self, owner: object) -> bool:
-        """True if this owner has taken the claim."""
+        """Return True if this owner has taken the claim."""
         return self._by() is owner
 
 
@@ -119,12 +119,12 @@ def train(owner: object, parameters: Iterable[Tensor]) -> "weakref.finalize[Any,
 
 
 def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:
-    """The claims that have any of these elements or parameters."""
+    """Return the claims that have any of these elements or parameters."""
     return [claim for claim in list(_claims) if claim.overlaps(held, parameters)]
 
 
 def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()) -> Claim | None:
-    """A claim on any of these elements or parameters that does not give way, or None."""
+    """Return a claim on any of these elements or parameters that does not give way, or None."""
 
     def conflicts() -> list[Claim]:
         return [claim for claim in overlapping(held, parameters) if not gives_way(claim)]
@@ -137,7 +137,7 @@ def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Se
 
 
 def check_unclaimed(held: Held, gives_way: Callable[[Claim], bool]) -> None:
-    """ValueError, on this rank alone, if an owner that does not give way writes any of these
+    """Raise ValueError, on this rank alone, if an owner that does not give way writes any of these
     elements.
     """
     other = find_conflict(held, gives_way)
@@ -200,8 +200,9 @@ def forget_read(weight: Any) -> None:
 
 
 def check_gradients() -> None:
-    """Called before a step. RuntimeError if a quantized weight without an owner has got a gradient
-    since the last step; where ranks share masters their next cast raises it (`take_untold`).
+    """Called before a step. Raises RuntimeError if a quantized weight without an owner has got a
+    gradient since the last step; where ranks share masters their next cast raises it
+    (`take_untold`).
     """
     if torch.compiler.is_compiling() or not _read:
         return
@@ -224,13 +225,13 @@ def _before_step(*_: Any) -> None:
 
 
 def take_untold() -> RuntimeError | None:
-    """The error of a step that was left to the next cast, which tells all ranks of it."""
+    """Return the error of a step that was left to the next cast, which tells all ranks of it."""
     return _untold.pop() if _untold else None
 
 
 def _orphans() -> RuntimeError | None:
-    """The error of weights without an owner that have got gradients. Looks only at those that
-    `note_read` has remembered since the last call.
+    """Return the error of weights without an owner that have got gradients. Looks only at those
+    that `note_read` has remembered since the last call.
     """
     references = list(_read.values())
     alive = [weight for weight in (reference() for reference in references) if weight is not None]
@@ -250,12 +251,12 @@ def _orphans() -> RuntimeError | None:
 
 
 def _lacks_owner(weight: Any) -> bool:
-    """True if a quantized weight requires a gradient and nothing trains it."""
+    """Return True if a quantized weight requires a gradient and nothing trains it."""
     return bool(weight.requires_grad) and not is_trained(weight) and not weight.state.validity.has_masters
 
 
 def is_trained(parameter: Tensor) -> bool:
-    """True if an owner trains this object."""
+    """Return True if an owner trains this object."""
     return id(parameter) in _trained
 
 
@@ -265,7 +266,7 @@ def remember_model(model: nn.Module) -> None:
 
 
 def models_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The remembered models that have any of these parameters."""
+    """Return the remembered models that have any of these parameters."""
     ids = set(map(id, parameters))
     return [model for model in list(_models) if any(id(parameter) in ids for parameter in model.parameters())]
 

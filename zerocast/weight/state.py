@@ -17,8 +17,8 @@ from zerocast.weight.validity import Validity
 
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
-    """True if two tensors of the same shape and dtype are equal bit by bit, NaN included. On a GPU
-    the host waits for the result.
+    """Return True if two tensors of the same shape and dtype are equal bit by bit, NaN included. On
+    a GPU the host waits for the result.
     """
     a_bytes, b_bytes = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a_bytes, b_bytes)
@@ -28,8 +28,9 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 class WeightState:
     """The buffers of a weight, and how current they are.
 
-    Every way in which bytes become a weight comes through here. So the buffers are checked here:
-    TypeError or ValueError unless they have the layout of the format (`zerocast.formats.memory`).
+    Every way in which bytes become a weight comes through here. So the constructor checks the
+    buffers, and raises TypeError or ValueError unless they have the layout of the format
+    (`zerocast.formats.memory`).
 
     Args:
         format: the format of the bytes. `convert` changes it.
@@ -87,7 +88,8 @@ class WeightState:
 
     @staticmethod
     def empty(fmt: FormatSpec, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> "WeightState":
-        """A weight of zero bytes that was never cast, with the padding that the format specifies.
+        """Return a weight of zero bytes that was never cast, with the padding that the format
+        specifies.
 
         A columnwise copy is left out if post-all-gather processing makes it from the rowwise bytes.
         """
@@ -126,7 +128,7 @@ class WeightState:
         return self.was_cast or (self.is_cast and self.validity.casts > 0)
 
     def names_read_by_products(self) -> list[str]:
-        """The names of the buffers that products read, each buffer once."""
+        """Return the names of the buffers that products read, each buffer once."""
         # The fifth buffer is the tensor amax. Only two-level scales are decoded with it.
         has_two_levels = self.format.scale_rule is ScaleRule.TWO_LEVEL
         candidates = BUFFERS[: 5 if has_two_levels else 4]
@@ -139,20 +141,20 @@ class WeightState:
         return names
 
     def recorded(self) -> tuple[Validity, int] | None:
-        """The validity and its version, which a forward pass saves for `check_recorded`; None
-        while a compiler traces, since a graph would hold the number as a constant.
+        """Return the validity and its version, which a forward pass saves for `check_recorded`;
+        None while a compiler traces, since a graph would hold the number as a constant.
         """
         return None if torch.compiler.is_compiling() else (self.validity, self.validity.version)
 
     def columnwise_is_fresh(self) -> bool:
-        """True if there is a columnwise copy and it was made from the last cast."""
+        """Return True if there is a columnwise copy and it was made from the last cast."""
         has_shared_data = self.format.columnwise is Columnwise.SHARED
         present = self.buffers["columnwise_scale_inv" if has_shared_data else "columnwise_data"] is not None
         # Other columnwise copies are written by the cast itself. Only a transpose can lag behind.
         return present and (self.format.columnwise is not Columnwise.TRANSPOSE or self.is_gathered())
 
     def is_gathered(self) -> bool:
-        """True if post-all-gather processing has followed the last cast."""
+        """Return True if post-all-gather processing has followed the last cast."""
         return max(self.validity.copies, self.columnwise_cast) == self.validity.casts
 
     def mark_columnwise(self) -> None:
@@ -197,8 +199,8 @@ class WeightState:
     def move_to(self, targets: Mapping[str, Tensor]) -> None:
         """Move buffers, by name, into new storage: same bytes, new place.
 
-        ValueError, with nothing moved, unless each target is contiguous and has the shape, dtype
-        and device of what it replaces.
+        Raises ValueError, with nothing moved, unless each target is contiguous and has the shape,
+        dtype and device of what it replaces.
         """
         # Check all targets before the first copy, so that an error leaves the weight whole.
         expected = layout.buffers(self.format, self.shape, self.dtype)
@@ -216,7 +218,7 @@ class WeightState:
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
         """Read and write buffers, by name, in storage into which their owner has moved the bytes.
 
-        TypeError or ValueError, with nothing changed, for buffers that do not fit.
+        Raises TypeError or ValueError, with nothing changed, for buffers that do not fit.
         """
         if not self.is_part:
             check_buffers(self.format, self.shape, self.dtype, {**self.buffers, **buffers})
@@ -254,8 +256,8 @@ class WeightState:
             self.drop_columnwise()
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The value that `make` derives from the bytes of the last cast, kept until the next cast
-        or until the bytes change or move.
+        """Return the value that `make` derives from the bytes of the last cast, kept until the next
+        cast or until the bytes change or move.
         """
         cast, value = self._derived.get(name, (-1, None))
         if value is None or cast != self.validity.casts:
@@ -269,8 +271,8 @@ class WeightState:
         self._derived.clear()
 
     def differs(self, other: "WeightState") -> bool:
-        """True if the bytes of two weights of the same format and shape differ. Columnwise copies
-        that derive from the rowwise bytes are not compared.
+        """Return True if the bytes of two weights of the same format and shape differ. Columnwise
+        copies that derive from the rowwise bytes are not compared.
 
         The host waits for the device.
         """
@@ -279,8 +281,8 @@ class WeightState:
         return any(not same_bytes(a, b) for a, b in pairs if a is not None and b is not None)
 
     def matrix(self, index: int) -> "WeightState":
-        """The state of one matrix of a weight of several: the same memory, except for scales with a
-        padding that is not in it. It shares the validity.
+        """Return the state of one matrix of a weight of several: the same memory, except for scales
+        with a padding that is not in it. It shares the validity.
 
         A transposed copy is made at each use, since that of all matrices does not hold those of one
         side by side. It does if they are stored one after another.
@@ -318,7 +320,7 @@ class WeightState:
         )
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """`copy` of every buffer, by name. A stale columnwise copy is left out.
+        """Return `copy` of every buffer, by name. A stale columnwise copy is left out.
 
         `copy` gets the buffer's own view, so a flat buffer around it is not copied.
         """
@@ -336,7 +338,9 @@ class WeightState:
 
 
 def _rows_of_matrix(whole: Tensor, buffer: layout.Buffer, index: int, rows: int) -> Tensor:
-    """The `rows` rows of one matrix in a buffer of several, padded to the shape of `buffer`."""
+    """Return the `rows` rows of one matrix in a buffer of several, padded to the shape of
+    `buffer`.
+    """
     part = whole[index * rows : (index + 1) * rows]
     missing = buffer.shape[0] - rows
     return torch.nn.functional.pad(part, (0, 0, 0, missing), value=buffer.padding) if missing else part

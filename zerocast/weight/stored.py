@@ -42,15 +42,15 @@ class WeightReader:
     _transposed: Callable[..., tuple[Tensor, Tensor]] = staticmethod(ops.transposed)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as stored."""
+        """Return (data, scale_inv) of one direction as stored."""
         raise NotImplementedError
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The value that `make` derives from the bytes of the last cast."""
+        """Return the value that `make` derives from the bytes of the last cast."""
         raise NotImplementedError
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction. Makes the columnwise copy if none is kept."""
+        """Return (data, scale_inv) of one direction. Makes the columnwise copy if none is kept."""
         if not (columnwise and self.makes_columnwise):
             return self.stored(columnwise)
         data, scale_inv = self.stored(columnwise=False)
@@ -66,8 +66,9 @@ class WeightReader:
         return made_data, made_scale_inv if self.format.block else scale_inv
 
     def read(self, columnwise: bool, dtype: torch.dtype) -> Tensor:
-        """One direction, dequantized to `dtype`, as `[rows, columns]`. It is the storage itself if
-        that holds `dtype` already. RuntimeError for a stale or missing columnwise copy.
+        """Return one direction, dequantized to `dtype`, as `[rows, columns]`. It is the storage
+        itself if that holds `dtype` already. Raises RuntimeError for a stale or missing columnwise
+        copy.
         """
         columnwise = columnwise and self.format.columnwise is not Columnwise.NONE
         if columnwise and self.format.columnwise is Columnwise.TRANSPOSE:
@@ -154,7 +155,7 @@ class StoredWeight(WeightReader):
         self._buffers = (row_data, row_scale), (column_data, column_scale)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as stored."""
+        """Return (data, scale_inv) of one direction as stored."""
         (row_data, row_scale), (column_data, column_scale) = self._buffers
         if not columnwise:
             return row_data, row_scale

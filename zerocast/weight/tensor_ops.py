@@ -21,7 +21,9 @@ INSTEAD = (
 
 
 def _is_like(source: Any, target: QuantizedWeight) -> bool:
-    """True if the source is a QuantizedWeight of the target's shape, format and nominal dtype."""
+    """Return True if the source is a QuantizedWeight of the target's shape, format and nominal
+    dtype.
+    """
     expected = target.shape, target.format, target.dtype
     return isinstance(source, QuantizedWeight) and (source.shape, source.format, source.dtype) == expected
 
@@ -107,7 +109,7 @@ def _detach(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def _transpose(weight: QuantizedWeight) -> QuantizedWeight:
-    """The `t` operator, below autograd. Returns a new tensor object in either case, since autograd
+    """Run the `t` operator below autograd. The result is always a new tensor object, since autograd
     would mark the weight itself as the output of the operator.
     """
     return weight.transposed() if weight.transposed_of is None else weight.transposed_of.share()

@@ -79,7 +79,7 @@ _NAMED = (
 
 
 def advice(operator: Any, written: bool) -> str:
-    """The advice for an operator; `written` is True if it writes a weight."""
+    """Return the advice for an operator; `written` is True if it writes a weight."""
     name = operator._schema.name.partition("::")[2]
     # The first rule that holds decides, so special cases come before families. For example,
     # normal_ writes the weight as an update does, but it is random and thus an initialisation.
@@ -98,14 +98,14 @@ def advice(operator: Any, written: bool) -> str:
 
 
 def refusal(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any], kind: type) -> RuntimeError:
-    """The error for an operator that is not defined on tensors of `kind`."""
+    """Return the error for an operator that is not defined on tensors of `kind`."""
     return RuntimeError(
         f"{operator} is not defined on a {kind.__name__}: {advice(operator, _is_written(operator, args, kwargs, kind))}"
     )
 
 
 def _is_written(operator: Any, args: Iterable[Any], kwargs: Mapping[str, Any], kind: type) -> bool:
-    """True if a tensor of `kind` is among the arguments that the operator writes."""
+    """Return True if a tensor of `kind` is among the arguments that the operator writes."""
     arguments = operator._schema.arguments
     names = [argument.name for argument in arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -127,8 +127,8 @@ def _refuse(name: str, text: str) -> Callable[..., NoReturn]:
 
 
 def _methods() -> dict[Any, Callable[..., NoReturn]]:
-    """Functions of `torch.Tensor` that raise with advice. Functions that the installed torch does
-    not have are left out.
+    """Return functions of `torch.Tensor` that raise with advice. Functions that the installed torch
+    does not have are left out.
 
     `untyped_storage` is not among them, since torch.compile calls it. Its result is harmless: torch
     raises for the address and for the bytes of a storage without memory.

@@ -92,7 +92,7 @@ class InvalidWeights(RuntimeError):
         return f"{wrong}: {self.remedy}" if self.remedy else wrong
 
     def again(self) -> "InvalidWeights":
-        """The same error without a traceback, for another reader."""
+        """Return the same error without a traceback, for another reader."""
         return InvalidWeights(self.what, self.since, self.remedy)
 
 
@@ -114,11 +114,11 @@ class _Writing:
     what: str = ""
 
     def is_here(self) -> bool:
-        """True if this thread is writing."""
+        """Return True if this thread is writing."""
         return self.thread == threading.get_ident()
 
     def is_elsewhere(self) -> bool:
-        """True if another thread is writing."""
+        """Return True if another thread is writing."""
         return self.thread not in (None, threading.get_ident())
 
 
@@ -182,7 +182,9 @@ class Validity:
     # -- checks
 
     def check(self, use: Use, weight: Any = None) -> None:
-        """RuntimeError unless the bytes, of one `weight` for COPY, READ and SEND, may be used."""
+        """Raise RuntimeError unless the bytes, of one `weight` for COPY, READ and SEND, may be
+        used.
+        """
         writing = self._writing
         if writing.thread is not None or writing.broke_off is not None:
             if weight is not None and writing.is_elsewhere():
@@ -224,8 +226,8 @@ class Validity:
             self._looks[use].append(weakref.WeakMethod(look))
 
     def check_recorded(self, recorded: "tuple[Validity, int] | None") -> None:
-        """RuntimeError in a backward pass whose forward pass `recorded` another (validity, version)
-        of these weights. A compiler records None.
+        """Raise RuntimeError in a backward pass whose forward pass `recorded` a different
+        (validity, version) of these weights. A compiler records None.
         """
         if recorded is not None and recorded[0] is self and recorded[1] != self.version:
             raise InvalidWeights(
@@ -250,7 +252,9 @@ class Validity:
             raise InvalidWeights(f"{described(weight)} holds this rank's part of the last cast only", "", self.advice)
 
     def _masters_changed(self) -> str:
-        """The change of the masters since their last cast that was seen, or an empty text."""
+        """Return the change of the masters since their last cast that was seen, or an empty
+        text.
+        """
         if self._has_stepped:
             return "an optimizer has stepped over its masters since its last cast"
         for master, counter in zip(self._masters, self._counters or (), strict=False):
@@ -285,7 +289,7 @@ class Validity:
         self.places = next(_versions)
 
     def is_cast_from(self, storages: set[int]) -> bool:
-        """True if a master is stored in one of `storages`, given by their addresses."""
+        """Return True if a master is stored in one of `storages`, given by their addresses."""
         masters = [reference() for reference in self._masters]
         return any(master is not None and _address(master) in storages for master in masters)
 
@@ -401,7 +405,7 @@ def gathered(validities: Iterable[Validity]) -> None:
 
 
 def any_shared() -> bool:
-    """True if other ranks have masters of any weights of this process."""
+    """Return True if other ranks have masters of any weights of this process."""
     return any(validity.sharded for validity in list(_watching))
 
 
@@ -429,7 +433,7 @@ _observers: list[RemovableHandle] = []
 
 
 def debugging() -> bool:
-    """True if debug mode is on."""
+    """Return True if debug mode is on."""
     return bool(_debug_hooks) and not torch.compiler.is_compiling()
 
 
@@ -466,5 +470,5 @@ def _hook_steps(concerns: Callable[[Validity], bool]) -> list[RemovableHandle]:
 
 
 def _address(tensor: Tensor) -> int:
-    """The address of a tensor's storage; zero for subclasses, which may have no memory."""
+    """Return the address of a tensor's storage; zero for subclasses, which may have no memory."""
     return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else 0

@@ -76,7 +76,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
     ) -> "QuantizedWeight":
-        """A weight whose bytes are zero and whose scale, for delayed scaling, is 1.
+        """Return a weight whose bytes are zero and whose scale, for delayed scaling, is 1.
 
         `shape` is logical, `dtype` the nominal dtype (bf16, fp16 or fp32). Raises ValueError for a
         shape that the format cannot take, TypeError for another nominal dtype.
@@ -94,10 +94,11 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         buffers: Mapping[str, Tensor],
         requires_grad: bool = False,
     ) -> "QuantizedWeight":
-        """A weight over existing buffers, by the names in `layout.BUFFERS`; nothing is copied.
+        """Return a weight over existing buffers, keyed by the names in `layout.BUFFERS`. Nothing is
+        copied.
 
-        TypeError or ValueError, which names the buffer, for one that is missing or has another
-        shape, dtype or device than the format stores, or less memory.
+        Raises TypeError or ValueError, naming the buffer, for one that is missing, whose shape,
+        dtype or device is not the one that the format stores, or that has less memory.
         """
         fmt, shape = get_format(fmt), _checked_shape(shape)
         _check_nominal(dtype)
@@ -108,8 +109,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     def of_part(
         shape: Sequence[int], fmt: FormatSpec, dtype: torch.dtype, buffers: Mapping[str, Tensor]
     ) -> "QuantizedWeight":
-        """A weight over the part of a larger weight's buffers that a cast or a reader has. For
-        internal use.
+        """Return a weight over the part of a larger weight's buffers that a cast or a reader has.
+        For internal use.
 
         The buffers may have any size. The descriptor table or op that uses them checks them.
         """
@@ -117,8 +118,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return QuantizedWeight(shape, state)
 
     def as_arguments(self) -> tuple[Any, ...]:
-        """The arguments that an op takes in place of a weight, as the constructor of `StoredWeight`
-        takes them.
+        """Return the arguments that an op takes in place of a weight, as the constructor of
+        `StoredWeight` takes them.
         """
         state = self.state
         buffers = [state.buffers[name] for name in _READ_BY_PRODUCTS]
@@ -132,8 +133,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return scaling.is_traced(self.state.rowwise_data)
 
     def dequantize(self) -> Tensor:
-        """The weight as a plain tensor of its shape and nominal dtype, from the rowwise copy. It is
-        a constant for autograd.
+        """Return the weight as a plain tensor of its shape and nominal dtype, from the rowwise
+        copy. It is a constant for autograd.
         """
         value = self.read(columnwise=False, dtype=self.dtype)
         if self.format.element is None:
@@ -145,30 +146,30 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return value.view(self.transposed_of.shape).transpose(-2, -1)
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction. RuntimeError for a stale or missing columnwise copy,
-        and for bytes that `check` refuses.
+        """Return (data, scale_inv) of one direction. Raises RuntimeError for a stale or missing
+        columnwise copy, and for bytes that `check` refuses.
         """
         self.check(Use.READ)
         return super().direction(columnwise)
 
     def stored(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
-        """(data, scale_inv) of one direction as stored. Waits for a gather in flight. RuntimeError
-        for a stale or missing columnwise copy.
+        """Return (data, scale_inv) of one direction as stored. Waits for a gather in flight. Raises
+        RuntimeError for a stale or missing columnwise copy.
         """
         if columnwise:
             return self._fresh_columnwise(), self.columnwise_scale_inv
         return self.rowwise_data, self.rowwise_scale_inv
 
     def cached_per_cast(self, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
-        """The value that `make` derives from the bytes of the last cast, kept until the next one
-        (`WeightState.cached_per_cast`).
+        """Return the value that `make` derives from the bytes of the last cast, kept until the next
+        one (`WeightState.cached_per_cast`).
         """
         return self.state.cached_per_cast(name, make)
 
     def direction_in_graph(self, columnwise: bool, after: Tensor) -> tuple[Tensor, Tensor | None] | None:
-        """(data, scale_inv) of one direction as values of a graph, in FP8 for formats that are
-        exact there; None for a columnwise copy that is kept, since the graph would save a view of
-        it for the backward pass.
+        """Return (data, scale_inv) of one direction as values of a graph, in FP8 for formats that
+        are exact there; None for a columnwise copy that is kept, since the graph would save a view
+        of it for the backward pass.
 
         `after` is the other operand of the product. What is made on demand takes it as an input, so
         that it cannot be made before. Otherwise the forward graph would make the copy of the
@@ -187,8 +188,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return made_data, made_scale if self.format.block else row_scale
 
     def check(self, use: Use) -> None:
-        """RuntimeError unless the bytes may be used in this way (`Validity.check`). Every product
-        and `dequantize` call it with `Use.READ`.
+        """Raise RuntimeError unless the bytes may be used in this way (`Validity.check`). Every
+        product and `dequantize` call it with `Use.READ`.
         """
         self.state.validity.check(use, self)
         if use is Use.READ:
@@ -211,7 +212,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     def readable_columnwise_data(self) -> Tensor | None:
         """The columnwise data for a compiled graph, whose backward pass reads it without a check.
 
-        RuntimeError for a stale copy while gradients are recorded.
+        Raises RuntimeError for a stale copy while gradients are recorded.
         """
         return self._fresh_columnwise() if torch.is_grad_enabled() else self.columnwise_data
 
@@ -230,14 +231,14 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return (self.grad_dtype if is_set else None) or self.dtype
 
     def gemm_choice(self) -> gemm.Choice:
-        """The GEMM path of `linear` with this weight and an input of the nominal dtype, with the
-        reason if it does not run on FP8 or FP4 tensor cores.
+        """Return the GEMM path of `linear` with this weight and an input of the nominal dtype, with
+        the reason if it does not run on FP8 or FP4 tensor cores.
         """
         return gemm.choice_of(self, self.dtype)
 
     def _fresh_columnwise(self) -> Tensor:
-        """The columnwise data of the last cast. A stale copy is rebuilt first if the weight's owner
-        has given a way to (`Validity.rebuild`); otherwise RuntimeError.
+        """Return the columnwise data of the last cast. A stale copy is rebuilt first if the
+        weight's owner has given a way to (`Validity.rebuild`); otherwise RuntimeError.
         """
         self.wait()
         if not self.state.columnwise_is_fresh():
@@ -285,15 +286,15 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         self.state = state
 
     def share(self) -> "QuantizedWeight":
-        """A new tensor object over the same storage, as `detach` returns."""
+        """Return a new tensor object over the same storage, as `detach` returns."""
         other = QuantizedWeight(self.shape, self.state)
         other.transposed_of = self.transposed_of
         other.expert_of = self.expert_of
         return other
 
     def transposed(self) -> "QuantizedWeight":
-        """A reading of the same weight as the `[..., K, M]` operand of a product. Gradients go to
-        the weight itself.
+        """Return a reading of the same weight as the `[..., K, M]` operand of a product. Gradients
+        go to the weight itself.
         """
         if self.transposed_of is not None:
             return self.transposed_of
@@ -302,8 +303,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return view
 
     def expert(self, index: int) -> "QuantizedWeight":
-        """One expert `[M, K]` of a weight `[E, M, K]` as an operand of products. Nothing moves.
-        Gradients go to the weight of all experts.
+        """Return one expert `[M, K]` of a weight `[E, M, K]` as an operand of products. Nothing
+        moves. Gradients go to the weight of all experts.
         """
         self.check(Use.READ)
         self.wait()
@@ -312,7 +313,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return expert
 
     def matrices(self) -> "list[QuantizedWeight]":
-        """The matrices that are stored one after another, as weights over their part of the
+        """Return the matrices that are stored one after another, as weights over their part of the
         buffers; this weight itself if there is one. For what casts and reads bytes, which checks
         the whole weight.
         """
@@ -325,13 +326,13 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return matrices
 
     def share_memory_(self) -> "QuantizedWeight":
-        """Refused: pickling copies a weight's bytes, so another process would never see a later
-        cast.
+        """Raise RuntimeError: pickling copies a weight's bytes, so another process would never see
+        a later cast.
         """
         raise RuntimeError("a QuantizedWeight cannot be shared between processes: send each of them a copy")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """The shape, format, dtype and device. Contents would have to be dequantized."""
+        """Return the shape, format, dtype and device. Contents would have to be dequantized."""
         return f"QuantizedWeight(shape={tuple(self.shape)}, format={self.format}, dtype={self.dtype}, device={self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedWeight":
@@ -340,7 +341,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return copy
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """A new weight with storage of its own: `copy` of each buffer of this weight."""
+        """Return a new weight with storage of its own: `copy` of each buffer of this weight."""
         return _restore(*self._payload(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -354,7 +355,9 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return _restore, self._payload(Tensor.clone)
 
     def _payload(self, copy: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
-        """The arguments with which `_restore` makes this weight from `copy` of its tensors."""
+        """Return the arguments with which `_restore` makes this weight from `copy` of its
+        tensors.
+        """
         if self.transposed_of is not None:
             raise RuntimeError("a transposed reading is not copied or saved: copy the weight itself")
         self.wait()
@@ -367,7 +370,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return *fixed, state.copies(copy), initial, state.columnwise_on_demand, shared, state.fp8_weight_gradients
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The names of the inner tensors, and the constants that rebuild the wrapper, for
+        """Return the names of the inner tensors, and the constants that rebuild the wrapper, for
         torch.compile and swap_tensors.
 
         torch compares the constants to decide whether a graph fits. So they include the settings
@@ -385,7 +388,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return flat
 
     def read_by_graphs(self) -> tuple[Tensor, ...]:
-        """The inner tensors that `__tensor_flatten__` names, checked."""
+        """Return the inner tensors that `__tensor_flatten__` names, checked."""
         choices = self.state.choices
         if "readers" not in choices:
             names, _ = self.__tensor_flatten__()
@@ -395,8 +398,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return read[:-1]
 
     def _stable_hash_for_caching(self) -> str:
-        """The key of this weight in torch's cache of compiled graphs. It has everything that a
-        graph depends on, the code of this package included. The bytes are not among it.
+        """Return the key of this weight in torch's cache of compiled graphs. It has everything that
+        a graph depends on, the code of this package included. The bytes are not among it.
         """
         _, context = self.__tensor_flatten__()
         buffers = self.state.buffers.items()
@@ -440,8 +443,8 @@ def _check_nominal(dtype: object) -> None:
 
 
 def _checked_shape(shape: object) -> tuple[int, ...]:
-    """The shape as a tuple. TypeError or ValueError unless it is a sequence of integers of zero
-    or more.
+    """Return the shape as a tuple. Raises TypeError or ValueError unless it is a sequence of
+    integers of zero or more.
     """
     if not isinstance(shape, tuple | list):
         raise TypeError(f"a shape is a tuple of ints, got a {type(shape).__name__}")
@@ -487,7 +490,7 @@ def _restore(
 
 
 def _check_saved(flags: Sequence[object], buffers: object, initial: object, shared_amax: object) -> None:
-    """TypeError for arguments of types that `_payload` never returns."""
+    """Raise TypeError for arguments of types that `_payload` never returns."""
     if not all(isinstance(flag, bool) for flag in flags):
         raise TypeError("a saved weight says True or False where this file says something else")
     if not isinstance(buffers, dict) or not all(isinstance(name, str) for name in buffers):
