@@ -1,7 +1,5 @@
 """One all-reduce a cast, whatever is cast; no host work a tensor; process groups of every kind."""
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,43 +82,6 @@ def test_the_packed_buffer_is_bf16_when_every_nominal_dtype_is(ranks: Ranks) -> 
     identity = Weight("identity", SHAPE, cut(2), torch.float32)
     assert ranks(2)(packed_dtype, (*bf16, identity)) == [torch.bfloat16] * 2
     assert ranks(2)(packed_dtype, (*bf16, Weight("mxfp8", SHAPE, cut(2), torch.float16))) == [torch.float32] * 2
-
-
-def not_a_number_in_the_packed_buffer() -> bool:
-    """NaN everywhere, beside odd cuts too."""
-    case = Weight("nvfp4", SHAPE, cut(2, 1), content="all_nan")
-    here = Sharded((case,), dist.get_rank())
-    plan = CastPlan(here.weights, here.masters, here.starts)
-    plan.cast()
-    return bool(plan.packed.buffer.isnan().any())
-
-
-def test_nan_never_enters_the_reduction(ranks: Ranks) -> None:
-    """Whether a MAX keeps a NaN depends on the rank that holds it."""
-    assert ranks(2)(not_a_number_in_the_packed_buffer) == [False, False]
-
-
-def cast_in_groups(cases: tuple[Weight, ...], kind: str) -> Outcome:
-    """Two groups of two of the four ranks, each with its own cast of its own masters."""
-    if kind == "mesh":
-        group: Any = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))["shard"]
-        handle = group.get_group()
-    else:
-        group = handle = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
-    here = Sharded(cases, dist.get_rank() % 2)
-    here.set_masters(dist.get_rank() // 2)
-    plan = CastPlan(here.weights, here.masters, here.starts, group)
-    plan.cast()
-    here.gather(handle)
-    plan.post_all_gather()
-    return Outcome([[casts.bytes_of(weight) for weight in here.weights]], here.complaints)
-
-
-@pytest.mark.parametrize("kind", ["group", "mesh"])
-def test_groups_are_apart(ranks: Ranks, kind: str) -> None:
-    cases = every_format(2, 1)
-    for rank, outcome in enumerate(ranks(4)(cast_in_groups, cases, kind)):
-        sharded.assert_unsharded(outcome, cases, f"rank {rank}", step=rank // 2)
 
 
 def wrong_groups() -> list[str]:

@@ -1,7 +1,6 @@
 """Plans among up to 2,048 ranks: who owns what is found without lists of spans, and what is wrong on one rank is named on all."""
 
 import functools
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,26 +183,3 @@ def test_what_ranks_exchange() -> None:
     assert found.owned == [16, 16, 4, 0]
     assert found.pieces == {0: [Piece(4, 7, 0), Piece(7, 16, 2)], 2: [Piece(1, 4, 2), Piece(8, 9, 0)]}
     assert [found.spans(index) for index in range(4)] == [[Span(0, 16)], [Span(0, 16)], [Span(1, 4), Span(8, 9)], []]
-
-
-def test_any_spans(seed: int) -> None:
-    """Overlaps are found exactly where two ranks own an element, whatever the spans."""
-    draw, overlaps = random.Random(seed), 0
-    for _ in range(200):
-        spans = [
-            [Span(start, start + draw.randrange(4)) for start in (draw.randrange(6), draw.randrange(6))]
-            for _ in range(3)
-        ]
-        items = [Item(8, draw.choice((1, 2)), "any") for _ in range(2)]
-        owners = [[sum(s[i].start <= e < s[i].stop for s in spans) for e in range(8)] for i in range(2)]
-        found, _ = on_ranks(3, lambda group, spans=spans, items=items: exchange_spans(group, items, spans[group.rank]))
-        if max(map(max, owners)) > 1:
-            overlaps += 1
-            first = next(i for i in range(2) if max(owners[i]) > 1)
-            assert all(isinstance(one, ValueError) and f"of weight {first} (any)" in str(one) for one in found), found
-            continue
-        for i in range(2):
-            held = {e for one in found for span in one.spans(i) for e in range(span.start, span.stop)}
-            assert held == {e for e in range(8) if owners[i][e]}
-            assert all(one.covers(i) == (min(owners[i]) == 1) for one in found)
-    assert 20 < overlaps < 180

@@ -25,21 +25,17 @@ from tests.optim.runs import (
     assert_equals,
     boxes,
     snapshot,
-    weight_bytes,
 )
 from tests.optim.test_muon import MUON
-from tests.optim.test_torch_adamw import EACH, FIRST, distance
-from tests.optim.undistributed import Undistributed, UndistributedMuon, mean
+from tests.optim.undistributed import Undistributed, UndistributedMuon
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of
-from zerocast import Recipe, ZeroAdamW, ZeroConfig, ZeroMuon, optim, verify
+from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, optim, verify
 from zerocast.cast import captured_step
-from zerocast.fsdp2 import FusedAdamW
 from zerocast.optim import EMA
 
 # Parameters that are added before these steps, each time one group.
 ADDED_BEFORE = {2: ("nv", "delayed", "fp16", "norm"), 4: ("embedding", "mx", "block_fp16", "scalar")}
-LATE = {name for names in ADDED_BEFORE.values() for name in names}
 # The third and fourth group, of other hyper-parameters than the first two.
 ADDED_OPTIONS = ({**ADAM, "lr": 5e-3, "betas": (0.7, 0.9)}, {**ADAM, "weight_decay": 0.0})
 MUON_ADDED_OPTIONS = ({**MUON, "lr": 5e-3}, {**ADAM, "use_muon": False})
@@ -143,84 +139,7 @@ def test_bits_on_three_ranks(ranks: Ranks) -> None:
 
 # -- beside other optimizers
 
-TORCH_SPECS = (
-    Spec("a", (300, 70), dtype=FP32),
-    Spec("b", (64, 128), "nvfp4", FP32),
-    Spec("c", (999,), dtype=FP32),
-    Spec("d", (48, 112), "fp8_block", FP32),
-)
 TORCH_STEPS, TORCH_ADDED = 20, 7
-
-
-def beside_torch(max_norm: float | None) -> tuple[float, float]:
-    """Distances in ulp of masters from those of torch's AdamW, whose parameters are added at the same step: after the first step
-    of the added ones, and after all."""
-    run = Run(TORCH_SPECS, options=(ADAM,), frozen=("c", "d"))
-    trainer, ranks = Trainer(run), dist.get_world_size() if dist.is_initialized() else 1
-    twins = {spec.name: nn.Parameter(spec.initial()) for spec in TORCH_SPECS}
-    oracle = torch.optim.AdamW([{"params": [twins["a"], twins["b"]], **ADAM}], foreach=False)
-    trained, distances = ["a", "b"], {}
-    for step in range(TORCH_STEPS):
-        if step == TORCH_ADDED:
-            late = {"lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0}
-            added = [(name, trainer.probe.get_parameter(name).requires_grad_(True)) for name in "cd"]
-            trainer.optimizer.add_param_group({"params": added, **late})
-            oracle.add_param_group({"params": [twins["c"], twins["d"]], **late})
-            trained += ["c", "d"]
-        trainer.backward(step)
-        for spec in TORCH_SPECS:
-            if spec.name in trained:
-                gradient = mean([spec.gradient(step, rank) for rank in range(ranks)], spec)
-                twins[spec.name].grad = torch.from_numpy(gradient)
-        if max_norm is not None:
-            ours = trainer.optimizer.clip_grad_norm_(max_norm)
-            torch.testing.assert_close(ours, torch.nn.utils.clip_grad_norm_([twins[n] for n in trained], max_norm))
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
-        oracle.step()
-        state = trainer.optimizer.state_dict()
-        for name in trained:
-            assert float(state["optim"]["state"][name]["step"]) == float(oracle.state[twins[name]]["step"])
-        distances[step] = max(
-            distance(part, twins[name].detach()[where], 3e-3 if name in "cd" else ADAM["lr"])
-            for name in trained
-            for where, part in boxes(state["model"][name])
-            if part.numel()
-        )
-    return distances[TORCH_ADDED], distances[TORCH_STEPS - 1]
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.1])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_within_ulps_of_torch(ranks: Ranks, world: int, max_norm: float | None) -> None:
-    for first, last in ranks(world)(beside_torch, max_norm):
-        assert first <= FIRST + TORCH_ADDED * EACH
-        assert last <= TORCH_STEPS * EACH
-
-
-@pytest.mark.parametrize("moment_dtype", [FP32, "8bit"], ids=str)
-def test_bits_of_fused_adamw(moment_dtype: Any) -> None:
-    """FusedAdamW keeps a step count for each parameter. The random numbers of moments in 8 bits depend on it."""
-    torch.manual_seed(0)
-    first = {"a": torch.randn(48, 200), "b": torch.randn(130)}
-    late = {"c": torch.randn(16, 300), "d": torch.randn(7)}
-    config = ZeroConfig(moment_dtype=moment_dtype)
-    ours, theirs = ({n: nn.Parameter(v.clone()) for n, v in {**first, **late}.items()} for _ in range(2))
-    zero = ZeroAdamW([(name, ours[name]) for name in first], config=config)
-    fused = FusedAdamW([(name, theirs[name]) for name in first], moment_dtype=moment_dtype)
-    for step in range(6):
-        if step == 3:
-            for optimizer, parameters in ((zero, ours), (fused, theirs)):
-                optimizer.add_param_group({"params": [(name, parameters[name]) for name in late], "lr": 1e-2})
-        trained = first if step < 3 else {**first, **late}
-        for name in trained:
-            gradient = torch.randn(ours[name].shape)
-            ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
-        zero.step()
-        fused.step()
-        for name in trained:
-            assert torch.equal(ours[name], theirs[name]), f"{name} after step {step}"
-        zero.zero_grad()
 
 
 # -- what follows masters
@@ -369,35 +288,6 @@ def test_captured_steps_are_captured_again(config: ZeroConfig) -> None:
             assert recorded.call_count == 3
 
 
-def switches() -> None:
-    """Before the first addition weights of a bucket part, between the two all become bf16, and after it FP8."""
-    trainer, other = Growing(), Growing()
-    recipes = {
-        1: Recipe({"nv_late": "identity", "square": "mxfp4"}, default="fp8_block"),
-        3: Recipe({}, default="identity"),
-        5: Recipe({"embedding": "identity", "fp16": "identity"}, default="fp8_block"),
-    }
-    for step in range(6):
-        for each in (trainer, other):
-            if step in ADDED_BEFORE:
-                each.add()
-            each.step(step)
-        if step in recipes:
-            zerocast.switch(trainer.optimizer, recipes[step])
-        verify(trainer.optimizer).raise_for_differences()
-        # Gradients do not depend on the weights, so masters are those of a run without a switch.
-        ours, theirs = (each.optimizer.state_dict()["model"] for each in (trainer, other))
-        for name, value in ours.items():
-            for (_, part), (_, wanted) in zip(boxes(value), boxes(theirs[name]), strict=True):
-                assert torch.equal(part, wanted), f"{name} after step {step}"
-    assert {str(fmt) for fmt, _ in trainer.optimizer.formats.values()} == {"fp8_block"}
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
-def test_with_switches_of_formats(ranks: Ranks, world: int) -> None:
-    ranks(world)(switches)
-
-
 # -- what it looks like to users
 
 
@@ -445,36 +335,6 @@ def test_groups_of_frozen_parameters() -> None:
     assert "were frozen" in error_of(lambda: trainer.step(1))
 
 
-def beside_another() -> list[str]:
-    """Of two optimizers with parts each one gets a part of a third, whose owner says so afterwards."""
-    specs = tuple(Spec(name, (64, 64), "nvfp4") for name in ("a", "b", "c", "d"))
-    trainer = Trainer(Run(specs, options=(ADAM,), frozen=("b", "c", "d")))
-    others = [
-        ZeroAdamW([(name, trainer.probe.get_parameter(name).requires_grad_(True))], config=DETERMINISTIC, **ADAM)
-        for name in ("b", "c")
-    ]
-    reference = Undistributed([spec for spec in specs if spec.name != "d"])
-    # The first owner has used up the value in high precision.
-    reference.master["c"] = trainer.probe.get_parameter("c").dequantize().float().numpy()
-    trainer.optimizer.add_param_group({"params": [("c", trainer.probe.get_parameter("c"))], **ADAM})
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for step in range(3):
-        trainer.backward(step)
-        trainer.optimizer.step()
-        others[0].step()
-        reference.step({n: trainer.run.rounds(s, step, ranks) for n, s in reference.specs.items()}, [ADAM])
-        found = weight_bytes(trainer.probe)
-        for name in "abc":
-            casts.assert_same_bytes(found[name], reference.bytes[name], f"{name} after step {step}")
-    return [error_of(others[1].step)]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_beside_other_optimizers(ranks: Ranks, world: int) -> None:
-    for (error,) in ranks(world)(beside_another):
-        assert "another optimizer was built over these parameters" in error
-
-
 # -- what is refused
 
 
@@ -493,11 +353,6 @@ def _averaged(trainer: Trainer) -> Any:
     context = EMA(trainer.optimizer).swapped()
     context.__enter__()
     return lambda: context.__exit__(None, None, None)
-
-
-def _moved_groups(trainer: Trainer) -> Any:
-    moved = trainer.optimizer.param_groups[0]["params"].pop()
-    return lambda: trainer.optimizer.param_groups[0]["params"].append(moved)
 
 
 LATE_PARAMETER = ("late", nn.Parameter(torch.zeros(3)))

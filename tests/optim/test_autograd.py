@@ -1,6 +1,5 @@
-"""Whatever autograd does on the way: checkpointing, repeated and partial passes, hooks, passes that die."""
+"""Whatever autograd does on the way: gradients in pieces, frozen parameters, passes that die."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,19 +9,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerocast
-from tests.optim.language_model import LM, batch
 from tests.optim.probe import MIXED
 from tests.optim.runs import (
-    ADAM,
     DETERMINISTIC,
     EIGHT_BIT_MOMENTS,
     Run,
     Trainer,
     assert_equals,
     boxes,
-    weight_bytes,
 )
-from tests.optim.traffic import recorded
 from tests.optim.undistributed import Undistributed
 from zerocast import ZeroAdamW, ZeroConfig
 
@@ -32,33 +27,6 @@ TINY = ZeroConfig(bucket_size=1, deterministic=True)
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def train(checkpointing: str | None, config: ZeroConfig, stage: int, steps: int = 4) -> tuple[list[float], int]:
-    """Losses, and exchanges of gradient buckets a step."""
-    model = LM(checkpointing)
-    optimizer = ZeroAdamW(model.named_parameters(), **ADAM, stage=stage, config=config)
-    losses = []
-    with recorded() as log:
-        for step in range(steps):
-            loss = model(batch(step, rank()))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses, Counter(kind for kind, _ in log)["all-to-all"] // steps
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("checkpointing", ["non-reentrant", "reentrant"])
-def test_activation_checkpointing_changes_nothing(ranks, checkpointing, overlap, stage):
-    config = ZeroConfig(2**20, overlap, deterministic=True)
-    found, wanted = ranks(2)(train, checkpointing, config, stage), ranks(2)(train, None, config, stage)
-    assert [losses for losses, _ in found] == [losses for losses, _ in wanted]
-    # every reentrant segment is a backward pass of its own: correct, but as many rounds
-    rounds = 1 if checkpointing == "non-reentrant" else 3
-    assert [exchanges for _, exchanges in found] == [exchanges * rounds for _, exchanges in wanted]
 
 
 class SharedBlocks(nn.Module):
@@ -207,10 +175,6 @@ def repeated() -> None:
     assert_equals(trainer, reference, "twice")
 
 
-def test_a_graph_can_be_used_twice(ranks):
-    ranks(2)(repeated)
-
-
 def partial() -> None:
     """backward(inputs=...) and autograd.grad: only what was asked for arrives, and the rest in another pass."""
     trainer, reference = Trainer(Run()), Undistributed(MIXED)
@@ -224,30 +188,6 @@ def partial() -> None:
     trainer.optimizer.step()
     reference.step({s.name: trainer.run.rounds(s, 1, dist.get_world_size()) for s in MIXED}, trainer.run.options)
     assert_equals(trainer, reference, "partial")
-
-
-def test_partial_passes(ranks):
-    ranks(2)(partial)
-
-
-def hooked(stage: int) -> list[bool]:
-    """Tensor hooks change gradients before they are reduced; accumulation hooks come too late, and never find None."""
-    trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
-    weight = trainer.probe.get_parameter("nv")
-    weight.register_hook(lambda g: 2 * g)
-    seen: list[bool] = []
-    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
-    trainer.backward(0)
-    trainer.optimizer.step()
-    gradients = {s.name: trainer.run.rounds(s, 0, dist.get_world_size()) for s in MIXED}
-    reference.step({**gradients, "nv": [2 * gradients["nv"][0]]}, trainer.run.options)
-    assert_equals(trainer, reference, "hooks")
-    return seen
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_hooks_of_the_user(ranks, stage):
-    assert ranks(2)(hooked, stage) == [[True]] * 2
 
 
 def toggled(config: ZeroConfig) -> None:
@@ -268,21 +208,6 @@ def toggled(config: ZeroConfig) -> None:
 @pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32 moments", "8-bit moments"])
 def test_requires_grad_toggled(ranks, config):
     ranks(2)(toggled, config)
-
-
-def test_backward_from_another_thread():
-    """As torch runs it on a device."""
-    import threading
-
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    for step in range(2):
-        thread = threading.Thread(target=trainer.backward, args=(step,))
-        thread.start()
-        thread.join()
-        trainer.optimizer.step()
-        reference.step({s.name: trainer.run.rounds(s, step, 1) for s in MIXED}, trainer.run.options)
-    assert_equals(trainer, reference, "thread")
-    assert weight_bytes(trainer.probe)
 
 
 def test_create_graph_leaves_no_graph_behind():

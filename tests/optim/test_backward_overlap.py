@@ -55,11 +55,6 @@ def test_the_first_reduction_starts_before_the_last_gradient_exists(ranks, fmt, 
     assert first.index(kind) < first.index(f"{LAYERS - 3}.weight"), "the first starts once its bucket is full"
 
 
-def test_one_bucket_waits_for_all(ranks):
-    for found in ranks(2)(events, None, ZeroConfig(), 2):
-        assert found.index("reduce-scatter") == len(found) - 1 == 2 * LAYERS
-
-
 def overtaken() -> torch.Tensor:
     """The gradient of a pass whose reductions overtake those of the pass before, which nobody has waited for."""
     reduce, number = Group.reduce_scatter_mean, itertools.count()

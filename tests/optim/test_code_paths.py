@@ -115,11 +115,6 @@ def some(cases: Iterable[str], fast: str) -> list[Any]:
     return [pytest.param(case, marks=[] if case == fast else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("case", some(EXCHANGES, "saves a checkpoint, loads a checkpoint"))
-def test_calls_that_exchange_objects(ranks: Ranks, tmp_path: Path, case: str) -> None:
-    _check(ranks(2)(differ, case, str(tmp_path)), case)
-
-
 @pytest.mark.parametrize("case", some(IN_DEBUG_MODE, "steps with, reduces the gradients"))
 def test_steps_in_debug_mode(ranks: Ranks, tmp_path: Path, case: str) -> None:
     _check(ranks(2)(differ, case, str(tmp_path)), case)

@@ -42,7 +42,7 @@ def refuses(folder: str) -> tuple[str, int]:
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_files(ranks, tmp_path, damage):
-    """Every file of a checkpoint of two ranks in turn, read on one and on two; the one before is still there."""
+    """Every file of a checkpoint of two ranks in turn; the one before is still there."""
     ranks(2)(saved, str(tmp_path / "whole"))
     files = [name for name in names(tmp_path / "whole" / "step_00000002") if name not in (manifest.NAME, ".metadata")]
     assert len(files) == 2
@@ -50,24 +50,22 @@ def test_damaged_files(ranks, tmp_path, damage):
         folder = tmp_path / str(number)
         shutil.copytree(tmp_path / "whole", folder)
         damage(folder / "step_00000002" / name)
-        for said, step in [refuses(str(folder)), *ranks(2)(refuses, str(folder))]:
+        # A rank reads what the other one wrote; with the first file, one process reads what two have.
+        readers = ranks(2)(refuses, str(folder)) if number else [refuses(str(folder))]
+        for said, step in readers:
             assert DAMAGE[damage] in said
             assert f"step_00000002/{name}" in said
             assert step == 1
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{}", '{"files": []}', '{"files": {}}', "[" * 100_000, '{"step": 3'],
-    ids=repr,
-)
-def test_a_damaged_manifest(tmp_path, content):
+def test_a_damaged_manifest(tmp_path):
     saved(str(tmp_path))
-    (tmp_path / "step_00000002" / manifest.NAME).write_text(content)
     trainer = Trainer(Run())
-    with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
-        Checkpoints(tmp_path).load(trainer.optimizer, step=2)
-    assert Checkpoints(tmp_path).load(trainer.optimizer) == 1
+    for content in ("", "[]", "{}", '{"files": []}', '{"files": {}}', "[" * 100_000, '{"step": 3'):
+        (tmp_path / "step_00000002" / manifest.NAME).write_text(content)
+        with pytest.raises(ValueError, match=r"manifest\.json is damaged"):
+            Checkpoints(tmp_path).load(trainer.optimizer, step=2)
+        assert Checkpoints(tmp_path).load(trainer.optimizer) == 1
 
 
 def test_a_manifest_names_no_file_elsewhere(tmp_path):

@@ -66,14 +66,6 @@ def test_either_loads_into_either(ranks, tmp_path, world, saved, loaded, exact):
         assert same_next_step or saved is not loaded
 
 
-def test_a_state_in_memory_loads_into_either():
-    first, second = trainer_of(FP32), trainer_of(BF16)
-    first.train(range(3))
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    wanted = moments(first)
-    assert all(torch.equal(part, wanted[name].to(BF16)) for name, part in moments(second).items())
-
-
 # Weights whose groups of moments are cut by any number of ranks: rows of 200 and 40 elements.
 CUT = (Spec("wide", (24, 200), dtype=BF16), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,), dtype=FP32))
 EIGHT_BITS = Run(specs=CUT, options=(ADAM,), config=EIGHT_BIT_MOMENTS, assign=True)
@@ -230,22 +222,6 @@ def test_ranks_load_one_kind_of_moments(ranks):
     assert all("moments as codes" in error for error in ranks(2)(loaded_in_two_kinds))
 
 
-def uninterrupted(steps: int, resumes: int, path: str) -> None:
-    """A run that is saved and loaded after `resumes` steps has the bits of one that is not."""
-    whole, first, second = Trainer(EIGHT_BITS), Trainer(EIGHT_BITS), Trainer(EIGHT_BITS)
-    whole.train(range(steps))
-    first.train(range(resumes))
-    optim.save(first.optimizer, path)
-    optim.load(second.optimizer, path)
-    second.train(range(resumes, steps))
-    _assert_same_snapshots(snapshot(second), snapshot(whole))
-
-
-@pytest.mark.parametrize("world", worlds(3, slow=[1, 2]))
-def test_moments_in_8_bits_go_on_as_if_nothing_was_saved(ranks, tmp_path, world):
-    ranks(world)(uninterrupted, 7, 4, str(tmp_path / "saved"))
-
-
 class Alike(Spec):
     """A parameter whose gradients are the same on all ranks, and so short that their mean is exact."""
 
@@ -303,17 +279,6 @@ def test_a_rank_that_refuses_a_step_keeps_no_other_waiting(ranks, late):
     assert bool(first[0]) != late
     for stepped, *_ in (first[late:], refusing):
         assert "lr is out of range: -1.0" in stepped
-
-
-@pytest.mark.parametrize("other", [FP32, BF16])
-def test_moments_in_8_bits_load_from_and_into_others(other):
-    first, second = trainer_of(other), trainer_of("8bit")
-    first.train(range(3))
-    second.optimizer.load_state_dict(first.optimizer.state_dict())
-    _assert_rounded(second, moments(first))
-    first.optimizer.load_state_dict(second.optimizer.state_dict())
-    wanted = moments(second)
-    assert all(torch.equal(part, wanted[name].to(other)) for name, part in moments(first).items())
 
 
 def test_a_state_of_torchs_adamw_loads_into_8_bits():

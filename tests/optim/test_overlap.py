@@ -13,7 +13,7 @@ from torch import nn
 
 from tests import casts
 from tests.optim.probe import BF16, MIXED, Probe
-from tests.optim.runs import Run, Trainer, check, weight_bytes
+from tests.optim.runs import Run, Trainer, weight_bytes
 from tests.optim.slow_gathers import slow_gathers
 from zerocast import ZeroAdamW, ZeroConfig
 
@@ -141,38 +141,11 @@ def read_in_flight(config: ZeroConfig, name: str, steps: int) -> Found:
     ("read", "config"), [*((r.__name__, OVERLAP) for r in READS), ("columnwise", KEPT), ("input_gradient", KEPT)]
 )
 def test_a_read_waits(ranks, read, config):
-    for steps in (0, 2):
+    for steps in (0, 2) if read == "data" else (2,):
         eager = ranks(2)(read_in_flight, EAGER, read, steps)
         overlapped = ranks(2)(read_in_flight, config, read, steps)
         for rank in range(2):
             casts.assert_same_bytes(overlapped[rank], eager[rank], f"{read} after {steps} steps, rank {rank}")
-
-
-def steps_without_reads() -> None:
-    """Step after step with nobody reading: each cast waits for the gather before it."""
-    with slow_gathers():
-        check(Run(config=OVERLAP, assign=True))
-        trainers = [Trainer(Run(config=config, assign=True)) for config in (OVERLAP, EAGER)]
-        for trainer in trainers:
-            trainer.train(range(4))
-        for name, wanted in weight_bytes(trainers[1].probe).items():
-            casts.assert_same_bytes(weight_bytes(trainers[0].probe)[name], wanted, name)
-
-
-def test_steps_without_reads(ranks):
-    steps_without_reads()
-    ranks(2)(steps_without_reads)
-
-
-def whole_run() -> None:
-    """Forward passes are the only readers."""
-    with slow_gathers():
-        check(Run(config=OVERLAP, max_norm=0.1))
-
-
-def test_a_whole_run(ranks):
-    whole_run()
-    ranks(3)(whole_run)
 
 
 def lazily() -> list[int]:

@@ -9,18 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerocast
 from tests import casts
 from tests.optim.probe import FP16, MIXED, Probe
-from tests.optim.runs import ADAM, Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.runs import ADAM, Run, Trainer, assert_equals, weight_bytes
 from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import Undistributed
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 
 SMALL = ZeroConfig(bucket_size=4096, deterministic=True)
-TINY = ZeroConfig(bucket_size=1, deterministic=True)
 OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
 
 
@@ -83,46 +81,6 @@ def test_an_optimizer_is_freed_with_its_last_reference():
     assert weight_bytes(probe)
 
 
-def test_a_gather_outlives_its_optimizer(ranks):
-    assert ranks(2)(outlived) == [None, None]
-
-
-def outlived() -> None:
-    with slow_gathers():
-        eager, late = Trainer(Run(config=SMALL)), Trainer(Run(config=OVERLAP))
-        eager.step(0)
-        late.step(0)
-        probe = late.probe
-        del late.optimizer, late.scheduler
-        gc.collect()
-        for name, wanted in weight_bytes(eager.probe).items():
-            casts.assert_same_bytes(weight_bytes(probe)[name], wanted, name)
-
-
-def averaged_copies() -> None:
-    """deepcopy of the model while it trains: copies own their bytes, have no hooks, and do not disturb."""
-    trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
-    copies = []
-    for step in range(3):
-        go_on(trainer, reference, range(step, step + 1))
-        twin = copy.deepcopy(trainer.probe)
-        copies.append((twin, weight_bytes(twin)))
-        twin.backward(7, trainer.rank)
-        assert twin.get_parameter("norm").grad is not None
-        twin.zero_grad()  # or the next step says that nobody trains the copy
-    for twin, then in copies:
-        for name, held in then.items():
-            casts.assert_same_bytes(weight_bytes(twin)[name], held, name)
-    casts.assert_same_bytes(weight_bytes(copies[-1][0])["nv"], reference.bytes["nv"])
-    size = copies[0][0].get_parameter("nv").rowwise_data.untyped_storage().nbytes()
-    assert size == 48 * 112 // 2
-
-
-def test_copies_of_the_model(ranks):
-    averaged_copies()
-    ranks(2)(averaged_copies)
-
-
 def moved(config: ZeroConfig) -> None:
     """Storage that a user replaced between steps is taken back with the next one; nothing goes stale."""
     trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED)
@@ -145,12 +103,6 @@ def moved(config: ZeroConfig) -> None:
         trainer.probe._apply(lambda t: t.clone() if isinstance(t, QuantizedWeight) else t)  # as a change of device does
         assert_equals(trainer, reference, "new objects")
         go_on(trainer, reference, range(6, 8))
-
-
-@pytest.mark.parametrize("config", [SMALL, OVERLAP], ids=["eager", "overlap"])
-def test_moved_storage(ranks, config):
-    moved(config)
-    ranks(2)(moved, config)
 
 
 def test_a_converted_parameter_is_refused():
@@ -192,30 +144,6 @@ def test_two_optimizers_over_one_model(ranks, config):
     ranks(2)(two_optimizers, config)
 
 
-def interleaved() -> None:
-    """Two optimizers whose gradients arrive by turns, other parameters unused on each rank: nobody gets another's gradient."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))["shard"]
-    for group, ranks in ((None, range(dist.get_world_size())), (mesh, dist.get_process_group_ranks(mesh.get_group()))):
-        weights = [nn.Parameter(torch.ones(128)) for _ in range(4)]
-        named = [(f"w{index}", weight) for index, weight in enumerate(weights)]
-        first, second = (ZeroAdamW(half, lr=0.0, group=group, config=TINY) for half in (named[:2], named[2:]))
-        size = torch.tensor([1.0, 100.0, 10.0, 1000.0])
-        x = sum(weights[i] * size[i] for i in (0, 2, 1, 3) if (i + dist.get_rank()) % 3)
-        assert isinstance(x, torch.Tensor)
-        x.sum().backward()
-        for optimizer, indices in ((first, (0, 1)), (second, (2, 3))):
-            optimizer.step()
-            state = optimizer.state_dict()["optim"]["state"]
-            for index in indices:
-                mean = sum(float(size[index]) for rank in ranks if (index + rank) % 3) / len(ranks)
-                for _, part in boxes(state[f"w{index}"]["exp_avg"]):
-                    assert torch.allclose(part, torch.tensor(0.1 * mean)), f"w{index} over {ranks}"
-
-
-def test_two_optimizers_do_not_exchange_gradients(ranks):
-    ranks(4)(interleaved)
-
-
 def test_an_optimizer_is_not_copied():
     trainer = Trainer(Run())
     for copying in (copy.deepcopy, copy.copy, pickle.dumps):
@@ -229,20 +157,6 @@ def test_a_model_under_training_can_be_pickled():
     twin = pickle.loads(pickle.dumps(trainer.probe))
     for name, wanted in weight_bytes(trainer.probe).items():
         casts.assert_same_bytes(weight_bytes(twin)[name], wanted, name)
-
-
-def test_a_frozen_weight_stays():
-    """Parameters outside the optimizer keep bytes, storage and gradients."""
-    model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 32, bias=False))
-    zerocast.quantize_(model, zerocast.Recipe({"*": "nvfp4"}))
-    model[0].requires_grad_(False)
-    before = weight_bytes(model)["0.weight"]
-    optimizer = ZeroAdamW(model.named_parameters(), lr=1.0)
-    for _ in range(3):
-        model(torch.ones(2, 64)).sum().backward()
-        optimizer.step()
-    casts.assert_same_bytes(weight_bytes(model)["0.weight"], before)
-    assert set(optimizer.state_dict()["model"]) == {"1.weight"}
 
 
 @pytest.mark.parametrize("optimizer_class", [ZeroAdamW, ZeroMuon])

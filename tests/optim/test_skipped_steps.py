@@ -98,35 +98,6 @@ def test_nothing_changes(ranks, run, name, clip, value):
     ranks(3)(skip, run, name, value, 1, clip)
 
 
-def overflow_in_the_sum() -> None:
-    """Finite on each rank, infinite as a sum."""
-    trainer = Trainer(Run(assign=True))
-    trainer.step(0)
-    before = everything(trainer)
-    largest = torch.finfo(torch.float32).max
-    trainer.probe.get_parameter("norm").grad = torch.full((37,), largest)
-    trainer.optimizer.step()
-    casts.assert_same_bytes(everything(trainer), before)
-    assert trainer.optimizer.skipped_steps == 1
-
-
-def test_overflow_in_the_sum(ranks):
-    ranks(2)(overflow_in_the_sum)
-
-
-def test_the_first_step_can_be_skipped():
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    before = everything(trainer)
-    poison(trainer, 0, "current", float("nan"), 0)
-    trainer.optimizer.step()
-    casts.assert_same_bytes(everything(trainer), before)
-    trainer.backward(1)
-    trainer.optimizer.step()
-    reference.step({spec.name: trainer.run.rounds(spec, 1, 1) for spec in MIXED}, trainer.run.options)
-    reference.skipped = 1
-    assert_equals(trainer, reference, "after a skipped first step")
-
-
 def test_what_is_new_is_logged_when_read(caplog):
     trainer = Trainer(Run())
     with caplog.at_level(logging.WARNING, "zerocast"):

@@ -275,30 +275,6 @@ def test_error_if_nonfinite(ranks):
         assert "non-finite" in found[3]
 
 
-def two_optimizers() -> None:
-    """The parameters of two optimizers together, one of each stage, and plain tensors among them."""
-    torch.manual_seed(0)  # the plain tensors among them have the same gradients on every rank
-    models = [nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2)]
-    optimizers = [ZeroAdamW(m.named_parameters(), stage=s, config=LIBRARY) for s, m in enumerate(models, 1)]
-    other = nn.Linear(16, 16)
-    x = torch.ones(2, 16) * (1 + rank())
-    for model in (*models, other):
-        model(x if model is not other else torch.ones(2, 16)).square().sum().backward()
-    parameters = [p for model in (*models, other) for p in model.parameters()]
-    found = clip_grad_norm_(parameters, 1e-3)
-    squares = [p.grad.full_tensor().square().sum() for model in models for p in model.parameters()]
-    squares += [p.grad.square().sum() for p in other.parameters()]
-    assert float(torch.stack(squares).sum().sqrt()) == pytest.approx(1e-3, rel=1e-3)
-    assert found > 1
-    for optimizer in optimizers:
-        assert float(optimizer.clip_grad_norm_(1.0)) < 1e-3
-
-
-def test_two_optimizers(ranks):
-    for count in (1, 2):
-        ranks(count)(two_optimizers)
-
-
 def collectives() -> dict[str, int]:
     """How many there are in a step, by how it is clipped."""
     counts = {}

@@ -15,8 +15,7 @@ import zerocast
 from tests.optim.captured_runs import Case, Trainee, run_again
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN, Spec
-from tests.optim.runs import EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, snapshot
-from tests.optim.slow_gathers import slow_gathers
+from tests.optim.runs import Run, Trainer, assert_equals, snapshot
 from tests.optim.undistributed import F32, Undistributed, f32, np
 from tests.selection import worlds
 from zerocast import QuantizedWeight, Recipe, ZeroConfig, verify
@@ -24,8 +23,6 @@ from zerocast.cast import captured_step
 from zerocast.optim import EMA, Checkpoints, load, save
 
 CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
-OVERLAP = dataclasses.replace(CONFIG, overlap_all_gather=True)
-KEPT = dataclasses.replace(CONFIG, keep_columnwise=True)
 # matrices of the probe that are no QuantizedWeights
 PLAIN_MATRICES = {spec.name: "identity" for spec in MIXED if spec.fmt == PLAIN and len(spec.shape) > 1}
 BF16 = Recipe({}, default="identity")
@@ -109,11 +106,6 @@ def test_bytes_are_those_of_a_run_that_starts_with_the_recipe(ranks, world):
     ranks(world)(check, ("bf16", "mixed", "fp8"), CONFIG)
 
 
-@pytest.mark.parametrize("config", [OVERLAP, KEPT, EIGHT_BIT_MOMENTS], ids=["overlap", "kept", "8-bit moments"])
-def test_other_configurations(ranks, config):
-    ranks(2)(check, ("mixed", "bf16", "mixed"), config)
-
-
 def test_the_same_recipe_changes_nothing():
     trainer = Trainer(Run(config=CONFIG))
     trainer.step(0)
@@ -128,27 +120,7 @@ def _assert_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
     assert all((value == b[name]).all() for name, value in a.items())
 
 
-def test_a_gather_in_flight_lands_first(ranks):
-    ranks(2)(in_flight)
-
-
-def in_flight() -> None:
-    trainer, reference = Trainer(Run(config=OVERLAP)), Undistributed(MIXED)
-    with slow_gathers():
-        trainer.step(0)
-        assert trainer.optimizer._weights.gather._flying
-        zerocast.switch(trainer.optimizer, RECIPES["mixed"])
-        assert trainer.optimizer._weights.gather._flying
-        reference.step(gradients(trainer, 0), trainer.run.options)
-        assert_equals(trainer, switched(reference, RECIPES["mixed"]), "with both gathers in flight")
-
-
 # -- checkpoints
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_checkpoints(ranks, world, tmp_path):
-    ranks(world)(checkpoints, str(tmp_path))
 
 
 def checkpoints(folder: str) -> None:
@@ -375,21 +347,6 @@ def test_memory_that_runs_out_anywhere():
     trainer.step(0)
     reference.step(gradients(trainer, 0), trainer.run.options)
     assert_equals(trainer, reference, "goes on")
-
-
-def test_averages_go_on():
-    trainer, plain = Trainer(Run(config=CONFIG)), Trainer(Run(config=CONFIG))
-    averages = [EMA(each.optimizer, 0.5) for each in (trainer, plain)]
-    for each in (trainer, plain):
-        each.step(0)
-    zerocast.switch(trainer.optimizer, BF16)
-    for each in (trainer, plain):
-        each.step(1)
-    ours, theirs = (average.state_dict()["model"] for average in averages)
-    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
-    with averages[0].swapped():
-        verify(trainer.optimizer).raise_for_differences()
-    verify(trainer.optimizer).raise_for_differences()
 
 
 def test_captured_steps_are_captured_again():

@@ -219,26 +219,9 @@ def harmless(config: ZeroConfig) -> None:
         assert_equals(trainer, reference, f"step {step}")
 
 
-def test_a_swap_there_and_back_is_exact():
-    harmless(EAGER)
-
-
 @pytest.mark.slow
 def test_a_swap_there_and_back_is_exact_while_gathers_are_in_flight(ranks):
     ranks(2)(harmless, OVERLAP)
-
-
-def saved_after(write: str) -> str:
-    trainer = Trainer(Run(SPECS, config=EAGER))
-    WRITES[write](trainer.probe)
-    with pytest.raises(RuntimeError, match="since the last step") as caught:
-        trainer.optimizer.state_dict()
-    return str(caught.value)
-
-
-def test_a_save_notices():
-    assert "bias" in saved_after("fill_")
-    saved_after("load_state_dict")
 
 
 @pytest.mark.notices(
@@ -262,48 +245,6 @@ def test_debug_mode_sees_what_no_counter_does():
                 trainer.optimizer.step()
     finally:
         zerocast.set_debug(False)
-
-
-def test_a_load_before_the_optimizer_is_what_trains():
-    """Quantized bytes that are loaded take the place of the value that masters would be made of."""
-    model, source = Probe(SPECS), other()
-    model.load_state_dict(source.state_dict())
-    optimizer = ZeroAdamW(model.named_parameters())
-    for name in ("nv", "block", "norm"):
-        wanted = source.get_parameter(name)
-        wanted = wanted.dequantize() if isinstance(wanted, QuantizedWeight) else wanted
-        assert torch.equal(optimizer.state_dict()["model"][name], wanted.detach().float()), name
-
-
-def test_the_model_then_the_optimizer():
-    """The usual order of resuming: what the optimizer loads are the masters, and the model follows."""
-    trainer = Trainer(Run(SPECS, config=EAGER))
-    trainer.step(0)
-    model, state = copy.deepcopy(trainer.probe.state_dict()), copy.deepcopy(trainer.optimizer.state_dict())
-    trainer.step(1)
-    trainer.probe.load_state_dict(model)
-    trainer.optimizer.load_state_dict(state)
-    trainer.step(1)
-    trainer.probe.load_state_dict(model)
-    zerocast.optim.load_masters(trainer.optimizer, {name: value.clone() for name, value in state["model"].items()})
-    trainer.step(2)
-
-
-def on_one_rank() -> str:
-    trainer = Trainer(Run(SPECS, config=EAGER))
-    trainer.step(0)
-    if trainer.rank == 1:
-        trainer.probe.norm.data = torch.ones(37)
-    trainer.backward(1)
-    with pytest.raises(RuntimeError) as caught:
-        trainer.optimizer.step()
-    return str(caught.value)
-
-
-def test_one_rank_alone(ranks):
-    for said in ranks(2)(on_one_rank):
-        assert said.startswith("rank 1: ")
-        assert "since the last step, norm" in said
 
 
 def test_bf16_values_are_compared_bit_by_bit():
