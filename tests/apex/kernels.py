@@ -1,7 +1,6 @@
 """Apex's two kernels of a step in plain torch: its formulas, operation by operation, on the CPU.
 
-`fused_adam` is `DistAdamFunctor` of `multi_tensor_distopt_adam_kernel.cu` in decoupled weight decay; `zerocast_adam` has its
-signature and the update of zerocast/backends/README.md in its place.
+`fused_adam` is `DistAdamFunctor` of `multi_tensor_distopt_adam_kernel.cu` in decoupled weight decay.
 """
 
 from collections.abc import Sequence
@@ -9,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from zerocast.backends.reference.adam import adamw
-from zerocast.cast.adam_update import Hyperparameters
 
 Lists = Sequence[Sequence[Tensor]]  # masters, both moments, gradients, results: a tensor a fragment
 
@@ -58,30 +54,6 @@ def fused_adam(
         v.copy_(_lerp(f32(beta2), g * g, v))
         update = _fma(f32(weight_decay), p, (m / c1) / ((v / c2).sqrt() + f32(eps)))
         p.copy_(_fma(-f32(lr), update, p))
-        out.copy_(p)
-
-
-def zerocast_adam(
-    chunk: int,
-    noop: Tensor,
-    lists: Lists,
-    grad_scale: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    step: int,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-) -> None:
-    device = lists[0][0].device
-    table = Hyperparameters(1, device)
-    table.refresh([{"lr": lr, "weight_decay": weight_decay, "betas": (beta1, beta2), "eps": eps}])
-    (scalars,) = table.scalars(torch.tensor([step], device=device))
-    for p, m, v, grad, out in zip(*lists, strict=True):
-        for old, new in zip((p, m, v), adamw(p, grad.float(), m, v, scalars, grad_scale), strict=True):
-            old.copy_(new)
         out.copy_(p)
 
 

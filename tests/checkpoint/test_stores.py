@@ -6,14 +6,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import fsspec
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zerocast
@@ -22,12 +19,9 @@ from tests.checkpoint.plain_store import PlainStore, going_away
 from tests.serve.test_export import read as read_export
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroMuon, optim
-from zerocast.checkpoint import torch_checkpoint
 from zerocast.checkpoint.lineage import Runs
 from zerocast.cli import main
 from zerocast.export import export_safetensors
-from zerocast.fsdp2 import FusedAdamW, TrainingState
-from zerocast.fsdp2 import load_masters as load_masters_of_fsdp2
 from zerocast.optim import Checkpoints
 
 URL = "plain://runs/one"
@@ -83,73 +77,6 @@ def plain(tmp_path: Path) -> Path:
     """Where plain:// URLs are."""
     plain_store.register(tmp_path)
     return tmp_path
-
-
-@pytest.mark.parametrize("kind", [ZeroAdamW, ZeroMuon])
-def test_a_resume_from_memory_is_the_run(memory: str, kind: Any) -> None:
-    whole = Training(kind).train(5).value()
-    run = Training(kind).train(3)
-    with Checkpoints(memory, keep=2, asynchronous=True) as checkpoints:
-        for step in (1, 2, 3):
-            checkpoints.save(run.optimizer, step, model=run.model, extra={"epoch": step})
-    assert checkpoints.steps() == [2, 3]
-    other, extra = Training(kind), {"epoch": 0}
-    assert Checkpoints(memory).load(other.optimizer, model=other.model, extra=extra) == 3 and extra == {"epoch": 3}
-    assert other.train(2, first=3).value() == whole
-
-
-def test_save_and_load_in_memory(memory: str) -> None:
-    run, other = Training().train(2), Training()
-    optim.save(run.optimizer, memory)
-    optim.load(other.optimizer, f"{memory}/")
-    assert other.value() == run.value()
-    optim.load_masters(other.optimizer, memory)
-    with pytest.raises(RuntimeError, match="is there already: a checkpoint is not overwritten"):
-        optim.save(run.optimizer, memory)
-    assert sorted(fsspec.filesystem("memory").store) == [
-        "/checkpoints/run/.metadata",
-        "/checkpoints/run/__0_0.distcp",
-        "/checkpoints/run/manifest.json",
-    ]
-
-
-class ShardedTraining(Training):
-    """The same under FSDP2."""
-
-    def __init__(self) -> None:
-        self.model = model_of()
-        zerocast.fsdp2.prepare(self.model, zerocast.Recipe({"*.weight": "nvfp4"}))
-        fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.inner = FusedAdamW(self.model.parameters(), lr=1e-2)
-
-    @property
-    def optimizer(self) -> Any:
-        return TrainingState(self.model, self.inner)
-
-    def train(self, steps: int, first: int = 0) -> "ShardedTraining":
-        for step in range(first, first + steps):
-            self.model(torch.full((4, 32), 0.1 * (step + 1))).square().mean().backward()
-            self.inner.step()
-            self.inner.zero_grad()
-        return self
-
-
-def sharded(folder: str) -> tuple[list[bytes], list[bytes], list[bytes], list[bytes]]:
-    """A run, the one that was resumed; masters, and masters that were loaded."""
-    plain_store.register(folder)
-    whole, run, other = ShardedTraining().train(4), ShardedTraining().train(2), ShardedTraining()
-    optim.save(run.optimizer, URL)
-    optim.load(other.optimizer, URL)
-    fresh = ShardedTraining()
-    load_masters_of_fsdp2(fresh.model, URL)
-    found = [leaves(dict(one.model.named_parameters())) for one in (run, fresh)]
-    masters = [[tensor.detach().numpy().tobytes() for tensor in tensors] for tensors in found]
-    return whole.value(), other.train(2, first=2).value(), masters[0], masters[1]
-
-
-def test_fsdp2_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    for whole, resumed_run, masters, loaded_masters in ranks(2)(sharded, str(tmp_path)):
-        assert whole == resumed_run and masters == loaded_masters
 
 
 def test_commands_take_urls(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +176,10 @@ def check_left(before: list[tuple[int, int]], save: tuple[int, int], where: str)
     return "new" if save[1] in kinds else "old"
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize(
+    "name",
+    [name if "others" in name or "goes" in name else pytest.param(name, marks=pytest.mark.slow) for name in SAVES],
+)
 def test_the_store_goes_away_at_any_change(tmp_path: Path, name: str) -> None:
     before, save = SAVES[name]
     plain_store.register(tmp_path / "before")
@@ -373,38 +303,6 @@ def test_a_folder_without_a_manifest_is_refused(plain: Path) -> None:
         optim.save(run.optimizer, URL)  # no marker says that it is of an interrupted save
     with pytest.raises(FileNotFoundError, match=r"plain://nothing/\.metadata is not there"):
         optim.load(run.optimizer, "plain://nothing")
-
-
-def test_what_is_not_ours_stays(plain: Path) -> None:
-    (plain / "runs" / "one").mkdir(parents=True)
-    (plain / "runs" / "one" / "notes.txt").write_text("mine")
-    with pytest.raises(RuntimeError, match="plain://runs/one is there already"):
-        optim.save(Training().optimizer, URL)
-    (plain / "runs" / "one" / "step_00000001").mkdir()
-    (plain / "runs" / "one" / "step_00000001" / "notes.txt").write_text("mine")
-    Checkpoints(URL, keep=1).save(Training().optimizer, 2)
-    Checkpoints(URL, keep=1).save(Training().optimizer, 3)
-    assert [path.read_text() for path in sorted(plain.rglob("notes.txt"))] == ["mine", "mine"]
-    assert Checkpoints(URL).steps() == [3]
-
-
-def test_another_process_in_the_same_folder(plain: Path) -> None:
-    """It takes a half-written folder for what an interrupted save has left; the first one then raises."""
-    theirs, original = Training().train(1), torch_checkpoint.save
-
-    def disturbed(*arguments: Any) -> Any:
-        sums = original(*arguments)
-        patch.stop()
-        optim.save(theirs.optimizer, URL)
-        return sums
-
-    patch = mock.patch.object(torch_checkpoint, "save", disturbed)
-    patch.start()
-    with pytest.raises(RuntimeError, match="another process writes into plain://runs/one: give each run a folder"):
-        optim.save(Training().optimizer, URL)
-    reader = Training()
-    optim.load(reader.optimizer, URL)
-    assert reader.value() == theirs.value()
 
 
 def saved_in_memory() -> str:

@@ -110,51 +110,6 @@ def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, 
             assert found[name] == digest or (sliced and not is_state), name
 
 
-def saved_in_the_background(path: str) -> list[str]:
-    """What of a state that is loaded differs from the moment at which it was saved, with steps going on meanwhile."""
-    first, second = build("fsdp"), build("fsdp")
-    models.train(*first, range(3), WIDTH)
-    wanted = contents(*first)
-    saving: Any = dcp.async_save(state_of(*first), checkpoint_id=path, process_group=dist.new_group(backend="gloo"))
-    models.train(*first, range(3, 5), WIDTH)
-    saving.result()
-    load(*second, path)
-    found = contents(*second)
-    return [name for name in wanted if found[name] != wanted[name]]
-
-
-def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2)(saved_in_the_background, str(tmp_path)) == [[]] * 2
-
-
-def without_zerocast(path: str, dtype: torch.dtype) -> Tensor:
-    """A checkpoint of the same model under plain FSDP2, and one of its weights as it was."""
-    model, _ = build("fsdp", prepare=False)
-    state = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
-    dcp.save({"model": state}, checkpoint_id=path)
-    return state["blocks.0.1.weight"].full_tensor()
-
-
-def load_foreign(path: str) -> tuple[Tensor, list[str]]:
-    """The same weight in a prepared model, and complaints."""
-    model, _ = build("fsdp")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=path)
-    model.load_state_dict(state["model"])
-    return model.state_dict()["blocks.0.1.weight"].full_tensor(), models.complaints(model, "foreign")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_checkpoints_without_zerocast_load(ranks: Ranks, tmp_path: Path, dtype: torch.dtype) -> None:
-    expected = ranks(2)(without_zerocast, str(tmp_path), dtype)[0]
-    for found, complaints in ranks(3)(load_foreign, str(tmp_path)):
-        assert not complaints
-        assert torch.equal(found, expected.float())
-
-
 def into_plain(path: str) -> Tensor:
     """A prepared model's checkpoint in plain FSDP2."""
     model, _ = build("fsdp", prepare=False)

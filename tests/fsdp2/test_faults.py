@@ -1,8 +1,6 @@
-"""Under FSDP2: a repeated cast that runs out of memory, a step that did so on one rank, masters that are not finite, lone steps."""
+"""Under FSDP2: a rank that cannot cast, steps on one rank alone, a load that broke off."""
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,10 +13,6 @@ import zerocast
 from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
-from tests.fsdp2.test_freshness import load_and_assign
-from tests.hosts.fsdp2 import Prepared
-from tests.hosts.under_test import different
-from tests.optim.out_of_memory import OutOfMemory
 from tests.workers import Ranks, error_of
 from zerocast import fsdp2, verify
 from zerocast.fsdp2.cast_group import CastGroup
@@ -44,59 +38,6 @@ def written(model: Any) -> None:
     weight_bytes(model)
     for parameter in models.held(model):
         parameter.data.mul_(1.5)
-
-
-def moved(model: Any) -> None:
-    """Cast, and then every master lies elsewhere."""
-    weight_bytes(model)
-    load_and_assign(model)
-
-
-def memory_runs_out(formats: tuple[str, ...], change: Callable[[Any], None], every: int) -> tuple[int, list[str]]:
-    """A repeated cast dies at every so manieth operator; the next forward pass casts whole. How often it died, and complaints."""
-    died, found = 0, []
-    for afterwards in (False, True):
-        at = every // 2 * afterwards
-        while True:
-            model, other = (trained(formats)[0] for _ in range(2))
-            for one in (model, other):
-                change(one)
-            optimizers = [
-                torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, other)
-            ]  # of what is there now
-            manager = models.manager(model)
-            memory = OutOfMemory(at, afterwards)
-            try:
-                with memory:
-                    manager.cast(repeat=True)
-            except torch.OutOfMemoryError:
-                died += 1
-            for one, optimizer in zip((model, other), optimizers, strict=True):
-                models.train(one, optimizer, range(3, 4), 64)
-            try:
-                casts.assert_same_bytes(weight_bytes(model), weight_bytes(other), f"operator {at}, {afterwards}")
-            except BaseException as error:  # pytest's failure is none of Exception
-                found.append(str(error))
-            if memory.count <= at:
-                break
-            at += every
-    return died, found
-
-
-RECENT = "fp8_delayed:amax_compute_algo=most_recent,amax_history_len=3"  # each cast has another scale
-
-
-@pytest.mark.parametrize(
-    ("formats", "change", "every"),
-    [((RECENT,), written, 8), *(models.slow(("nvfp4", RECENT, "mxfp8"), change, 1) for change in (written, moved))],
-)
-def test_a_repeated_cast_that_runs_out_of_memory(
-    ranks: Ranks, formats: tuple[str, ...], change: Callable[[Any], None], every: int
-) -> None:
-    """That of a step: tests/hosts/test_faults.py, in a gather."""
-    for died, found in ranks(1)(memory_runs_out, formats, change, every, timeout=900.0):
-        assert died > 4
-        assert found == []
 
 
 def begun_halfway() -> list[str]:
@@ -129,70 +70,6 @@ def begun_halfway() -> list[str]:
 
 def test_a_first_scale_that_is_not_found(ranks: Ranks) -> None:
     assert ranks(2)(begun_halfway) == [[], []]
-
-
-def masters_with(value: float) -> tuple[list[str], bool, dict[str, int]]:
-    """After an element of one rank's masters is not finite: complaints of gathered bytes, and what verify says."""
-    model, _ = trained()
-    with torch.no_grad():
-        for parameter, _ in models.masters(model).values():
-            local = parameter.to_local()
-            local[0, 0] = value if dist.get_rank() == 1 else local[0, 0]
-    fsdp2.refresh(model)
-    found = models.complaints(model, str(value))
-    report = verify(model, allow_nonfinite=True)
-    return found, report.ok, dict(report.not_finite)
-
-
-@pytest.mark.parametrize("value", [float("nan"), models.slow(-float("inf"))])
-def test_masters_that_are_not_finite(ranks: Ranks, value: float) -> None:
-    for found, ok, counts in ranks(2)(masters_with, value):
-        assert found == []
-        assert ok
-        assert len(counts) == 2 * len(FORMATS) and set(counts.values()) == {1}
-
-
-class FirstPass(TorchDispatchMode):
-    """Memory runs out when the first masters of a step are written."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.zerocast.adam_amax.default:
-            raise torch.OutOfMemoryError("injected")
-        return result
-
-
-def raised_on_one(folder: str, rank: int) -> tuple[list[str], list[str]]:
-    """What three passes say after a step that raised on one rank, and what differs once all have loaded and stepped."""
-    straight, run = (Prepared(folder, "FusedAdamW") for _ in range(2))
-    for one in (straight, run):
-        one.step(0)
-    run.save(1)
-    backward, step, gather = run.phases(1).values()
-    backward()
-    with contextlib.suppress(torch.OutOfMemoryError), FirstPass() if dist.get_rank() == rank else OutOfMemory(-1):
-        step()
-    said = []
-    for _ in range(3):
-        with pytest.raises(RuntimeError) as caught:
-            gather()
-        said.append(str(caught.value))
-    run.load()
-    for one in (straight, run):
-        one.step(1)
-    return said, different(straight.everything(), run.everything())
-
-
-def test_a_step_that_raised_on_one_rank_raises_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    """At the next gather, and none waits for another."""
-    for rank, (said, found) in enumerate(ranks(3)(raised_on_one, str(tmp_path), 1)):
-        words = (
-            "raised half-way: masters, moments and weights may be of different steps; load a checkpoint"
-            if rank == 1
-            else "raised half-way on ranks [1] of its shard group, which have masters of different steps"
-        )
-        assert len(said) == 3 and all(words in text for text in said), said
-        assert found == []
 
 
 def cannot_cast(what: str) -> tuple[list[str], list[str]]:

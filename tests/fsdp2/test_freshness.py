@@ -143,15 +143,6 @@ def test_changes_on_all_ranks_are_cast(ranks: Ranks, name: str, reshard: bool) -
     assert ranks(2)(changed, name, 64, 96, FEW, reshard) == [[], []]
 
 
-PADDED = ("load", "load_and_assign", "load_in_place")  # what makes FSDP2 pad a short shard anew
-
-
-@pytest.mark.parametrize("name", [name if name in PADDED else slow(name) for name in CHANGES])
-def test_with_short_and_empty_shards(ranks: Ranks, name: str) -> None:
-    """Rank 3 of 4 has no row of 5, rank 2 a short shard of 7."""
-    assert ranks(4)(changed, name, 7, 5, ("fp8_current", models.DELAYED, "fp8_block"), True) == [[]] * 4
-
-
 ONE_RANK: dict[str, Callable[[nn.Module], None]] = {
     change.__name__: change for change in (load, write_data, copy_data, swap_average, write_local)
 }
@@ -195,10 +186,6 @@ def refreshed_after_one_rank() -> list[str]:
     return models.complaints(model, "refreshed")
 
 
-def test_refresh_takes_the_change_of_one_rank(ranks: Ranks) -> None:
-    assert ranks(2)(refreshed_after_one_rank) == [[], []]
-
-
 def stepped_alone(fmt: str, hidden: int) -> tuple[str, float]:
     """What a forward pass raises after a step on one rank, and after how many seconds;
     collectives give up after three.
@@ -227,29 +214,6 @@ def test_a_step_on_one_rank_raises_on_all(ranks: Ranks) -> None:
     assert any("Timed out" in said for said, _ in found)
     assert all("Timed out" in said or "closed by peer" in said for said, _ in found)
     assert all(seconds < 20 for _, seconds in found)
-
-
-class Own(torch.optim.Optimizer):
-    """A user's optimizer, which writes masters with operators of torch."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter -= 0.01 * parameter.grad
-
-
-def stepped_by_own() -> list[str]:
-    model = models.sharded(Net(FEW, 64, 96))
-    models.train(model, Own(model.parameters()), range(2), 64)
-    return models.complaints(model, "own")
-
-
-def test_an_optimizer_of_somebody_else(ranks: Ranks) -> None:
-    assert ranks(2)(stepped_by_own) == [[], []]
 
 
 def test_a_prepared_parameter_is_not_copied() -> None:

@@ -1,9 +1,5 @@
-"""Full state dicts hold plain tensors on every rank, over one rank as over several; sharded ones
-tell of what is read into them.
-"""
+"""Full state dicts hold plain tensors on every rank, over one rank as over several."""
 
-import io
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +7,19 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import zerocast
 from tests.fsdp2 import models
-from tests.fsdp2.models import FEW, Net, slow
+from tests.fsdp2.models import Net, slow
 from tests.workers import Ranks
 from zerocast.fsdp2.parameter import MasterParameter
 
@@ -101,40 +95,6 @@ def test_a_full_tensor_is_a_copy(ranks: Ranks) -> None:
     assert ranks(1)(full_tensors_apart) == [[True, True, True]]
 
 
-def sharded_state_read_into() -> list[str]:
-    """Complaints after a state that was taken earlier was read into, as DCP does, behind a cast."""
-    model = models.sharded(Net(FEW, 64, 96))
-    models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), 64)
-    states = {
-        "state_dict": model.state_dict(),
-        "get_model_state_dict": get_model_state_dict(model),
-        "offloaded": get_model_state_dict(model, options=StateDictOptions(cpu_offload=True)),
-    }
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    found = []
-    for number, (what, state) in enumerate(states.items()):
-        names = [name for name, value in state.items() if isinstance(value._local_tensor, MasterParameter)]
-        found += [f"{what}: {name} would go stale" for name in set(models.masters(model)) - set(names)]
-        with torch.no_grad():
-            model(models.batch(0, 64))  # everything is cast
-        other = {name: (value.detach() * 3).detach() for name, value in state.items()}
-        dcp.save(other, checkpoint_id=f"{folder[0]}/{number}")
-        expected = {name: value.full_tensor() for name, value in other.items()}
-        dcp.load(state, checkpoint_id=f"{folder[0]}/{number}")
-        for name, value in expected.items():
-            if not torch.equal(dict(model.named_parameters())[name].full_tensor(), value):
-                found.append(f"{what}: {name} was not loaded")
-        with torch.no_grad():
-            model(models.batch(0, 64))
-        found += models.complaints(model, what)
-    return found
-
-
-def test_a_sharded_state_tells_of_a_load(ranks: Ranks) -> None:
-    assert ranks(2)(sharded_state_read_into) == [[], []]
-
-
 def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:
     """The parameters themselves stay what FSDP2 is to find."""
     model = Net(("fp8_current",), 64, 96)
@@ -153,23 +113,3 @@ def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:
         value.mul_(2)  # what reads into it in place
     model.load_state_dict(state, assign=True)
     assert isinstance(model.blocks[0][1].weight, MasterParameter)
-
-
-def from_a_full_state() -> list[str]:
-    """Complaints of another model that took a full state."""
-    model, other = a_model(64, 96, None), a_model(64, 96, None)
-    models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(1), 64)
-    state = get_model_state_dict(model, options=FULL[0])
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
-    set_model_state_dict(other, state, options=FULL[0])
-    pairs = zip(models.held(model), models.held(other), strict=True)
-    same = all(torch.equal(one.full_tensor(), two.full_tensor()) for one, two in pairs)
-    return [*models.complaints(other, "full"), *([] if same else ["differs"])]
-
-
-@pytest.mark.parametrize("world", [1, slow(2)])
-def test_a_full_state_is_loaded(ranks: Ranks, world: int) -> None:
-    assert ranks(world)(from_a_full_state) == [[]] * world

@@ -70,38 +70,6 @@ def test_accumulated_gradients_are_rounded_by_their_product(ranks: Ranks, world:
         assert torch.equal(together, one_by_one)
 
 
-class Experts(nn.Module):
-    """Three matrices of 64x32, with a third of the rows each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """One grouped product of all three, in their order."""
-        ends = torch.arange(1, 4, dtype=torch.int32, device=x.device) * (len(x) // 3)
-        return torch._grouped_mm(x, self.w.transpose(-2, -1), offs=ends)
-
-
-def of_experts(prepared: bool, syncs: tuple[bool, ...]) -> Tensor:
-    """The gradient of experts after micro-batches that reduce or not."""
-    model: Any = Experts().to(models.place())
-    if prepared:
-        zerocast.fsdp2.prepare(model, {"w": "mxfp8"})
-    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
-    for index, sync in enumerate(syncs):
-        model.set_requires_gradient_sync(sync)
-        model(models.batch(index, 32, rows=48)).float().sum().backward()
-    return model.w.grad.full_tensor().cpu()
-
-
-@pytest.mark.parametrize("syncs", [(True,), (False, True), (False, False, True)])
-def test_experts_take_part(ranks: Ranks, syncs: tuple[bool, ...]) -> None:
-    """A gradient that does not read the weight is the same with and without prepared weights."""
-    for found, expected in zip(ranks(2)(of_experts, True, syncs), ranks(2)(of_experts, False, syncs), strict=True):
-        assert torch.equal(found, expected)
-
-
 def stepped(dtypes: tuple[torch.dtype, ...]) -> tuple[list[str], list[Tensor]]:
     """Complaints and masters after steps of FusedAdamW over gradients that bf16 holds, those of the
     i-th parameter in step s in `dtypes[i + s]`, and so on from the beginning.

@@ -1,5 +1,5 @@
-"""Looking at a state changes no bit of a run, at any moment of it, and what was saved then goes on as the run that was never saved.
-A state that does not fit changes nothing.
+"""What is saved at any moment of a run goes on as the run that was never saved. A state that does not
+fit changes nothing.
 """
 
 import contextlib
@@ -155,67 +155,10 @@ def save(training: Training) -> None:
     Checkpoints(folder).save(training.state, 1)
 
 
-def save_asynchronously(training: Training) -> None:
-    folder = broadcast(tempfile.mkdtemp())
-    with Checkpoints(folder, asynchronous=True) as checkpoints:
-        checkpoints.save(training.state, 1)
-
-
-def read(training: Training) -> None:
-    training.state.state_dict()
-    training.state.state_to_overwrite()
-    training.optimizer.state_dict()
-
-
-def torchs(training: Training) -> None:
-    get_optimizer_state_dict(training.net, training.optimizer)
-
-
 def broadcast(text: str) -> str:
     texts = [text]
     dist.broadcast_object_list(texts)
     return texts[0]
-
-
-LOOKS: dict[str, Callable[[Training], None]] = {
-    "read": read,
-    "save": save,
-    "save_async": save_asynchronously,
-    "torch's getter": torchs,
-}
-
-
-def looked_at(kind: str, is_partly_frozen: bool) -> list[str]:
-    """The moments and looks after which a run is another one than without a look."""
-    plain = Training(kind, is_partly_frozen)
-    run(plain, range(2))
-    wanted, different = plain.contents(), []
-    for moment, (name, look) in itertools.product(MOMENTS, LOOKS.items()):
-        if name == "torch's getter" and kind not in FUSED:
-            continue  # it raises over ours, and steps torch's
-        training = Training(kind, is_partly_frozen)
-        run(training, range(2), moment, look)
-        found = training.contents()
-        if found != wanted:
-            different.append(f"{name} {moment}: {[key for key in wanted if found.get(key) != wanted[key]][:3]}")
-    return different
-
-
-@pytest.mark.parametrize(("kind", "is_partly_frozen"), CASES)
-def test_a_look_changes_nothing(ranks: Ranks, kind: str, is_partly_frozen: bool) -> None:
-    assert ranks(1)(looked_at, kind, is_partly_frozen) == [[]]
-
-
-def read_by_torch() -> list[float]:
-    """The step counts of torch's AdamW after torch's getter has read its state before the first step."""
-    training = Training("AdamW")
-    torchs(training)
-    return [float(one["step"]) for one in training.optimizer.state.values()]
-
-
-def test_torchs_getter_steps_torchs_optimizers(ranks: Ranks) -> None:
-    """If this fails, torch has mended it, and `zerocast/fsdp2/README.md` need not warn of it."""
-    assert set(ranks(1)(read_by_torch)[0]) == {1.0}
 
 
 def resumed(kind: str, is_partly_frozen: bool) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import zerocast
 from tests.fsdp2 import models
@@ -63,36 +63,6 @@ def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
     for module, *others in ranks(2)(changed, "write_data", (0, 1)):
         assert "after the forward pass that left it gathered" in module
         assert others == ["nothing", "nothing"]
-
-
-def changed_in_one_part() -> list[str]:
-    """A master is changed on rank 1 whose weight ranks 0 and 1 alone shard, and others are sharded over all four: what two passes
-    say, and one after `refresh`.
-    """
-    part = models.mesh((2, 2), ("part", "shard"))["shard"]
-    model = models.Net(FORMATS, 64, 96)
-    zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
-    for block, mesh in zip(model.blocks, (part, models.mesh()), strict=True):
-        fully_shard(block, mesh=mesh, mp_policy=models.BF16, reshard_after_forward=False)
-    fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
-    passed(model)
-    if dist.get_rank() == 1:
-        ONE_RANK["write_data"](model.blocks[0])
-    said = [passed(model)[0] for _ in range(2)]
-    zerocast.fsdp2.refresh(model)
-    return [*said, passed(model)[0]]
-
-
-def test_a_change_in_one_part_of_the_ranks(ranks: Ranks) -> None:
-    """The other part is in the next exchange with these ranks, and hears of it there."""
-    for rank, (*said, after) in enumerate(ranks(4)(changed_in_one_part)):
-        words = (
-            "was changed on ranks [1] of its shard group"
-            if rank < 2
-            else "ranks [0, 1] of its shard group could not go on"
-        )
-        assert all(words in text for text in said), said
-        assert after == "nothing"
 
 
 class Rooted(nn.Module):

@@ -8,23 +8,20 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 
 import zerocast
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
-from tests.fsdp2.slices import complaints
 from tests.fsdp2.test_fused_adamw import digests, gradient, put_gradients
-from tests.fsdp2.test_tensor_parallel import MLP, parallel
 from tests.optim.runs import ADAM
 from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import FusedAdamW, TrainingState
@@ -82,25 +79,6 @@ def test_the_bits_of_zero_adamw(ranks: Ranks, shape: tuple[int, ...]) -> None:
     assert ranks(world)(by_fsdp2, 64, shape) == [(expected, [])] * world
 
 
-def stages_of_a_step() -> list[str]:
-    """The stages of a step and of the cast that follows it."""
-    model = models.sharded(Net(FORMATS, 64, HIDDEN))
-    optimizer = fused(model)
-    train(model, optimizer, range(2))
-    put_gradients(model, 2)
-    with Dispatched() as operators:
-        optimizer.step()
-        models.complaints(model, "after a step")
-    return operators.stages
-
-
-def test_a_step_measures_its_masters(ranks: Ranks) -> None:
-    """The cast reads them once, for their codes."""
-    for stages in ranks(2)(stages_of_a_step):
-        assert {"adam_8bit", "partial_cast"} <= {*stages}
-        assert "partial_amax" not in stages
-
-
 def launches(moment_dtype: Any) -> Counter[str]:
     """How often a step launches each stage, of which the second word is how its moments are kept."""
     model = models.sharded(Net(FORMATS, 64, HIDDEN), keep_codes=True)
@@ -133,11 +111,6 @@ def trained_on_the_host() -> list[str]:
         models.train(model, optimizer, range(3), WIDTH)
         states.append(state_of(model, optimizer))
     return [name for name, digest in states[0].items() if states[1][name] != digest]
-
-
-def test_masters_on_the_host(ranks: Ranks) -> None:
-    """Those of FSDP2's CPUOffloadPolicy. With two devices: tests/nccl/test_fsdp2.py."""
-    assert ranks(2)(trained_on_the_host) == [[], []]
 
 
 def saved(path: str, steps: int) -> dict[str, str]:
@@ -207,85 +180,10 @@ def test_states_of_torchs_calls(ranks: Ranks, flat: bool) -> None:
         assert dtypes == {torch.float32}
 
 
-def unsharded() -> dict[str, str]:
-    model = MLP()
-    optimizer = fused(model)
-    for step in range(3):
-        for name, parameter in model.named_parameters():
-            parameter.grad = gradient(name, parameter.shape, step)
-        optimizer.step()
-    return state_of(model, optimizer)
-
-
-def sliced(replicas: int) -> tuple[dict[str, str], list[str]]:
-    """The same under tensor parallelism: columns of `down` and both vectors are cut within groups."""
-    model = parallel("nvfp4", replicas=replicas)
-    found = train(model, fused(model), range(3))
-    return found, complaints(model, "after three steps")
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_tensor_parallelism(ranks: Ranks, replicas: int) -> None:
-    """Sharded over two ranks, or in two replicas."""
-    expected = unsharded()
-    assert ranks(4)(sliced, replicas) == [(expected, [])] * 4
-
-
-PLACEMENTS: dict[str, tuple[tuple[int, ...], Any]] = {
-    "rows": ((4,), [Shard(0)]),
-    "columns": ((4,), [Shard(1)]),
-    "replicas of columns": ((2, 2), [Replicate(), Shard(1)]),
-    "rows and columns": ((2, 2), [Shard(0), Shard(1)]),
-    "columns twice": ((2, 2), [Shard(1), Shard(1)]),
-    # as FSDP2 cuts what tensor parallelism has cut
-    "columns of columns": ((2, 2), [_StridedShard(1, split_factor=2), Shard(1)]),
-}
-# as many rows as ranks, so that a shard of columns has as many elements as a row
-SHAPE = (4, 700)
 # what gradients of columns are multiplied by: groups of zeros, and those whose second moments are subnormal numbers, and are 0
 ZEROS = slice(128, 256)
 SIZES = torch.ones(700)
 SIZES[ZEROS], SIZES[256:384], SIZES[384:512] = 0.0, 1e-20, 1e-32
-
-
-def stepped(parameter: nn.Parameter) -> list[Tensor]:
-    """The parameter and its moments after three steps, whole."""
-    optimizer = FusedAdamW([("weight", parameter)], **ADAM, moment_dtype="8bit")
-    for step in range(3):
-        whole = gradient("weight", SHAPE, step) * SIZES
-        parameter.grad = distribute(whole, parameter) if isinstance(parameter, DTensor) else whole
-        optimizer.step()
-    held = optimizer.moments(parameter)
-    tensors = [parameter.detach(), held["exp_avg"], held["exp_avg_sq"]]
-    return [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-
-
-def distribute(whole: Tensor, like: DTensor) -> DTensor:
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
-
-
-def same_however_cut() -> list[str]:
-    """The placements by which bits differ from those of the whole parameter."""
-    whole = gradient("weight", SHAPE, 9)
-    expected = stepped(nn.Parameter(whole.clone()))
-    differ = [] if _is_right(whole, *expected) else ["whole"]
-    for name, (shape, placements) in PLACEMENTS.items():
-        cut = distribute_tensor(whole.clone(), models.mesh(shape), placements, src_data_rank=None)
-        found = stepped(nn.Parameter(cut))
-        differ += [name] if not all(map(torch.equal, found, expected)) else []
-    return differ
-
-
-def _is_right(before: Tensor, after: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> bool:
-    """Whether columns of zeros only decay, and no second moment is lost that FP32 has."""
-    decay = 1 - ADAM["lr"] * ADAM["weight_decay"]
-    decays = torch.allclose(after[:, ZEROS], before[:, ZEROS] * decay**3, rtol=1e-6)
-    is_kept = torch.equal(exp_avg_sq > 0, (SIZES > 1e-30).expand(SHAPE))
-    return decays and is_kept and bool(after.isfinite().all()) and not exp_avg[:, ZEROS].any()
-
-
-def test_bits_do_not_depend_on_placements(ranks: Ranks) -> None:
-    assert ranks(4)(same_however_cut) == [[]] * 4
 
 
 def test_states_of_fp32_moments() -> None:

@@ -3,26 +3,23 @@ slice, and what is gathered is the unsharded cast.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
-from tests import casts
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, Net, largest, slow
 from tests.fsdp2.slices import complaints
 from tests.fsdp2.test_tensor_parallel import MLP, WIDTH
 from tests.workers import Ranks, error_of
-from zerocast.fsdp2 import FusedAdamW, TrainingState
-from zerocast.fsdp2.torch_fsdp import PIECES
+from zerocast.fsdp2 import FusedAdamW
 
 Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
@@ -125,73 +122,6 @@ def test_fewer_experts_than_ranks(ranks: Ranks, world: int, optimizer: Optimizer
     assert ranks(world)(experts, FORMATS, optimizer) == [[]] * world
 
 
-def after_steps(placement: Any, optimizer: Optimizer, steps: int) -> dict[str, str]:
-    """The digests of whole masters, moments and gathered bytes."""
-    model = models.sharded(Net(("nvfp4", DELAYED), 64, 96), shard_placement_fn=placement)
-    stepped = optimizer(model)
-    models.train(model, stepped, range(steps), 64)
-    return contents(model, stepped)
-
-
-def contents(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    gathered = {
-        f"{name} {key}": casts.sha(value)
-        for name, weight in models.unsharded(model)
-        for key, value in models.bytes_of(weight).items()
-    }
-    state = TrainingState(model, optimizer).state_dict()
-    leaves = {f"model {name}": tensor for name, tensor in state["model"].items()}
-    leaves |= {f"{name} {key}": value for name, held in state["optim"]["state"].items() for key, value in held.items()}
-    tensors = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, Tensor)}
-    return gathered | {name: casts.sha(getattr(t, "full_tensor", lambda t=t: t)()) for name, t in tensors.items()}
-
-
-@pytest.mark.parametrize("optimizer", [fused, in_8bit, slow(adamw), slow(sgd)])
-def test_training_is_that_of_rows(ranks: Ranks, optimizer: Optimizer) -> None:
-    """To the bit on two ranks, where a sum of gradients has one order."""
-    by_rows, by_columns = (ranks(2)(after_steps, placement, optimizer, 3) for placement in (None, columns))
-    assert by_columns == by_rows
-    assert by_rows[0] == by_rows[1]
-
-
-def saved(placement: Any, folder: str) -> dict[str, str]:
-    """Three steps, of which two are saved."""
-    model = models.sharded(Net(("nvfp4", DELAYED), 64, 96), shard_placement_fn=placement)
-    optimizer = in_8bit(model)
-    models.train(model, optimizer, range(2), 64, rank=0)
-    zerocast.optim.Checkpoints(folder).save(TrainingState(model, optimizer), 2)
-    models.train(model, optimizer, range(2, 3), 64, rank=0)
-    return contents(model, optimizer)
-
-
-def resumed(placement: Any, folder: str) -> dict[str, str]:
-    """The third step of a model that had another life."""
-    model = models.sharded(Net(("nvfp4", DELAYED), 64, 96), shard_placement_fn=placement)
-    optimizer = in_8bit(model)
-    models.train(model, optimizer, range(7, 8), 64)
-    step = zerocast.optim.Checkpoints(folder).load(TrainingState(model, optimizer))
-    models.train(model, optimizer, range(step, step + 1), 64, rank=0)
-    return contents(model, optimizer)
-
-
-@pytest.mark.parametrize(
-    ("saver", "loader"), [((2, columns), (4, None)), ((1, None), (2, columns)), slow((2, columns), (1, columns))]
-)
-def test_resumed_by_others(ranks: Ranks, tmp_path: Path, saver: tuple[int, Any], loader: tuple[int, Any]) -> None:
-    """The same batch on 1, 2 and 4 ranks has the same mean gradient, so the step after the load is the one that was taken."""
-    (expected, *_) = ranks(saver[0])(saved, saver[1], str(tmp_path))
-    assert ranks(loader[0])(resumed, loader[1], str(tmp_path)) == [expected] * loader[0]
-
-
-def in_replicas() -> list[str]:
-    mesh = models.mesh((2, 2), ("replicate", "shard"))
-    return matrices(("nvfp4", "mxfp8"), 64, 128, fused, {"shard_placement_fn": columns, "mesh": mesh})
-
-
-def test_replicas(ranks: Ranks) -> None:
-    assert ranks(4)(in_replicas) == [[]] * 4
-
-
 def of_slices(fmt: str) -> list[str]:
     """Columns of what tensor parallelism has cut by rows and by columns."""
     model = MLP(256).to(models.place())
@@ -211,29 +141,6 @@ def test_slices_of_slices(ranks: Ranks, fmt: str) -> None:
     assert ranks(4)(of_slices, fmt) == [[]] * 4
 
 
-def test_offloaded(ranks: Ranks) -> None:
-    options = {"shard_placement_fn": columns, "offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    assert ranks(2)(matrices, ("nvfp4", "fp8_current"), 64, 128, fused, options) == [[]] * 2
-
-
-def from_meta() -> list[str]:
-    """Shards that get their memory after they were cut, several in one tensor."""
-    with torch.device("meta"):
-        net = Net(("nvfp4",) * PIECES, 64, 96)
-    model = models.sharded(net, shard_placement_fn=columns)
-    model.to_empty(device=models.place())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    found = models.complaints(model, "from meta")
-    storages = {weight.master.untyped_storage().data_ptr() for _, weight in models.masters(model).values()}
-    return found + ([f"{len(storages)} tensors of masters"] if len(storages) > PIECES + 1 else [])
-
-
-def test_from_the_meta_device(ranks: Ranks) -> None:
-    assert ranks(2)(from_meta) == [[]] * 2
-
-
 def switched() -> list[str]:
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), shard_placement_fn=columns)
     models.train(model, fused(model), range(1), 64)
@@ -243,34 +150,6 @@ def switched() -> list[str]:
 
 def test_switch(ranks: Ranks) -> None:
     assert ranks(2)(switched) == [[]] * 2
-
-
-def gathered_twice() -> tuple[int, int, list[str]]:
-    """Bytes that FSDP2's outputs and the buffers of the weights have while they are gathered, and
-    what is wrong after a write that all ranks made between a cast and a gather.
-    """
-    model = models.sharded(Net(("fp8_current",), 64, 96), shard_placement_fn=columns)
-    model(models.batch(0, 64)).sum().backward()
-    block = model.blocks[0]
-    block.unshard()
-    (weight, *_) = [weight for _, weight in models.masters(model).values()]
-    outputs = [output for of_weight in weight.group.outputs for output in of_weight[:1]]
-    taken = sum(output.untyped_storage().nbytes() for output in outputs)
-    kept = sum(memory.untyped_storage().nbytes() for memory in weight.group.side.memory)
-    block.reshard()
-    freed = sum(memory.untyped_storage().nbytes() for memory in weight.group.side.memory)
-    with torch.no_grad():
-        for parameter, _ in models.masters(model).values():
-            parameter.mul_(0.5)
-    return taken + freed, kept, models.complaints(model, "written on all ranks")
-
-
-def test_codes_are_in_memory_once(ranks: Ranks) -> None:
-    """What FSDP2 gathered is freed once it was joined, and the joined codes when FSDP2 reshards."""
-    for freed, kept, found in ranks(2)(gathered_twice):
-        assert freed == 0
-        assert 2 * 64 * 96 <= kept < 2 * 64 * 96 + 1024
-        assert not found
 
 
 def refusal(fmt: str, placement: Any, width: int) -> str:

@@ -8,9 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
@@ -160,30 +158,6 @@ def test_slices_say_once_that_weight_gradients_are_nominal(ranks: Ranks) -> None
         ]
 
 
-def one_mesh(fmt: str) -> list[str]:
-    """Parameters that are DTensors on the mesh of all dimensions, of which FSDP2 is told its own."""
-    model = MLP().to(models.place())
-    mesh = models.mesh((dist.get_world_size() // 2, 2), ("dp", "tp"))
-    sliced = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
-    for name, parameter in list(model.named_parameters()):
-        value = distribute_tensor(parameter.detach(), mesh, [Replicate(), sliced[name]], src_data_rank=None)
-        module, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(module), leaf, nn.Parameter(value))
-    weight_mesh = mesh["dp", "tp"]._flatten("weights")
-    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": fmt}), weight_mesh=weight_mesh)
-    dims = fsdp.DataParallelMeshDims(shard="dp")
-    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, mp_policy=models.BF16)
-    return complaints(model, "on one mesh")
-
-
-@pytest.mark.skipif(
-    not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch's fully_shard takes no mesh of all dimensions"
-)
-@pytest.mark.parametrize("fmt", ["nvfp4", models.slow("mxfp8"), models.slow("fp8_current")])
-def test_one_mesh_of_all_dimensions(ranks: Ranks, fmt: str) -> None:
-    assert ranks(4)(one_mesh, fmt) == [[]] * 4
-
-
 def reductions(fmt: str) -> list[int]:
     """All-reduces over all ranks in the first gather of a step."""
     model = parallel(fmt)
@@ -206,32 +180,6 @@ def refusal(fmt: str, with_mesh: bool = False, hidden: int = 192) -> str:
 def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
     assert all("give prepare(..., weight_mesh=)" in text for text in ranks(2)(refusal, "nvfp4"))
     assert ranks(2)(refusal, "mxfp8") == ["", ""]
-
-
-def experts(fmt: str, dim: int) -> str:
-    """What the first forward pass says of experts [4, 128, 64] that are sliced along a dimension; 'right' of right bytes."""
-    model, mesh = nn.Module(), models.mesh((1, 2), ("dp", "tp"))
-    value = torch.randn(4, 128, 64, generator=torch.Generator().manual_seed(0))
-    model.w = nn.Parameter(distribute_tensor(value, mesh["tp"], [Shard(dim)], src_data_rank=None))
-    flat = mesh["dp", "tp"]._flatten("all_experts")
-    zerocast.fsdp2.prepare(model, {"w": fmt}, weight_mesh=flat)
-    fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16)
-    said = error_of(lambda: zerocast.fsdp2.refresh(model))
-    if said:
-        return said
-    expected = casts.unsharded(fmt, value.chunk(2, dim)[mesh["tp"].get_local_rank()], torch.bfloat16)
-    for _, weight in models.unsharded(model):
-        casts.assert_same_bytes(models.bytes_of(weight), expected)
-        said = "right"
-    return said
-
-
-@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp4"])
-def test_slices_of_experts(ranks: Ranks, fmt: str) -> None:
-    """A slice of whole experts is fine, and one that cuts a block of each is not, although all its rows are whole blocks."""
-    assert ranks(2)(experts, fmt, 0) == ["right"] * 2
-    for said in ranks(2)(experts, fmt, 1):
-        assert "would span two tensor-parallel slices: one is [64, 64] and a block [128, 128]" in said
 
 
 @pytest.mark.parametrize(

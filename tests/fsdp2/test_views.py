@@ -292,39 +292,6 @@ def test_views_written_on_all_ranks_are_cast(ranks: Ranks, reshard: bool) -> Non
     assert ranks(2)(written_everywhere, reshard, False, *FORMS) == [[], []]
 
 
-@pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch before 2.13 refuses these writes itself"
-)
-def test_views_written_in_inference_mode_are_cast(ranks: Ranks) -> None:
-    assert ranks(2)(written_everywhere, True, True, "local row", "local flat", "row by row") == [[], []]
-
-
-def written_on_one(reshard: bool, debug: bool, *forms: str) -> list[tuple[str, list[str]]]:
-    """What a forward pass raises after rank 1 alone wrote through a view, and complaints after a refresh, by form."""
-    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), reshard_after_forward=reshard)
-    found = []
-    for form in forms:
-        forward(model)
-        zerocast.set_debug(debug)
-        if dist.get_rank() == 1:
-            with torch.no_grad():
-                FORMS[form](a_weight(model))
-        said = forward(model)
-        zerocast.set_debug(False)
-        zerocast.fsdp2.refresh(model)
-        forward(model)  # gathers again what the other pass has left
-        found.append((said, models.complaints(model, form)))
-    return found
-
-
-@pytest.mark.parametrize(("reshard", "debug"), [(True, False), slow(True, True), slow(False, False)])
-def test_a_view_written_on_one_rank_raises_on_all(ranks: Ranks, reshard: bool, debug: bool) -> None:
-    for by_form in ranks(3)(written_on_one, reshard, debug, *FORMS):
-        for form, (said, found) in zip(FORMS, by_form, strict=True):
-            assert "was changed on ranks [1] of its shard group and not on ranks [0, 2]" in said, form
-            assert found == [], form
-
-
 def written_later() -> list[str]:
     """Complaints after writes through views that were taken at other times."""
     model = Net(FEW, 64, 96)
@@ -352,48 +319,6 @@ def written_later() -> list[str]:
     found += found_after(model, "memory of before")
     assert models.manager(model).plan.generation == generation
     return found
-
-
-def test_views_taken_earlier(ranks: Ranks) -> None:
-    assert ranks(2)(written_later) == [[], []]
-
-
-def step_then_write(form: str) -> tuple[list[str], int]:
-    """Complaints after a view was written to behind a step that measured amaxes, and how many
-    groups still go by them.
-    """
-    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    models.train(model, optimizer, range(1), 64)
-    with torch.no_grad():
-        FORMS[form](a_weight(model))
-    manager = models.manager(model)
-    manager.plan.forget_old_amaxes()
-    measured = sum(bool(group.amaxes.measured) for group in manager.plan.cast_groups)
-    return found_after(model, form), measured
-
-
-@pytest.mark.parametrize("form", ["local flat", slow("local row"), slow("DTensor transpose"), slow("detached, flat")])
-def test_amaxes_of_a_step_are_not_those_of_a_view_written_since(ranks: Ranks, form: str) -> None:
-    assert ranks(2)(step_then_write, form) == [([], 0)] * 2
-
-
-def write_between_steps() -> list[str]:
-    """Complaints after a write that autograd alone counts, behind one step and before another, of other weights."""
-    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
-    first, second = (FusedAdamW(block.parameters(), lr=1e-2) for block in model.blocks)
-    found = []
-    for step in range(2):
-        model(models.batch(step, 64)).float().square().mean().backward()
-        first.step()
-        a_weight(model)._local_tensor.plain.mul_(-3)
-        second.step()
-        found += found_after(model, f"step {step}")
-    return found
-
-
-def test_amaxes_of_a_step_do_not_outlive_a_write_before_the_next(ranks: Ranks) -> None:
-    assert ranks(2)(write_between_steps) == [[], []]
 
 
 def double(tensor: Tensor) -> None:

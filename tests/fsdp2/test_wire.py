@@ -96,31 +96,6 @@ def test_a_reduction_carries_a_number_a_tensor(ranks: Ranks) -> None:
         assert found == [[2 * 6]] * 3
 
 
-def test_cut_block_rows_ride_along(ranks: Ranks) -> None:
-    """96 rows on 4 ranks of 24: rank 1 begins in the middle of block row 1, rank 3 of block row
-    4; 128 rows cut nothing.
-    """
-    for found in ranks(4)(reductions, ("nvfp4",), 96, 1):
-        assert found == [[2 * (2 + 2 * 128 // 16)]] * 3
-
-
-@pytest.mark.parametrize(("fmt", "hidden"), [("mxfp8", 128), ("fp8_block", 256)])
-def test_no_reduction_where_no_block_is_cut(ranks: Ranks, fmt: str, hidden: int) -> None:
-    world = 4 if fmt == "mxfp8" else 2
-    width = {"mxfp8": 128, "fp8_block": 256}[fmt]
-    for found in ranks(world)(aligned_reductions, fmt, width, hidden):
-        assert found == []
-
-
-def aligned_reductions(fmt: str, width: int, hidden: int) -> list[int]:
-    """All-reduces of a step of a model whose boundaries cut no block."""
-    model = models.sharded(Net((fmt,), width, hidden))
-    x = models.batch(0, width)
-    with torch.no_grad():
-        model(x)
-    return traffic.of_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), x)["all-reduce"]
-
-
 def gathers_of_a_step() -> list[int]:
     """All-gathers in the forward pass after a step."""
     model = models.sharded(Net(FORMATS[:2], 64, 96))

@@ -1,6 +1,5 @@
 """What `attach`, `detach` and `quantized_params` say and leave behind, on the ranks of a pool."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -13,7 +12,7 @@ from tests.megatron import training
 from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
 from tests.workers import error_of
-from zerocast import CastPlan, QuantizedWeight, ZeroAdamW, verify
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.cast import host as cast_host
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
@@ -209,20 +208,6 @@ def forced_sync() -> SimpleNamespace:
         return SimpleNamespace(stale=stale, first=first, second=run.stale_bytes(), same=same)
 
 
-def without_te_tensors() -> dict[str, int]:
-    """Where zerocast's integration of TransformerEngine cannot be imported, and nothing asks for it: stale bytes."""
-    hidden = {"zerocast.integrations.transformer_engine": None}
-    with mock.patch.dict(sys.modules, hidden), host():
-        run = _built(Case(MIXED))
-        attached = _attach(run)
-        run.step(0)
-        stale = run.stale_bytes()
-        assert verify(attached).ok
-        integration.dequantize_(run.ddp.module.sharded_state_dict())
-        attached.detach()
-        return stale
-
-
 def masters_by_hand() -> dict[str, int]:
     """After masters were written by hand."""
     with host():
@@ -235,17 +220,3 @@ def masters_by_hand() -> dict[str, int]:
         assert run.stale_bytes()
         attached.refresh()
         return run.stale_bytes()
-
-
-def finetuned(with_state: bool) -> tuple[bool, dict[str, int]]:
-    """Masters from values that are loaded into the model: whether they are those values, and stale bytes."""
-    with host():
-        run = _built(Case(MIXED))
-        _attach(run)
-        values = {name: torch.randn(p.shape).bfloat16().to(p.device) for name, p in run.ddp.module.named_parameters()}
-        run.ddp.module.load_state_dict({**run.ddp.module.state_dict(), **values})
-        cast = {name: weight.dequantize() for name, weight in run.weights.items()}
-        run.optimizer.reload_model_params(**({"state_dict": dict(values)} if with_state else {}))
-        expected = values if with_state else {**values, **cast}
-        masters = run.masters()
-        return all(torch.equal(masters[name], expected[name].cpu().float()) for name in masters), run.stale_bytes()

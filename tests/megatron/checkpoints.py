@@ -9,7 +9,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 import zerocast
 from tests import casts
@@ -125,30 +124,6 @@ def _read(run: Run) -> dict[str, torch.Tensor]:
         masters = [master for share in shares(one) for _, master, _, _ in share.masters()]
         found |= {f"master {number}": master.detach().clone() for number, master in enumerate(masters)}
     return found
-
-
-def freeze_later(folder: str) -> tuple[str, bool]:
-    """Weights that were trained when a model was saved are frozen in the one that loads it: what a load says by itself, and whether
-    one that takes values where there are no bytes brings those that were saved.
-    """
-    with host():
-        trained, _ = build_attached(Case(NARROW))
-        trained.step(0)
-        save(trained, folder, "dp_reshardable")
-        run, _ = build_attached(Case(NARROW, kind="frozen quantized", seed=8))
-
-        def load_model(strict: str) -> None:
-            template = {"model": integration.dequantize_(run.ddp.module.sharded_state_dict(), is_loading=True)}
-            run.ddp.module.load_state_dict(dist_checkpointing.load(template, folder, strict=strict)["model"])
-
-        said = ""
-        try:
-            load_model("assume_ok_unexpected")
-        except CheckpointException as error:  # no Exception
-            said = str(error)
-        load_model("log_unexpected")
-        pairs = zip(trained.weights.values(), run.weights.values(), strict=True)
-        return said, all(torch.equal(one.dequantize(), other.dequantize()) for one, other in pairs)
 
 
 def another_format() -> str:

@@ -54,15 +54,3 @@ def steps(number: int) -> list[list[str]]:
             twins.cast(run)
             found.append(twins.differs(run))
         return found
-
-
-def lost() -> tuple[list[str], dict[str, int]]:
-    """A checkpoint without scales and histories: stale bytes then, and after a step."""
-    with host():
-        run, _ = build_attached(Case("delayed"))
-        run.step(0)
-        (one,) = run.optimizer.chained_optimizers
-        one.load_state_dict(one.state_dict())
-        first = run.stale_bytes()
-        run.step(1)
-        return list(first), run.stale_bytes()

@@ -7,7 +7,6 @@ Megatron has no optimizer beside Muon.
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,6 @@ from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
 from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import layout
 from zerocast.integrations.megatron.host import distributed_optimizers
 from zerocast.integrations.megatron.offload import HostMaster
 from zerocast.integrations.megatron.ownership import shares
@@ -181,37 +179,6 @@ def reduced(case: Case) -> list[tuple[int, bool]]:
         return [(group.size, group.handle is parallel_state.get_expert_data_parallel_group()) for group in groups]
 
 
-def train_chunks(case: Case) -> list[dict[str, int]]:
-    """Of two model chunks under one optimizer, after steps and then with masters of a state dict: the stale bytes of each."""
-    with host(case):
-        with integration.quantized_params():
-            chunks = [build_chunk(case, seed) for seed in (1, 2)]
-            optimizer = build_optimizer(case, chunks)
-        attachment = integration.attach(optimizer, chunks)
-        runs, found = [Run(chunk, optimizer, case) for chunk in chunks], []
-        for number in range(case.steps):
-            for run in runs:
-                run.forward_and_backward(number)
-            optimizer.step()
-        for run in runs:
-            run.force_sync()
-            found.append(run.stale_bytes())
-        assert zerocast.verify(attachment).ok
-        values = [_filled(run, 0.25 + number) for number, run in enumerate(runs)]
-        optimizer.reload_model_params(state_dict={f"model{number}": held for number, held in enumerate(values)})
-        for number, run in enumerate(runs):
-            assert all(bool((master == 0.25 + number).all()) for master in run.masters().values())
-            found.append(run.stale_bytes())
-        return found
-
-
-def train_in_megatrons_groups(case: Case) -> dict[str, int]:
-    """The stale bytes where buckets of both optimizers are gathered together, as Megatron alone does it."""
-    with host(case), mock.patch.object(layout, "of_one_owner", lambda partition: partition):
-        run, _ = build_attached(case)
-        return training.trained(run)[1]
-
-
 def owned(case: Case) -> list[tuple[str, str, int, int]]:
     """(kind of optimizer, parameter, first element, number of elements) that this rank owns."""
     with host(case):
@@ -233,30 +200,6 @@ def begins_with(case: Case) -> bool:
         masters = run.masters()
         assert not any(tensor.get_high_precision_init_val() is not None for tensor in run.te_tensors.values())
         return all(torch.equal(param.float(), masters[name]) for name, param in plain.named_parameters())
-
-
-def detach_and_attach(case: Case) -> tuple[str, str, bool, dict[str, int]]:
-    """What a step and a load say before `attach` and after `detach`; whether going on is the run without a break."""
-    with host(case):
-        straight, _ = build_attached(case)
-        with integration.quantized_params():
-            run = build(case)
-        before = error_of(lambda: run.step(0))
-        run.ddp.zero_grad_buffer()
-        attachment = integration.attach(run.optimizer, run.ddp)
-        run.step(0)
-        attachment.detach()
-        matrices = run.optimizer.chained_optimizers[0]
-        after = error_of(lambda: matrices.load_state_dict(matrices.state_dict()))
-        again = integration.attach(run.optimizer, run.ddp)
-        run.step(1)
-        again.refresh()
-        straight.step(0)
-        straight.step(1)
-        run.force_sync()
-        straight.force_sync()
-        theirs, ours = straight.masters(), run.masters()
-        return before, after, all(torch.equal(theirs[name], ours[name]) for name in theirs), run.stale_bytes()
 
 
 def _twice(case: Case) -> None:
@@ -332,44 +275,6 @@ def broken_step(case: Case) -> tuple[str, list[str]]:
         return broke, [*said, alone]
 
 
-def broken_refresh(case: Case) -> tuple[str, str, dict[str, int]]:
-    """Of masters written by hand, where the all-reduce of experts fails after that of dense layers: the error; what a forward pass
-    says; stale bytes after another refresh.
-    """
-    with host(case):
-        run, attachment = build_attached(case)
-        run.step(0)
-        for one in distributed_optimizers(run.optimizer):
-            for share in shares(one):
-                for _, master, *_ in share.masters():
-                    master.mul_(1.5)
-        reduce, experts = Group.all_reduce_max, parallel_state.get_expert_data_parallel_group()
-
-        def fail(self: Group, *args: Any) -> Any:
-            return _raise() if self.handle is experts else reduce(self, *args)
-
-        with mock.patch.object(Group, "all_reduce_max", fail):
-            broke = error_of(attachment.refresh)
-        said = error_of(lambda: run.forward(0))
-        attachment.refresh()
-        return broke, said, run.stale_bytes()
-
-
-def wrong_bytes(case: Case) -> list[tuple[str, list[str]]]:
-    """What `zerocast.verify` names where one byte of each weight in turn is wrong on the last rank."""
-    with host(case):
-        (run, attachment), found = build_attached(case), []
-        run.step(0)
-        for name, weight in run.weights.items():
-            data = weight.rowwise_data.view(-1)
-            if dist.get_rank() == dist.get_world_size() - 1:
-                data[5] ^= 1
-            found.append((name, sorted({one.name for one in zerocast.verify(attachment).differences})))
-            attachment.refresh()
-        assert zerocast.verify(attachment).ok
-        return found
-
-
 def finetuned(case: Case) -> list[dict[str, int]]:
     """Masters from values that are loaded into the model, and from a state dict without their rounding: stale bytes."""
     with host(case):
@@ -412,19 +317,3 @@ def loaded(case: Case, folder: str, kind: str) -> tuple[dict[str, torch.Tensor],
             run.step(number)
         run.force_sync()
         return masters, wrong | run.stale_bytes()
-
-
-def from_a_file(case: Case, folder: str) -> dict[str, int]:
-    """The stale bytes after each rank has loaded what it had saved to a file of its own."""
-    with host(case):
-        run, _ = build_attached(case)
-        run.step(0)
-        matrices, path = run.optimizer.chained_optimizers[0], f"{folder}/{dist.get_rank()}.pt"
-        matrices.save_state_dict_to_file(path)
-        before = run.masters()
-        run.step(1)
-        with mock.patch.object(torch, "load", functools.partial(torch.load, weights_only=False)):
-            matrices.load_state_dict_from_file(path)
-        after = run.masters()
-        assert all(torch.equal(before[name], after[name]) for name in run.weights)
-        return {name: count for name, count in run.stale_bytes().items() if "weight" in name}

@@ -1,7 +1,6 @@
 """Optimizer CPU offload, on the ranks of a pool."""
 
 import contextlib
-import functools
 import gc
 import importlib
 import weakref
@@ -13,9 +12,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from tests import casts
 from tests.megatron import host_memory, training
-from tests.megatron.attached import METADATA, Attached
+from tests.megatron.attached import Attached
 from tests.megatron.ranks_host import device
 from tests.megatron.training import MIXED, Case, Run, build, build_attached
 from tests.workers import error_of
@@ -187,24 +185,6 @@ def made(case: Case) -> tuple[int, list[bool], list[bool]]:
         return most, [isinstance(master, HostMaster) for _, master in _masters(ours)], chosen
 
 
-def old_tensors(case: Case) -> tuple[list[int], bool, list[str]]:
-    """Of the device's masters that somebody still holds after `attach`: the bytes of those offloaded, whether all of their values
-    are NaN, and what is said where one is written, in several ways.
-    """
-    with case.host():
-        with made_on_the_device(), integration.quantized_params():
-            run = build(case)
-        held = [master for _, master in _masters(run)]
-        integration.attach(run.optimizer, run.ddp)
-        now = [master for _, master in _masters(run)]
-        pairs = zip(held, now, strict=True)
-        gone = [old for old, new in pairs if isinstance(new, HostMaster) and not old._is_view()]
-        sizes = [old.untyped_storage().nbytes() for old in gone]
-        ways = (lambda t: t.mul_(2), lambda t: t.fill_(1), lambda t: t.data.zero_(), lambda t: t[:1].mul_(2))
-        said = [error_of(functools.partial(write, gone[0])) for write in ways]
-        return sizes, all(bool(old.isnan().all()) for old in gone), said
-
-
 def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
     """Steps with a detached moment between them: what differs from an uninterrupted run; what is as Megatron made it meanwhile;
     what an attachment that fails half-way leaves changed.
@@ -265,76 +245,6 @@ def without_room(case: Case) -> tuple[str, str, list[str]]:
         return failed, refused, [name for name in expected if not (expected[name] == found[name]).all()]
 
 
-def saved_beside_a_step(case: Case) -> tuple[int, list[str]]:
-    """Of what a save is given of masters in host memory: how many there are, and which the next step changes."""
-    with case.host():
-        held = Attached(case)
-        held.run.step(0)
-        given, masters = [], []
-        for one in held.own:
-            for param in (p for group in one.model_float16_groups for p in group):
-                given.append(one._get_main_param_and_optimizer_states(param)["param"])
-                masters.append(param.main_param)
-        before = [tensor.clone() for tensor in given]
-        held.run.step(1)
-        hosted = [i for i, master in enumerate(masters) if isinstance(master, HostMaster) and master.numel()]
-        assert all(type(given[i]) is Tensor and not torch.equal(given[i], masters[i].memory) for i in hosted)
-        return len(hosted), [str(i) for i in hosted if not torch.equal(given[i], before[i])]
-
-
-def loaded_state(case: Case) -> dict[str, bool]:
-    """Whether masters are the tensors that plans cast once inner optimizers have loaded their own state, and what else is right."""
-    with case.host():
-        run, attached = build_attached(case)
-        run.step(0)
-        before = [(id(m), id(m.memory)) for _, m in _masters(run) if isinstance(m, HostMaster)]
-        for one in run.optimizer.chained_optimizers:
-            one.optimizer.load_state_dict(one.optimizer.state_dict())
-        after = [(id(m), id(m.memory)) for _, m in _masters(run) if isinstance(m, HostMaster)]
-        run.step(1)
-        found = _sides(run, attached)
-        return {
-            "tensors": before == after,
-            "sides": found.offloaded == found.standing == found.cast_there > 0,
-            "bytes": not run.stale_bytes(),
-        }
-
-
-def parameter_state(saving: Case, loading: Case, path: str) -> tuple[dict[str, bool], dict[str, int]]:
-    """A file of `save_parameter_state`, read in another run: whether masters and moments are the same; stale bytes then and a step
-    later.
-    """
-    with saving.host():
-        run, _ = build_attached(saving)
-        for number in range(2):
-            run.step(number)
-        run.optimizer.save_parameter_state(path)
-        state = run.optimizer.state_dict()
-        expected = {"master": run.masters()} | {key: run.moments(key) for key in ("exp_avg", "exp_avg_sq")}
-    with loading.host():
-        run, _ = build_attached(loading)
-        run.step(0)
-        run.optimizer.load_state_dict(state)
-        run.optimizer.load_parameter_state(path)
-        found = {"master": run.masters()} | {key: run.moments(key) for key in ("exp_avg", "exp_avg_sq")}
-        same = {k: all(torch.equal(found[k][name], whole) for name, whole in expected[k].items()) for k in expected}
-        wrong = run.stale_bytes()
-        run.step(2)
-        return same, wrong | run.stale_bytes()
-
-
-def written_by_hand(case: Case) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Masters that were written by hand: stale bytes after a refresh and a step more, and the masters then."""
-    with case.host():
-        run, attached = build_attached(case)
-        run.step(0)
-        for _, master in _masters(run):
-            master.mul_(1.5)
-        attached.refresh()
-        run.step(1)
-        return run.stale_bytes(), run.masters()
-
-
 def finetuned(case: Case, with_state: bool) -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model, or of a state dict: whether they are those values; and stale bytes."""
     with case.host():
@@ -385,57 +295,3 @@ def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
                     others += len(names)
         run.step(1)
         return hosted, others, run.stale_bytes()
-
-
-def saved_alike(case: Case) -> list[set[str]]:
-    """The keys of the parameter groups that all ranks save alike."""
-    with case.host():
-        run, _ = build_attached(case)
-        run.step(0)
-        states = [one.state_dict() for one in run.optimizer.chained_optimizers]
-        return [set(group) for state in states for group in state["optimizer"]["param_groups"]]
-
-
-def prepared(case: Case) -> bool:
-    """Whether masters are as they were once a load was prepared, before any step."""
-    with case.host():
-        run, _ = build_attached(case)
-        before = run.masters()
-        model = run.ddp.module.sharded_state_dict(metadata=METADATA)
-        run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA)
-        integration.dequantize_(model, is_loading=True)
-        return all(torch.equal(before[name], master) for name, master in run.masters().items())
-
-
-def prepared_again(case: Case) -> tuple[str, bool]:
-    """What is raised where memory runs out as a load is prepared, and whether learning rates are as they were once it is again."""
-    with case.host():
-        run, _ = build_attached(case)
-        inner = run.optimizer.chained_optimizers[0].optimizer
-        rates = [group["lr"] for group in inner.param_groups]
-        model = run.ddp.module.sharded_state_dict(metadata=METADATA)
-
-        def prepare() -> None:
-            run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA)
-
-        with mock.patch.object(inner, "step", side_effect=MemoryError("no memory")):
-            failed = error_of(prepare)
-        prepare()
-        return failed, [group["lr"] for group in inner.param_groups] == rates
-
-
-def half_a_step(case: Case) -> tuple[str, str, list[str]]:
-    """A step that raises between the update on the host and the cast: the error, what the next step says, and what differs from the
-    state before the steps once it is loaded.
-    """
-    with case.host():
-        held = Attached(case)
-        held.run.step(0)
-        state, before = held.saved(), held.everything()
-        (plan, *_) = held.attachment.plans
-        with mock.patch.object(plan, "run", side_effect=MemoryError("no memory")):
-            failed = error_of(lambda: held.run.step(1))
-        after = error_of(lambda: held.run.step(2))
-        held.load(state)
-        found: casts.Bytes = held.everything()
-        return failed, after, [name for name in before if not (before[name] == found[name]).all()]

@@ -24,7 +24,6 @@ from tests.megatron.training import (
     build_chunk,
     build_optimizer,
     configuration,
-    trained,
     wrap,
 )
 from tests.transformer_engine import hybrids, tensors
@@ -62,14 +61,6 @@ def steps(formats: str, layers: str) -> list[tuple[int, dict[str, int], bool, li
     return found
 
 
-def built_outside(formats: str) -> tuple[str, dict[str, int]]:
-    """A model that Megatron laid out by itself: what `attach` says, and if nothing, stale bytes after some steps."""
-    with host(ALL_LAYERS):
-        run = build(Case(formats, te=ALL_LAYERS))
-        said = error_of(lambda: integration.attach(run.optimizer, run.ddp))
-        return said, {} if said else trained(run)[1]
-
-
 def every_buffer(formats: str) -> tuple[bool, list[Any], list[Any]]:
     """Whether all is well after two steps; the one difference that each flipped byte makes, and should make."""
     with host(ALL_LAYERS):
@@ -93,19 +84,6 @@ def every_buffer(formats: str) -> tuple[bool, list[Any], list[Any]]:
                 wanted.append((name, 1, buffer, 1, at))
                 flat[at] ^= dist.get_rank() == 1
         return quiet.ok and verify(attached).ok, found, wanted
-
-
-def copies_dropped(formats: str) -> dict[str, int]:
-    """Where TransformerEngine drops columnwise copies between steps, as modules do in evaluation: stale bytes."""
-    with host(ALL_LAYERS):
-        run, _ = build_attached(Case(formats, te=ALL_LAYERS))
-        for number in range(3):
-            run.step(number)
-            for weight in run.te_tensors.values() if number == 1 else ():
-                weight.update_usage(rowwise_usage=True, columnwise_usage=False)
-                assert "columnwise_data" not in tensors.buffers(weight)
-            run.force_sync()
-        return run.stale_bytes()
 
 
 def finetuned(formats: str) -> tuple[bool, dict[str, int]]:

@@ -131,15 +131,5 @@ def test_a_forced_sync_leaves_nothing_stale(ranks: Ranks) -> None:
         assert all(found.same.values())
 
 
-def test_transformer_engine_is_not_asked_for(ranks: Ranks) -> None:
-    assert ranks(2)(attaching.without_te_tensors) == [{}, {}]
-
-
 def test_masters_written_by_hand_are_cast_by_refresh(ranks: Ranks) -> None:
     assert ranks(2)(attaching.masters_by_hand) == [{}, {}]
-
-
-@pytest.mark.parametrize("with_state", [False, True], ids=["from the model", "from a state dict"])
-def test_masters_of_a_finetuning_run(ranks: Ranks, with_state: bool) -> None:
-    for same, wrong in ranks(2)(attaching.finetuned, with_state):
-        assert same and not wrong

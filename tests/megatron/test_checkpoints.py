@@ -1,27 +1,22 @@
 """A run that is saved, loaded and continued is the run that was never interrupted."""
 
-import contextlib
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from tests.megatron.attached import METADATA, Attached
 from tests.megatron.checkpoints import (
     State,
     another_format,
-    freeze_later,
     loaded,
-    resume,
     resume_afresh,
     saved,
     small_buckets,
 )
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.ranks_host import host
-from tests.megatron.training import ALL, MIXED, NARROW, Case
-from tests.workers import Ranks, error_of
+from tests.megatron.training import ALL, MIXED, Case
+from tests.workers import Ranks
 from zerocast.integrations.megatron.checkpoint import _unpadded
 
 pytestmark = needs_megatron
@@ -30,10 +25,6 @@ pytest.importorskip("psutil", reason="Megatron's checkpoints need psutil")
 
 KINDS = ["dp_reshardable", "fully_reshardable"]
 SLOW = pytest.mark.slow
-
-
-class Broken(Exception):
-    """What breaks a step off."""
 
 
 class Bucket(NamedTuple):
@@ -50,45 +41,10 @@ def test_places_without_padding() -> None:
     assert _unpadded(buckets, places) == {"a": (0, 10, 0), "b": (10, 18, 1), "c": (18, 30, 1), "d": (30, 38, 2)}
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", [pytest.param(NARROW, marks=SLOW), MIXED, "delayed"])
-@pytest.mark.parametrize("kind", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
-def test_resume_is_exact(ranks: Ranks, formats: str, overlap: bool, kind: str) -> None:
-    for same, wrong in ranks(2)(resume, Case(formats, overlap), kind):
-        assert all(same.values()), same
-        assert not wrong
-
-
-def load_by_name() -> tuple[str, dict[str, int]]:
-    """What a load says whose state is given by the name of the argument, after a step that raised; stale bytes a step later."""
-    with host():
-        attached = Attached(Case(NARROW))
-        attached.run.step(0)
-        state = attached.saved()
-        broken_off = attached.attachment._guard.validity.transaction("an optimizer step")
-        with contextlib.suppress(Broken), broken_off:
-            raise Broken
-        model = attached.run.ddp.module.sharded_state_dict(metadata=METADATA)
-        attached.run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA)
-        said = error_of(lambda: attached.run.optimizer.load_state_dict(state_dict=state))
-        attached.run.step(1)
-        return said, attached.run.stale_bytes()
-
-
-def test_a_load_may_be_called_by_the_name_of_its_argument(ranks: Ranks) -> None:
-    assert ranks(1)(load_by_name) == [("", {})]
-
-
 @pytest.mark.parametrize("sharding", [KINDS[0], pytest.param(KINDS[1], marks=SLOW)])
 @pytest.mark.parametrize("kind", ["frozen plain", "frozen quantized", "buffers", "tied"])
 def test_every_kind_of_model_resumes_afresh(ranks: Ranks, tmp_path: Path, kind: str, sharding: str) -> None:
     assert ranks(2)(resume_afresh, kind, str(tmp_path), sharding) == [[], []]
-
-
-def test_weights_that_are_frozen_later(ranks: Ranks, tmp_path: Path) -> None:
-    """A checkpoint that lacks their own bytes is loaded by its values, if one asks for it."""
-    for said, equal in ranks(2)(freeze_later, str(tmp_path)):
-        assert "zerocast.layers.0.weight." in said and equal
 
 
 def test_frozen_bytes_of_another_format(ranks: Ranks) -> None:

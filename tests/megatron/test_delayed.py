@@ -1,4 +1,4 @@
-"""Delayed scaling: scales, histories and bytes are those of an unsharded plan, through steps and checkpoints."""
+"""Delayed scaling: scales, histories and bytes are those of an unsharded plan."""
 
 import pytest
 
@@ -12,7 +12,3 @@ pytestmark = needs_megatron
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=["fp8_delayed", "fp8_current"], ranks=2)
 def test_the_past_scales_as_without_shards(ranks: Ranks) -> None:
     assert ranks(2)(delayed_scaling.steps, 5) == [[[]] * 5] * 2
-
-
-def test_without_them_scales_begin_anew(ranks: Ranks) -> None:
-    assert ranks(2)(delayed_scaling.lost) == [([], {})] * 2

@@ -40,13 +40,6 @@ def test_live_bytes_are_the_cast_of_the_masters(
         assert not wrong and verified and losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("busbw", [False, pytest.param(True, marks=SLOW)], ids=["", "padded"])
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=SLOW)])
-def test_several_buckets(ranks: Ranks, world: int, busbw: bool) -> None:
-    for _, wrong, verified in ranks(world)(muon.train, Case("mixed", True, busbw, bucket_size=10_000)):
-        assert not wrong and verified
-
-
 @pytest.mark.shows(host="Megatron-Core", parallel="data, expert, whole matrices", formats=lambda fmt: [fmt])
 @pytest.mark.parametrize(
     ("world", "fmt"),
@@ -72,13 +65,6 @@ def test_what_is_quantized(ranks: Ranks, pattern: str) -> None:
     for losses, stale, ok, _ in ranks(2)(gpt.train, gpt.Parallel(overlap=True, muon=True, **recipe)):
         assert not stale and ok
         assert losses[3] < losses[0]
-
-
-def test_what_adam_updates_may_be_offloaded(ranks: Ranks) -> None:
-    case = Case("nvfp4", experts=True, options={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0})
-    found = ranks(2)(muon.offloaded, case)
-    assert {name for hosted, *_ in found for name in hosted} == {"layers.0.bias", "layers.1.bias"}
-    assert all(not wrong and ok for _, wrong, ok in found), found
 
 
 def test_masters_have_the_attributes_that_muon_reads(ranks: Ranks) -> None:
@@ -112,16 +98,6 @@ def test_tensors_of_transformer_engine(ranks: Ranks, world: int, layers: str, fo
         assert not wrong and verified and losses[2] < losses[0]
 
 
-@te.needs_te
-def test_what_is_kept_of_tensors_of_transformer_engine(ranks: Ranks) -> None:
-    """Masters start from values before quantization, which are freed; a resumed run is exact; and all ways into masters."""
-    case = Case("te", overlap=True, experts=True, te="02")
-    assert all(ranks(2)(muon.begins_with, Case("te", te=ALL_LAYERS)))
-    for same, wrong in ranks(2)(muon.resume, case, "dp_reshardable"):
-        assert all(same.values()) and not wrong
-    assert ranks(2)(muon.finetuned, case) == [[{}, {}]] * 2
-
-
 def test_each_matrix_has_one_owner_and_starts_from_its_value_before_quantization(ranks: Ranks) -> None:
     found = ranks(3)(muon.owned, Case("nvfp4"))
     matrices = [name for mine in found for kind, name, start, _ in mine if "LayerWise" in kind and start == 0]
@@ -152,19 +128,6 @@ def test_every_mistake_is_in_the_table() -> None:
     assert MISTAKES.keys() == muon.MISTAKES.keys()
 
 
-def test_in_megatrons_own_groups_what_adam_owns_would_be_stale(ranks: Ranks) -> None:
-    for wrong in ranks(2)(muon.train_in_megatrons_groups, Case("fp8_current")):
-        assert wrong and all(name.endswith("bias") for name in wrong)
-
-
-@pytest.mark.parametrize("case", [Case("nvfp4"), Case("delayed", experts=True)], ids=["", "experts"])
-def test_refused_without_an_attachment_and_the_same_with_one_again(ranks: Ranks, case: Case) -> None:
-    for before, after, same, wrong in ranks(2)(muon.detach_and_attach, case):
-        assert "is not attached: Megatron's own copy would write over" in before
-        assert "which was detached: nothing casts its masters" in after
-        assert same and not wrong
-
-
 @EXPERTS
 def test_a_step_that_broke_off_is_neither_used_nor_saved(ranks: Ranks, experts: bool) -> None:
     for broke, said in ranks(2)(muon.broken_step, Case("nvfp4", experts=experts)):
@@ -173,26 +136,9 @@ def test_a_step_that_broke_off_is_neither_used_nor_saved(ranks: Ranks, experts: 
             assert re.search("an optimizer step raised half-way", message), said
 
 
-def test_a_refresh_that_broke_off_between_dense_layers_and_experts(ranks: Ranks) -> None:
-    for broke, said, wrong in ranks(2)(muon.broken_refresh, Case("nvfp4", experts=True)):
-        assert broke.startswith("MemoryError") and "call attachment.refresh(), or load" in said
-        assert not wrong
-
-
-def test_verify_names_what_is_wrong(ranks: Ranks) -> None:
-    for found in ranks(2)(muon.wrong_bytes, Case("mixed", experts=True)):
-        assert len(found) == 4
-        assert all(len(names) == 1 and names[0].endswith(name) for name, names in found), found
-
-
 @EXPERTS
 def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: bool) -> None:
     assert ranks(2)(muon.finetuned, Case("fp8_block", experts=experts)) == [[{}, {}]] * 2
-
-
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=SLOW), True], ids=["sync", "overlap"])
-def test_two_chunks(ranks: Ranks, overlap: bool) -> None:
-    assert ranks(3)(muon.train_chunks, Case("mixed", overlap, experts=True)) == [[{}] * 4] * 3
 
 
 def test_one_all_reduce_for_each_group_that_has_quantized_weights(ranks: Ranks) -> None:
@@ -222,7 +168,3 @@ def test_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path, before: int, after
     for masters, wrong in ranks(after)(muon.loaded, case, str(tmp_path), kind):
         assert all(torch.equal(written[name], masters[name]) for name in written)
         assert not wrong
-
-
-def test_a_file_for_each_rank(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2)(muon.from_a_file, Case("nvfp4"), str(tmp_path)) == [{}, {}]

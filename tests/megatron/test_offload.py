@@ -6,14 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hosts.test_faults import at_operators
 from tests.megatron import offloading
-from tests.megatron.checkpoints import loaded, resume, saved
-from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
+from tests.megatron.checkpoints import loaded, saved
+from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.offloading import offloaded
 from tests.megatron.te import needs_te
 from tests.megatron.test_checkpoints import KINDS, check
-from tests.megatron.training import ALL_LAYERS, FORMATS, MIXED, NARROW, Case
+from tests.megatron.training import FORMATS, MIXED, NARROW, Case
 from tests.selection import worlds
 from tests.workers import Ranks
 from zerocast.integrations.megatron.offload import HostMaster
@@ -55,12 +54,6 @@ def test_masters_are_made_one_by_one(ranks: Ranks, fraction: float) -> None:
         assert most <= (2 if fraction == 1.0 else 2 + chosen.count(False))
 
 
-def test_a_tensor_that_was_a_master_is_not_taken_for_one(ranks: Ranks) -> None:
-    for sizes, unreadable, said in ranks(2)(offloading.old_tensors, offloaded(in_fp32=True)):
-        assert sizes and set(sizes) == {4}
-        assert unreadable and all("RuntimeError" in error for error in said), said
-
-
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 @pytest.mark.parametrize("precise", [False, PRECISE], ids=["torch's Adam", "FusedAdam"])
 def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: bool) -> None:
@@ -70,56 +63,10 @@ def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: boo
         assert wrong == left == []
 
 
-def test_a_save_that_goes_on_beside_a_step(ranks: Ranks) -> None:
-    for hosted, changed in ranks(2)(offloading.saved_beside_a_step, offloaded(fraction=0.5)):
-        assert hosted and changed == []
-
-
 def test_masters_for_which_the_device_has_no_memory_when_detached(ranks: Ranks) -> None:
     for failed, refused, wrong in ranks(2)(offloading.without_room, offloaded(fraction=0.5)):
         assert "no memory" in failed and "which was detached" in refused
         assert wrong == []
-
-
-@pytest.mark.parametrize("fraction", [1.0, 0.5])
-def test_a_load_leaves_masters_where_plans_read_them(ranks: Ranks, fraction: float) -> None:
-    """Megatron makes new copies in a load."""
-    for right in ranks(2)(offloading.loaded_state, offloaded(fraction=fraction, in_fp32=True)):
-        assert all(right.values()), right
-
-
-@pytest.mark.parametrize(("written", "read"), [("host", "host"), ("host", "GPU"), ("GPU", "host")])
-def test_a_file_of_the_parameter_state(ranks: Ranks, tmp_path: Path, written: str, read: str) -> None:
-    cases = {"host": offloaded(fraction=0.5, precise=False), "GPU": Case(MIXED)}
-    for same, wrong in ranks(2)(offloading.parameter_state, cases[written], cases[read], str(tmp_path / "state")):
-        assert all(same.values()), same
-        assert not wrong
-
-
-def test_a_step_that_raises_after_the_update(ranks: Ranks) -> None:
-    for failed, after, wrong in ranks(2)(offloading.half_a_step, offloaded(experts=True)):
-        assert "no memory" in failed and "raised half-way" in after
-        assert wrong == []
-
-
-@needs_te
-@needs_four_bits  # older releases have no seam for these tensors
-@pytest.mark.parametrize(("formats", "recipe"), [("fp8_current", "delayed"), ("te", None), ("tiles", None)])
-def test_tensors_of_transformer_engine(ranks: Ranks, formats: str, recipe: str | None) -> None:
-    """Also in the configuration for delayed scaling, of which Megatron takes flat views of tensors for masters."""
-    case = offloaded(formats, 0.5, precise=True, options={"fp8_recipe": recipe}, te=ALL_LAYERS)
-    for losses, wrong, ok, sides in ranks(2)(offloading.train, case):
-        assert not wrong and ok and losses[2] < losses[0]
-        assert sides.offloaded == sides.standing == sides.cast_there > 0
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("precise", [False, PRECISE], ids=["torch's Adam", "FusedAdam"])
-@pytest.mark.parametrize("fraction", [pytest.param(1.0, marks=SLOW), 0.5])
-def test_resume_is_exact(ranks: Ranks, fraction: float, precise: bool, kind: str) -> None:
-    for same, wrong in ranks(2)(resume, offloaded(fraction=fraction, precise=precise, overlap=True), kind):
-        assert all(same.values()), same
-        assert not wrong
 
 
 @pytest.mark.parametrize(("before", "after", "kind"), [(2, 3, KINDS[0]), (3, 2, KINDS[1])])
@@ -131,13 +78,6 @@ def test_other_numbers_of_ranks_with_and_without_offload(
     cases = {"offloaded": offloaded(fraction=0.5, overlap=True), "on the GPU": Case(MIXED, overlap=True)}
     state = ranks(before)(saved, cases[written], str(tmp_path), kind)[0]
     check(state, ranks(after)(loaded, cases[read], str(tmp_path), kind))
-
-
-def test_masters_that_were_written_by_hand_are_those_of_the_next_step(ranks: Ranks) -> None:
-    on_host, on_gpu = (ranks(2)(offloading.written_by_hand, case) for case in (offloaded(), Case(MIXED)))
-    for (wrong, masters), (_, expected) in zip(on_host, on_gpu, strict=True):
-        assert not wrong
-        torch.testing.assert_close(masters, expected, rtol=1e-5, atol=1e-6)  # torch's Adam on the CPU is fused there
 
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["values", "state dict"])
@@ -155,41 +95,6 @@ def test_moments_stay_on_their_side_when_masters_return_from_the_host(ranks: Ran
     for hosted, others, wrong in ranks(2)(offloading.restored, offloaded(fraction=0.5)):
         assert hosted == [] and others > 0
         assert not wrong
-
-
-def test_a_checkpoint_names_no_class(ranks: Ranks) -> None:
-    """Those of the two Adams would be pickled with it, which Megatron 0.18 refuses to read."""
-    on_host, on_gpu = (ranks(2)(offloading.saved_alike, case) for case in (offloaded(), Case(MIXED)))
-    for ours, theirs in zip(on_host, on_gpu, strict=True):
-        assert all(found <= plain | {"bias_correction"} for found, plain in zip(ours, theirs, strict=True))
-
-
-def test_a_load_that_is_prepared_writes_no_master(ranks: Ranks) -> None:
-    assert ranks(2)(offloading.prepared, offloaded(experts=True)) == [True, True]
-
-
-def test_a_load_that_is_prepared_twice(ranks: Ranks) -> None:
-    """States are made by a step at a rate of 0, which no later step keeps."""
-    ((failed, same),) = ranks(1)(offloading.prepared_again, offloaded(fraction=0.5))
-    assert "no memory" in failed and same
-
-
-@SLOW
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("where", ["step", "load", "refresh", "sync"])
-def test_every_operator(ranks: Ranks, tmp_path: Path, where: str) -> None:
-    found = ranks(1)(at_operators, "Megatron-Core", "offload", where, None, str(tmp_path), timeout=800.0)
-    ((outcomes, wrong),) = found
-    assert wrong == []
-    assert outcomes["load" if where in ("step", "load") else "refresh"] > 10
-
-
-@pytest.mark.parametrize("where", ["step", "load"])
-def test_some_operators(ranks: Ranks, tmp_path: Path, where: str) -> None:
-    found = ranks(1)(at_operators, "Megatron-Core", "offload", where, 4, str(tmp_path), timeout=250.0)
-    ((outcomes, wrong),) = found
-    assert wrong == []
-    assert outcomes["load"]
 
 
 DEVICE = torch.device("meta")  # where whatever an operator computes is told from host memory

@@ -1,23 +1,18 @@
 """attach() over models whose weights are TransformerEngine's tensors, by its own Python classes, on the CPU."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hosts.test_faults import at_operators
-from tests.megatron import metered_steps, te, te_attaching
-from tests.megatron.checkpoints import resume
+from tests.megatron import te, te_attaching
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.training import ALL_LAYERS, FORMATS, Case, train
-from tests.megatron.unsent_bytes import train_in_the_hole
 from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
 SETS = ["te", "tiles"]
 OTHERS = ["tensorwise", "delayed", "blockwise"]
-KINDS = ["dp_reshardable", "fully_reshardable"]
 
 pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
 
@@ -31,40 +26,6 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, format
         assert not wrong and losses[2] < losses[0]
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["sync", "overlap"])
-@pytest.mark.parametrize("formats", SETS)
-def test_beside_quantized_weights(ranks: Ranks, formats: str, overlap: bool) -> None:
-    """Of both libraries in one model, FP8 and NVFP4 in one buffer, experts in an optimizer of their own; small buckets."""
-    for losses, wrong in ranks(3)(train, Case(formats, overlap, bucket_size=10_000, experts=True, te="023")):
-        assert not wrong and losses[2] < losses[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("formats", SETS)
-def test_resume_is_exact(ranks: Ranks, formats: str, kind: str) -> None:
-    for same, wrong in ranks(2)(resume, Case(formats, overlap=True, te="02"), kind):
-        assert all(same.values()), same
-        assert not wrong
-
-
-@pytest.mark.parametrize("variant", ["TransformerEngine", "tiles"])
-def test_some_operators_of_a_step(ranks: Ranks, tmp_path: Path, variant: str) -> None:
-    found = ranks(1)(at_operators, "Megatron-Core", variant, "step", 3, str(tmp_path), timeout=250.0)
-    ((outcomes, wrong),) = found
-    assert wrong == []
-    assert outcomes["again"] and outcomes["load"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("where", ["step", "forward", "load"])
-def test_every_operator(ranks: Ranks, tmp_path: Path, where: str) -> None:
-    arguments = "Megatron-Core", "TransformerEngine", where, None, str(tmp_path)
-    ((outcomes, wrong),) = ranks(1)(at_operators, *arguments, timeout=900.0)
-    assert wrong == []
-    assert outcomes["again"] + outcomes["refresh"] + outcomes["load"] > 10, outcomes
-
-
 @pytest.mark.shows(host="Megatron-Core", parallel=PARALLEL, formats=["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int) -> None:
@@ -75,38 +36,14 @@ def test_delayed_scaling_is_left_to_transformer_engine(ranks: Ranks, world: int)
 
 
 @pytest.mark.parametrize("formats", SETS)
-def test_one_all_reduce_for_the_weights_of_both_libraries(ranks: Ranks, formats: str) -> None:
-    assert ranks(2)(te_attaching.steps, formats, "02") == [[(1, {}, True, [])] * 5] * 2
-
-
-@pytest.mark.parametrize("formats", SETS)
 def test_every_byte_counts(ranks: Ranks, formats: str) -> None:
     for ok, found, wanted in ranks(2)(te_attaching.every_buffer, formats):
         assert ok and found == wanted and len(wanted) > 12
 
 
-def test_measured_steps(ranks: Ranks) -> None:
-    plain = [losses for losses, _, _ in ranks(2)(metered_steps.steps, True, None, "02")]
-    for (losses, samples, amaxes), expected in zip(ranks(2)(metered_steps.steps, True, 2, "02"), plain, strict=True):
-        assert losses == expected
-        assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes and len(amaxes) == 4
-        assert all(0 < counts.cast_error < 0.2 for counts in samples[-1].weights.values())
-
-
-@pytest.mark.parametrize("formats", SETS)
-def test_copies_that_transformer_engine_dropped_are_made_again(ranks: Ranks, formats: str) -> None:
-    assert ranks(2)(te_attaching.copies_dropped, formats) == [{}, {}]
-
-
 @pytest.mark.parametrize("formats", SETS)
 def test_masters_of_a_finetuning_run(ranks: Ranks, formats: str) -> None:
     assert ranks(2)(te_attaching.finetuned, formats) == [(True, {})] * 2
-
-
-def test_partial_tensors_are_neither_used_nor_saved(ranks: Ranks) -> None:
-    for synced, *others in ranks(2)(te_attaching.partial):
-        assert synced == "RuntimeError: no"
-        assert len(others) == 3 and all("an all-gather raised half-way" in said for said in others), others
 
 
 def test_detach_gives_the_host_back(ranks: Ranks) -> None:
@@ -233,16 +170,3 @@ def test_recipes_for_several_experts_in_one_tensor(ranks: Ranks, options: dict[s
 def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:
     for said in ranks(1)(te_attaching.without_a_seam):
         assert "with TransformerEngine's tensors, has no _post_param_sync" in said
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_built_outside(ranks: Ranks, world: int) -> None:
-    """Megatron's own layout is taken where it sends all bytes: FP8 on any number of ranks, NVFP4 on two."""
-    assert ranks(world)(te_attaching.built_outside, "fp8") == [("", {})] * world
-    for said, stale in ranks(world)(te_attaching.built_outside, "nvfp4"):
-        assert not stale and ("would be lost. Build model" in said) == (world == 3)
-
-
-def test_the_hole_is_closed_for_them_too(ranks: Ranks) -> None:
-    for said, stale in ranks(3)(train_in_the_hole, Case("nvfp4", te=ALL_LAYERS)):
-        assert stale and "would be lost. Build model" in said

@@ -84,19 +84,6 @@ def test_every_method_of_the_host_that_writes_is_refused() -> None:
                 assert name in vars(one), f"{cls.__name__}.{name} copies masters and goes on"
 
 
-@pytest.mark.parametrize("formats", ["delayed", MIXED])
-def test_attached_again_it_goes_on(ranks: Ranks, formats: str) -> None:
-    for differ, stale, ok, (refresh, verified, of_the_model) in ranks(2)(unattached.attached_again, Case(formats)):
-        assert not differ and not stale and ok
-        assert "ValueError: this attachment was detached" in refresh == verified
-        assert "nobody is known to own masters" in of_the_model
-
-
-def test_attached_again_with_gathers_in_flight(ranks: Ranks) -> None:
-    for differ, stale, ok, _ in ranks(2)(unattached.attached_again, Case(MIXED, overlap=True)):
-        assert not differ and not stale and ok
-
-
 def test_what_is_torn_stays_torn_when_it_is_detached(ranks: Ranks) -> None:
     for detached, again, stale in ranks(2)(unattached.detached_torn, Case(NARROW)):
         assert all("an optimizer step raised half-way" in error for error in detached + again), (detached, again)
@@ -107,28 +94,6 @@ def test_one_of_two_optimizers(ranks: Ranks) -> None:
     for attached, step in ranks(2)(unattached.one_of_two, MIXED):
         assert "no optimizer that was given owns the quantized weights" in attached and NOT_ATTACHED in step
     assert ranks(2)(unattached.one_of_two, "half") == [("", "")] * 2
-
-
-def test_an_optimizer_of_plain_parameters_is_the_hosts_alone(ranks: Ranks) -> None:
-    for left, losses in ranks(2)(unattached.nothing_quantized):
-        assert left == 0 and losses[2] < losses[0]
-
-
-def test_two_model_chunks(ranks: Ranks) -> None:
-    for error, changed in ranks(2)(unattached.two_chunks):
-        assert NOT_ATTACHED in error and changed == [(), ()]
-
-
-def test_a_block_that_an_exception_leaves(ranks: Ranks) -> None:
-    for step, outside, changed in ranks(2)(unattached.interrupted):
-        assert NOT_ATTACHED in step and "quantized_params()" in outside and not changed
-
-
-def test_a_step_inside_the_block(ranks: Ranks) -> None:
-    for outcome in ranks(2)(unattached.inside_the_block, False):
-        assert NOT_ATTACHED in outcome.error and not outcome.changed and not outcome.stale
-    for outcome in ranks(2)(unattached.inside_the_block, True):
-        assert not outcome.error and not outcome.stale
 
 
 @pytest.mark.parametrize("formats", ALL)

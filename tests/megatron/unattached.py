@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +13,10 @@ from tests import casts
 from tests.megatron import training
 from tests.megatron.attached import METADATA, Attached
 from tests.megatron.ranks_host import host
-from tests.megatron.training import FORMATS, MIXED, Case, Run, build, build_chunk, build_optimizer
+from tests.megatron.training import FORMATS, Case, Run, build, build_optimizer
 from tests.workers import error_of
-from zerocast import QuantizedWeight, verify
+from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron.unattached import RefusedMethod
 
 INSIDE, ANOTHER, OUTSIDE = "inside quantized_params()", "inside another quantized_params()", "outside"
 NEVER, ATTACHED, DETACHED = "never attached", "attached", "detached"
@@ -145,28 +144,6 @@ def _same(before: casts.Bytes, after: casts.Bytes, name: str) -> bool:
     return name in before and name in after and bool((before[name] == after[name]).all())
 
 
-def attached_again(case: Case) -> tuple[list[str], dict[str, int], bool, list[str]]:
-    """A run that is detached and attached again in its middle, beside one that is not: what differs, stale bytes, verify."""
-    with host():
-        straight, other = Attached(case), Attached(case)
-        for number in range(2):
-            straight.run.step(number)
-            other.run.step(number)
-        old = other.attachment
-        old.detach()
-        after = [error_of(old.refresh), error_of(lambda: verify(old)), error_of(lambda: verify(other.run.ddp))]
-        loss = other.run.forward(2).item()  # the model can be read
-        assert loss == straight.run.forward(2).item()
-        other.attachment = integration.attach(other.run.optimizer, other.run.ddp)
-        other.attachment.refresh()
-        for number in (2, 3):
-            straight.run.step(number)
-            other.run.step(number)
-        ours, theirs = straight.everything(), other.everything()
-        differ = [name for name in ours.keys() | theirs.keys() if not _same(ours, theirs, name)]
-        return differ, other.run.stale_bytes(), verify(other.attachment).ok, after
-
-
 def detached_torn(case: Case) -> tuple[list[str], list[str], list[str]]:
     """After a step that raised half-way: what goes on when it is detached, when it is attached again, and after a load."""
     with host():
@@ -207,56 +184,6 @@ def one_of_two(formats: str) -> tuple[str, str]:
         assert not step or not _different(before, _bytes(run.ddp))
         assert not run.stale_bytes(), run.stale_bytes()
         return error, step
-
-
-def nothing_quantized() -> tuple[int, list[float]]:
-    """An optimizer of plain parameters that was built in `quantized_params()`: what is left on it, and its losses."""
-    with host():
-        with integration.quantized_params():
-            run = build(Case("plain"))
-        optimizers = [run.optimizer, *run.optimizer.chained_optimizers]
-        left = sum(isinstance(value, RefusedMethod) for one in optimizers for value in vars(one).values())
-        return left, [run.step(number) for number in range(3)]
-
-
-def two_chunks() -> tuple[str, list[tuple[str, ...]]]:
-    """Two model chunks under one optimizer that is not attached."""
-    with host():
-        case = Case(MIXED)
-        with integration.quantized_params():
-            chunks = [build_chunk(replace(case, seed=1)), build_chunk(replace(case, seed=2), disable_bucketing=True)]
-            optimizer = build_optimizer(case, chunks)
-        for chunk in chunks:
-            Run(chunk, optimizer, case).forward_and_backward(0)
-        before = [_bytes(chunk) for chunk in chunks]
-        error = error_of(optimizer.step)
-        return error, [_different(old, _bytes(chunk)) for old, chunk in zip(before, chunks, strict=True)]
-
-
-def interrupted() -> tuple[str, str, tuple[str, ...]]:
-    """An exception leaves `quantized_params()`: a step of the optimizer made inside, and of one made outside."""
-    with host():
-        runs: list[Run] = []
-        with contextlib.suppress(ZeroDivisionError), integration.quantized_params():
-            runs.append(build(Case()))
-            raise ZeroDivisionError
-        (run,) = runs
-        run.forward_and_backward(0)
-        before = _bytes(run.ddp)
-        step, outside = error_of(run.optimizer.step), error_of(lambda: build_optimizer(Case(), [run.ddp]))
-        return step, outside, _different(before, _bytes(run.ddp))
-
-
-def inside_the_block(attach: bool) -> Outcome:
-    """A step while `quantized_params()` is still open, attached there or not."""
-    with host(), integration.quantized_params():
-        run = build(Case())
-        if attach:
-            integration.attach(run.optimizer, run.ddp)
-        run.forward_and_backward(0)
-        before = _bytes(run.ddp)
-        error = error_of(run.optimizer.step)
-        return Outcome(error, _different(before, _bytes(run.ddp)) if error else (), tuple(run.stale_bytes()))
 
 
 def torch_optimizer(case: Case) -> tuple[str, tuple[str, ...]]:

@@ -21,34 +21,6 @@ def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
         tensor.view(-1).view(torch.uint8)[at] ^= 1
 
 
-def plain_experts() -> tuple[bool, int, dict[str, int], dict[str, int]]:
-    """Where one of two optimizers owns no quantized weight: what verify says, of how many, stale bytes then and refreshed."""
-    with host():
-        run, attached = build_attached(Case("half", overlap=True, experts=True))
-        for number in range(2):
-            run.step(number)
-        report, stale = verify(attached), run.stale_bytes()
-        for one in run.optimizer.chained_optimizers:
-            for master in (master for group in one.shard_fp32_from_float16_groups for master in group):
-                master.mul_(1.5)
-        assert len(run.stale_bytes()) > 8
-        attached.refresh()
-        return report.ok, report.weights, stale, run.stale_bytes()
-
-
-def before_the_gather() -> tuple[bool, list[list[float]]]:
-    """With overlap, between a step and the next forward pass; and the losses with verify and without it."""
-    losses, ok = [], True
-    with host():
-        for verified in (True, False):
-            run, attached = build_attached(Case(MIXED, overlap=True))
-            losses.append([])
-            for number in range(3):
-                losses[-1].append(run.step(number))
-                ok = ok and (not verified or verify(attached).ok)
-    return ok, losses
-
-
 def steps(every: int, overlap: bool) -> list[str]:
     """What each step says when rank 1 flips a byte after its gathers from the second step on."""
     with host():
@@ -121,29 +93,6 @@ def stale_reads() -> dict[str, str]:
     return said
 
 
-def masters_of_whole_matrices() -> tuple[dict[str, int], bool, str]:
-    """Of ranks that own whole matrices: stale bytes and what verify says after masters went to other memory and trained there, as
-    by the host's offload_to_cpu and restore_from_cpu; what debug mode says of one that was written by hand.
-    """
-    zerocast.set_debug(True)
-    try:
-        with muon.host(Case("fp8_current")):
-            run, attached = muon.build_attached(Case("fp8_current"))
-            masters = [m for one in run.optimizer.chained_optimizers for m in _masters_in(one)]
-            run.step(0)
-            for master in masters:
-                master.data = master.data.clone()
-            run.step(1)
-            run.force_sync()
-            stale, ok = run.stale_bytes(), verify(attached).ok
-            with torch.no_grad():
-                for master in masters:
-                    master.add_(1.0)
-            return stale, ok, error_of(lambda: run.forward(2))
-    finally:
-        zerocast.set_debug(False)
-
-
 def offloaded_between_steps(whole_matrices: bool) -> tuple[bool, dict[str, int], bool]:
     """Whether the host's offload_to_cpu frees the memory of masters; stale bytes and what verify says after the next step."""
     case = Case("fp8_current")
@@ -165,12 +114,3 @@ def offloaded_between_steps(whole_matrices: bool) -> tuple[bool, dict[str, int],
 def _masters_in(one: Any) -> list[Tensor]:
     parts = getattr(one, "chained_optimizers", [one])
     return [master for part in parts for group in part.optimizer.param_groups for master in group["params"]]
-
-
-def detached() -> str:
-    """What verify says of the model afterwards."""
-    with host():
-        run, attached = build_attached(Case())
-        run.step(0)
-        attached.detach()
-        return error_of(lambda: verify(run.ddp)).split(":")[1]

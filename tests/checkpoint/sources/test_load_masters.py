@@ -77,38 +77,6 @@ def test_on_several_ranks(ranks: Any, tmp_path: Path, kind: str, world: int) -> 
     assert ranks(world)(loads, KINDS[kind](values(SHAPES, torch.float32), tmp_path), torch.float32) == [[]] * world
 
 
-def from_own_checkpoint(path: str) -> list[str]:
-    """Masters alone, out of a checkpoint that has moments and delayed scales too."""
-    trainer, other = trained(), Trainer(RUN)
-    other.train(range(7, 8))
-    optim.save(trainer.optimizer, path)
-    optim.load_masters(other.optimizer, path)
-    wanted, found = trainer.optimizer.state_dict(), other.optimizer.state_dict()
-    pairs = [
-        (n, a, b)
-        for n in SHAPES
-        for (_, a), (_, b) in zip(boxes(found["model"][n]), boxes(wanted["model"][n]), strict=True)
-    ]
-    return [name for name, a, b in pairs if not torch.equal(a, b)]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_from_a_checkpoint_of_an_optimizer(ranks: Any, tmp_path: Path, world: int) -> None:
-    assert ranks(world)(from_own_checkpoint, str(tmp_path / "c")) == [[]] * world
-
-
-def test_training_goes_on_from_it(tmp_path: Path) -> None:
-    """As in a new optimizer over these values, to the bit."""
-    source = KINDS["safetensors"](values(SHAPES, torch.float32), tmp_path)
-    first, second = Trainer(RUN), trained()
-    for trainer in (first, second):
-        optim.load_masters(trainer.optimizer, source)
-    second.scheduler = first.scheduler
-    first.train(range(3))
-    second.train(range(3))
-    casts.assert_same_bytes(snapshot(first), snapshot(second))
-
-
 def spoilt(change: str) -> dict[str, Any]:
     """Tensors that do not fit in one way."""
     state: dict[str, Any] = values(SHAPES, torch.float32)
@@ -171,20 +139,6 @@ def test_one_rank_is_wrong_and_all_say_so(ranks: Any) -> None:
     first, second = ranks(2)(one_rank_differs)
     assert first == second
     assert first.startswith("rank 1: the state dict does not fit the masters: nv has shape")
-
-
-def test_ignore(tmp_path: Path) -> None:
-    trainer = trained()
-    optim.load_masters(trainer.optimizer, KINDS["safetensors"](spoilt("more"), tmp_path), ignore=["*rotary*"])
-
-
-def test_what_lies_beside_a_common_prefix_is_not_passed_over(tmp_path: Path) -> None:
-    state = {f"model.{name}": tensor for name, tensor in values(SHAPES, torch.float32).items()}
-    state["lm_head.weight"] = torch.zeros(3)
-    assert "lm_head.weight is there and is no master here" in refuses(state)
-    del state["lm_head.weight"]
-    (tmp_path / "manifest.json").write_text("somebody else's")
-    optim.load_masters(Trainer(RUN).optimizer, KINDS["safetensors_folder"](state, tmp_path))
 
 
 def test_masters_alone_are_no_whole_checkpoint(tmp_path: Path) -> None:
