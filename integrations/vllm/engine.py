@@ -4,7 +4,8 @@ vLLM makes one in each worker after the model was loaded, from an export or, wit
 `load_format="dummy"`, without weights. Messages come as docs/reference/engines.md has them.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ from zerocast.integrations.vllm.layers import Layers
 from zerocast.integrations.vllm.loader_map import LoaderMap
 from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_receiver import PROTOCOL, EngineReceiver
-from zerocast.serve.engine_sender import ABORT, APPLY
+from zerocast.serve.engine_sender import APPLY, OPEN
 from zerocast.serve.engine_weights import ModelTensor, Region
 from zerocast.serve.refit_message import RefitError
 
@@ -89,13 +90,17 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
     _receiver: EngineReceiver | None = None
     _folder: Path | None = None
     _hook: Any = None
-    # True after a refit was applied, until `finish_weight_update`.
-    _is_applied = False
+    # True while vLLM takes messages of a refit on this rank.
+    _is_open = False
 
     def init_transfer_engine(self, init_info: ZerocastInitInfo) -> None:
-        """Connect to a trainer. ValueError for another protocol, or an engine that cannot be
-        refitted exactly, naming what stands against it.
+        """Connect to a trainer. RefitError for another protocol, for an engine that cannot be
+        refitted exactly, naming what stands against it, and while a refit is open.
         """
+        with self._raised_once():
+            self._connect(init_info)
+
+    def _connect(self, init_info: ZerocastInitInfo) -> None:
         if init_info.protocol != PROTOCOL:
             raise ValueError(
                 f"the trainer speaks protocol {init_info.protocol} of refits, and this plugin {PROTOCOL}: install one version of "
@@ -113,6 +118,8 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
         if self._receiver is not None:
             # A trainer that comes again, or another one. What the engine has stays.
             self._receiver.discard()
+            if self._is_open:
+                raise RefitError(OPEN)
             return
         tp = get_tp_group()
         self._receiver = EngineReceiver(
@@ -127,30 +134,48 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
     def start_weight_update(self) -> None:
         """Begin a refit, which is staged while requests go on."""
         self._connected.discard()
-        self._is_applied = False
+        self._is_open = True
 
     def receive_weights(self, update_info: ZerocastUpdateInfo) -> None:
-        """Stage a message, write what is staged, or drop it. RefitError on all ranks alike."""
-        header = update_info.header
-        if header.get("kind") == ABORT:
-            self._connected.discard()
-            raise RefitError("the refit was dropped, as the trainer asked")
-        if header.get("kind") == APPLY:
-            self._connected.apply()
-            self._is_applied = True
-            return
-        self._connected.accept(header, partial(self._tensors, update_info.file))
+        """Stage a message, or write what is staged. RefitError if a rank cannot."""
+        try:
+            with self._raised_once():
+                if update_info.header.get("kind") == APPLY:
+                    self._connected.apply()
+                else:
+                    self._connected.accept(update_info.header, partial(self._tensors, update_info.file))
+        except RefitError:
+            # vLLM takes no more messages of it where it sees an error.
+            self._is_open = False
+            raise
 
     def finish_weight_update(self) -> None:
-        """Check that the refit was applied."""
-        if not self._is_applied:
-            raise RefitError("the refit ended before it was applied")
-        self._is_applied = False
+        """End a refit. One that was not applied is dropped."""
+        self._connected.discard()
+        self._is_open = False
 
     def shutdown(self) -> None:
         """Disconnect. The engine keeps its weights and its place in the sequence of refits."""
         if self._receiver is not None:
             self._receiver.discard()
+
+    @contextmanager
+    def _raised_once(self) -> Iterator[None]:
+        """Raise the error of any rank on the last rank alone. Collective.
+
+        vLLM reads the answers of ranks in their order and stops at an error. It would take those
+        that it has not read for answers to the next call.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        group = Group.of(get_tp_group().cpu_group)
+        text = error and (str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}")
+        errors = [text for text in group.all_gather_object(text, "the errors of a refit") if text is not None]
+        if errors and group.rank == group.size - 1:
+            raise RefitError(errors[0]) from error
 
     @property
     def _connected(self) -> EngineReceiver:

@@ -191,7 +191,7 @@ def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> Non
             engine.init_weight_transfer_engine({"protocol": 9, "folder": str(tmp_path)})
         calls = engine.ask("trainer_calls", folder=str(tmp_path))
         rest = ["end", "apply", "finish"]
-        assert calls == ["init", "start", "full", *rest, "start", "delta", *rest]
+        assert calls == ["init", "init", "start", "full", *rest, "init", "start", "delta", *rest]
         settings = "vLLM's loaders do not take .*, with these settings of quantization and this tensor-parallel size"
         with pytest.raises(RefitError, match=settings):
             EngineSender(Sender(run.model, "modelopt", dtype=torch.bfloat16), engine, tmp_path).refit()
@@ -224,6 +224,32 @@ def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> Non
         again = kl(run, engine.ask("logprobs"))
     record_property("kl", f"{own:.2e} with the trainer's bytes, {again:.2e} quantized again")
     assert own < again / 10
+
+
+def test_an_application_that_breaks_off_on_one_rank(tmp_path: Path) -> None:
+    """Neither rank serves, also if something lets requests go on, until a full refit. No answer of a rank to a refused call is
+    taken for one to a later call, nor is a refit that another trainer left open in the way.
+    """
+    run = Run("fp8_block", tmp_path, "llama, four heads")
+    with running(run.folder, tmp_path, ranks=2, stand_in="packed") as engine:
+        sender = EngineSender(run.sender, engine, tmp_path)
+        sender.refit()
+        run.step()
+        engine.ask("break_once")
+        with pytest.raises(
+            RefitError, match=r"while it was written: rank 1 of 2: MemoryError: .* serves nothing until"
+        ):
+            sender.refit(full=True)
+        engine.resume()
+        with pytest.raises(RuntimeError, match=r"this engine has no weights to serve: .* a refit broke off"):
+            engine.ask("logprobs")
+        sender.refit()
+        run.check(engine)
+        engine.start_weight_update()
+        run.step()
+        sender.refit()
+        assert run.sender.refit == 4
+        run.check(engine)
 
 
 @pytest.mark.parametrize("stand_in", ["packed", "packed into a buffer"])

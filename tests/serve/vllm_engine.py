@@ -24,6 +24,7 @@ os.environ |= {
 import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
 import zerocast
@@ -63,6 +64,18 @@ def zero(ending: str, model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(ending):
             parameter.data.zero_()
+
+
+def break_once(model: nn.Module) -> None:
+    """Let the next replay of a layer on rank 1 run out of memory."""
+    method = next(module for module in model.modules() if hasattr(module, "weight_scale_inv")).quant_method
+
+    def fail(layer: nn.Module) -> None:
+        del method.process_weights_after_loading
+        raise MemoryError("out of memory")
+
+    if get_tensor_model_parallel_rank() == 1:
+        method.process_weights_after_loading = fail
 
 
 class Recorded:
@@ -110,6 +123,9 @@ class Engine(OfflineVllm):
 
     def zero(self, ending: str = "") -> None:
         self.llm.apply_model(functools.partial(zero, ending))
+
+    def break_once(self) -> None:
+        self.llm.apply_model(break_once)
 
     def version(self) -> str:
         return self.llm.get_weight_version()

@@ -20,9 +20,10 @@ from zerocast.serve.sender import Message, Sender
 
 logger = logging.getLogger(__name__)
 
-# Kinds of messages that are for engines alone.
+# The kind of a message that is for engines alone.
 APPLY = "apply"
-ABORT = "abort"
+# What an engine says to a trainer that connects, if a refit is open.
+OPEN = "a refit is still open"
 
 
 class EngineClient(Protocol):
@@ -31,7 +32,9 @@ class EngineClient(Protocol):
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Tell every rank of the engine where refits come from."""
+        """Tell every rank of the engine where refits come from. An error with the text of OPEN if
+        one is open.
+        """
         ...
 
     def start_weight_update(self) -> None:
@@ -43,7 +46,7 @@ class EngineClient(Protocol):
         ...
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """End a refit."""
+        """End a refit. One that was not applied is dropped."""
         ...
 
 
@@ -128,25 +131,32 @@ class EngineSender:
     def _connect(self) -> None:
         self._folder.mkdir(parents=True)
         try:
-            self._client.init_weight_transfer_engine({"protocol": PROTOCOL, "folder": str(self._folder)})
+            self._init()
         except BaseException:
             self._remove_folder()
             raise
 
-    def _start(self) -> None:
+    def _init(self) -> None:
+        info = {"protocol": PROTOCOL, "folder": str(self._folder)}
         try:
-            self._client.start_weight_update()
-        except Exception:
-            # A refit is still open there: this trainer's, or that of one which died.
-            self._abort()
-            self._client.start_weight_update()
-
-    def _abort(self) -> None:
-        try:
-            self._client.update_weights({"header": {"kind": ABORT}})
+            self._client.init_weight_transfer_engine(info)
         except Exception as error:
-            # Raising is how an engine closes a refit that it does not apply.
-            logger.debug("the engine dropped a refit: %s", error)
+            if OPEN not in str(error):
+                raise
+            # Of a trainer that died, or of this one.
+            self._close_refit()
+            self._client.init_weight_transfer_engine(info)
+
+    def _start(self) -> None:
+        self._init()
+        self._client.start_weight_update()
+
+    def _close_refit(self) -> None:
+        try:
+            self._client.finish_weight_update()
+        except Exception as error:
+            # Ranks on which it is closed already say so.
+            logger.debug("the engine closed a refit: %s", error)
 
     def _hand_over(self, message: Message) -> None:
         header: Mapping[str, Any] = dict(message.header)
@@ -161,8 +171,15 @@ class EngineSender:
             path.unlink(missing_ok=True)
 
     def _finish(self, failure: Exception | None) -> None:
-        if failure is not None:
-            raise failure
+        try:
+            if failure is not None:
+                raise failure
+            self._write()
+        except Exception:
+            self._close_refit()
+            raise
+
+    def _write(self) -> None:
         try:
             self._pause(True)
             self._is_broken = True
