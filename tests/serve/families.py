@@ -42,6 +42,7 @@ REASONS = {
     "and the weight of a router of experts": "router",
     "in one format": "layers",
     "not the weight of a Linear": "no Linear",
+    "without a name": "head",
 }
 
 # What the page says of families without outcomes.

@@ -29,7 +29,7 @@ pytestmark = [
 
 CASES = [("compressed-tensors", "nvfp4"), ("modelopt", "mxfp8"), ("deepseek", "fp8_block")]
 # Families of different shape and naming, each of which vLLM reads under `compressed-tensors`.
-SOME = ("llama", "gpt_neox", "qwen3", "gemma2", "phi3", "opt")
+SOME = ("llama", "gpt_neox", "qwen3", "gemma2", "phi3", "opt", "mamba2", "biogpt")
 
 
 def exported(family: str, naming: str, fmt: str, folder: Path) -> str:
@@ -75,4 +75,4 @@ def test_all_families(tmp_path: Path, naming: str, fmt: str) -> None:
     said = outcomes(sorted(CAUSAL), naming, fmt, tmp_path)
     counts = Counter(text.partition(":")[0] for text in said.values())
     print(naming, fmt, dict(counts), *(f"{family}: {text}" for family, text in said.items()), sep="\n")
-    assert not [family for family, text in said.items() if "other values" in text or text == "nothing is quantized"]
+    assert not [family for family, text in said.items() if "is read as" in text or text == "nothing is quantized"]

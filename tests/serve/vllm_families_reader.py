@@ -23,7 +23,7 @@ os.environ |= {
 
 import torch
 from torch import Tensor, nn
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.kernels import linear
@@ -33,8 +33,6 @@ from vllm.utils.network_utils import get_open_port
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# The tensors beside the codes of a layer.
-SCALES = ("weight_scale", "weight_scale_inv", "weight_global_scale", "weight_scale_2")
 
 
 class Unused:
@@ -53,33 +51,29 @@ class Unused:
         return None
 
 
-def spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of equal blocks, of rows or of all, over the elements of a matrix; biased exponents have one byte."""
+def spread(scales: Tensor, shape: torch.Size, block: int | None) -> Tensor:
+    """Scales over the elements of matrices: of square blocks, the last of which may be cut, of groups, of rows or of all. Biased
+    exponents have one byte.
+    """
     scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
-    scales = scales.reshape(scales.shape[0], -1) if scales.dim() > 1 else scales.reshape(-1, 1)
-    for dim in (0, 1):
-        scales = scales.repeat_interleave(-(-shape[dim] // scales.shape[dim]), dim)
-    return scales[: shape[0], : shape[1]]
+    scales = scales.reshape(-1, *[1] * (len(shape) - 1)) if scales.dim() < 2 else scales
+    for dim in (-2, -1):
+        scales = scales.repeat_interleave(block or shape[dim] // scales.shape[dim], dim)
+    return scales[..., : shape[-2], : shape[-1]]
 
 
-def decoded(held: dict[str, Tensor]) -> Tensor:
-    """The matrix [out, in] of a layer. An engine takes one global scale for the matrices that it fuses."""
-    codes = held["weight_packed"] if "weight_packed" in held else held["weight"]
-    scales = held["weight_scale_inv"] if "weight_scale_inv" in held else held["weight_scale"]
-    if codes.dtype != torch.uint8:
-        if scales.dim() == 1 and 1 < len(scales) < len(codes):
-            assert len(set(scales.tolist())) == 1, "fused matrices have scales of their own"
-            scales = scales[:1]
-        return codes.float() * spread(scales, codes.shape)
-    unpacked = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
-    values = E2M1[unpacked & 7] * torch.where(unpacked > 7, -1.0, 1.0)
-    values = values * spread(scales, values.shape)
-    # vLLM keeps the inverse of a divisor.
-    if "weight_global_scale" in held:
-        values = values * (1.0 / held["weight_global_scale"].max())
-    if "weight_scale_2" in held:
-        values = values * held["weight_scale_2"].max()
-    return values
+def decoded(held: dict[str, Tensor], name: str) -> Tensor:
+    """The matrix [out, in] of a layer, or those of its experts. An engine takes one global scale for the matrices that it fuses."""
+    if "weight_packed" in held:
+        codes = held["weight_packed"]
+        unpacked = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).long()
+        values = E2M1[unpacked & 7] * torch.where(unpacked > 7, -1.0, 1.0)
+        # vLLM keeps the inverse of a divisor.
+        return values * spread(held["weight_scale"], values.shape, None) * (1.0 / held["weight_global_scale"].max())
+    values = held[name].float()
+    if f"{name}_scale_inv" in held:
+        return values * spread(held[f"{name}_scale_inv"], values.shape, 128)
+    return values * spread(held[f"{name}_scale"], values.shape, None)
 
 
 def loaded(folder: str) -> dict[str, dict[str, Tensor]]:
@@ -88,16 +82,14 @@ def loaded(folder: str) -> dict[str, dict[str, Tensor]]:
     settings = config.create_engine_config()
     loader = get_model_loader(settings.load_config)
     with set_current_vllm_config(settings):
-        if not torch.distributed.is_initialized():
-            init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo")
-            initialize_model_parallel(1, backend="gloo")
         with set_default_torch_dtype(torch.bfloat16):
             model: nn.Module = loader.create_model(settings, settings.model_config)
         loader.load_weights(model, settings.model_config)
-    return {
-        path: {name: parameter.data for name, parameter in module.named_parameters(recurse=False)}
-        for path, module in model.named_modules()
-    }
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path, _, own_name = name.rpartition(".")
+        tensors.setdefault(path, {})[own_name] = parameter.data
+    return tensors
 
 
 def difference(plain: dict[str, dict[str, Tensor]], quantized: dict[str, dict[str, Tensor]]) -> str:
@@ -105,15 +97,14 @@ def difference(plain: dict[str, dict[str, Tensor]], quantized: dict[str, dict[st
     num_quantized = 0
     for path, wanted in plain.items():
         held = quantized[path]
-        if any(name in held for name in SCALES):
-            num_quantized += 1
-            # compressed-tensors stores a divisor, which is rounded. A value between two of bf16 may become the other one.
-            bound = 2**-7 if "weight_global_scale" in held else 0.0
-            if not torch.allclose(decoded(held).bfloat16().float(), wanted["weight"].float(), rtol=bound, atol=0.0):
-                return f"{path} is read as other values"
-            held = {"weight": wanted["weight"], **{n: t for n, t in held.items() if n in wanted and n != "weight"}}
+        # compressed-tensors stores a divisor, which is rounded. A value between two of bf16 may become the other one.
+        bound = 2**-7 if "weight_global_scale" in held else 0.0
         for name, tensor in wanted.items():
-            if not torch.equal(held[name], tensor):
+            found = held.get(name)
+            if any(f"{name}_{beside}" in held for beside in ("packed", "scale", "scale_inv")):
+                num_quantized += 1
+                found = decoded(held, name).to(tensor.dtype)
+            if not torch.allclose(found, tensor, rtol=bound, atol=0.0):
                 return f"{path}.{name} is read as other values"
     return "equal" if num_quantized else "nothing is quantized"
 
@@ -135,6 +126,10 @@ if __name__ == "__main__":
         if name.startswith("_POSSIBLE_"):
             table[PlatformEnum.CPU] = [Unused]
     linear.MarlinNvFp4LinearKernel = Unused  # which weights alone are given without a choice
+    # Without a model, since one without experts makes no group for them.
+    with set_current_vllm_config(VllmConfig()):
+        init_distributed_environment(1, 0, f"tcp://127.0.0.1:{get_open_port()}", 0, backend="gloo")
+        initialize_model_parallel(1, backend="gloo")
     results = {}
     for first, second in zip(folders[::2], folders[1::2], strict=True):
         results[second] = said(first, second)

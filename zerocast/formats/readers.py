@@ -52,6 +52,10 @@ class Reader:
                 )
 
 
+# The module of the head in vLLM, also where a checkpoint has another name for it.
+HEAD = "lm_head"
+# Models whose head vLLM makes without a name, so that no list of modules can have it.
+NAMELESS_HEADS = frozenset({"AfmoeForCausalLM", "ExaoneMoeForCausalLM"})
 # The rows of a block of fp8_block, of which engines fuse whole ones.
 BLOCK_ROWS = 128
 # Of vLLM the `packed_modules_mapping` in vllm/model_executor/models, with the names that causal

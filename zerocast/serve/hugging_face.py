@@ -19,7 +19,7 @@ import torch
 from zerocast.checkpoint.regular_file import read_bounded
 from zerocast.checkpoint.store import AnyPath, Place
 from zerocast.formats import get_format
-from zerocast.formats.readers import check_layers
+from zerocast.formats.readers import HEAD, NAMELESS_HEADS, check_layers
 from zerocast.serve.namings import NAMINGS, layout_of
 from zerocast.serve.piece import Names, Piece, named_pieces
 from zerocast.serve.stored_model import StoredModel, check_stored
@@ -73,6 +73,11 @@ def write_hf(
         plain = dtype or (source.nominal if quantized or naming != "bf16" else torch.bfloat16)
         modules = {fmt: stored.modules_of(names) for fmt, names in quantized.items()}
         ignore = stored.modules_besides({name for names in modules.values() for name in names})
+        if naming == "modelopt" and quantized and HEAD in ignore and stored.architecture in NAMELESS_HEADS:
+            raise ValueError(
+                f"vLLM makes the head of {stored.architecture} without a name, and reads it as a quantized one under 'modelopt': "
+                "'deepseek' has names for fp8_block experts, 'compressed-tensors' for int4 and per-tensor FP8"
+            )
         files = {"config.json": _config(stored, plain, quantization_config(naming, modules, ignore))}
         files |= _generation_config(model)
         if files_from is not None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from zerocast.checkpoint.regular_file import check_regular
+from zerocast.formats.readers import HEAD
 from zerocast.serve.piece import Piece, ranges, whole
 
 WEIGHT = ".weight"
@@ -99,11 +100,16 @@ class StoredModel:
     def modules_besides(self, quantized: set[str]) -> list[str]:
         """The names of the modules whose matrices are not quantized, as for `modules_of`.
 
-        They include modules that are not stored because they share a weight, and no embeddings.
+        They include modules that are not stored because they share a weight, the name that engines
+        give the head, and no embeddings.
         """
-        embeddings = {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Embedding)}
+        modules = dict(self._skeleton.named_modules())
+        embeddings = {name for name, module in modules.items() if isinstance(module, nn.Embedding)}
         matrices = {name.removesuffix(WEIGHT) for name, (_, piece) in self.stored.items() if len(piece.shape) > 1}
-        return sorted((matrices | self._linears) - embeddings - quantized)
+        besides = (matrices | self._linears) - embeddings - quantized
+        head = self._skeleton.get_output_embeddings()
+        is_plain = any(modules[name] is head for name in besides & modules.keys())
+        return sorted(besides | ({HEAD} if is_plain else set()))
 
     @functools.cached_property
     def _linears(self) -> set[str]:
