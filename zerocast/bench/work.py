@@ -227,7 +227,6 @@ def adam(workload: Workload, fmt: str, place: Place) -> Job:
 @_step
 def step_in_two_passes(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
     """The same work if all codes wait for reduced amaxes."""
-    lists = [update.grad], [update.exp_avg], [update.exp_avg_sq]
-    table.adam_each(*lists, scalars=update.scalars, clip=update.clip, packed=packed)
+    table.adam_each(update.inputs, packed)
     table.compute_scales(packed, None)
     table.partial_cast(packed, None)

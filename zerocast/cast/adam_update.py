@@ -5,7 +5,8 @@ them. Hyperparameters: those of all parameter groups on the device, and the scal
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,24 @@ class MomentGroups:
     reduce: Callable[[], None]
 
 
+class AdamInputs(NamedTuple):
+    """What Adam reads and writes besides masters, as lists of flat tensors, one for each base of a
+    table.
+
+    Attributes:
+        grads: FP32 or bf16.
+        exp_avgs, exp_avg_sqs: the moments, written in place: FP32 or bf16, or i8 and u8 codes.
+        scalars, clip, groups: those of an AdamUpdate.
+    """
+
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    scalars: Tensor
+    clip: Tensor
+    groups: MomentGroups | None = None
+
+
 @dataclass(frozen=True)
 class AdamUpdate:
     """An AdamW step of the masters of a plan, which are views of one flat FP32 tensor.
@@ -61,6 +80,11 @@ class AdamUpdate:
     scalars: Tensor
     clip: Tensor
     groups: MomentGroups | None = None
+
+    @cached_property
+    def inputs(self) -> AdamInputs:
+        """The same as lists of one tensor."""
+        return AdamInputs([self.grad], [self.exp_avg], [self.exp_avg_sq], self.scalars, self.clip, self.groups)
 
     def reduce(self) -> None:
         """Reduce the groups of moments that several ranks have parts of. Collective for moments in

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 
 from zerocast.backends import checks, ops
 from zerocast.backends.descriptor import BUFFER_COLUMNS, WIDTH, Column, Piece, check_rows
-from zerocast.cast.adam_update import AdamUpdate, MomentGroups
+from zerocast.cast.adam_update import AdamInputs, AdamUpdate, MomentGroups
 from zerocast.cast.partition import MasterShard
 from zerocast.formats import AmaxPolicy, Block, Columnwise, FormatSpec, ScaleRule, get_format
 from zerocast.formats.layout import (
@@ -382,17 +382,7 @@ class WeightTable:
                 self._partial_amax(packed=packed)
             return
         self._check_update(update)
-        self.adam_each(
-            [update.grad],
-            [update.exp_avg],
-            [update.exp_avg_sq],
-            scalars=update.scalars,
-            clip=update.clip,
-            packed=packed,
-            skip=skip,
-            casts=self.key.fmt.casts_in_one_pass,
-            moment_groups=update.groups,
-        )
+        self.adam_each(update.inputs, packed, skip, casts=self.key.fmt.casts_in_one_pass)
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Compute scale buffers and tensor amaxes, the same on every rank."""
@@ -407,15 +397,7 @@ class WeightTable:
         if update is not None and self.key.takes_updates:
             casts = self.key.fmt.casts_in_one_pass
             if update.groups is not None:
-                state = [update.grad], [update.exp_avg], [update.exp_avg_sq]
-                self.finish_moments(
-                    *state,
-                    scalars=update.scalars,
-                    clip=update.clip,
-                    packed=packed,
-                    skip=skip,
-                    moment_groups=update.groups,
-                )
+                self.finish_moments(update.inputs, packed, skip)
         if not casts:
             self.partial_cast(packed, skip)
         elif self.cut_rows:
@@ -435,61 +417,38 @@ class WeightTable:
         """Make the columnwise copies from the rowwise bytes."""
         self._transpose()
 
-    def adam_each(
-        self,
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        *,
-        scalars: Tensor,
-        clip: Tensor,
-        packed: Tensor,
-        skip: Tensor | None = None,
-        casts: bool = False,
-        moment_groups: MomentGroups | None = None,
-    ) -> None:
-        """Step masters that have gradients and moments of their own, flat and as large as they are,
-        by Adam. Their amaxes go into `packed`.
+    def adam_each(self, inputs: AdamInputs, packed: Tensor, skip: Tensor | None = None, casts: bool = False) -> None:
+        """Step masters that have gradients and moments of their own, as large as they are, by Adam.
+        Their amaxes go into `packed`.
 
-        `scalars` and `clip` are those of an AdamUpdate. If it `casts`, which a format must allow
-        (`FormatSpec.casts_in_one_pass`), the same pass writes the codes of the rows of blocks that
-        are owned in whole. `cut_rows` get their codes once amaxes are reduced. Moments in 8 bits
-        have `moment_groups`, and then `finish_moments` follows.
+        If it `casts`, which a format must allow (`FormatSpec.casts_in_one_pass`), the same pass
+        writes the codes of the rows of blocks that are owned in whole. `cut_rows` get their codes
+        once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments` follows.
         """
+        grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
         state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}
         state |= {"scalars": scalars, "clip": clip, "packed": packed, "skip": skip}
-        if not casts and moment_groups is None:
+        if not casts and groups is None:
             self._adam_amax(**state)
             return
         whole_rows, others = (self._whole_rows, self.cut_rows) if casts else (None, self._owned)
-        if moment_groups is None:
+        if groups is None:
             if whole_rows:
                 whole_rows._adam_cast(**state)
             if others:
                 others._adam_amax(**state)
             return
         if whole_rows:
-            whole_rows._adam_8bit_cast(**state, **whole_rows._of_groups(moment_groups))
+            whole_rows._adam_8bit_cast(**state, **whole_rows._of_groups(groups))
         if others:
-            of_groups = others._of_groups(moment_groups)
-            others._adam_8bit(**state, **of_groups, cut_largest=moment_groups.cut_largest, finishes=False)
+            others._adam_8bit(**state, **others._of_groups(groups), cut_largest=groups.cut_largest, finishes=False)
 
-    def finish_moments(
-        self,
-        grads: list[Tensor],
-        exp_avgs: list[Tensor],
-        exp_avg_sqs: list[Tensor],
-        *,
-        scalars: Tensor,
-        clip: Tensor,
-        packed: Tensor,
-        moment_groups: MomentGroups,
-        skip: Tensor | None = None,
-    ) -> None:
+    def finish_moments(self, inputs: AdamInputs, packed: Tensor, skip: Tensor | None = None) -> None:
         """Round the moments of groups that several ranks have parts of, once their largest values
         were reduced. Arguments are those of `adam_each`.
         """
-        if self._owned and moment_groups.cut_largest.numel():
+        grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
+        if groups is not None and self._owned and groups.cut_largest.numel():
             self._owned._adam_8bit(
                 grads=grads,
                 exp_avgs=exp_avgs,
@@ -498,9 +457,9 @@ class WeightTable:
                 clip=clip,
                 packed=packed,
                 skip=skip,
-                cut_largest=moment_groups.cut_largest,
+                cut_largest=groups.cut_largest,
                 finishes=True,
-                **self._owned._of_groups(moment_groups),
+                **self._owned._of_groups(groups),
             )
 
     def _of_groups(self, groups: MomentGroups) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from zerocast import backends
 from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.backends.descriptor import Piece
-from zerocast.cast.adam_update import Hyperparameters, MomentGroups, check_options
+from zerocast.cast.adam_update import AdamInputs, Hyperparameters, MomentGroups, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
 from zerocast.cast.tables import Places, TableKey, WeightTable
 from zerocast.distributed.agreement import validate_across_ranks
@@ -138,9 +138,7 @@ class AdamPass:
         `casts`, also write the codes of whole rows of blocks.
         """
         moments = self._exp_avgs, self._exp_avg_sqs
-        self._table.adam_each(
-            inputs.grads, *moments, scalars=inputs.scalars, clip=inputs.clip, packed=packed, casts=casts
-        )
+        self._table.adam_each(AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip), packed, casts=casts)
 
     def finish(self) -> None:
         """Finish the step after the reduction of 8-bit moments. FP32 moments need none."""
@@ -202,11 +200,10 @@ class Adam8bitPass(AdamPass):
         """Step all shards, as AdamPass does, but for the moments of cut groups."""
         cut = self._cut_groups
         groups = MomentGroups(self._scales, self._pieces, inputs.steps, cut.largest, cut.reduce)
-        state = inputs.grads, self._exp_avgs, self._exp_avg_sqs
-        arguments: dict[str, Any] = {"scalars": inputs.scalars, "clip": inputs.clip, "packed": packed}
-        arguments["moment_groups"] = groups
-        self._table.adam_each(*state, **arguments, casts=casts)
-        self._finish = functools.partial(self._table.finish_moments, *state, **arguments)
+        moments = self._exp_avgs, self._exp_avg_sqs
+        of_adam = AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip, groups)
+        self._table.adam_each(of_adam, packed, casts=casts)
+        self._finish = functools.partial(self._table.finish_moments, of_adam, packed)
 
     def finish(self) -> None:
         """Round the moments of cut groups. Their largest values have been reduced by now."""
