@@ -33,8 +33,6 @@ from zerocast.weight.validity import Validity
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
-_IDENTITY = get_format("identity")
-
 
 class Gather(abc.ABC):
     """The all-gathers of a host, and the storage in which they send and receive bytes."""
@@ -73,6 +71,13 @@ class GatheredByCaller(Gather):
         """Leave the gather to the host, which makes it after the call that casts."""
 
 
+def identity_weight(parameter: Tensor) -> QuantizedWeight:
+    """Return a plain parameter as an identity weight over its memory."""
+    shape = tuple(parameter.shape) or (1,)
+    matrix = parameter.detach().reshape(-1, shape[-1])
+    return QuantizedWeight.of_buffers(shape, get_format("identity"), parameter.dtype, {"rowwise_data": matrix})
+
+
 @dataclass(frozen=True)
 class PlainShard:
     """The part of an unquantized parameter that this rank owns.
@@ -92,15 +97,10 @@ class PlainShard:
     rounded: Tensor | None = None
 
     def view(self) -> MasterView:
-        """Return the parameter as `zerocast.verify` compares it: an identity weight over its
-        bytes.
-        """
-        shape = tuple(self.parameter.shape) or (1,)
-        live = {"rowwise_data": self.parameter.detach().view(-1, shape[-1])}
-        weight = QuantizedWeight.of_buffers(shape, _IDENTITY, self.parameter.dtype, live)
+        """Return the parameter as `zerocast.verify` compares it."""
         master = None if self.master is None else self.master.detach().view(-1)
         numel = 0 if master is None else master.numel()
-        return MasterView(self.name, weight, master, Span(self.start, self.start + numel))
+        return MasterView(self.name, identity_weight(self.parameter), master, Span(self.start, self.start + numel))
 
 
 @dataclass(frozen=True)

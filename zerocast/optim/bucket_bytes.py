@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from zerocast.distributed.bucket import IDENTITY, Bucket, Slot
+from zerocast.cast.host import identity_weight
+from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Flight, Group
 from zerocast.formats import layout
 from zerocast.formats.dtypes import torch_dtype
@@ -59,8 +60,7 @@ class BucketBytes:
         view = views[0].view(weight.shape).copy_(weight.detach())
         weight.data = view
         self._plain.append(PlainPlace(slot, view, view.data_ptr()))
-        matrix = view.view(-1, slot.shape[-1])
-        return QuantizedWeight.of_buffers(slot.shape, IDENTITY, weight.dtype, {"rowwise_data": matrix})
+        return identity_weight(view)
 
     def move_to(self, start: int) -> None:
         """Note that the bucket's shard begins there now in the flat FP32 tensors."""

@@ -7,8 +7,8 @@ import torch
 
 from zerocast import backends
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.host import CastDriver, Host
-from zerocast.distributed.bucket import IDENTITY, Slot, Storage, storage_of
+from zerocast.cast.host import CastDriver, Host, identity_weight
+from zerocast.distributed.bucket import Slot, Storage, storage_of
 from zerocast.distributed.group import Group
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Shape
@@ -135,10 +135,8 @@ class ShardedWeights:
 
 def _live_weight(slot: Slot) -> QuantizedWeight:
     """The parameter in its present storage; a plain one as an identity weight over it."""
-    if isinstance(slot.parameter, QuantizedWeight):
-        return slot.parameter
-    matrix = slot.parameter.detach().reshape(-1, slot.shape[-1])
-    return QuantizedWeight.of_buffers(slot.shape, IDENTITY, matrix.dtype, {"rowwise_data": matrix})
+    parameter = slot.parameter
+    return parameter if isinstance(parameter, QuantizedWeight) else identity_weight(parameter)
 
 
 def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterator[BucketBytes]:
