@@ -64,9 +64,9 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positi
 
 
 def test_presets_are_what_transformers_builds():
-    """`python -m zerocast.footprint.presets` writes what it finds there."""
+    """`python -m tests.cli.presets` writes what it finds there."""
     pytest.importorskip("transformers")
-    made = importlib.import_module("zerocast.footprint.presets")
+    made = importlib.import_module("tests.cli.presets")
     assert made.text() == PRESET_FILE.read_text()
 
 

@@ -8,8 +8,8 @@ parameter, or `count` of one shape:
         {"name": "layers", "count": 32, "parameters": [
             {"name": "up", "shape": [14336, 4096], "quantized": true}, ...]}, ...]}
 
-`presets.json` holds such lists, which `python -m zerocast.footprint.presets` makes. A config is
-built by transformers. Neither presets nor lists need torch.
+`presets.json` holds such lists, which `python -m tests.cli.presets` makes. A config is built by
+transformers. Neither presets nor lists need torch.
 """
 
 import difflib

@@ -1,4 +1,4 @@
-"""Make `presets.json` from the configs of published models: `python -m zerocast.footprint.presets`.
+"""Make `presets.json` from the configs of published models: `python -m tests.cli.presets`.
 
 Fields are those of the models' own config.json that shapes depend on. Needs transformers.
 """
