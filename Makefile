@@ -10,7 +10,7 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices families shown bench cuda wheel wheel-cuda sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices families shown bench cuda wheel wheel-kernels sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -77,8 +77,7 @@ cuda: $(VENV)/.python
 	ZEROCAST_CUDA=1 $(INSTALL) --editable '.[dev,examples]'
 	touch $(VENV)/.dev $(VENV)/.demo
 
-# What a release is: an sdist, a wheel built from it, and that wheel at work in an empty environment. Kernels for GPUs are in
-# a wheel of another name, because an index holds one wheel a platform.
+# What a release is: an sdist, a wheel built from it, and that wheel at work in an empty environment.
 EMPTY := build/wheel
 wheel: $(VENV)/.dev
 	rm -rf dist $(EMPTY)
@@ -87,13 +86,9 @@ wheel: $(VENV)/.dev
 	$(EMPTY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "$$(ls dist/zerocast-*.whl)[cli]"
 	cd $(EMPTY) && bin/zerocast doctor
 
-CUDA_COPY := build/wheel-cuda
-wheel-cuda: $(VENV)/.dev
-	rm -rf $(CUDA_COPY)
-	mkdir -p $(CUDA_COPY)
-	git ls-files | tar -c -T - | tar -x -C $(CUDA_COPY)
-	sed -i 's/^name = "zerocast"/name = "zerocast-cu13"/' $(CUDA_COPY)/pyproject.toml
-	cd $(CUDA_COPY) && ZEROCAST_CUDA=1 $(abspath $(BIN))/python -m build --no-isolation --wheel --outdir $(abspath dist)
+# And the kernels for every GPU that we know, in a package of their own; needs nvcc.
+wheel-kernels: $(VENV)/.dev
+	$(BIN)/python -m build --no-isolation --wheel --outdir dist kernels
 
 # The table of hosts in docs/tested.md, from the recorded runs of their tests (tests/README.md).
 hosts-table: $(VENV)/.dev
@@ -153,7 +148,7 @@ format: $(VENV)/.dev
 	$(BIN)/clang-format -i $(CPP)
 
 clean:
-	rm -rf $(VENV) .cache build dist zerocast/backends/*.so *.egg-info
+	rm -rf $(VENV) .cache build kernels/build dist zerocast/backends/*.so *.egg-info kernels/*.egg-info
 
 $(VENV)/.python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || (echo "Python 3.10 or later is needed: make PYTHON=..." && false)

@@ -1,10 +1,12 @@
-"""Builds the extension `zerocast.backends._C`, and says where the sources are; everything else is
-declared in pyproject.toml.
+"""Builds the extension `zerocast.backends._C` and the CUDA kernels, `zerocast.backends._cuda`, and
+says where the sources are; everything else is declared in pyproject.toml.
 
-The GPU part is built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every
-target, with ZEROCAST_CUDA=0 not at all. No torch is needed.
+The kernels are built where nvcc and a GPU are found, for that GPU; with ZEROCAST_CUDA=1 for every
+target, with ZEROCAST_CUDA=0 not at all. No torch is needed. `kernels/setup.py` makes a package of
+them.
 """
 
+import hashlib
 import os
 import re
 import shutil
@@ -24,10 +26,14 @@ EXACT = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 OPENMP = ["-fopenmp"] if sys.platform.startswith("linux") else []
 
 CSRC = Path("csrc")
-SOURCES = [CSRC / "python_api.cpp", *CSRC.glob("api/*.cpp"), *CSRC.glob("cpu/*.cpp")]
 CUDA_API = CSRC / "api" / "cuda.cpp"
+SHARED = [CSRC / "api" / f"{name}.cpp" for name in ("descriptor", "enums", "memory")]
+SOURCES = [CSRC / "python_api.cpp", *{*CSRC.glob("api/*.cpp")} - {CUDA_API}, *CSRC.glob("cpu/*.cpp")]
 KERNELS = sorted(CSRC.glob("cuda/*.cu"))
-HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *CSRC.rglob("*.cuh"), *KERNELS]
+HEADERS = [*CSRC.rglob("*.h"), *CSRC.rglob("*.inc"), *CSRC.rglob("*.cuh"), *KERNELS, CUDA_API]
+# What the kernels are built from. Both modules hold its digest, and kernels of others are refused.
+KERNEL_SOURCES = sorted({*SHARED, CUDA_API, *CSRC.glob("*.h"), *CSRC.glob("api/*.h"), *CSRC.glob("cuda/*")})
+KERNEL_DIGEST = hashlib.sha256(b"".join(path.read_bytes() for path in KERNEL_SOURCES)).hexdigest()[:16]
 JOBS = int(os.environ.get("ZEROCAST_BUILD_JOBS", os.cpu_count() or 1))
 
 # Family- and architecture-specific targets: only those of Blackwell have the FP4 conversion. PTX is
@@ -98,18 +104,38 @@ def library_folders(nvcc: str) -> list[str]:
 class BuildExtension(build_ext):
     """Compiles the kernels, where there is a compiler for them, before the rest."""
 
-    def build_extension(self, ext: Pybind11Extension) -> None:
-        """Add the object files of the kernels, or leave their Python interface out."""
+    def run(self) -> None:
+        """Build both modules, or leave the kernels out, those of an earlier build too."""
         nvcc = find_nvcc()
         targets = cuda_targets(nvcc)
         if targets and nvcc:
-            ext.extra_objects += compile_kernels(nvcc, targets, Path(self.build_temp))
-            ext.define_macros.append(("ZC_WITH_CUDA", "1"))
-            ext.library_dirs += library_folders(nvcc)
-            ext.libraries += ["cudart_static", "dl", "rt", "pthread"]
+            CUDA.extra_objects += compile_kernels(nvcc, targets, Path(self.build_temp))
+            CUDA.depends += CUDA.extra_objects
+            CUDA.library_dirs += library_folders(nvcc)
         else:
-            ext.sources.remove(str(CUDA_API))
-        super().build_extension(ext)
+            self.extensions.remove(CUDA)
+            for folder in (self.build_lib, *(["."] if self.inplace else [])):
+                Path(folder, self.get_ext_filename(CUDA.name)).unlink(missing_ok=True)
+        super().run()
+
+
+def extension(name: str, sources: list[Path], *, options: list[str], libraries: list[str]) -> Pybind11Extension:
+    """A compiled module of these sources."""
+    return Pybind11Extension(
+        f"zerocast.backends.{name}",
+        sources=sorted(map(str, sources)),
+        depends=sorted(map(str, HEADERS)),
+        include_dirs=[str(CSRC)],
+        define_macros=[("ZC_KERNEL_SOURCES", f'"{KERNEL_DIGEST}"')],
+        cxx_std=17,
+        extra_compile_args=["-O3", "-Wall", "-Wextra", *options, *EXACT],
+        extra_link_args=options,
+        libraries=libraries,
+    )
+
+
+CPU = extension("_C", SOURCES, options=OPENMP, libraries=[])
+CUDA = extension("_cuda", [*SHARED, CUDA_API], options=[], libraries=["cudart_static", "dl", "rt", "pthread"])
 
 
 def repository() -> str | None:
@@ -151,16 +177,6 @@ setup(
     project_urls=urls(repository()),
     packages=[*find_packages(include=["zerocast*"]), *HOSTS],
     package_dir=HOSTS,
-    ext_modules=[
-        Pybind11Extension(
-            "zerocast.backends._C",
-            sources=sorted(map(str, SOURCES)),
-            depends=sorted(map(str, HEADERS)),
-            include_dirs=[str(CSRC)],
-            cxx_std=17,
-            extra_compile_args=["-O3", "-Wall", "-Wextra", *OPENMP, *EXACT],
-            extra_link_args=OPENMP,
-        )
-    ],
+    ext_modules=[CPU, CUDA],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -7,7 +7,4 @@ PYBIND11_MODULE(_C, m) {
   zerocast::api::register_descriptor(m);
   zerocast::api::register_simd(m);
   zerocast::api::register_cpu(m);
-#if defined(ZC_WITH_CUDA)
-  zerocast::api::register_cuda(m);
-#endif
 }

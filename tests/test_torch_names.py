@@ -16,9 +16,10 @@ from zerocast.torch_names import FIRST, FSDP2, LAST, OTHERS, PrivateName
 
 PACKAGE = Path(zerocast.__file__).parent
 TABLE = PACKAGE / "torch_names.py"
-# Private names of Python and transformers, and texts that look like names.
+# Private names of Python and transformers, our compiled module, and texts that look like names.
 NOT_TORCH = {
     "_available",
+    "_cuda",
     "_exit",
     "_from_config",
     "_getframe",

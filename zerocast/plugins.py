@@ -1,4 +1,5 @@
-"""Plugins: backends, formats and hosts that other installed packages add by entry points.
+"""Plugins: backends, formats, hosts and compiled CUDA kernels that other installed packages add by
+entry points.
 
 An entry point names a module, in the group of its kind:
 
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 BACKENDS = "zerocast.backends"
 FORMATS = "zerocast.formats"
 HOSTS = "zerocast.hosts"
+KERNELS = "zerocast.kernels"
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Plugin:
     """An entry point of another package.
 
     Attributes:
-        group: BACKENDS, FORMATS or HOSTS.
+        group: BACKENDS, FORMATS, HOSTS or KERNELS.
         name: the name by which users ask for it.
         package: name and version of the package, for messages.
         entry_point: the entry point, which imports the module.

@@ -269,9 +269,8 @@ void quantize_tensor(const Memory& x, int64_t numel, const std::string& element,
 
 }  // namespace
 
-void register_cuda(py::module_& m) {
+void register_cuda(py::module_& cuda) {
   const py::call_guard<py::gil_scoped_release> free;
-  py::module_ cuda = m.def_submodule("cuda", "the stages on the GPU");
   cuda.attr("PARTIAL_AMAXES") = cuda::kPartialAmaxes;
   cuda.attr("FEW_BASES") = cuda::kFewBases;
   cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
@@ -314,3 +313,11 @@ void register_cuda(py::module_& m) {
 }
 
 }  // namespace zerocast::api
+
+// A module of its own, since kernels are installed apart from the rest: setup.py builds it as
+// zerocast.backends._cuda, kernels/setup.py as zerocast_kernels._cuda.
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "zerocast's CUDA kernels; use them through zerocast.backends";
+  zerocast::api::register_descriptor(m);
+  zerocast::api::register_cuda(m);
+}

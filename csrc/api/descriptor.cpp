@@ -1,4 +1,5 @@
-// Binds the descriptor columns, and the format as plain data.
+// Binds the descriptor columns, and the format as plain data. Both compiled modules have them, each a
+// Format of its own: they may have been built with different versions of pybind11.
 #include "descriptor.h"
 
 #include <pybind11/pybind11.h>
@@ -50,7 +51,8 @@ void register_descriptor(py::module_& m) {
 #undef ZC_NAME
     return names;
   });
-  py::class_<Format>(m, "Format")
+  m.attr("KERNEL_SOURCES") = ZC_KERNEL_SOURCES;
+  py::class_<Format>(m, "Format", py::module_local())
       .def(py::init(&make_format), py::kw_only(), py::arg("element"), py::arg("scale_rule"), py::arg("columnwise"),
            py::arg("amax_policy"), py::arg("block"), py::arg("columnwise_block"), py::arg("scale_group"),
            py::arg("scale_rounds_down"), py::arg("exact_scales"), py::arg("power_of_2_scale"), py::arg("most_recent"),

@@ -1,4 +1,4 @@
-"""The CUDA part of the extension: what it was built for, and that Blackwell converts to FP4 in hardware, Hopper by arithmetic."""
+"""The CUDA kernels: what they were built for, and that Blackwell converts to FP4 in hardware, Hopper by arithmetic."""
 
 import functools
 import re
@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.stages import row, table
 from zerocast import get_format
-from zerocast.backends import _C
-from zerocast.backends.extension import format_of, memory, why_no_kernels
+from zerocast.backends.extension import memory
 
-pytestmark = pytest.mark.skipif(not hasattr(_C, "cuda"), reason="zerocast.backends._C was built without CUDA kernels")
+launch = pytest.importorskip("zerocast.backends.cuda.launch", exc_type=ImportError)
 
 
 def targets() -> list[str]:
-    found: list[str] = _C.cuda.targets().split()
+    found: list[str] = launch.kernels.targets().split()
     return found
 
 
@@ -34,7 +32,7 @@ def disassembler() -> str:
 
 def dumped(target: str, *options: str) -> str:
     """What the disassembler says of the code for a target."""
-    command = [disassembler(), *options, "--gpu-architecture", f"sm_{target}", _C.__file__]
+    command = [disassembler(), *options, "--gpu-architecture", f"sm_{target}", launch.kernels.__file__]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -61,7 +59,7 @@ def without_our_names(code: str) -> str:
     return code.replace("E2M1E", "")
 
 
-COMPILED = [target for target in (targets() if hasattr(_C, "cuda") else []) if "+" not in target]
+COMPILED = [target for target in targets() if "+" not in target]
 
 
 @pytest.mark.parametrize("target", COMPILED)
@@ -109,7 +107,7 @@ def test_nothing_is_called_but_arithmetic(target: str) -> None:
 
 def ordinals(kind: str, fmt: str, **columns: int) -> list[tuple[int, int]]:
     rows = table(row(**columns))
-    found: list[tuple[int, int]] = _C.cuda.ordinals(kind, format_of(get_format(fmt)), memory(rows))
+    found: list[tuple[int, int]] = launch.kernels.ordinals(kind, launch.format_of(get_format(fmt)), memory(rows))
     return found
 
 
@@ -131,27 +129,3 @@ def test_extents_beyond_32_bits_are_refused_where_blocks_are_counted_in_them() -
     with pytest.raises(ValueError, match="at most"):
         ordinals("cast", "fp8_block", **huge)
     assert ordinals("cast", "fp8_current", **huge)[0][1] == 2**33 // (4 * 16 * 256)
-
-
-@pytest.mark.parametrize(
-    ("built", "capability", "serves"),
-    [
-        ("90a", (9, 0), True),
-        ("90a", (10, 0), False),
-        ("100f", (10, 3), True),
-        ("100f", (12, 0), False),
-        ("80", (8, 9), True),
-        ("80", (9, 0), False),
-        ("90+PTX", (12, 1), True),
-        ("90+PTX", (8, 0), False),
-    ],
-)
-def test_which_gpus_a_target_serves(
-    monkeypatch: pytest.MonkeyPatch, built: str, capability: tuple[int, int], serves: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-    reason = why_no_kernels(built, torch.device("cuda", 0))
-    assert (reason is None) == serves
-    assert serves or f"targets {built}, none of which runs on a GPU" in str(reason)

@@ -55,7 +55,7 @@ def recorded(fmt: str) -> list[Call]:
 
 
 def run(stage: str, fmt: FormatSpec, told: dict[str, Any]) -> None:
-    getattr(_C.cpu, stage)(extension.format_of(fmt), *told.values(), 1)
+    getattr(_C.cpu, stage)(cpu.format_of(fmt), *told.values(), 1)
 
 
 def told_of(stage: str, arguments: dict[str, Any]) -> dict[str, Any]:

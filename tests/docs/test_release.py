@@ -12,14 +12,15 @@ URL = "https://host.example/team/project"
 BUILT_FROM = {"GITHUB_SERVER_URL": "https://host.example", "GITHUB_REPOSITORY": "team/project"}
 
 
-def first_page(env: dict[str, str]) -> str:
+def first_page(env: dict[str, str], folder: str = ".") -> str:
     command = [sys.executable, "setup.py", "--quiet", "--version", "--long-description"]
     here = {name: value for name, value in os.environ.items() if name not in BUILT_FROM}
-    return subprocess.run(command, cwd=ROOT, env=here | env, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, cwd=ROOT / folder, env=here | env, capture_output=True, text=True, check=True).stdout
 
 
 def test_version_is_written_once_and_cited():
     assert f"{zerocast.__version__}\n" in first_page({})
+    assert f"{zerocast.__version__}\n" in first_page({}, "kernels")
     assert f"version: {zerocast.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 

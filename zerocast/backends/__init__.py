@@ -29,7 +29,7 @@ __all__ = ["Report", "backend_names", "choose", "load", "report", "why_not"]
 logger = logging.getLogger(__name__)
 ENVIRONMENT_VARIABLE = "ZEROCAST_BACKEND"
 # Modules of this folder that the backends share.
-NO_BACKENDS = ("_C", "checks", "descriptor", "extension", "ops")
+NO_BACKENDS = ("_C", "_cuda", "checks", "descriptor", "extension", "ops")
 
 
 @functools.cache
@@ -90,7 +90,10 @@ def choose(device: torch.device, preference: str | None = None) -> str:
 @functools.cache
 def _automatic(device_type: str) -> str:
     device = torch.device(device_type)
-    reasons = {name: why_not(name, device) for name in _own_names()}
+    # Finding kernels for GPUs may read the metadata of all packages, which a cast on a CPU need not
+    # wait for.
+    names = [name for name in _own_names() if name != "cuda" or device_type == "cuda"]
+    reasons = {name: why_not(name, device) for name in names}
     usable = sorted((name for name, reason in reasons.items() if reason is None), key=lambda n: -load(n).PREFERENCE)
     if usable[0] == "reference":
         unusable = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, format_of, memories, memory, nbytes
+from zerocast.backends.extension import DTYPES, memories, memory, nbytes
 from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)
 PREFERENCE = 1
 
 _C = extension.load()
+format_of = extension.format_maker(_C)
 
 # How each kind of argument is passed to the extension. `clip` is read here: on a CPU it is no wait.
 _PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(

@@ -1,7 +1,11 @@
-"""The compiled extension `zerocast.backends._C`: loading it, its GPU targets and its arguments."""
+"""The compiled extension `zerocast.backends._C` and the CUDA kernels: loading them, the GPU targets
+and the arguments.
+"""
 
 import functools
+import importlib
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -11,6 +15,7 @@ from torch import Tensor
 
 from zerocast.backends.descriptor import Column
 from zerocast.formats import FormatSpec
+from zerocast.plugins import KERNELS, plugins
 
 # (address, name of the dtype, bytes) of a tensor, and of a list of tensors of one dtype.
 Memory = tuple[int, str, int]
@@ -45,35 +50,64 @@ def load() -> ModuleType:
     return _C
 
 
+@functools.cache
+def load_kernels() -> ModuleType:
+    """Import the CUDA kernels: those that were built with zerocast, else those of another package.
+
+    Raises ImportError with the reason if there are none, if they cannot be imported, and if they
+    were built from other sources than the extension.
+    """
+    extension, name = load(), "zerocast.backends._cuda"
+    try:
+        kernels, package = importlib.import_module(name), name
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        found = plugins(KERNELS, ()).get("cuda")
+        if found is None:
+            raise ImportError(
+                "no CUDA kernels are installed: install the package zerocast-kernels-cu13, or build zerocast where nvcc and a "
+                "GPU are found or with ZEROCAST_CUDA=1"
+            ) from error
+        kernels, package = found.load(needed=["KERNEL_SOURCES"]), found.package
+    if kernels.KERNEL_SOURCES != extension.KERNEL_SOURCES:
+        raise ImportError(
+            f"the CUDA kernels of {package} and zerocast {sys.modules['zerocast'].__version__} were built from different "
+            f"sources ({kernels.KERNEL_SOURCES} and {extension.KERNEL_SOURCES}): install both in one version, or build again"
+        )
+    return kernels
+
+
 def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..., None]:
-    """A stage of `_C.cpu` or `_C.cuda`; ImportError unless it was built to take these arguments, by
-    position.
+    """A stage of `_C.cpu` or of the kernels; ImportError unless it was built to take these
+    arguments, by position.
     """
     built = getattr(topic, "ARGUMENTS", {}).get(name, ())
     if built != tuple(arguments):
         raise ImportError(
-            f"zerocast.backends._C was built for {name}({', '.join(built)}), zerocast/backends/ops.py has "
+            f"{topic.__name__} was built for {name}({', '.join(built)}), zerocast/backends/ops.py has "
             f"{name}({', '.join(arguments)}): build it again with `pip install -e .`"
         )
     entry: Callable[..., None] = getattr(topic, name)
     return entry
 
 
-# The result of `format_of`, by the text of the format.
-_FORMATS: dict[str, Any] = {}
+def format_maker(module: ModuleType) -> Callable[[FormatSpec], Any]:
+    """A function that returns a format as the plain data that this compiled module takes."""
+    made: dict[str, Any] = {}
+
+    def format_of(fmt: FormatSpec) -> Any:
+        # The text is faster to hash than the fields of the format.
+        key = str(fmt)
+        if key not in made:
+            made[key] = _plain(module, fmt)
+        return made[key]
+
+    return format_of
 
 
-def format_of(fmt: FormatSpec):  # type: ignore[no-untyped-def]  # _C.Format, which is known when _C is
-    """The format as the plain data that the extension takes."""
-    # The text is faster to hash than the fields of the format.
-    key = str(fmt)
-    if key not in _FORMATS:
-        _FORMATS[key] = _plain(fmt)
-    return _FORMATS[key]
-
-
-def _plain(fmt: FormatSpec):  # type: ignore[no-untyped-def]
-    return load().Format(
+def _plain(module: ModuleType, fmt: FormatSpec) -> Any:
+    return module.Format(
         element=fmt.element.name if fmt.element else "nominal",
         scale_rule=fmt.scale_rule.name,
         columnwise=fmt.columnwise.name,
@@ -134,8 +168,8 @@ def why_no_kernels(targets: str, device: torch.device) -> str | None:
     if any(_serves(target, capability) for target in targets.split()):
         return None
     return (
-        f"zerocast.backends._C was built for the targets {targets}, none of which runs on {torch.cuda.get_device_name(device)}, "
-        f"compute capability {capability[0]}.{capability[1]}: install again on this machine, or with ZEROCAST_CUDA=1"
+        f"the CUDA kernels were built for the targets {targets}, none of which runs on {torch.cuda.get_device_name(device)}, "
+        f"compute capability {capability[0]}.{capability[1]}: install zerocast again on this machine, or with ZEROCAST_CUDA=1"
     )
 
 

@@ -8,20 +8,18 @@ its amax, and a clear of one word before them.
 import torch
 from torch import Tensor
 
-from zerocast.backends import extension
-from zerocast.backends.cuda.launch import stream_of
+from zerocast.backends.cuda.launch import kernels, stream_of
 from zerocast.backends.extension import memory, why_no_kernels
 from zerocast.formats import Element
 from zerocast.formats.layout import OPERAND_ALIGNMENT_BYTES
 from zerocast.gemm import scaling
 
-_C = extension.load()
-GROUP = _C.cuda.INPUT_GROUP
+GROUP = kernels.INPUT_GROUP
 
 
 def serves(device: torch.device) -> bool:
     """True if the kernels were built for this GPU."""
-    return why_no_kernels(_C.cuda.targets(), device) is None
+    return why_no_kernels(kernels.targets(), device) is None
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
@@ -30,7 +28,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
     results = codes.data_ptr(), scale_inv.data_ptr(), _amax(x).data_ptr()
-    _C.cuda.quantize_tensor(memory(x), x.numel(), element.name, *results, stream_of(x))
+    kernels.quantize_tensor(memory(x), x.numel(), element.name, *results, stream_of(x))
     return codes, scale_inv
 
 
@@ -46,13 +44,13 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
     made = codes, scale_inv, turned = scaling.tensor_both_ways_like(x, element)
     results = codes.data_ptr(), scale_inv.data_ptr()
     if x.dtype is torch.float32 or x.shape[1] % OPERAND_ALIGNMENT_BYTES:
-        _C.cuda.quantize_tensor(memory(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
+        kernels.quantize_tensor(memory(x), x.numel(), element.name, *results, amax.data_ptr(), stream_of(x))
         return codes, scale_inv, scaling.turned(codes)
     # (rows, codes, scale_inv) of each direction. The kernel pads the rows with zeros. Both
     # directions have the same scale, which is written once.
     rowwise = x.shape[0], *results
     columnwise = turned.shape[1], turned.data_ptr(), 0
-    _C.cuda.quantize_tensor_both_ways(
+    kernels.quantize_tensor_both_ways(
         memory(x), *x.shape, element.name, rowwise, columnwise, amax.data_ptr(), stream_of(x)
     )
     return made
@@ -60,7 +58,7 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
 
 def _amax(x: Tensor) -> Tensor:
     amax = torch.empty(1, dtype=torch.float32, device=x.device)
-    _C.cuda.tensor_amax(memory(x), x.numel(), amax.data_ptr(), stream_of(x))
+    kernels.tensor_amax(memory(x), x.numel(), amax.data_ptr(), stream_of(x))
     return amax
 
 
@@ -74,7 +72,7 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
     codes = torch.empty(x.shape, dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(columns // width, rows, dtype=torch.float32, device=x.device)
     results = codes.data_ptr(), scale_inv.data_ptr()
-    _C.cuda.quantize_groups(memory(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
+    kernels.quantize_groups(memory(x), rows, columns, element.name, power_of_2, *results, stream_of(x))
     return codes, scale_inv.t()
 
 
@@ -89,7 +87,7 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
     made = codes, scale_inv, turned, turned_scale_inv = scaling.both_ways_like(x, width, element, is_square)
     rowwise = codes.shape[0], codes.data_ptr(), scale_inv.data_ptr()
     columnwise = turned.shape[1], turned.data_ptr(), turned_scale_inv.data_ptr()
-    _C.cuda.quantize_groups_both_ways(
+    kernels.quantize_groups_both_ways(
         memory(x), *x.shape, element.name, power_of_2, is_square, rowwise, columnwise, stream_of(x)
     )
     return made

@@ -17,27 +17,23 @@ from zerocast.backends.cuda.launch import StandIns as StandIns
 from zerocast.backends.cuda.launch import (
     addresses,
     few_or_many,
+    format_of,
+    kernels,
     partial_amaxes,
     piece_work,
     stream_of,
     work,
 )
-from zerocast.backends.extension import DTYPES, format_of, memories, memory, why_no_kernels
+from zerocast.backends.extension import DTYPES, memories, memory, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
 PREFERENCE = 2
 
-_C = extension.load()
-if not hasattr(_C, "cuda"):
-    raise ImportError(
-        "zerocast.backends._C was built without CUDA: install where nvcc and a GPU are found, or with ZEROCAST_CUDA=1"
-    )
-
 
 def why_not(device: torch.device) -> str | None:
     """The reason why the kernels do not run on this GPU, or None if they do."""
-    return why_no_kernels(_C.cuda.targets(), device)
+    return why_no_kernels(kernels.targets(), device)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -79,7 +75,7 @@ def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[An
     arguments_of = ops.arguments_of(name)
     converters = [(i, kinds[argument.kind]) for i, argument in enumerate(arguments_of) if argument.kind != "table"]
     names = [arguments_of[i].name for i, _ in converters]
-    entry = extension.stage(_C.cuda, name, (*names, *makers, "stream"))
+    entry = extension.stage(kernels, name, (*names, *makers, "stream"))
     device_kinds = ("table", "data", "messages")
     device_from = next(i for i, argument in enumerate(arguments_of) if argument.kind in device_kinds)
 
@@ -104,7 +100,7 @@ transpose = _stage(
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
     """Bind the stage `transpose` for the weights of a table, with few calls on the host."""
-    entry, plain = _C.cuda.transpose, format_of(fmt)
+    entry, plain = kernels.transpose, format_of(fmt)
     works = work("transpose", fmt, table), work("transpose_scales", fmt, table)
 
     def run(*bases: Sequence[Tensor]) -> None:
@@ -116,7 +112,7 @@ def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
 
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
-_upcast_together = extension.stage(_C.cuda, "upcast_together", (*extension.UPCAST_TOGETHER, "stream"))
+_upcast_together = extension.stage(kernels, "upcast_together", (*extension.UPCAST_TOGETHER, "stream"))
 
 
 def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
@@ -139,4 +135,4 @@ def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor) -> None:
     """Write to row i of `out`, (ranks, elements for a rank), the parts of all gradients that rank i
     reduces, one after another. Gradients are bf16 or f32, `out` is f32 or of their dtype.
     """
-    _C.cuda.lay_out(memories(gradients), ranks, memory(out), stream_of(out))
+    kernels.lay_out(memories(gradients), ranks, memory(out), stream_of(out))

@@ -18,7 +18,8 @@ from zerocast.backends.descriptor import Piece
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import moment_groups
 
-_C = extension.load()
+kernels = extension.load_kernels()
+format_of = extension.format_maker(kernels)
 
 # (address of the table, its rows, address of the (weight, ordinal) pairs, their number)
 Work = tuple[int, int, int, int]
@@ -78,7 +79,7 @@ def few_or_many(tensors: Sequence[Tensor]) -> list[int] | int:
     Few tensors may be temporary. An array that is stored on one of them would be copied to the
     device again for each call.
     """
-    few = len(tensors) <= _C.cuda.FEW_BASES
+    few = len(tensors) <= kernels.FEW_BASES
     return list(map(Tensor.data_ptr, tensors)) if few else addresses(tensors)
 
 
@@ -94,7 +95,7 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
     key = (kind, str(fmt))
     if key not in work_lists:
         host = table.cpu()
-        ordinals = _C.cuda.ordinals(kind, extension.format_of(fmt), extension.memory(host))
+        ordinals = kernels.ordinals(kind, format_of(fmt), extension.memory(host))
         work_lists[key] = _items(ordinals, table.device)
     items = work_lists[key]
     return table.data_ptr(), table.shape[0], items.data_ptr(), items.shape[0]
@@ -106,7 +107,7 @@ def partial_amaxes(table: Tensor) -> Tensor:
     """
     kept = _kept_on(table, "_zerocast_partial_amaxes")
     if not kept:
-        kept[()] = torch.empty(table.shape[0], _C.cuda.PARTIAL_AMAXES, dtype=torch.float32, device=table.device)
+        kept[()] = torch.empty(table.shape[0], kernels.PARTIAL_AMAXES, dtype=torch.float32, device=table.device)
     return kept[()]
 
 
@@ -115,7 +116,7 @@ def piece_work(pieces: Tensor) -> Work:
 
     def count(row: list[int]) -> int:
         groups = moment_groups(row[Piece.START], row[Piece.NUMEL], row[Piece.COLUMNS])
-        return -(-groups // int(_C.cuda.MOMENT_GROUPS))
+        return -(-groups // int(kernels.MOMENT_GROUPS))
 
     return _work_of_rows(pieces, count)
 
