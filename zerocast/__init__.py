@@ -16,7 +16,7 @@ The bytes do not depend on how the masters are sharded. `help(name)` describes e
     metrics                                     measurements during a run
     backends, gemm                              which code casts; how products are computed
 
-Each name is imported when it is first used, so a script waits only for what it uses, and the
+Each name is imported when it is first used, so a script waits only for the modules it uses, and the
 command line answers --help at once.
 """
 

@@ -19,7 +19,7 @@ from zerocast.weight.owners import Claim, remember_model
 # about this many elements, and further weights are cast by further plans.
 BATCH_NUMEL = 2**27
 
-# Modules whose weight is not the second operand of a product, and what their weight is.
+# Modules whose weight is not the second operand of a product, with a description of the weight.
 NO_PRODUCT = {
     nn.Embedding: "the table of an embedding",
     nn.EmbeddingBag: "the table of an embedding",

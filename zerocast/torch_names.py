@@ -28,7 +28,7 @@ class PrivateName(NamedTuple):
         name: the name by which code refers to it.
         owner: the module that has it, or "module:class". Empty where an instance has it, or where
             code asks whether it is there.
-        why: what it is used for.
+        why: its use.
         instead: the public way that would replace it.
         first, last: the releases with which it was seen to work.
     """
@@ -60,7 +60,7 @@ _EXTENSIONS = "extension points of FSDP2 for subclasses that are gathered as oth
 _GROUPS = "a public way to the parameter groups of an FSDPModule and their state"
 _FUSED = "a public name of the foreach operators"
 
-# What `zerocast.fsdp2` reads of FSDP2 and DTensor.
+# The names of FSDP2 and DTensor that `zerocast.fsdp2` reads.
 FSDP2 = (
     PrivateName("_get_fsdp_state", f"{_FSDP}:FSDPModule", "the parameter groups of a module", _GROUPS),
     PrivateName("_fsdp_param_group", "", "the parameter group of a module", _GROUPS, last=(2, 12)),
@@ -102,7 +102,7 @@ FSDP2 = (
 _MODE = "a public name in torch.utils"
 _TRACED = "a public query of the tracing context"
 
-# What the rest of the package uses.
+# The names that the rest of the package uses.
 OTHERS = (
     PrivateName("_C", "torch", "the bindings below", "public names of them"),
     PrivateName(

@@ -80,8 +80,8 @@ class ShareDriver(CastDriver):
         yield Patch(optimizer, "load_state_dict", loading_scaling(optimizer, share, delayed, rank, is_preparing))
         yield from self.gathers.patches(self.plan.backend)
         # The bytes of a weight can be read while its gather is in flight (overlap_param_gather), so
-        # reading them calls `finish` first.
-        yield Patch(self.plan.validity, "finish", self.gathers.wait_for)
+        # reading them calls `before_read` first.
+        yield Patch(self.plan.validity, "before_read", self.gathers.wait_for)
 
 
 class OptimizerDrivers:

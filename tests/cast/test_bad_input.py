@@ -70,7 +70,7 @@ def failing_gather(call: Call) -> None:
         raise ConnectionError("the gather in flight failed")
 
     call.options["fsdp_shard_model_weights"] = call.shards()
-    call.weights[1].state.validity.finish = fail
+    call.weights[1].state.validity.before_read = fail
 
 
 def twice(call: Call) -> None:
@@ -153,7 +153,7 @@ def attempt(name: str, spoilt_rank: int) -> tuple[str, str, bool]:
     with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
         CastPlan(call.weights, call.masters, call.starts, **call.options)
     for weight, bytes_ in zip(kept, before, strict=True):
-        weight.state.validity.finish = None
+        weight.state.validity.before_read = None
         casts.assert_same_bytes(casts.bytes_of(weight), bytes_, name)
     good = Call(dist.get_rank())
     CastPlan(good.weights, good.masters, good.starts).cast()

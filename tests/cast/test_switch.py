@@ -235,9 +235,7 @@ def test_old_buffers_that_are_gathered_on(ranks, after, idle):
     assert ranks(2)(gathering, after, False, idle) == [["", "", ""]] * 2
     for first, *others in ranks(2)(gathering, after, True, idle):
         assert first == ""  # which has gathered nothing yet
-        assert all(
-            "2 weights hold other bytes on other ranks after their all-gather, the first is a" in s for s in others
-        )
+        assert all("2 weights differ between ranks after their all-gather, the first is a" in s for s in others)
 
 
 def digests() -> list[str]:

@@ -294,7 +294,7 @@ def calls_one_by_one(texts: list[str]) -> list[str | None]:
         reports.announce(f"{text} {dist.get_rank() if text == 'differs' else ''}")
         dist.all_reduce(slots, dist.ReduceOp.MAX)
         try:
-            reports.reduced()
+            reports.after_reduction()
             found.append(None)
         except RuntimeError as error:
             found.append(str(error))
@@ -320,6 +320,6 @@ def test_a_call_is_announced_by_one_launch() -> None:
         assert launched.call_count == 1
         reports.announce("casts")
         assert launched.call_count == 2
-        reports.reduced()
+        reports.after_reduction()
         reports.announce("casts")
         assert launched.call_count == 3

@@ -93,7 +93,7 @@ def cannot_cast(what: str) -> tuple[list[str], list[str]]:
 def test_a_rank_that_cannot_cast_raises_on_all(ranks: Ranks, what: str) -> None:
     """In the gather of that cast and in the next one, and none waits for another."""
     for rank, (said, found) in enumerate(ranks(3)(cannot_cast, what)):
-        assert all("ranks [1] of its shard group could not go on" in text for text in said), said
+        assert all("ranks [1] of its shard group could not cast" in text for text in said), said
         assert all(("their memory is gone" in text) == (rank == 1) for text in said), said
         assert found == []
 

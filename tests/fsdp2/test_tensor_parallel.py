@@ -130,7 +130,7 @@ def one_slice_refuses() -> tuple[str, str, list[str]]:
 def test_no_slice_goes_on_without_another(ranks: Ranks) -> None:
     """It would wait for that in its next collective."""
     for rank, (refused, not_finite, found) in enumerate(ranks(4)(one_slice_refuses)):
-        of_slice = "ranks [0] of its shard group could not go on"
+        of_slice = "ranks [0] of its shard group could not cast"
         assert (of_slice if rank % 2 else "a rank of another slice of tensor parallelism, or") in refused
         assert ("their memory is gone" in refused) == (rank == 1)
         assert "NaN or Inf in the last cast: down.weight" in not_finite

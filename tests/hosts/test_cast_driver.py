@@ -170,7 +170,7 @@ def test_formats_of_a_host_cannot_be_switched() -> None:
     module.first = torch.nn.Parameter(host.weights[0])
     for what in (attached, module):
         with pytest.raises(
-            RuntimeError, match="lie in buffers that its host has cut for their present format: save a checkpoint"
+            RuntimeError, match="are in buffers that the framework laid out for their current format: save a checkpoint"
         ):
             zerocast.switch(what, zerocast.Recipe({}, default="nvfp4"))
     assert str(host.weights[0].format) == "fp8_delayed"

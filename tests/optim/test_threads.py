@@ -185,7 +185,7 @@ def test_a_second_stream_waits_too(monkeypatch):
         _ = trainer.probe.get_parameter(name).rowwise_data
     Stream.current = first
     _ = trainer.probe.get_parameter("norm")
-    assert [len(flight._arrivals), trainer.optimizer._weights.driver.plan.validity.finish is None] == [0, True]
+    assert [len(flight._arrivals), trainer.optimizer._weights.driver.plan.validity.before_read is None] == [0, True]
 
 
 def test_a_gather_that_another_thread_completes_between_two_looks():

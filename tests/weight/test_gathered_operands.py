@@ -14,7 +14,7 @@ from tests import casts
 from zerocast import QuantizedWeight
 from zerocast.backends import ops
 from zerocast.weight import gathered_operands
-from zerocast.weight.gathered_operands import GatheredOperands, gathered_operand
+from zerocast.weight.gathered_operands import GatheredOperands, take_gathered_operand
 
 SHAPES = [(128, 256), (256, 128), (128, 128)]
 FORMATS = [
@@ -74,7 +74,7 @@ def test_a_round_is_one_launch_of_what_was_asked_for_in_the_last() -> None:
         for asked in ([0, 2], [0, 2], [2, 1, 0], [1, 0, 2], [0, 1, 2]):
             before = made.call_count
             for place in asked:
-                assert gathered_operand(data[place], columnwise=True) is not None
+                assert take_gathered_operand(data[place], columnwise=True) is not None
             shapes.append([call.args[4] for call in made.call_args_list[before:]])
             operands.end_round()
     every = tuple(SHAPES)
@@ -175,7 +175,7 @@ def test_weights_outlive_the_record() -> None:
     gone = weakref.ref(operands)
     del operands
     assert gone() is None
-    assert gathered_operand(weights[0].rowwise_data, columnwise=True) is None
+    assert take_gathered_operand(weights[0].rowwise_data, columnwise=True) is None
     assert len(read(weights[0], True)) == 2
 
 

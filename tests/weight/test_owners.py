@@ -234,7 +234,7 @@ def on_some_ranks(path: type[ByZero], finders: tuple[int, ...]) -> list[str]:
 def test_all_ranks_raise_what_some_have_found(ranks: Ranks, path: type[ByZero], finders: tuple[int, ...]) -> None:
     """The others would wait for a rank that raised before a cast."""
     for before, told, after in ranks(2)(on_some_ranks, path, finders):
-        assert ORPHANS in told or "ranks [1] of its shard group could not go on, whose errors say why" in told
+        assert ORPHANS in told or "ranks [1] of its shard group could not cast, whose errors say why" in told
         assert (before, after) == ("", "")
 
 

@@ -13,7 +13,7 @@ from zerocast import CastPlan, Recipe, ZeroAdamW
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.optim import EMA
 
-SAID = "a backward pass through a forward pass of before the last change of its weights"
+SAID = "the weights changed between this forward pass and its backward pass"
 
 
 class Trained:

@@ -1,5 +1,5 @@
-"""Casts: `plan.py` finds out once who owns what, `pipeline.py` runs the stages, every step the
-same way.
+"""Casts: `plan.py` finds out once which rank owns which elements, `pipeline.py` runs the stages,
+every step the same way.
 """
 
 from zerocast.cast.plan import CastPlan

@@ -4,8 +4,8 @@ reduction of a cast.
 MAX is exact, and an amax of bf16-rounded elements is exact in bf16. So the buffer is bf16 if every
 nominal dtype is bf16, else FP32. A NaN never enters a MAX; a flag is sent for it.
 
-Training hosts differ only in what has to be reduced, which an AmaxLayout describes. The layout of a
-plan, whose ranks hold any spans of a weight (`layout_of_plan`):
+Training frameworks differ only in the amaxes that have to be reduced, which an AmaxLayout
+describes. The layout of a plan, whose ranks hold any spans of a weight (`layout_of_plan`):
 
     | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes, unread |
     |<------------------------- reduced -------------------------->|<--- not reduced ---->|
@@ -60,8 +60,9 @@ class AmaxLayout(Generic[Weight]):
         shared: for a weight that shares a tensor amax with others, its place.
         flags: all flags.
         boundary: the elements beside odd cuts, four numbers for each.
-        call: the two numbers of the call; empty where nothing is compared.
-        reduced: what ranks reduce.
+        call: the numbers that `begin` keeps, since they are written before it: a digest of the call
+            and its negative, or the casts of replicas under FSDP2. Empty if nothing is compared.
+        reduced: the elements that ranks reduce.
     """
 
     def __init__(self) -> None:
@@ -163,12 +164,16 @@ class PackedAmaxes(Generic[Weight]):
         self._sources, self._targets = (places.to(device) for places in layout.exchanged)
 
     def begin(self) -> None:
-        """Put zeros where amaxes are about to be measured."""
+        """Put zeros where amaxes are about to be measured. The call stays, which
+        `CastReports.announce` has just written.
+        """
         for part in self._cleared:
             part.zero_()
 
     def reduce(self) -> None:
-        """Reduce the measured amaxes over the ranks, by one collective at most."""
+        """Reduce the measured amaxes over the ranks, by one collective at most. `StepAmaxes` adds
+        one over replicas.
+        """
         if self._maxima.numel():
             self._maxima.copy_(torch.segment_reduce(self._grouped, "max", offsets=self._group_bounds, initial=0))
         if self._sources.numel():
@@ -203,19 +208,19 @@ class CutRows:
     """The rows of blocks that boundaries between ranks cut in one grid of a weight.
 
     Attributes:
-        cuts: i64, the indices of these rows of blocks.
+        indices: i64, the indices of these rows of blocks.
         height: the rows of elements in each.
         across: the number of amaxes in each.
     """
 
-    cuts: Tensor
+    indices: Tensor
     height: int
     across: int
 
     @property
     def numel(self) -> int:
         """The number of their amaxes."""
-        return self.cuts.numel() * self.across
+        return self.indices.numel() * self.across
 
 
 def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
@@ -288,7 +293,7 @@ def layout_of_plan(
     Args:
         shards: of all weights of a plan.
         cast: the indices of those that any rank has a master of.
-        cut: what boundaries cut of them.
+        cut: the blocks and bytes of them that ranks share.
         is_stepped: True if casts take optimizer steps, so that every weight has a flag.
         compares_calls: True if there are several ranks, whose calls are compared where there are
             amaxes or flags to reduce.
@@ -334,9 +339,9 @@ def _reduce_cut_rows(
     columns = shard.weight.matrix_shape[1]
     for rows, first, place in zip(grids, layout.offsets[index], places, strict=False):
         unit = rows.height * columns
-        is_here = (rows.cuts * unit < shard.span.stop) & ((rows.cuts + 1) * unit > shard.span.start)
+        is_here = (rows.indices * unit < shard.span.stop) & ((rows.indices + 1) * unit > shard.span.start)
         across = torch.arange(rows.across)
-        own_rows = rows.cuts[is_here] - shard.rows.start // rows.height
+        own_rows = rows.indices[is_here] - shard.rows.start // rows.height
         sources = first + own_rows.view(-1, 1) * rows.across + across
         targets = place.start + is_here.nonzero() * rows.across + across
         layout.reduce_at(sources, targets)
@@ -396,7 +401,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         if self.boundary:
             self.boundary.enter()
         super().reduce()
-        self.reports.reduced()
+        self.reports.after_reduction()
         if self.boundary:
             self.boundary.leave()
 
@@ -408,7 +413,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         self.begin()
         self.reports.refuse(problem)
         self._group.all_reduce_max(self._reduced, "the packed amaxes of a cast")
-        self.reports.reduced()
+        self.reports.after_reduction()
         self.reports.send()
 
 

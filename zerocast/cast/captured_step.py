@@ -58,7 +58,7 @@ class CapturableStep(abc.ABC):
         return False
 
     @abc.abstractmethod
-    def around_launch(self) -> contextlib.AbstractContextManager[None]:
+    def launch_context(self) -> contextlib.AbstractContextManager[None]:
         """Do the host's part right before and right after the device's. An exception inside leaves
         masters and weights partial.
         """
@@ -69,7 +69,7 @@ class CapturableStep(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> Tensor | None:
-        """Do the host's part after the step, and return what the step returns."""
+        """Do the CPU's part after the step, and return the result of the step."""
 
 
 def check_capturable(device: torch.device, backend: str) -> None:
@@ -83,8 +83,8 @@ def check_capturable(device: torch.device, backend: str) -> None:
 
 
 def cuda_graph(work: Work) -> Work:
-    """Record what `work` launches on the current device, without running it. The result launches it
-    again.
+    """Record the launches of `work` on the current device, without running it. The result launches
+    it again.
 
     Other threads may use CUDA meanwhile, as the one that watches over NCCL does.
     """
@@ -126,7 +126,7 @@ class CapturedStep:
     def __call__(self) -> Tensor | None:
         """Take one step with the gradients as they are now, and cast. All ranks call it.
 
-        Returns what the optimizer's step returns: the norm before clipping, f32[], for ZeroAdamW,
+        Returns the result of the optimizer's step: the norm before clipping, f32[], for ZeroAdamW,
         None for FusedAdamW. Raises RuntimeError, with nothing changed, if anything has moved since
         the step was captured.
         """
@@ -138,7 +138,7 @@ class CapturedStep:
         if self._places is None or self._step.must_warm_up:
             self._places = self._step.warm_up()
             return None
-        with self._step.around_launch():
+        with self._step.launch_context():
             if self._replay is None:
                 self._replay = self._record(self._step.launch)
             self._replay()

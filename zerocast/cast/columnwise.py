@@ -53,7 +53,7 @@ class ColumnwiseCopies:
     def tables(self) -> list[WeightTable]:
         """Return the tables for the present memory."""
         is_bound = self._places is not None and all(validity.places == places for validity, places in self._places)
-        if not is_bound or any(table.moved() for table in self._tables):
+        if not is_bound or any(table.has_moved() for table in self._tables):
             self._bind()
         return self._tables
 

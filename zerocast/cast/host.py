@@ -1,12 +1,12 @@
-"""Driver: the casts of every training host. Host: the facts of a host that owns its buffers, by
-which a CastDriver casts.
+"""Host: the facts of a training framework that owns its buffers. Driver: the casts of every
+training framework. CastDriver: the Driver of a Host.
 
-ZeroAdamW, Megatron, Apex and the callers of TransformerEngine are such hosts. They own FP32 masters
-and the buffers that are gathered. A host states who writes the weights, which part of its weight
-each master is, which ranks share masters, and how bytes are gathered. A CastDriver casts after a
-step or from masters that were written by hand, gathers, follows masters to other memory, and shows
-the masters to `zerocast.verify`. FSDP2 cuts and gathers parameters itself, so its Driver has
-another plan (`zerocast.fsdp2.plan`).
+ZeroAdamW, Megatron, Apex and the callers of TransformerEngine are such frameworks, called hosts in
+this file. They own FP32 masters and the buffers that are gathered. A host states who writes the
+weights, which part of its weight each master is, which ranks share masters, and how bytes are
+gathered. A CastDriver casts after a step or from masters that were written by hand, gathers,
+follows masters to other memory, and shows the masters to `zerocast.verify`. FSDP2 shards and
+gathers parameters itself, so its Driver has a different plan (`zerocast.fsdp2.plan`).
 """
 
 import abc
@@ -55,7 +55,8 @@ class Gather(abc.ABC):
         """All-gather the bytes of the last cast, and make their columnwise copies, all at once by
         `plan.post_all_gather` or in parts by `ColumnwiseCopies.make`. Collective.
 
-        A gather may still be in flight when this returns. Then `plan.validity.finish` completes it.
+        A gather may still be in flight when this returns. Then `plan.validity.before_read`
+        completes it.
         """
 
     def complete(self) -> None:  # noqa: B027
@@ -118,7 +119,7 @@ class Host:
         starts: for each weight, the row-major position of the master's first element; None where
             this rank owns none.
         gather: all-gathers the bytes of a cast.
-        names: what the weights are called in states and reports; None for numbers.
+        names: the names of the weights in states and reports. None for numbers.
         plain: the parameters that are not quantized, if a cast is to round them to their dtype.
         shard_data, scale_cuts, param_groups, backend: as CastPlan takes them.
         validity: the validity of the weights. Several Hosts of weights that are written together
@@ -152,7 +153,7 @@ class Driver(Generic[AnyPlan]):
     """The casts of a host by a plan. ZeroAdamW, FSDP2, Megatron and all others cast by this code.
 
     Attributes:
-        plan: the plan of what is cast, for as long as this object lives.
+        plan: the plan of the casts, for as long as this object lives.
         gather: all-gathers the bytes of a cast.
     """
 
@@ -168,8 +169,8 @@ class Driver(Generic[AnyPlan]):
         self._cast(self._find, repeat)
 
     def ready(self, detail: str = "", problem: Exception | None = None) -> None:
-        """Do what must come before a cast: find weights and masters where they are now. A problem
-        of this rank is raised by the cast, on every rank (`Plan.ready`).
+        """Prepare a cast: find weights and masters where they are now. A problem of this rank is
+        raised by the cast, on every rank (`Plan.ready`).
         """
         self.plan.ready(detail, self._find, problem)
 
@@ -185,8 +186,8 @@ class Driver(Generic[AnyPlan]):
     def follow_masters(self) -> None:
         """Give the plan the present memory of masters that it cannot find by itself."""
 
-    def has_cast(self, repeat: bool) -> None:
-        """Do what the host needs after each cast."""
+    def finish_cast(self, repeat: bool) -> None:
+        """Do the framework's part after each cast."""
 
     def _find(self) -> None:
         self.gather.prepare()
@@ -195,22 +196,22 @@ class Driver(Generic[AnyPlan]):
     def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
         self.plan.ready(find=find)
         self.plan.run(repeat=repeat, gather=gather)
-        self.has_cast(repeat)
+        self.finish_cast(repeat)
 
 
-class AroundCast(NamedTuple):
-    """The collectives of a step around its cast, as a rank makes them that cannot step.
+class StepCollectives(NamedTuple):
+    """The collectives of a step before and after its cast, for a rank that cannot step.
 
-    Such a rank makes all collectives of the others, or these would wait for it. In their order
-    (`CastDriver.take_part`), after gradients and their norm are reduced, in which all ranks are:
+    It must take part in each of them, or the other ranks would wait for it. Gradients and their
+    norm are reduced by then, on all ranks. The order (`CastDriver.take_part`):
 
-    1. `before_cast`: what the step sends before it. ZeroMuon sends gradients to the ranks that own
+    1. `before_cast`: the collectives before it. ZeroMuon sends gradients to the ranks that own
        matrices in whole.
     2. The packed amaxes, with the refusal (`CastPlan.take_part`). On a CPU all ranks raise here.
-    3. `after_cast`: what the step reduces after it. Moments in 8 bits have the largest elements of
-       groups that a boundary between ranks cuts.
+    3. `after_cast`: the reductions after it. Moments in 8 bits have the largest elements of groups
+       that a boundary between ranks cuts.
     4. The gather of the bytes (`Gather.start`).
-    5. The comparison of what ranks reported, which the others make before their next cast.
+    5. The comparison of the ranks' reports, which the others make before their next cast.
 
     A refresh or a swap has no more than the cast and the gather.
     """
@@ -276,33 +277,34 @@ class CastDriver(Driver[CastPlan]):
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
-    def step(self, launch: Callable[[], None], around_cast: AroundCast) -> None:
+    def step(self, launch: Callable[[], None], step_collectives: StepCollectives) -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
 
-        `around_cast` are the other collectives of `launch`, for a rank that cannot run it.
+        `step_collectives` are the other collectives of `launch`, for a rank that cannot run it.
 
-        Collective. Call `ready` first, whose problem all ranks raise here. What raises in here
+        Collective. Call `ready` first, whose problem all ranks raise here. An exception in here
         leaves masters and weights partial, unless no rank was ready.
         """
         if self.plan.problem is not None:
-            self.take_part("an optimizer step", around_cast, masters=True)
+            self.take_part("an optimizer step", step_collectives, masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():
                 launch()
                 self.plan.done()
             self._gather()
 
-    def take_part(self, what: str, around_cast: AroundCast, *, masters: bool = False) -> NoReturn:
+    def take_part(self, what: str, step_collectives: StepCollectives, *, masters: bool = False) -> NoReturn:
         """Make all collectives of a write that this rank is not ready for, and raise its problem.
 
-        `what` is the write, for errors of weights, and of `masters`, that it leaves partial.
+        `what` names the write in errors. `masters` is True if it leaves masters partly written, not
+        only weights.
         """
 
         def gather() -> None:
-            around_cast.after_cast()
+            step_collectives.after_cast()
             self._gather()
 
-        around_cast.before_cast()
+        step_collectives.before_cast()
         self.plan.take_part(gather, what, masters)
 
     def move_masters(
@@ -351,7 +353,7 @@ class CastDriver(Driver[CastPlan]):
             self._cast(find, repeat, self._gather)
             self._gather()
 
-    def has_cast(self, repeat: bool) -> None:
+    def finish_cast(self, repeat: bool) -> None:
         """Tell autograd, and round the masters of plain parameters."""
         # The optimizers of a host step together, so all weights have changed.
         self.plan.validity.changed()

@@ -87,7 +87,7 @@ class HostTable(WeightTable):
         shared: int = -1,
         flag: int = -1,
     ) -> None:
-        """Append a weight with what this rank owns of it on the host."""
+        """Append a weight with the elements of it that this rank owns in CPU memory."""
         assert shard.cuts is None, shard
         for number, matrix in enumerate(shard.matrices()):
             place_in_weight = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
@@ -117,9 +117,9 @@ class HostTable(WeightTable):
         self._stored = Places(tensor for each in self._shards for tensor in each.shard.stored)
         return self
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return True if a weight, a master or the caller's storage was replaced since `freeze`."""
-        return super().moved() or self._masters_table.moved() or self._stored.moved()
+        return super().has_moved() or self._masters_table.has_moved() or self._stored.has_moved()
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
         """Measure the masters on the host, and copy their amaxes to the device."""

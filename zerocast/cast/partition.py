@@ -159,14 +159,14 @@ def partition(
     backend: str | None,
     scale_cuts: Sequence[range | None] | None = None,
     *,
-    gives_way: Callable[[Claim], bool] = lambda _: False,
+    is_overridable: Callable[[Claim], bool] = lambda _: False,
 ) -> Partition:
     """Check the arguments of a plan on all ranks. This is the only communication of a plan before
     its casts.
 
     Raises the error of any rank on every rank, with the rank in the message if there are several:
     TypeError or ValueError for an argument, RuntimeError for a backend that cannot be used,
-    ValueError for a claim on these elements for which `gives_way` is False.
+    ValueError for a claim on these elements for which `is_overridable` is False.
     """
     shards: list[MasterShard] = []
     problem, device, chosen = None, torch.device("cpu"), ""
@@ -174,7 +174,7 @@ def partition(
         shards = _check(model_weights, master_weights, start_offsets, shard_data, scale_cuts)
         device = shards[0].weight.device if shards else torch.device("cpu")
         chosen = backends.choose(device, backend)
-        check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], gives_way)
+        check_unclaimed([(shard.weight.state, [shard.span]) for shard in shards], is_overridable)
     except Exception as error:  # Of any kind: the other ranks must raise too.
         problem = error
     lines = [_fingerprint(shard.weight, shard.cuts) for shard in shards]
@@ -197,7 +197,7 @@ def _check_host_masters(shards: Sequence[MasterShard]) -> None:
         return
     if any(shard.cuts is not None for shard in shards):
         raise ValueError(
-            "scales are gathered (scale_cuts), and masters lie on the host: move them to the weights' device"
+            "scale_cuts is not supported with masters in CPU memory: move the masters to the weights' device"
         )
     reason = backends.why_not("cpu", torch.device("cpu"))
     if reason:

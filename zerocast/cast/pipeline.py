@@ -1,7 +1,7 @@
 """The pipeline of a cast: partial amaxes, one reduction, scales, codes. Weights of all formats are
 cast together.
 
-Training hosts differ only in what has to be reduced (`zerocast.cast.amaxes`).
+Training frameworks differ only in the amaxes that have to be reduced (`zerocast.cast.amaxes`).
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ def cast(
     amaxes: PackedAmaxes[Any],
     delayed: DelayedScaling,
     *,
-    unmeasured: Sequence[WeightTable] | None = None,
-    codes: Sequence[WeightTable] | None = None,
+    to_measure: Sequence[WeightTable] | None = None,
+    to_code: Sequence[WeightTable] | None = None,
     boundary: Sequence[WeightTable] = (),
     skip: Tensor | None = None,
     update: AdamUpdate | None = None,
@@ -34,8 +34,8 @@ def cast(
         tables: all weights.
         amaxes: the buffer of their amaxes, which reduces itself over the ranks.
         delayed: the delayed scaling of those weights of `tables` that use it.
-        unmeasured: the weights to measure, if a step has measured the others; None for all.
-        codes: the weights to write codes of, if those of the others are written later; None for
+        to_measure: the weights to measure, if a step has measured the others; None for all.
+        to_code: the weights to write codes of, if those of the others are written later; None for
             all.
         boundary: the elements of other ranks that this rank writes, whose values come with the
             reduction.
@@ -48,7 +48,7 @@ def cast(
     # This is torch.no_grad() in half of its host time.
     with torch.set_grad_enabled(False):
         amaxes.begin()
-        for table in tables if unmeasured is None else unmeasured:
+        for table in tables if to_measure is None else to_measure:
             table.measure(amaxes.buffer, update, skip)
         amaxes.reduce()
         if update is not None:
@@ -56,7 +56,9 @@ def cast(
 
         if delayed.unseeded and skip is None:
             for table in tables:
-                # Scales come with amaxes, which the histories take.
+                # The scales themselves are not used. This writes the tensor amaxes of the first
+                # cast, which `seed` rolls into the histories. A first cast with `skip` does not
+                # seed: it writes nothing, and a later cast does.
                 table.compute_scales(amaxes.buffer, None)
             delayed.seed(lambda: _roll(tables, None))
         if not repeat:
@@ -64,7 +66,7 @@ def cast(
         with delayed.replay() if repeat else NOTHING:
             for table in tables:
                 table.compute_scales(amaxes.buffer, skip)
-            for table in tables if codes is None else codes:
+            for table in tables if to_code is None else to_code:
                 table.cast_rest(amaxes.buffer, update, skip)
             for table in boundary:
                 table.partial_cast(amaxes.buffer, skip)

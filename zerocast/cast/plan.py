@@ -29,7 +29,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
-from zerocast.weight.owners import Claim, take_untold, train
+from zerocast.weight.owners import Claim, pop_deferred_error, train
 from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 # How many plans were built in each process group, by its name.
@@ -51,19 +51,20 @@ class Plan(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def has_company(self) -> bool:
+    def has_peers(self) -> bool:
         """True if other ranks cast parts of the same weights."""
 
     def ready(self, detail: str = "", find: Callable[[], None] | None = None, problem: Exception | None = None) -> None:
-        """Do the host's part before a cast: find weights and masters where they are now.
+        """Do the CPU's part before a cast: find weights and masters where they are now.
 
-        If this rank has a problem and no others share the weights, it raises here. If others do,
-        they would wait for this rank in their next collective. So `run` raises on every rank then,
-        also what a step of this rank has left to its next cast (`owners.check_gradients`).
+        An error on this rank is raised here if no other rank shares the weights. Otherwise `run`
+        raises it on every rank, since a rank that raised alone would leave the others waiting in
+        their next collective. This includes an error that an earlier step has stored
+        (`owners.check_gradients`).
 
         Args:
             detail: a text that must be the same on all ranks, as the call must be.
-            find: finds masters and weights for the host, before the plan does. None if the host has
+            find: finds masters and weights for the framework, before the plan does. None if it has
                 nothing to find.
             problem: a problem that this rank has found before this call.
 
@@ -77,8 +78,8 @@ class Plan(abc.ABC):
             self._follow()
         except (RuntimeError, TypeError, ValueError) as error:
             problem = problem or error
-        if self.has_company:
-            problem = problem or take_untold()
+        if self.has_peers:
+            problem = problem or pop_deferred_error()
         elif problem is not None:
             raise problem
         self.problem = problem
@@ -114,8 +115,9 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def take_part(self, gather: Callable[[], None] | None = None) -> None:
-        """Take part in the collectives of a cast that this rank cannot make, and in the gather
-        after it, so that all ranks raise.
+        """Take part in the collectives of a cast that this rank cannot make, so that all ranks
+        raise. A CastPlan also takes part in the `gather` after it, and raises here. A ShardPlan
+        returns: the header of the next gather, which FSDP2 begins, makes all ranks raise.
         """
 
     @abc.abstractmethod
@@ -124,7 +126,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def done(self, *, repeat: bool = False) -> None:
-        """Do the host's part after a cast."""
+        """Do the CPU's part after a cast."""
 
     @abc.abstractmethod
     def master_views(self) -> Iterable[MasterViews]:
@@ -132,7 +134,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _announce(self, detail: str) -> None:
-        """Raise what ranks reported of their last cast, and report this one."""
+        """Raise the errors that ranks reported of their last cast, and report this one."""
 
     @abc.abstractmethod
     def _follow(self) -> None:
@@ -140,12 +142,12 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
-        """Return a context for the launch of a cast. What raises in it leaves scales as they
+        """Return a context for the launch of a cast. An exception in it leaves scales as they
         were.
         """
 
     def _look_back(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
-        """Raise what ranks reported of casts that the device has completed by now."""
+        """Raise the errors that ranks reported of casts that the device has completed by now."""
 
 
 class CastPlan(Plan):
@@ -214,7 +216,7 @@ class CastPlan(Plan):
             fsdp_shard_model_weights,
             backend,
             scale_cuts,
-            gives_way=lambda other: other is claim,
+            is_overridable=lambda other: other is claim,
         )
         # After a switch of formats, until a gather has given all ranks the same new bytes. None
         # otherwise.
@@ -231,8 +233,8 @@ class CastPlan(Plan):
         self._param_groups: Sequence[int | None] = param_groups or [0] * len(self.weights)
         self.validity = validity or Validity()
         self.validity.owner, self.validity.has_masters = weakref.ref(self), True
-        self.validity.ask_before(self.check_call, Use.SAVE, Use.SWITCH, Use.ADD)
-        self.validity.ask_before(self.check_before_collective, Use.VERIFY)
+        self.validity.add_precheck(self.check_call, Use.SAVE, Use.SWITCH, Use.ADD)
+        self.validity.add_precheck(self.check_before_collective, Use.VERIFY)
         self._watch()
         self._is_named = names is not None
         self._names = [f"weight {i}" for i in range(len(self.weights))] if names is None else list(names)
@@ -252,7 +254,8 @@ class CastPlan(Plan):
         )
 
     def cast(self, *, skip: Tensor | None = None, update: AdamUpdate | None = None, repeat: bool = False) -> None:
-        """Cast the masters as they are now. Collective: one all-reduce for all weights.
+        """Cast the masters as they are now. Collective: one all-reduce for all weights. An `update`
+        with 8-bit moments makes a second one, of the largest values of the groups that ranks share.
 
         Args:
             skip: bool[1] on the device. If it holds True nothing changes.
@@ -261,15 +264,15 @@ class CastPlan(Plan):
                 scaling on.
 
         After an exception half-way the weights cannot be read until another cast has completed.
-        Raises RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. What is
-        wrong with the masters of one rank now is raised on every rank too. On a GPU that rank
-        raises it now and the others in their next cast. If that rank goes on, it must first take
-        part in the gather of the others.
+        Raises RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. An
+        error in the masters of one rank now is raised on every rank too. On a GPU that rank raises
+        it now and the others in their next cast. If that rank continues, it must first take part in
+        the gather of the others.
         """
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
-        # With the first cast that writes, masters take the place of what the weights were quantized
-        # from. The host waits for `skip` until then, unless it captures.
+        # With the first cast that writes, masters replace the values that the weights were
+        # quantized from. The host waits for `skip` until then, unless it captures.
         if self._keeps_initial_values and (skip is None or not (self._is_capturing() or bool(skip))):
             self._keeps_initial_values = False
             for index in self._cast:
@@ -293,7 +296,7 @@ class CastPlan(Plan):
         return [*self._tables.owned, *self._tables.boundary]
 
     @property
-    def has_company(self) -> bool:
+    def has_peers(self) -> bool:
         """True if other ranks share the masters."""
         return self.group.size > 1
 
@@ -369,7 +372,7 @@ class CastPlan(Plan):
         )
 
     def _check_host_masters(self, update: AdamUpdate | None) -> None:
-        """Raise RuntimeError for what a cast cannot do with masters on the host."""
+        """Raise RuntimeError if this cast is not supported with masters in CPU memory."""
         if not self._tables.on_host:
             return
         if update is not None:
@@ -383,7 +386,7 @@ class CastPlan(Plan):
             )
 
     def done(self, *, repeat: bool = False) -> None:
-        """Do the host's part after a cast: count it, and send what ranks report of it."""
+        """Do the CPU's part after a cast: count it, and send the reports of ranks."""
         self.validity.cast()
         self._own_caller.number = self.validity.casts + 1
         self.packed.reports.send()
@@ -545,7 +548,7 @@ class CastPlan(Plan):
             [shard.shard_data for shard in shards],
             self.backend,
             cuts,
-            gives_way=self._step_hooks.gives_way,
+            is_overridable=self._step_hooks.is_overridable,
         )
         self._step_hooks.partition = self._partition
         self._lay_out()
@@ -574,7 +577,7 @@ class CastPlan(Plan):
             raise
 
     def _broke_off(self, what: str, masters: bool = False) -> None:
-        # A cast does not complete partial masters, so what is noted of them stays.
+        # A cast does not complete partial masters, so their record stays.
         if not self.validity.has_partial_masters:
             self.validity.broke_off(what, masters=masters)
 
@@ -612,9 +615,9 @@ class CastPlan(Plan):
         plan has taken a weight over. Raises ValueError or TypeError, on this rank alone, for
         masters that no plan could be built for.
         """
-        for w in self.weights if self.validity.finish else ():
+        for w in self.weights if self.validity.before_read else ():
             w.wait()
-        if self._places != self.validity.places or any(table.moved() for table in self._tables.owned):
+        if self._places != self.validity.places or any(table.has_moved() for table in self._tables.owned):
             self._partition.check_again()
             if any(w.state.validity is not self.validity for w in self.weights):
                 self._step_hooks.check_unclaimed()
@@ -625,7 +628,7 @@ class CastPlan(Plan):
         cast = set(self._cast)
         for index, w in enumerate(self.weights):
             if w.state.validity is not self.validity:
-                w.state.join(self.validity, is_cast=index in cast)
+                w.state.join(self.validity, has_master=index in cast)
 
     def _bind(self) -> None:
         """Make the descriptor tables for the present memory. Local, and raises nothing."""

@@ -74,9 +74,9 @@ class StepHooks:
         """Raise ValueError, on this rank alone, while another owner writes any of these
         elements.
         """
-        check_unclaimed(self._elements(), self.gives_way)
+        check_unclaimed(self._elements(), self.is_overridable)
 
-    def gives_way(self, claim: Claim) -> bool:
+    def is_overridable(self, claim: Claim) -> bool:
         """Return True for a claim of the plan itself or of its owner."""
         return claim is self._owner or claim.is_by(self)
 

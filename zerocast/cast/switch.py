@@ -1,9 +1,9 @@
 """switch: other formats for the weights of a run, between two steps and from the same masters.
 
 Masters do not depend on formats, so one cast makes the bytes in another format. The owner of the
-masters builds again what was built for the present format: buffers, gathers, plans, captured
-graphs. Each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same
-phases. Until the last phase every rank can still go back, and all do if one of them must.
+masters rebuilds everything that depends on the format: buffers, gathers, plans, captured graphs.
+Each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same phases.
+Until the last phase every rank can still go back, and all do if one of them must.
 """
 
 import contextlib
@@ -136,8 +136,8 @@ def _parts_of(what: Any) -> list[SwitchPart]:
         switch_part: Callable[[], SwitchPart] | None = getattr(owner, "switch_part", None)
         if switch_part is None:
             raise RuntimeError(
-                f"the weights of a {type(owner).__name__} lie in buffers that its host has cut for their present format: save a "
-                "checkpoint, which holds no format, build the model with the new recipe and load it"
+                f"the weights of a {type(owner).__name__} are in buffers that the framework laid out for their current format: "
+                "save a checkpoint, which holds no format, build the model with the new recipe and load it"
             )
         parts.append(switch_part())
     return parts

@@ -1,9 +1,9 @@
-"""The bytes of a plan's weights after a switch of formats: `share_cast_bytes` gathers those of the
-switch itself; `SwitchedBytes` notices a caller who goes on gathering into the buffers of before.
+"""The bytes of a plan's weights after a switch of formats: `share_cast_bytes` gathers the bytes of
+the switch itself; `SwitchedBytes` detects a caller that still gathers into the old buffers.
 
-Nothing tells a plan where its caller gathers. But a gather leaves the same bytes on every rank,
-and not those of the cast before. So the first casts after a switch begin with one more collective,
-which compares what the gathers have left, until a gather has changed it on all ranks alike.
+A plan cannot see where its caller gathers. But a gather leaves equal bytes on all ranks, which
+differ from the bytes of the previous cast. So the first casts after a switch begin with one extra
+collective that compares the bytes, until a gather has changed them identically on all ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from zerocast.distributed.group import Group
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import InvalidWeights
 
-# The comparison ends after so many casts that changed no byte or that no gather followed.
+# The comparison ends after this number of casts that changed no byte or that no gather followed.
 CASTS = 16
 
 
@@ -70,9 +70,9 @@ class SwitchedBytes:
         differing = [name for name, smallest_sum, largest_sum in sums_by_name if smallest_sum != largest_sum]
         if differing:
             raise InvalidWeights(
-                f"{len(differing)} weights hold other bytes on other ranks after their all-gather, the first is {differing[0]}",
+                f"{len(differing)} weights differ between ranks after their all-gather, the first is {differing[0]}",
                 "since zerocast.switch gave them new buffers",
-                "gather into what weight.rowwise_data is now, and forget what it was",
+                "gather into the new weight.rowwise_data, and drop references to the old one",
             )
         return sums != self._switched or self._casts_compared == CASTS
 

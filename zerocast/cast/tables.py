@@ -54,7 +54,7 @@ class Places:
         self._storages = list(by_address.values())
         self._noted = self._look()
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return True if any tensor has other memory than when this was made."""
         return self._look() != self._noted
 
@@ -199,8 +199,9 @@ class WeightTable:
     def add_shard(
         self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, flag: int = -1
     ) -> None:
-        """Append a weight with what this rank owns of it, a row for each matrix that it is stored
-        in. `flag` is the place of the number that becomes 1 where its master is not finite.
+        """Append a weight with the elements of it that this rank owns, a row for each matrix that
+        it is stored in. `flag` is the place of the number that becomes 1 where its master is not
+        finite.
         """
         matrices = shard.matrices()
         for number, matrix in enumerate(matrices):
@@ -311,9 +312,9 @@ class WeightTable:
         self._bind_stages()
         return self
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return True if a storage was replaced since the table was frozen, or has another size."""
-        return self._places.moved()
+        return self._places.has_moved()
 
     def has_same_memory(self, other: "WeightTable") -> bool:
         """Return True if both tables describe the same weights in the same memory."""
@@ -329,7 +330,7 @@ class WeightTable:
     # -- rows of blocks that this rank owns in whole, and those that a boundary between ranks cuts
 
     @cached_property
-    def cut_rows(self) -> "WeightTable | None":
+    def rest_of_rows(self) -> "WeightTable | None":
         """The owned elements in rows of exchange blocks that a boundary cuts, whose codes wait for
         reduced amaxes; None without any.
         """
@@ -370,7 +371,7 @@ class WeightTable:
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
         """Measure the blocks that this rank owns elements of, after an `update` of the masters if
-        there is one. `cast_rest` with the same update writes what codes and moments it leaves.
+        there is one. `cast_rest` with the same update writes the remaining codes and moments.
 
         Where scales are local (`FormatSpec.casts_in_one_pass`) an update writes the codes in the
         same pass, except of the rows of blocks that a boundary cuts.
@@ -400,8 +401,8 @@ class WeightTable:
                 self.finish_moments(update.inputs, packed, skip)
         if not casts:
             self.partial_cast(packed, skip)
-        elif self.cut_rows:
-            self.cut_rows.partial_cast(packed, skip)
+        elif self.rest_of_rows:
+            self.rest_of_rows.partial_cast(packed, skip)
 
     def partial_cast(self, packed: Tensor, skip: Tensor | None) -> None:
         """Write the codes of the owned elements."""
@@ -422,7 +423,7 @@ class WeightTable:
         Their amaxes go into `packed`.
 
         If it `casts`, which a format must allow (`FormatSpec.casts_in_one_pass`), the same pass
-        writes the codes of the rows of blocks that are owned in whole. `cut_rows` get their codes
+        writes the codes of the rows of blocks that are owned in whole. `rest_of_rows` get their codes
         once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments` follows.
         """
         grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
@@ -431,7 +432,7 @@ class WeightTable:
         if not casts and groups is None:
             self._adam_amax(**state)
             return
-        whole_rows, others = (self._whole_rows, self.cut_rows) if casts else (None, self._owned)
+        whole_rows, others = (self._whole_rows, self.rest_of_rows) if casts else (None, self._owned)
         if groups is None:
             if whole_rows:
                 whole_rows._adam_cast(**state)

@@ -1,5 +1,5 @@
-"""Agreement between ranks: compare what all ranks must share, and raise a problem of one rank on
-every rank.
+"""Agreement between ranks: compare values that all ranks must share, and raise a problem of one
+rank on every rank.
 
 A rank that raised alone would leave the others waiting in their next collective.
 """
@@ -78,9 +78,7 @@ def validate_across_ranks(
 
 
 def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> list[int]:
-    """Return the element-wise maximum of the ranks' integers. `what` says in errors what they
-    are.
-    """
+    """Return the element-wise maximum of the ranks' integers. `what` names them in errors."""
     mesh = [ranks] if isinstance(ranks, Group) else ranks
     tensor = torch.tensor(values, dtype=torch.int64, device=mesh[0].device if mesh else None)
     # A maximum along one dimension after the other is the maximum over the whole mesh.
@@ -92,7 +90,7 @@ def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what
 
 def range_over_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what: str) -> tuple[list[int], list[int]]:
     """Return the element-wise minimum and maximum of the ranks' integers, by one all-reduce: the
-    values are the same on all ranks where the two are equal. `what` says in errors what they are.
+    values are the same on all ranks where the two are equal. `what` names them in errors.
     """
     # A maximum alone shows no equality, so the negatives are reduced as well.
     largest = largest_of_ranks(ranks, [*values, *(-value for value in values)], what)

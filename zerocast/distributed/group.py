@@ -31,7 +31,7 @@ class Caller:
 
     Attributes:
         name: the optimizer or plan.
-        unit: what `number` counts, "step" or "cast".
+        unit: the unit of `number`, "step" or "cast".
         number: the present step or cast; 0 while the caller is being built.
     """
 

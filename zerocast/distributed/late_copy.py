@@ -75,7 +75,9 @@ class LateCopies:
         return [copy.read() for _, copy in taken]
 
     def look(self) -> list[Tensor]:
-        """Return the same copies, which `take` returns all the same. Waits for the device."""
+        """Return the copies that `take()` would return, without removing them. Waits for the
+        device.
+        """
         return [copy.read() for _, copy in self._unread]
 
     def forget(self) -> None:

@@ -1,4 +1,4 @@
-"""The matrices of parameters that one rank owns as a whole, and what ranks send of their
+"""The matrices of parameters that one rank owns as a whole, and the parts that ranks send of their
 gradients.
 """
 

@@ -37,7 +37,7 @@ SHOWN = 4
 
 
 class ShardStatus(enum.IntEnum):
-    """What has happened to the masters of a rank since its last cast."""
+    """The state of the masters of a rank since its last cast."""
 
     CLEAN = 0
     WRITTEN = 1
@@ -80,7 +80,7 @@ class Comparison:
     """The reports of several ranks, compared."""
 
     def __init__(self, reports: Sequence[Sequence[int]]) -> None:
-        # Plain numbers, since every gather is compared and few need more than `is_quiet`.
+        # Plain numbers, since every gather is compared and few need more than `all_clean`.
         self._reports = reports
 
     @functools.cached_property
@@ -102,7 +102,7 @@ class Comparison:
         return Comparison([RankReport(ShardStatus.REFUSED if call == REFUSED else finite, call) for call in calls])
 
     @property
-    def is_quiet(self) -> bool:
+    def all_clean(self) -> bool:
         """True if all ranks are in the same call and no status needs a closer look."""
         statuses, calls = zip(*self._reports, strict=True)
         return len({*calls}) == 1 and _QUIET.issuperset(statuses)
@@ -183,7 +183,7 @@ class CastReports:
         # One launch writes both numbers: linspace of two elements is (digest, -digest).
         torch.linspace(digest, -digest, 2, out=self._digests)
 
-    def reduced(self) -> None:
+    def after_reduction(self) -> None:
         """After the all-reduce, compare the calls on a CPU. On a GPU this may be the capture of a
         graph, during which the host cannot read them.
         """
@@ -201,7 +201,9 @@ class CastReports:
             self._has_unread = True
 
     def forget(self) -> None:
-        """Say nothing of the casts so far: masters are about to be overwritten on all ranks."""
+        """Drop unread reports of earlier casts. Called when all ranks are about to overwrite their
+        masters.
+        """
         self._late.forget()
         self._has_unread = False
 
@@ -258,10 +260,10 @@ def not_finite_error(names: Sequence[str], count: str) -> InvalidWeights:
     """Return the error that tells of masters that are not finite, those of the weights `names`."""
     shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
     return InvalidWeights(
-        f"the masters of {count} were NaN or Inf in the last cast: {shown}. What was computed with these is wrong, though "
+        f"the masters of {count} were NaN or Inf in the last cast: {shown}. Results computed with these are wrong, though "
         "formats without a NaN code do not show it",
         "",
-        "load a checkpoint, and look at what wrote the masters (a learning rate, an optimizer of your own, a state that was "
+        "load a checkpoint, and find out what wrote the masters (a learning rate, an optimizer of your own, a state that was "
         "loaded)",
     )
 

@@ -1,13 +1,13 @@
-"""StepAmaxes: the amaxes of weights under FSDP2, and what of them ranks reduce.
+"""StepAmaxes: the amaxes of weights under FSDP2, and the part of them that ranks reduce.
 
 Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
 block rows that a boundary between shards cuts concern other ranks. The flags of weights concern
 them where other ranks have other slices of tensor parallelism, or are of another replica (HSDP).
 
-Replicas hold equal masters and share no gather, so a rank does not see their headers. Where there
-are any, each cast that follows a call of all ranks reduces two things over them: the flags, which
-say who could not cast, and the number of casts that a replica has made by itself since, because
-masters were written to there.
+Replicas hold equal masters and share no gather, so a rank does not see their headers. With replicas
+(HSDP), every cast that all ranks make also reduces two things over the replicas: the flags of ranks
+that could not cast, and the number of casts that a replica has made alone since the last such cast,
+after its masters were written. If these numbers differ, all ranks raise.
 """
 
 from bisect import bisect_left
@@ -109,8 +109,8 @@ class StepAmaxes(PackedAmaxes[str]):
         measured: the weights whose amaxes an optimizer step has left in the buffer. They hold until
             something else writes to the masters.
         is_refused: True during a cast that this rank cannot make, or whose masters are partial.
-        casts_apart: the casts that this replica has made by itself since the last one that all
-            made. None during a cast of this replica alone, which meets no other.
+        casts_apart: the casts that this replica has made alone since the last cast of all replicas.
+            None during a cast of this replica only.
     """
 
     def __init__(self, weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> None:
@@ -152,7 +152,7 @@ class StepAmaxes(PackedAmaxes[str]):
         if self._replicas.size > 1 and self.casts_apart is not None:
             apart = min(self.casts_apart, MOST_CASTS_APART)
             torch.linspace(apart, -apart, 2, out=self._casts_apart)
-            self._reduce_part(self._of_replicas, self._replicas, "what replicas report of a cast")
+            self._reduce_part(self._of_replicas, self._replicas, "the reports of replicas on a cast")
             # The sum of the two is the difference of the replicas. On a GPU the host does not know.
             differ = (self._casts_apart.sum() != 0).to(self.flags.dtype)
             self.flags.copy_(self.flags.maximum(REPLICAS_DIFFER_FLAG * differ))

@@ -59,7 +59,7 @@ class CastGroup:
         self._delayed_buffers = _delayed_buffers(weights, self._device)
         self.delayed = DelayedScaling(self._delayed_buffers, self._device, unseeded=self._delayed_buffers)
         self.delayed.load_state_dict(scaling)
-        # True while a graph holds the address of what a cast works in.
+        # True while a graph holds the address of the buffers that a cast works in.
         self._holds_scales = False
         self.shards: dict[str, MasterShard] = {}
         # The scales of owned block rows: their places in side channels, and in the buffers that the
@@ -80,7 +80,7 @@ class CastGroup:
             self._tables_without = TablesOfSets(lambda names: tables(without=names))
             # The rows of blocks that a boundary between shards cuts.
             self._cut_rows_of = TablesOfSets(
-                lambda names: [table.cut_rows for table in tables(of=names) if table.cut_rows]
+                lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
             )
             self._tables = self._tables_without.of(frozenset())
         finally:
@@ -171,13 +171,13 @@ class CastGroup:
         """
         # Before any table is built, since that checks the buffers of its weights.
         self._allocate_scales()
-        unmeasured = self._tables_without.of(self.amaxes.measured)
-        codes: list[WeightTable] = []
+        to_measure = self._tables_without.of(self.amaxes.measured)
+        to_code: list[WeightTable] = []
         if self.keep_codes:
             coded = self.amaxes.coded
-            codes = [*self._tables_without.of(coded), *self._cut_rows_of.of(coded)]
+            to_code = [*self._tables_without.of(coded), *self._cut_rows_of.of(coded)]
         try:
-            cast(self._tables, self.amaxes, self.delayed, unmeasured=unmeasured, codes=codes, repeat=repeat)
+            cast(self._tables, self.amaxes, self.delayed, to_measure=to_measure, to_code=to_code, repeat=repeat)
             if self._targets:
                 torch._foreach_copy_(self._targets, self._sources)
         finally:
@@ -284,11 +284,11 @@ class TablesOfSets:
 class GatherCast:
     """The cast of the codes of a parameter group when FSDP2 gathers it. They are freed once sent.
 
-    The codes of a shard are most of what a rank sends, and nothing reads them between two gathers.
-    So a cast makes amaxes, scales and headers only, and FSDP2's hook casts the codes of a group
-    from its masters by these: one launch for the weights of a format, on the stream that FSDP2
-    copies from. A gather then reads 4 bytes an element and writes a code, as plain FSDP2 does to
-    send bf16.
+    The codes of a shard are most of the bytes that a rank sends, and nothing reads them between two
+    gathers. So a cast makes amaxes, scales and headers only, and FSDP2's hook casts the codes of a
+    group from its masters by these: one launch for the weights of a format, on the stream that
+    FSDP2 copies from. A gather then reads 4 bytes an element and writes a code, as plain FSDP2 does
+    to send bf16.
 
     Optimizers that step within a backward pass write masters while the pass still gathers the
     weights of its forward pass: `hold` keeps their codes until the next cast.

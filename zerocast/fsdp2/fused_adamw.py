@@ -79,7 +79,7 @@ class SteppedShard:
 
 
 class StepInputs(NamedTuple):
-    """What a launch of a step reads besides masters and moments.
+    """The arguments of a launch of a step besides masters and moments.
 
     Attributes:
         grads: the gradients of its shards, flat.
@@ -167,7 +167,7 @@ class Adam8bitPass(AdamPass):
         # Those of all shards. Like the lists of moments they live as long as the pass.
         self._pieces: list[list[int]] = []
         self._scales: list[Tensor] = []
-        # What finishes a step, from its run to that.
+        # Finishes a step. Set from `run` until `finish`.
         self._finish: Callable[[], None] | None = None
 
     def add(self, shard: SteppedShard) -> None:
@@ -315,7 +315,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             self._lay_out_moments(group)
         self.state = self._moments_on_demand({})
-        # What the tables were made for, and where masters and moments were then.
+        # The memory that the tables were made for: addresses of masters and moments.
         self._bound: list[list[int]] = []
         self._memory = Places(())
         self._cast_groups: list[CastGroup] = []
@@ -424,8 +424,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def prepare_or_take_part(self) -> object:
-        """Prepare a step and return what `prepare` does. A rank that takes none takes part in the
-        collective of the others.
+        """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
+        the collective of the others.
 
         If it raises a RuntimeError, the other ranks may step and cast. If this rank goes on it
         casts too, and all raise at the next gather.
@@ -447,7 +447,7 @@ class FusedAdamW(torch.optim.Optimizer):
         """Note that other ranks may have stepped, because of an error on this one. Returns False if
         there are no others.
         """
-        is_shared = any(manager.plan.has_company for manager in self._managers)
+        is_shared = any(manager.plan.has_peers for manager in self._managers)
         for validity in self.validities if is_shared else ():
             if not validity.partial:
                 validity.broke_off(f"an optimizer step ({error})")
@@ -488,8 +488,9 @@ class FusedAdamW(torch.optim.Optimizer):
     def prepare(self) -> object:
         """Do the host's part of a step, before the device's.
 
-        Return what the tables were made for: another object once anything has moved, empty without
-        gradients. None if this rank takes no step. All ranks raise for that at the next gather.
+        Return the record of memory that the tables were made for: a new object once anything has
+        moved, empty without gradients. None if this rank takes no step. All ranks raise for that at
+        the next gather.
         """
         self._bind()
         try:
@@ -621,7 +622,7 @@ class FusedAdamW(torch.optim.Optimizer):
             hook(self)
 
     def _moments_on_demand(self, present: Mapping[Any, Any]) -> MomentsOnDemand:
-        """Return a state with what is present, which makes the rest."""
+        """Return a state with the tensors that are present, which makes the rest."""
         state = MomentsOnDemand(dict, present)
         state.param_groups = self.param_groups
         state.eight_bit = self._eight_bit
@@ -668,7 +669,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise
             manager.measuring.add(self)
         groups = [group for manager in self._managers for group in manager.plan.cast_groups]
-        if self._memory.moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
+        if self._memory.has_moved() or self._places(locals_) != self._bound or groups != self._cast_groups:
             # If anything below raises, the next call makes all tables again.
             self._bound = []
             for parameter, _ in locals_:
@@ -683,8 +684,8 @@ class FusedAdamW(torch.optim.Optimizer):
             self._memory = Places([tensor for adam in self.passes() for tensor in adam.written()])
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
-        """List what the tables depend on: parameters, their addresses, the tensors of their state,
-        and the dtypes of gradients.
+        """List the objects that the tables depend on: parameters, their addresses, the tensors of
+        their state, and the dtypes of gradients.
         """
         return [[id(p), _plain(t).data_ptr(), p.grad.dtype, *map(id, self.state[p].values())] for p, t in locals_]
 
@@ -777,8 +778,9 @@ class StandIns(Protocol):
 class CapturableFusedStep(CapturableStep):
     """A step of FusedAdamW and the cast after it, for a CUDA graph. Gathers stay outside.
 
-    What changes from step to step is written to fixed addresses before a replay: hyper-parameters,
-    and the addresses of the gradients, which FSDP2 allocates for each backward pass.
+    The inputs that change from step to step are written to fixed addresses before a replay:
+    hyper-parameters, and the addresses of the gradients, which FSDP2 allocates for each backward
+    pass.
 
     Args:
         optimizer: the optimizer.
@@ -794,7 +796,9 @@ class CapturableFusedStep(CapturableStep):
         self._stand_ins: dict[AdamPass, StandIns] = {}
 
     def prepare(self) -> object:
-        """Prepare the step on the host. Return what the optimizer's tables were made for."""
+        """Prepare the step on the host. Return the record of memory that the optimizer's tables
+        were made for.
+        """
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
         places = self._optimizer.prepare_or_take_part()
@@ -825,7 +829,7 @@ class CapturableFusedStep(CapturableStep):
         return self._optimizer.prepare()
 
     @contextlib.contextmanager
-    def around_launch(self) -> Iterator[None]:
+    def launch_context(self) -> Iterator[None]:
         """Let the replay use these gradients, and count its cast.
 
         Raises RuntimeError before anything is written if ranks disagreed in the step before.

@@ -1,11 +1,13 @@
-"""GatherStatus: how ranks learn that bytes are of different casts, or of masters written to since.
+"""GatherStatus: detects, on every rank, gathered bytes of different casts and masters that were
+written after their cast.
 
 Every rank begins its bytes with a header, a `RankReport` with the number of its cast. A CPU reads
-the headers of all ranks at once. On a GPU the host never waits for what it has just issued: headers
-are kept on the device, travel to pinned memory when a forward pass ends and before a cast, and are
-read before the next cast. So ranks that disagree raise up to a step later than on a CPU, and all of
-them at the same place of the program: before a cast that none of them takes part in. A forward pass
-without gradients, a state dict and `zerocast.verify` read what is unread, and wait for it.
+the headers of all ranks at once. On a GPU the CPU never waits for work that it has just launched:
+headers are kept on the device, travel to pinned memory when a forward pass ends and before a cast,
+and are read before the next cast. So ranks that disagree raise up to a step later than on a CPU,
+and all of them at the same place of the program: before a cast that none of them takes part in. A
+forward pass without gradients, a state dict and `zerocast.verify` read the unread headers, and wait
+for them.
 
 No gather comes for weights that a forward pass left gathered. Before the next forward pass the
 ranks exchange the statuses of these in a collective of their own (`GatherStatus.exchange`).
@@ -66,22 +68,22 @@ class GatherStatus:
         # Weights whose masters were not finite, with the number of their cast. An error that names
         # them clears this.
         self._not_finite: dict[str, int] = {}
-        # The last cast whose masters an error has told of.
+        # The last cast whose masters an error has reported.
         self._told_cast = 0
         self.is_overlooked = False
 
-    def all_written(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
+    def compare_headers(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
         """Return True if masters of some weight were written to since the last cast on every rank
         that has rows of it.
 
-        Headers on a CPU are compared at once, as `_compare` says. The host waits for a GPU to read
-        headers, so a rank reads them now only if its own statuses allow that all were written to:
-        those of masters that changed outside of an optimizer, and of weights without rows here. It
-        reads the rest later, as all ranks do, and they raise then if they disagree.
+        Headers on a CPU are compared immediately (`_compare`). Reading headers from a GPU makes the
+        CPU wait, so a rank reads them now only if its own statuses allow that all ranks have
+        written: its masters changed outside of an optimizer, or it has no rows of the weight. It
+        reads the other headers later, as all ranks do, and all raise then if they disagree.
 
         Args:
             names: the weights.
-            statuses: what this rank has reported of each weight.
+            statuses: the status that this rank has reported of each weight.
             headers: int32 `[weights * ranks, 2]`, weight by weight.
         """
         if not self.reads_late(headers):
@@ -95,30 +97,30 @@ class GatherStatus:
     def exchange(
         self, names: Sequence[str], statuses: Sequence[ShardStatus], generation: int, group: Group, device: str
     ) -> bool:
-        """Do what `all_written` says by one all-gather of statuses, for weights that no gather has
-        brought headers of. Collective over `group`, on devices of type `device`.
+        """Compare statuses as `compare_headers` does, by one all-gather of them, for weights whose
+        headers no gather has sent. Collective over `group`, on devices of type `device`.
         """
         here = torch.tensor([RankReport(status, generation) for status in statuses], dtype=torch.int32)
         if device == "cuda":
             here = here.pin_memory().to("cuda", non_blocking=True)
         headers = torch.empty((group.size, *here.shape), dtype=here.dtype, device=here.device)
         group.all_gather_into(headers.view(-1), here.view(-1), what="writes to weights that are gathered")
-        return self.all_written(tuple(names), statuses, headers.transpose(0, 1).flatten(0, 1))
+        return self.compare_headers(tuple(names), statuses, headers.transpose(0, 1).flatten(0, 1))
 
     def _compare(self, names: Sequence[str], headers: Tensor) -> bool:
         """Return True if masters of some weight were written to on every rank that has rows of it.
 
-        Raises RuntimeError if they were on only some of these ranks, if masters of some are
+        Raises RuntimeError if only some of these ranks have written, if masters of some ranks are
         partial, if some could not make the last cast, and for bytes of different casts.
         """
-        if Comparison.of_headers(headers).is_quiet:
+        if Comparison.of_headers(headers).all_clean:
             return False
         by_weight = headers.chunk(len(names))
         written = [self._is_written(name, own) for name, own in zip(names, by_weight, strict=True)]
         return any(written)
 
     def _is_written(self, name: str, headers: Tensor) -> bool:
-        """Do what `_compare` says for the headers `[ranks, 2]` of one weight."""
+        """Compare the headers `[ranks, 2]` of one weight as `_compare` does."""
         comparison = Comparison.of_headers(headers)
         partial = comparison.ranks(ShardStatus.PARTIAL)
         if partial:
@@ -133,16 +135,16 @@ class GatherStatus:
         if refused:
             why = f" ({self.problem})" if self.problem is not None else ", whose errors say why"
             raise InvalidWeights(
-                f"{name}: ranks {refused} of its shard group could not go on{why}",
+                f"{name}: ranks {refused} of its shard group could not cast{why}",
                 "since the last optimizer step",
-                "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
+                "fix the error on those ranks, then call zerocast.fsdp2.refresh(model) on all ranks",
             )
         if comparison.ranks(ShardStatus.REFUSED_ELSEWHERE):
             raise InvalidWeights(
-                f"{name}: a rank of another slice of tensor parallelism, or of another replica, could not go on, whose error says "
+                f"{name}: a rank of another slice of tensor parallelism, or of another replica, could not cast, whose error says "
                 "why",
                 "since the last optimizer step",
-                "put that right, then call zerocast.fsdp2.refresh(model) on all ranks",
+                "fix the error on those ranks, then call zerocast.fsdp2.refresh(model) on all ranks",
             )
         if comparison.ranks(ShardStatus.REPLICAS_DIFFER):
             raise InvalidWeights(

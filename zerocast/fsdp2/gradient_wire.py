@@ -25,10 +25,10 @@ def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
     (docs/formats/fp8_1x128.md).
 
     Call it on all ranks after `fully_shard`. The owner adds in FP32 in rank order, and rounds once
-    to the `reduce_dtype` of the policy. Groups of 128 are counted in what a unit of FSDP2 sends to
-    one rank, so other units or numbers of ranks round differently. FSDP2 does not reduce over a
-    shard group of one rank, and nothing is rounded then. The all-reduce of HSDP's replicas follows
-    in `reduce_dtype`, as before.
+    to the `reduce_dtype` of the policy. Groups of 128 are counted in the elements that a unit of
+    FSDP2 sends to one rank, so other units or numbers of ranks round differently. FSDP2 does not
+    reduce over a shard group of one rank, and nothing is rounded then. The all-reduce of HSDP's
+    replicas follows in `reduce_dtype`, as before.
 
     Raises ValueError for another name, for settings that differ between ranks, on all of them, and
     for a model that `fully_shard` has not sharded: there another program reduces the gradients.

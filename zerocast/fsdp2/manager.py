@@ -2,10 +2,9 @@
 
 An optimizer step makes a cast due on every rank. The next gather is a collective, so it comes on
 every rank, and casts all weights first, however many optimizers stepped. Only one rank knows of any
-other write to a master, and no collective may depend on that. So this rank gathers all the same,
-and reports the write in the header of its bytes (`gather_status.py`). After the gather every rank
-knows the reports of all: if all were written to, all cast and gather again. If only some were, all
-raise.
+other write to a master, and no collective may depend on that. So this rank gathers as usual, and
+reports the write in the header of its bytes (`gather_status.py`). After the gather every rank knows
+the reports of all: if all were written to, all cast and gather again. If only some were, all raise.
 """
 
 import warnings
@@ -165,11 +164,11 @@ class CastManager(Driver[ShardPlan]):
             self.cast(repeat=not self._stepped)
         self.plan.synchronize()
 
-    def has_cast(self, repeat: bool) -> None:
+    def finish_cast(self, repeat: bool) -> None:
         """Mark the weights that a cast may have changed as changed. No cast is due any longer."""
         self._steps += not repeat
         one_has_stepped = self._stepped and len(self._steppers) == 1
-        changed_weights = self.weights if one_has_stepped else self.plan.changed
+        changed_weights = self.weights if one_has_stepped else self.plan.changed_weights
         changed([weight.validity for weight in changed_weights])
         self._is_due = self._stepped = False
         self.plan.param_groups.after_cast()
@@ -204,7 +203,7 @@ class CastManager(Driver[ShardPlan]):
     def after_captured_cast(self) -> None:
         """Do the host's part after a graph of a step and its cast."""
         self.plan.done()
-        self.has_cast(repeat=False)
+        self.finish_cast(repeat=False)
 
     # -- other formats
 
@@ -297,8 +296,8 @@ class CastManager(Driver[ShardPlan]):
         self.plan.status.check_finite()
 
     def exchange_status(self) -> None:
-        """Gather again what the last forward pass left gathered, if masters were written to since.
-        Called before a forward pass of the prepared model.
+        """Gather the groups again that the last forward pass left gathered, if masters were written
+        since. Called before a forward pass of the prepared model.
 
         All ranks have left the same groups gathered. Raises RuntimeError on all of them if masters
         of only some were written to; on a GPU a later call raises it.
@@ -309,7 +308,7 @@ class CastManager(Driver[ShardPlan]):
         left_gathered = plan.param_groups.left_gathered()
         if not left_gathered:
             return
-        if plan.moved():
+        if plan.has_moved():
             for weight in self.weights:
                 weight.mark_written()
         is_written = plan.exchange_statuses()

@@ -134,7 +134,8 @@ def _cut_groups(parameter: Tensor, shape: tuple[int, ...]) -> list[int]:
     columns = shape[-1]
     ends = [columns]
     if isinstance(parameter, DTensor):
-        # A strided placement, as of FSDP2 over tensor parallelism, divides what the others leave.
+        # A strided shard (FSDP2 over tensor parallelism) subdivides the shards of other placements,
+        # so it comes last.
         placements = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
         for placement, ranks in sorted(placements, key=lambda pair: hasattr(pair[0], "split_factor")):
             if getattr(placement, "dim", None) == len(shape) - 1:

@@ -34,7 +34,9 @@ class _WrapsPlain(Tensor):
 
 
 class MasterParameter(_WrapsPlain):
-    """An FP32 master shard. `plain` is the tensor inside, `weight` what it is a shard of."""
+    """An FP32 master shard. `plain` is the tensor inside. `weight` is the FSDPWeight that it is a
+    shard of.
+    """
 
     __slots__ = ()
 
@@ -55,7 +57,7 @@ class MasterParameter(_WrapsPlain):
         master.plain = plain
         master.weight = weight
         # FSDP2 may replace the parameter by this one.
-        weight.host.plan.note_rewrapped()
+        weight.host.plan.mark_rewrapped()
         return master
 
     @property
@@ -70,18 +72,19 @@ class MasterParameter(_WrapsPlain):
         Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
         bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
         """
-        self._check_first(self.weight.is_gathered_as_one)
+        self._check_first(self.weight.is_merged)
         return tuple(self.weight.send(self.plain.device)), None
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """FSDP2's hook, after the first gather: the QuantizedWeight of all ranks' bytes, or what
-        the module sees instead of it. Later gathers have no hooks (`torch_fsdp.GatheredByGroup`),
-        so RuntimeError if FSDP2 asks with what it made the first time, `out`.
+        """Return the QuantizedWeight of all ranks' bytes, or the tensor that the module sees
+        instead of it. FSDP2's hook, after the first gather. Later gathers have no hooks
+        (`torch_fsdp.GatheredByGroup`). Raises RuntimeError if FSDP2 passes the tensor of the first
+        gather as `out`.
         """
         self._check_first(out is not None)
-        return self.weight.receive(outputs)
+        return self.weight.receive_first(outputs)
 
     def _check_first(self, is_later: bool) -> None:
         """Refuse a hook of a later gather. The module would go on with the first tensor, whose
@@ -137,12 +140,12 @@ class MasterParameter(_WrapsPlain):
         return self.plain.clone().__reduce_ex__(protocol)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Take the wrapper apart for torch.compile."""
+        """Return the parts of the wrapper for torch.compile."""
         return ["plain"], self.weight
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], weight: Any, size: Any, stride: Any) -> "MasterParameter":
-        """Put together what `__tensor_flatten__` took apart."""
+        """Build the wrapper from the result of `__tensor_flatten__`."""
         return MasterParameter(inner["plain"], weight)
 
     def _stable_hash_for_caching(self) -> str:

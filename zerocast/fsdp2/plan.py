@@ -41,6 +41,7 @@ class ShardPlan(Plan):
 
     Attributes:
         generation: the number of casts so far. The same on all ranks, or gathers raise.
+            `Validity.casts` of a weight counts its gathers instead.
         validity: the validity of all masters together. It knows of steps and loads that raised
             half-way.
         status: the reports of all ranks in the headers of gathers.
@@ -52,8 +53,8 @@ class ShardPlan(Plan):
         cast_groups: a CastGroup for each of `reductions`. Other ones after a `bind` that finds
             masters moved; empty before the first one, and after one that raised.
         may_have_moved: True if masters may be in other memory than at the last gather.
-        casts_apart: the casts since the last one that all replicas made together, and that ranks of
-            this replica alone know of. None while such a cast is made.
+        casts_apart: the casts that this replica has made alone since the last cast of all replicas.
+            None during a cast of this replica only.
     """
 
     def __init__(self, model: nn.Module, weight_mesh: DeviceMesh | None, keep_codes: bool | None) -> None:
@@ -103,12 +104,12 @@ class ShardPlan(Plan):
         self._weights.append(weakref.ref(weight))
 
     @property
-    def has_company(self) -> bool:
+    def has_peers(self) -> bool:
         """True if other ranks have parts of the same masters, or the same parts."""
         return any(reduction.group.size > 1 or reduction.replicas.size > 1 for reduction, _ in self.reductions)
 
     @property
-    def changed(self) -> list[FSDPWeight]:
+    def changed_weights(self) -> list[FSDPWeight]:
         """The weights whose masters were known to have changed before the last cast."""
         return living(self._changed)
 
@@ -122,7 +123,7 @@ class ShardPlan(Plan):
         """Called once this rank knows that a master has changed since the last cast."""
         self._written.append(weakref.ref(weight))
 
-    def note_rewrapped(self) -> None:
+    def mark_rewrapped(self) -> None:
         """Called when a master gets another wrapper, which may be over other memory."""
         self._is_rewrapped = True
         self.may_have_moved = True
@@ -168,7 +169,7 @@ class ShardPlan(Plan):
     ) -> None:
         """Do the device's part of a cast. In a graph (`in_graph`) the device counts the casts."""
         for group in self.cast_groups:
-            self._tell_replicas(group, is_refused=self.validity.partial is not None)
+            self._set_replica_flags(group, is_refused=self.validity.partial is not None)
             group.cast(repeat)
             group.stamp(None if in_graph else self.generation + 1)
 
@@ -182,7 +183,7 @@ class ShardPlan(Plan):
                 group.note_masters(are_there=True)
         self._changed = self._written
         self._written = []
-        for weight in self.changed:
+        for weight in self.changed_weights:
             weight.is_written = False
         for weight in self.weights if debugging() else ():
             weight.validity.cast()
@@ -197,15 +198,15 @@ class ShardPlan(Plan):
             raise self.problem
         self.status.problem = self.problem
         for group in self.cast_groups:
-            self._tell_replicas(group, is_refused=True)
+            self._set_replica_flags(group, is_refused=True)
             group.take_part()
             group.stamp(self.generation + 1)
         self._count_cast()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Cast without a word to other replicas while the context is open. Their ranks do not know
-        of this cast, and hear of it in the next one that all make.
+        """Cast on this replica only while the context is open. The other replicas detect it in the
+        next cast that all ranks make, which compares `casts_apart`.
         """
         before, self.casts_apart = self.casts_apart, None
         try:
@@ -213,7 +214,7 @@ class ShardPlan(Plan):
         finally:
             self.casts_apart = (before or 0) + 1
 
-    def _tell_replicas(self, group: CastGroup, is_refused: bool) -> None:
+    def _set_replica_flags(self, group: CastGroup, is_refused: bool) -> None:
         group.amaxes.is_refused = is_refused
         group.amaxes.casts_apart = self.casts_apart
 
@@ -276,8 +277,8 @@ class ShardPlan(Plan):
             self._adopt()
             self.reductions = list(self._agree())
             # Each weight watches its own masters.
-            self.validity.watch([], sharded=self.has_company)
-        if self._must_bind or self.moved():
+            self.validity.watch([], sharded=self.has_peers)
+        if self._must_bind or self.has_moved():
             self._must_bind = True
             for weight in self.weights:
                 # Their buffers will be new. The next gather reports this unless a cast fills them.
@@ -322,11 +323,11 @@ class ShardPlan(Plan):
             states |= scaling.state_dict()
         return {name: states[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return True if masters are in other memory than at the last `bind`. A master that moves
         gets a new wrapper, so addresses are compared only after one; in debug mode always.
         """
-        return (self._is_rewrapped or debugging()) and self.addresses.moved()
+        return (self._is_rewrapped or debugging()) and self.addresses.has_moved()
 
     def mark_moved(self) -> None:
         """Report masters that other tensors have replaced since the last cast in the headers of
@@ -411,8 +412,8 @@ class ShardPlan(Plan):
     def _exchange(self, statuses: Iterable[tuple[ReductionGroup, Sequence[FSDPWeight], Sequence[ShardStatus]]]) -> bool:
         """Exchange the statuses of weights in each of their reductions, and raise after the last.
 
-        A rank that has found ranks to disagree says REFUSED in the reductions that follow, of which
-        the others may not be in that one.
+        A rank that has found a disagreement still takes part in the remaining reductions and sends
+        REFUSED, since their other ranks may not be in the reduction where it was found.
         """
         problem: InvalidWeights | None = None
         any_written = False
@@ -443,7 +444,7 @@ class ShardPlan(Plan):
         for group in torch_fsdp.groups(self.model):
             weights = [weight for weight, _ in prepared_params(group, set(self.weights))]
             if weights:
-                with torch_fsdp.gathered(group):
+                with torch_fsdp.while_gathered(group):
                     shard_group = Group.of(weights[0].shard_mesh)
                     self.status.check()
                     yield MasterViews(shard_group, tuple(map(self._owned, weights)), transient=True)

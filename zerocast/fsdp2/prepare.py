@@ -22,6 +22,12 @@ The life of a prepared parameter:
         │ resharded: the gathered bytes are freed
         ▼
     DTensor over a MasterParameter, with a gradient that FSDP2 has reduced
+
+The first gather of a weight runs FSDP2's two hooks (`FSDPWeight.send` and `receive_first`), which
+allocate memory and the parameter that modules see. Later gathers run no hook: before the first cast
+zerocast replaces the classes of FSDP2's own FSDPParam and FSDPParamGroup objects (by
+`torch_fsdp.GatheredByGroup` and `GroupOfWeights`), which send and receive all weights of a group at
+once (`send`, `receive_group`) and, over several ranks, gather them as one parameter.
 """
 
 import warnings
@@ -99,13 +105,13 @@ def prepare(
 ) -> nn.Module:
     """Make FSDP2 gather the weights that `recipe` matches as quantized bytes; returns `model`.
 
-    Call it before `fully_shard`. Every matched FP32 parameter of two or more dimensions stays what
-    an optimizer and a checkpoint see, as the FP32 master. After a step of any torch optimizer the
-    next forward pass casts all masters first. Other changes of the masters, such as a load, are
-    noticed too: if all ranks made one the weights are cast again, otherwise all ranks raise (see
-    `refresh`). Weights compute in the `param_dtype` of their MixedPrecisionPolicy, FP32 without
-    one. Shard `model` or modules in it such that they contain all prepared weights. A forward pass
-    raises RuntimeError otherwise, and within DistributedDataParallel.
+    Call it before `fully_shard`. Optimizers and checkpoints still see every matched parameter, of
+    two or more dimensions, as an FP32 master. After a step of any torch optimizer the next forward
+    pass casts all masters first. Other changes of the masters, such as a load, are noticed too: if
+    all ranks made one the weights are cast again, otherwise all ranks raise (see `refresh`).
+    Weights compute in the `param_dtype` of their MixedPrecisionPolicy, FP32 without one. Shard
+    `model` or modules in it such that they contain all prepared weights. A forward pass raises
+    RuntimeError otherwise, and within DistributedDataParallel.
 
     `Recipe(fast=True)` compiles blocks in place. The caller still calls `fully_shard` and builds
     the optimizer; `FusedAdamW` is the fastest.
@@ -378,7 +384,7 @@ class _OutsideOfGraphs:
 class _Loaded:
     """A hook that wraps tensors which took the place of masters when a state dict was loaded.
 
-    Nothing is cast here, since one rank alone may load: the next gather notices what changed.
+    Nothing is cast here, since one rank alone may load. The next gather detects the changes.
     """
 
     def __init__(self, weights: Mapping[str, FSDPWeight]) -> None:
@@ -431,9 +437,9 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    """Raise RuntimeError for an optimizer that must not step: one of any class whose state a load
-    has left partly written, one that lists a master twice, and one over parameters that the model
-    has no longer, or had before `fully_shard`, so that others get the gradients.
+    """Raise RuntimeError if the optimizer must not step: a failed load left its state partly
+    written; it lists a prepared weight twice; or its parameters are not the model's current ones
+    (it was built before `fully_shard`, or a load replaced them), so it never sees the gradients.
     """
     if torch.compiler.is_compiling():
         return
@@ -443,7 +449,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         for manager in managers:
             manager.plan.hold_codes()
     if validity_of(optimizer).partial:
-        _tell_of_partial_state(optimizer, managers)
+        _propagate_partial_state(optimizer, managers)
     validity_of(optimizer).check(Use.STEP)
     different = len({id(parameter) for parameter in parameters})
     if managers and different < len(parameters):
@@ -457,16 +463,16 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         if parameter.grad is not None:
             continue
         local = getattr(parameter, "_local_tensor", parameter)
-        if isinstance(local, MasterParameter) and local.weight.trains_instead_of(parameter):
+        if isinstance(local, MasterParameter) and local.weight.was_replaced_with_grad(parameter):
             raise RuntimeError(
-                f"{local.weight.name} got a gradient, and this {type(optimizer).__name__} steps over a parameter that is not the "
-                "model's any more: build the optimizer after fully_shard, and anew after load_state_dict(assign=True)"
+                f"{local.weight.name} has a gradient, but this {type(optimizer).__name__} holds an outdated parameter for it: "
+                "build the optimizer after fully_shard(), and build it again after load_state_dict(assign=True)"
             )
 
 
-def _tell_of_partial_state(optimizer: Optimizer, managers: Iterable[CastManager]) -> None:
+def _propagate_partial_state(optimizer: Optimizer, managers: Iterable[CastManager]) -> None:
     """Let all ranks raise at the next gather, because the state of an optimizer is partly written
-    on this one. Others may step, so this rank takes part in what they reduce, and casts as they do.
+    on this one. Others may step, so this rank takes part in their reductions, and casts as they do.
     """
     for manager in managers:
         if not manager.plan.validity.partial:

@@ -33,9 +33,9 @@ class ReductionInput(Tensor):
 
 
 def lay_out(gradients: Sequence[Tensor], dim: int, num_chunks: int, *, out: Tensor) -> bool:
-    """Do what `fsdp::chunk_cat` does with these arguments, if the backend can; otherwise return
-    False. It cannot where rows are left over, for which the op adds zeros, and for other dtypes
-    than FP32 and bf16.
+    """Lay out gradients as `fsdp::chunk_cat` does with these arguments, if the backend can.
+    Otherwise return False: where rows are left over, for which the op adds zeros, and for dtypes
+    other than FP32 and bf16.
     """
     dtype = gradients[0].dtype
     if dim or dtype not in (torch.bfloat16, torch.float32) or out.dtype not in (dtype, torch.float32):
@@ -70,6 +70,6 @@ class LaidOutReduceScatter:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> Any:
         """Reduce and scatter the gradients."""
-        # Such an input is what was allocated first, as it came from `inner`.
+        # Such an input is the first allocation, as it came from `inner`.
         source = self._first if type(input_tensor) is ReductionInput else input_tensor
         return self._inner(output_tensor=output_tensor, input_tensor=source, group=group, op=op, async_op=async_op)

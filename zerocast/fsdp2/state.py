@@ -6,8 +6,8 @@
     optim.param_groups.<name>.{lr,...}        f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}
 
-`TrainingState` has what `zerocast.optim.Checkpoints` asks of an optimizer. So FSDP2 gets its
-atomic, hashed checkpoints, and a ZeroAdamW loads what FSDP2 saved, and the other way about.
+`TrainingState` has the methods that `zerocast.optim.Checkpoints` calls on an optimizer. So FSDP2
+gets its atomic, hashed checkpoints, and a ZeroAdamW loads the checkpoints of FSDP2, and vice versa.
 `load_masters` begins a model from existing high-precision weights.
 """
 
@@ -80,7 +80,8 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizer | Iterable[Optimizer]) -> None:
-        # Without a prepared model too: no optimizer may step what a load left partly written.
+        # Without a prepared model too: no optimizer may step parameters that a load left partly
+        # written.
         watch_optimizers()
         self._model = model
         self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)

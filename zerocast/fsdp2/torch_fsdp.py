@@ -146,7 +146,7 @@ def is_idle(group: Any) -> bool:
 
 
 @contextlib.contextmanager
-def gathered(group: Any) -> Iterator[None]:
+def while_gathered(group: Any) -> Iterator[None]:
     """Gather the parameters of a group for the body, and free them after it unless they were
     gathered before.
     """
@@ -185,7 +185,7 @@ class GatheredByGroup(FSDPParam):
             allocated and freed for them. Empty for other weights than the first. None if each
             output has memory of its own.
         gathered_into: the outputs of all weights, which FSDP2 sees while it copies to them. It sees
-            `memory` in their place while it frees what was gathered. None until the first gather
+            `memory` in their place while it frees the gathered bytes. None until the first gather
             has ended.
         seen_as: the modules that have the parameter, with its name there. Empty if one of them has
             a `__setattr__` of its own.
@@ -202,7 +202,7 @@ class GatheredByGroup(FSDPParam):
             super()._setattr_on_modules(param)
 
     def alloc_all_gather_outputs(self) -> None:
-        """Allocate what FSDP2 is about to copy the gathered bytes to."""
+        """Allocate the outputs that FSDP2 is about to copy the gathered bytes to."""
         if self.memory is None:
             super().alloc_all_gather_outputs()
             return
@@ -241,8 +241,10 @@ class GatheredByGroup(FSDPParam):
 _gathered_before = operator.attrgetter("_unsharded_param", "sharded_param._local_tensor.weight")
 
 
-def gather_by_group(param: Any) -> None:
-    """Let the weight of an FSDPParam handle the bytes of its gathers after the first."""
+def take_over_param(param: Any) -> None:
+    """Replace the class of an FSDPParam by GatheredByGroup, so that its weight handles the bytes of
+    all gathers after the first.
+    """
     param.__class__ = GatheredByGroup
     info = param._module_info
     modules, names = [info.module, *info.shared_modules], [info.param_name, *info.shared_param_names]
@@ -251,7 +253,7 @@ def gather_by_group(param: Any) -> None:
 
 
 class GroupOfWeights(FSDPParamGroup):
-    """An FSDPParamGroup of prepared weights. It tells `weights`, a weak reference to their
+    """An FSDPParamGroup of prepared weights. It notifies `weights`, a weak reference to their
     ParamGroup, when their products of a pass have ended.
 
     After the first gather FSDP2 gathers all prepared weights as if they were the first one, which
@@ -264,27 +266,27 @@ class GroupOfWeights(FSDPParamGroup):
     Attributes:
         each: all its FSDPParams.
         prepared: those of prepared weights.
-        as_one: `each` without the prepared ones but the first.
+        merged_params: `each` without the prepared ones but the first.
     """
 
     weights: Callable[[], Any]
     each: list[Any]
     prepared: Sequence[Any]
-    as_one: list[Any]
+    merged_params: list[Any]
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin a gather, unless one has begun. Raises RuntimeError for a master that something has
         replaced, which the first weight would gather as it was before.
         """
         weights = self.weights()
-        if weights is None or not weights.is_as_one:
+        if weights is None or not weights.is_merged:
             super().unshard(async_op)
             return
         try:
             list(map(_master_of, self.prepared))
         except AttributeError:
             weights.check_masters()
-        self.fsdp_params = self.as_one
+        self.fsdp_params = self.merged_params
         try:
             super().unshard(async_op)
         finally:
@@ -293,7 +295,7 @@ class GroupOfWeights(FSDPParamGroup):
     def wait_for_unshard(self) -> None:
         """Take the gathered bytes out of the buffer of the gather."""
         weights = self.weights()
-        self.fsdp_params = self.as_one if weights is not None and weights.is_as_one else self.each
+        self.fsdp_params = self.merged_params if weights is not None and weights.is_merged else self.each
         try:
             super().wait_for_unshard()
         finally:
@@ -333,7 +335,7 @@ class GroupOfInnerShards(GroupOfWeights):
 
     FSDP2 joins their shards by views of each gathered tensor as parts of the parameter, but codes
     of 4 bits and side channels have other sizes. So it is told that their first dimension is
-    sharded, and leaves what was gathered in the order of ranks
+    sharded, and leaves the gathered bytes in the order of ranks
     (`zerocast.distributed.row_shards.InnerShards`).
 
     Attributes:
@@ -358,9 +360,10 @@ _gradient_hooks = operator.attrgetter("sharded_param._post_accumulate_grad_hooks
 _master_of = operator.attrgetter("sharded_param._local_tensor.weight")
 
 
-def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
-    """Let an FSDPParamGroup tell `weights`, those of the FSDPParams `params` (GroupOfWeights).
-    Return True if it has no prepared weights but these: others are of another call of `prepare`.
+def take_over_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
+    """Replace the class of an FSDPParamGroup by GroupOfWeights, which notifies `weights`, the
+    ParamGroup of the FSDPParams `params`. Return True if it has no other prepared weights, as from
+    a second call of `prepare`.
     """
     prepared = [param for param in group.fsdp_params if hasattr(param._sharded_local_tensor, "weight")]
     _, *others = params
@@ -368,7 +371,7 @@ def tell_group(group: Any, weights: Any, params: Sequence[Any]) -> bool:
     group.__class__ = GroupOfInnerShards if placements else GroupOfWeights
     group.placements = placements
     group.each, group.prepared = group.fsdp_params, params
-    group.as_one = [param for param in group.each if param not in others]
+    group.merged_params = [param for param in group.each if param not in others]
     group.weights = weakref.ref(weights)
     return len(prepared) == len(params)
 
@@ -382,8 +385,8 @@ def gather_into(params: Iterable[Any], outputs: Iterable[Sequence[Tensor]], memo
         param.all_gather_outputs, param.memory, of_first = [*of_param], of_first, []
 
 
-def gather_as_one(params: Sequence[Any]) -> None:
-    """Let FSDP2 gather the outputs of all these FSDPParams as those of the first one."""
+def merge_params(params: Sequence[Any]) -> None:
+    """Let FSDP2 gather the outputs of all these FSDPParams as outputs of the first one."""
     first, *others = params
     outputs = [output for param in params for output in param.all_gather_outputs]
     for param in others:
@@ -556,7 +559,7 @@ class MasterAddresses:
         self._counters = [[weakref.ref(_counting(t)) for t in tensors] for tensors in (locals_, plains)]
         self.note()
 
-    def moved(self) -> bool:
+    def has_moved(self) -> bool:
         """Return whether a parameter was replaced since, or its memory."""
         locals_ = list(map(_local_tensor, [param() for param in self._params]))
         same = all(map(operator.is_, locals_, [local() for local in self._locals]))

@@ -62,12 +62,12 @@ class Presentation:
         return weight
 
     def refill(self, shown: Tensor, weight: QuantizedWeight) -> None:
-        """Drop what was derived from earlier bytes: another gather has filled the memory of
+        """Drop values that were derived from earlier bytes: another gather has filled the memory of
         `shown`, FSDP2's parameter.
         """
 
     def live(self, shown: Tensor, weight: QuantizedWeight) -> QuantizedWeight:
-        """Return what products of `shown` would read now, for `zerocast.verify`."""
+        """Return the weight that products of `shown` would read now, for `zerocast.verify`."""
         assert isinstance(shown, QuantizedWeight)
         return shown
 
@@ -96,7 +96,7 @@ class WeightPlan(Protocol):
     def note_written(self, weight: "FSDPWeight") -> None:
         """Called once this rank knows that a master has changed since the last cast."""
 
-    def note_rewrapped(self) -> None:
+    def mark_rewrapped(self) -> None:
         """Called when a master gets another wrapper, which may be over other memory."""
 
 
@@ -127,8 +127,9 @@ class FSDPWeight:
            │ send         with the first weight of a gather: casts if that is due; codes, scales
            ▼              and headers
         gathering    FSDP2's all-gather of bytes, prefetched or not
-           │ receive      with the first weight of a gather: looks at the headers of all ranks,
-           │              casts and gathers again if all were written to, lays out scales
+           │ receive_first, at the first gather: makes `unsharded`
+           │ receive_group, with the first weight of every gather: compares the headers of
+           │              all ranks, casts and gathers again if all were written to, copies scales
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
            │         module sees as what `presentation` makes of it
@@ -182,7 +183,7 @@ class FSDPWeight:
         self.validity = Validity(LOAD, advice=ADVICE)
         self.validity.owner = weakref.ref(host)
         self.validity.has_masters = True
-        # The very first gather looks for the other weights if it finds place 0.
+        # Before `adopt`: the first gather of all finds the other weights if this is 0.
         self.place = 0
         self.is_located = False
         self.addresses = range(0)
@@ -190,21 +191,22 @@ class FSDPWeight:
         self.unsharded: QuantizedWeight | None = None
 
     def __deepcopy__(self, memo: Any) -> "FSDPWeight":
-        """Return itself: `async_save` copies shards with what they point to, and the copy is a
-        state of the same weight.
+        """Return itself: `async_save` copies shards with the objects that they refer to, and the
+        copy is a state of the same weight.
         """
         return self
 
-    # -- what FSDP2 decides
+    # -- set by FSDP2
 
     def adopt(self, group: "ParamGroup", place: int, param: Any) -> None:
         """Called once FSDP2 has sharded the model. `param`, an FSDPParam, holds this weight."""
         self.group = group
         self.place = place
         self.param = weakref.ref(param)
-        # Kept, since FSDP2's own is another one while it takes what was gathered.
+        # Kept, since FSDP2's own attribute is replaced while it copies the gathered bytes out
+        # (`GroupOfInnerShards`).
         self.shard_dim = param.fsdp_placement.dim
-        torch_fsdp.gather_by_group(param)
+        torch_fsdp.take_over_param(param)
 
     @property
     def local(self) -> Any:
@@ -219,9 +221,9 @@ class FSDPWeight:
             "load through load_state_dict, or write into the parameter"
         )
 
-    def trains_instead_of(self, parameter: Tensor) -> bool:
-        """Return True if FSDP2 has another parameter for this weight, and that one has got a
-        gradient.
+    def was_replaced_with_grad(self, parameter: Tensor) -> bool:
+        """Return True if `parameter` is no longer FSDP2's parameter of this weight while the
+        current one has a gradient.
         """
         param = self.param() if hasattr(self, "param") else None
         return param is not None and param.sharded_param is not parameter and param.sharded_param.grad is not None
@@ -324,6 +326,8 @@ class FSDPWeight:
         shape, world, rank = self.shape, self.shard_mesh.size(), self.shard_mesh.get_local_rank()
         inner_shards = self.inner_shards
         if inner_shards is not None:
+            # The geometry then describes the inner shard of this rank as a weight over one rank.
+            # `ShardGeometry.world` is still the number of ranks that FSDP2 shards over.
             shape, world, rank = tuple(self.master.shape), 1, 0
         rows, columns = matrix_shape(shape)
         shards = RowShards(rows, -(-shape[0] // world) * (rows // shape[0]), world)
@@ -368,11 +372,11 @@ class FSDPWeight:
         if not self.is_written:
             self.is_written = True
             self.host.plan.note_written(self)
-            self.validity.finish = self._refuse
+            self.validity.before_read = self._refuse
 
     def mark_readable(self) -> None:
         """Allow reads of a weight that is left gathered: all ranks know of the writes to it."""
-        self.validity.finish = None
+        self.validity.before_read = None
 
     def _refuse(self, weight: Any) -> None:
         raise RuntimeError(
@@ -383,9 +387,9 @@ class FSDPWeight:
     # -- gathered
 
     @property
-    def is_gathered_as_one(self) -> bool:
+    def is_merged(self) -> bool:
         """True once FSDP2 gathers this weight with the others of its group, which calls no hook."""
-        return hasattr(self, "group") and self.group.is_as_one
+        return hasattr(self, "group") and self.group.is_merged
 
     def send(self, device: torch.device) -> list[Tensor]:
         """Return the bytes of this rank for a gather that begins, flat, on `device`."""
@@ -398,9 +402,10 @@ class FSDPWeight:
         self.host.before_gather()
         self.group.begin_gather(self.host.plan.generation, device)
 
-    def receive(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """Make the weight over the `outputs` of the first gather. Return (the weight as its module
-        sees it, buffers that FSDP2 allocates and frees with it).
+    def receive_first(self, outputs: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Make the weight over the `outputs` of the first gather. Later gathers fill the same
+        memory and call only `receive_group`. Return (the weight as its module sees it, buffers that
+        FSDP2 allocates and frees with it).
         """
         buffers, freed_with_it = self.group.buffers_over(self.place, outputs)
         unsharded = QuantizedWeight.of_buffers(self.shape, self.format, self.geometry.nominal, buffers)
@@ -417,14 +422,16 @@ class FSDPWeight:
         return self.presentation.show(unsharded), freed_with_it
 
     def receive_group(self) -> None:
-        """Called with the first weight of a gather, once the bytes of all have arrived."""
+        """Finish a gather: compare headers, cast and gather again if all ranks have written, and
+        lay out scales. Called with the first weight of every gather, once all bytes have arrived.
+        """
         group = self.group
-        if group.all_written() and group.sent == self.host.plan.generation:
+        if group.compare_headers() and group.sent == self.host.plan.generation:
             self.host.cast_again()
         if group.sent != self.host.plan.generation:
             group.gather_bytes_again(self.host.plan.generation)
-            group.all_written()  # raises if a rank could not make that cast
-        group.has_received()
+            group.compare_headers()
+        group.finish_gather()
 
     def convert(self, fmt: FormatSpec) -> None:
         """Cast into `fmt` from now on. The next gather is like the first even if the format stays,
@@ -509,7 +516,7 @@ class ParamGroup:
         side: the gathered bytes beside codes. None before the first gather, and after a switch of
             formats until the next one.
         headers: the header of each weight, int32 `[2]`, a view of the bytes that are sent.
-        is_as_one: True if FSDP2 gathers all its weights as the first one (`GroupOfWeights`): after
+        is_merged: True if FSDP2 gathers all its weights as the first one (`GroupOfWeights`): after
             the first gather of a layout over several ranks.
         outputs: the tensors that FSDP2 gathers into, of each weight. Empty before the first gather,
             and after a switch of formats until the next one.
@@ -524,7 +531,7 @@ class ParamGroup:
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
         """Gather `members`, weights with their FSDPParams, from now on."""
         self._group: Callable[[], Any] = weakref.ref(group)
-        self._is_alone = torch_fsdp.tell_group(group, self, [param for _, param in members])
+        self._covers_group = torch_fsdp.take_over_group(group, self, [param for _, param in members])
         self._status = status
         self._weights = [weakref.ref(weight) for weight, _ in members]
         self.names = tuple(weight.name for weight, _ in members)
@@ -546,7 +553,7 @@ class ParamGroup:
         # after a switch of formats until the next one.
         self._operands: list[GatheredOperands] = []
         self.side: GatheredSide | None = None
-        self.is_as_one = False
+        self.is_merged = False
         self.outputs: list[list[Tensor]] = []
 
     @property
@@ -615,7 +622,7 @@ class ParamGroup:
         weights = self.weights
         world = weights[0].geometry.world
         # The codes of inner shards are joined in other memory, and freed before the rest.
-        if world == 1 or not self._is_alone or any(weight.geometry.inner_shards for weight in weights):
+        if world == 1 or not self._covers_group or any(weight.geometry.inner_shards for weight in weights):
             return
         specs = [Buffer((world * part.numel(),), dtype_name(part.dtype)) for parts in self._outgoing for part in parts]
         memory, buffers = side_by_side(specs, device)
@@ -628,16 +635,16 @@ class ParamGroup:
         the first one. After the last weight only FSDP2 keeps them.
         """
         outgoing = self._outgoing[place]
-        if self.is_as_one:
+        if self.is_merged:
             outgoing = [part for parts in self._outgoing for part in parts]
-        if self.is_as_one or place == self._last_place:
+        if self.is_merged or place == self._last_place:
             self._outgoing = []
         return outgoing
 
     def _write_headers(self, cast: int) -> None:
-        """Write the statuses of all weights into their headers, those that differ from what is
-        there since cast number `cast`. All are written with the first weight, since FSDP2 may copy
-        its bytes before it asks for the next one.
+        """Write the statuses of all weights into their headers, if they differ from those that were
+        written since cast number `cast`. All are written with the first weight, since FSDP2 may
+        copy its bytes before it asks for the next one.
         """
         written = self._statuses if self._statuses_after == cast else self._statuses_of_cast
         self._statuses = shard_statuses(self.weights)
@@ -650,7 +657,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def gather_bytes_again(self, cast: int) -> None:
-        """Gather the bytes of another cast in place of what FSDP2 gathered."""
+        """Gather the bytes of another cast into the outputs that FSDP2 gathered."""
         ranks = Group.of(self.weights[0].shard_mesh)
         self.begin_gather(cast, self.outputs[0][0].device)
         for name, outputs, parts in zip(self.names, self.outputs, self._outgoing, strict=True):
@@ -659,7 +666,7 @@ class ParamGroup:
                     ranks.all_gather_into(output, part, what=f"the bytes of {name}, which was written to")
         self._outgoing = []
 
-    def has_received(self) -> None:
+    def finish_gather(self) -> None:
         """Copy the gathered scales to where products read them, and allow reads of all weights."""
         assert self.side is not None
         weights = self.weights
@@ -701,15 +708,15 @@ class ParamGroup:
         if place == self._last_place:
             unsharded = [weight.unsharded for weight in self.weights]
             self._operands = GatheredOperands.of([weight.state for weight in unsharded if weight is not None])
-            self._gather_as_one()
+            self._merge_params()
 
-    def _gather_as_one(self) -> None:
+    def _merge_params(self) -> None:
         """Let FSDP2 gather all weights as the first one from the next gather on."""
         weights = self.weights
-        # FSDP2 tells one ParamGroup, which cannot speak for the weights of another.
-        if weights[0].geometry.world > 1 and self._is_alone:
-            torch_fsdp.gather_as_one([weight.param() for weight in weights])
-            self.is_as_one = True
+        # An FSDPParamGroup notifies one ParamGroup, which does not know the weights of another.
+        if weights[0].geometry.world > 1 and self._covers_group:
+            torch_fsdp.merge_params([weight.param() for weight in weights])
+            self.is_merged = True
 
     def end_round(self) -> None:
         """Free operands that no product has asked for (`GatheredOperands.end_round`)."""
@@ -721,14 +728,14 @@ class ParamGroup:
         self.side = None
         self._operands = []
         self.outputs = []
-        self.is_as_one = False
+        self.is_merged = False
         for weight in self.weights:
             weight.convert(formats.get(weight.name, weight.format))
 
-    def all_written(self) -> bool:
+    def compare_headers(self) -> bool:
         """Return True if the headers of a gather say that all ranks have written to one of the
         weights, so that all must cast again. Raises RuntimeError on all ranks if only some have.
         """
         assert self.side is not None
         # A copy, since FSDP2 may free the headers before they are read.
-        return self._status.all_written(self.names, self._statuses, torch.cat(self.side.headers))
+        return self._status.compare_headers(self.names, self._statuses, torch.cat(self.side.headers))

@@ -217,7 +217,7 @@ class RowFill:
         self._sources = units.as_strided((units.numel() - across + 1, across), (1, 1))
 
     def run(self) -> None:
-        """Copy all rows of what was gathered."""
+        """Copy all rows of the gathered bytes."""
         torch.index_select(self._sources, 0, self.index, out=self._rows)
 
 
@@ -336,7 +336,7 @@ class GatheredSide:
             self.row_fills.append(RowFill(side, part, index))
 
     def fill(self) -> None:
-        """Fill all buffers with what the last gather brought. Autograd does not count the writes,
+        """Fill all buffers with the bytes of the last gather. Autograd does not count the writes,
         since they fill memory again that it has saved for a backward pass.
         """
         if not self.memory:

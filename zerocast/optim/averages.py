@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from zerocast.cast.host import AroundCast, CastDriver
+from zerocast.cast.host import CastDriver, StepCollectives
 from zerocast.optim.gradients import GradientReducer
 from zerocast.optim.state import ZeroState
 from zerocast.weight.validity import Use
@@ -132,7 +132,7 @@ class Averages:
         self._reducer.check_same_call("swaps an average in")
         self._driver.ready()
         if self._driver.plan.problem is not None:
-            self._driver.take_part("swapping an average in", AroundCast())
+            self._driver.take_part("swapping an average in", StepCollectives())
         version = validity.version
         with torch.no_grad(), validity.transaction("swapping an average in"):
             exchange()

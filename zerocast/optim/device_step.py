@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerocast.cast.adam_update import Hyperparameters
 from zerocast.cast.captured_step import CapturableStep
-from zerocast.cast.host import AroundCast
+from zerocast.cast.host import StepCollectives
 from zerocast.cast.plan import CastPlan
 from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import Group
@@ -85,13 +85,13 @@ class DeviceStep:
         return clipped
 
     @property
-    def around_cast(self) -> AroundCast:
+    def step_collectives(self) -> StepCollectives:
         """The collectives of `launch` around its cast, for a rank that cannot step."""
         eight_bit = self._masters.eight_bit
         before_cast = functools.partial(self._muon.take_part, self.gradients.flat)
         if eight_bit is None:
-            return AroundCast(before_cast)
-        return AroundCast(before_cast, eight_bit.cut_groups.take_part)
+            return StepCollectives(before_cast)
+        return StepCollectives(before_cast, eight_bit.cut_groups.take_part)
 
     def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
         """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.
@@ -165,7 +165,7 @@ class CapturableZeroStep(CapturableStep):
         return self._memory()
 
     @contextlib.contextmanager
-    def around_launch(self) -> Iterator[None]:
+    def launch_context(self) -> Iterator[None]:
         """Count the cast, and gather what the graph does not."""
         with self._plan.transaction("a captured step"):
             yield

@@ -137,7 +137,7 @@ class WeightGather(Gather):
             for buffer in self._buffers:
                 stack.enter_context(buffer.lock)
             if self._overlap:
-                self._validity.finish = self._finish_for
+                self._validity.before_read = self._finish_for
             for number, buffer in enumerate(self._buffers, 1):
                 buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
                 self._flying[id(buffer)] = buffer
@@ -179,4 +179,4 @@ class WeightGather(Gather):
     def _forget(self) -> None:
         """Let reads ask no more once all bytes have arrived for all threads and streams."""
         if not self._flying and not self._arrivals:
-            self._validity.finish = None
+            self._validity.before_read = None

@@ -244,10 +244,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def _ask_before_uses(self) -> None:
         """Let uses of the weights ask what only this optimizer can look at."""
-        ask_before = self._validity.ask_before
-        ask_before(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
-        ask_before(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
-        ask_before(self._check_unwritten, Use.SAVE)
+        add_precheck = self._validity.add_precheck
+        add_precheck(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
+        add_precheck(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
+        add_precheck(self._check_unwritten, Use.SAVE)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -275,7 +275,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._prepare()
         square_sum = self._reduced_square_sum()
-        self._driver.step(lambda: self._device.launch(self._plan, square_sum), self._device.around_cast)
+        self._driver.step(lambda: self._device.launch(self._plan, square_sum), self._device.step_collectives)
         self._finish()
         return loss
 

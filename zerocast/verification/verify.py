@@ -1,6 +1,6 @@
 """verify: compare the live bytes of every weight with an unsharded cast of its gathered master.
 
-The cast plan is what is tested, so no part of it is used. Every rank gathers a piece of a master,
+No part of the cast plan is used, since it is under test. Every rank gathers a piece of a master,
 casts it with the reference's `quantize`, and compares the result with the bytes that its products
 read. A piece is 512 rows or a million elements, whichever is more, so memory does not grow with the
 weight. A format with a tensor amax gathers its pieces twice.
@@ -63,7 +63,7 @@ def verify(model_or_optimizer: Any, group: GroupLike = None, *, allow_nonfinite:
         raise TypeError(f"verify takes a model or an optimizer that owns masters, got {kind}")
     if not owners:
         raise ValueError(
-            "nobody is known to own masters of this model's weights: pass the optimizer, or build it first"
+            "this model's weights have no known owner of masters: build the optimizer first, or pass the optimizer to verify()"
         )
     all_views = (views for owner in owners for views in owner.master_views())
     reports = [_verify(views, views.group if group is None else Group.of(group), names) for views in all_views]

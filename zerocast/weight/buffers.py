@@ -46,7 +46,7 @@ class WeightBuffers(Tensor):
         for identity. Waits for a gather in flight, which may bring them.
         """
         # Compiled functions read it twice at every call.
-        if self.state.validity.finish is not None:
+        if self.state.validity.before_read is not None:
             self.wait()
         return self.state.buffers["rowwise_scale_inv"]
 
@@ -102,6 +102,6 @@ class WeightBuffers(Tensor):
         """Wait for the all-gather of this weight, if one is in flight."""
         # Read the attribute once. Another thread that completes the last gather sets it to None,
         # which could happen between a test and a second read.
-        finish = self.state.validity.finish
+        finish = self.state.validity.before_read
         if finish is not None:
             finish(self if self.expert_of is None else self.expert_of.weight)

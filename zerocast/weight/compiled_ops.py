@@ -22,7 +22,7 @@ from zerocast import backends, gemm
 from zerocast.backends import ops
 from zerocast.formats import get_format
 from zerocast.weight import experts
-from zerocast.weight.gathered_operands import gathered_operand
+from zerocast.weight.gathered_operands import take_gathered_operand
 from zerocast.weight.stored import StoredWeight
 
 PACKAGE = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ def _operand(
     # `after` is not read. It makes the operand depend on the other one, so that a partitioner
     # cannot put a columnwise copy into the forward graph and save it
     # (`QuantizedWeight.direction_in_graph`).
-    made = gathered_operand(row_data, columnwise)
+    made = take_gathered_operand(row_data, columnwise)
     if made is not None:
         return made
     backend = backends.choose(row_data.device)

@@ -1,5 +1,5 @@
-"""GatheredOperands: what products read in place of the codes of weights that are gathered together,
-made for all of them by one launch.
+"""GatheredOperands: the operands that products read in place of the codes of weights that are
+gathered together, made for all of them by one launch.
 
 These are columnwise copies, and the operands in FP8 of formats that are exact there. A product
 needs its own for as long as it runs. Made one by one they cost a step's host a call and a GPU a
@@ -40,9 +40,10 @@ _NOTHING: dict[int, _Place] = {}
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
 
-def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
-    """Return the operand of one direction of the weight whose rowwise codes are `data`; None if it
-    is not gathered together with others, or if these are the codes of one of its experts.
+def take_gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
+    """Return the operand of one direction of the weight whose rowwise codes are `data`, made with
+    the operands of its group, and give it up: the caller owns and frees it. None if the weight is
+    not gathered together with others, or if these are the codes of one of its experts.
     """
     places = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING)
     reference, place = places.get(data.storage_offset(), _NOT_GATHERED)
@@ -51,7 +52,9 @@ def gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
 
 
 def forget_operands(data: Tensor) -> None:
-    """Free what was made of the rowwise codes `data` of a weight before they were written to."""
+    """Free the operands that were made of the rowwise codes `data` of a weight before they were
+    written.
+    """
     reference, _ = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING).get(data.storage_offset(), _NOT_GATHERED)
     operands = reference()
     if operands is not None:
@@ -59,7 +62,7 @@ def forget_operands(data: Tensor) -> None:
 
 
 class _Launch(NamedTuple):
-    """What a launch for some of the weights reads, parallel lists.
+    """The inputs of a launch for some of the weights, as parallel lists.
 
     Attributes:
         ends: the byte in its storage at which each of `data` and of `scale_inv` ends.
@@ -171,8 +174,8 @@ class GatheredOperands:
         return operand
 
     def end_round(self) -> None:
-        """Free what no product has asked for: the weights were gathered again or written to, their
-        codes are freed, or a backward pass over them has ended.
+        """Free the operands that no product has taken: the weights were gathered again or written
+        to, their codes are freed, or a backward pass over them has ended.
         """
         for of_direction in self._rounds.values():
             if of_direction.asked:

@@ -17,7 +17,7 @@ from zerocast import torch_names
 LAST_THAT_WALKS = (2, 11)
 _MODULE = "torch._functorch._aot_autograd.runtime_wrappers"
 _NAME = "runtime_unwrap_tensor_subclasses"
-# What a graph gets as it is.
+# The types that a graph gets unchanged.
 _PLAIN = {Tensor, nn.Parameter, int}
 
 

@@ -4,10 +4,10 @@ An owner takes a `Claim` on the weights that it writes. Claims on the same eleme
 other.
 
 A quantized weight that gets a gradient needs an owner. Without one it never changes, and this goes
-unnoticed, since the loss still falls by what the other parameters learn. A weight that is read,
-requires a gradient and has no owner is therefore remembered until the next step of any torch
-optimizer. If it has a gradient by then, that is an error. An owned weight costs one lookup per
-read, and nothing per step.
+unnoticed, since the loss still falls as the other parameters learn. A weight that is read, requires
+a gradient and has no owner is therefore remembered until the next step of any torch optimizer. If
+it has a gradient by then, that is an error. An owned weight costs one lookup per read, and nothing
+per step.
 
 The step raises that error, unless ranks share masters: one rank alone may have read such a weight,
 and the others would wait for it in their next cast. So that cast raises it, on all ranks.
@@ -47,7 +47,7 @@ _trained: dict[int, int] = {}
 # id -> weights without an owner that were read since the last optimizer step.
 _read: dict[int, "weakref.ref[Any]"] = {}
 # The error of a step that the next cast raises on all ranks, or nothing.
-_untold: list[RuntimeError] = []
+_deferred_errors: list[RuntimeError] = []
 # The texts of such errors that were logged, since no cast had raised them by the next step.
 _logged: set[str] = set()
 # The models that hold quantized weights, in the order in which they were quantized. Ranks quantize
@@ -123,11 +123,13 @@ def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:
     return [claim for claim in list(_claims) if claim.overlaps(held, parameters)]
 
 
-def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()) -> Claim | None:
+def find_conflict(
+    held: Held, is_overridable: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()
+) -> Claim | None:
     """Return a claim on any of these elements or parameters that does not give way, or None."""
 
     def conflicts() -> list[Claim]:
-        return [claim for claim in overlapping(held, parameters) if not gives_way(claim)]
+        return [claim for claim in overlapping(held, parameters) if not is_overridable(claim)]
 
     if conflicts():
         # An optimizer and its hooks refer to each other, so one that the user deleted may still
@@ -136,11 +138,11 @@ def find_conflict(held: Held, gives_way: Callable[[Claim], bool], parameters: Se
     return next(iter(conflicts()), None)
 
 
-def check_unclaimed(held: Held, gives_way: Callable[[Claim], bool]) -> None:
+def check_unclaimed(held: Held, is_overridable: Callable[[Claim], bool]) -> None:
     """Raise ValueError, on this rank alone, if an owner that does not give way writes any of these
     elements.
     """
-    other = find_conflict(held, gives_way)
+    other = find_conflict(held, is_overridable)
     if other is not None:
         raise ValueError(
             f"{other.who} writes weights of this CastPlan: a weight has one owner, so remove() the handle of that, or del it"
@@ -188,7 +190,7 @@ def note_read(weight: Any) -> None:
 def forget_all() -> None:
     """Drop the record of all weights that were read so far. For tests, which share a process."""
     _read.clear()
-    _untold.clear()
+    _deferred_errors.clear()
     _logged.clear()
 
 
@@ -200,9 +202,9 @@ def forget_read(weight: Any) -> None:
 
 
 def check_gradients() -> None:
-    """Called before a step. Raises RuntimeError if a quantized weight without an owner has got a
-    gradient since the last step; where ranks share masters their next cast raises it
-    (`take_untold`).
+    """Raise RuntimeError if a quantized weight without an owner has received a gradient since the
+    last step. If ranks share masters, store the error instead, and their next cast raises it on all
+    ranks. Called before a step.
     """
     if torch.compiler.is_compiling() or not _read:
         return
@@ -210,28 +212,28 @@ def check_gradients() -> None:
     if orphans is not None and not any_shared():
         raise orphans
     if orphans is not None:
-        _untold[:] = [orphans]
+        _deferred_errors[:] = [orphans]
 
 
 def _before_step(*_: Any) -> None:
-    """Do what `check_gradients` says, and warn of what an earlier step has left to a cast that has
-    not come.
+    """Call `check_gradients`, and log errors that an earlier step stored and that no cast has
+    raised.
     """
-    for text in map(str, _untold):
+    for text in map(str, _deferred_errors):
         if text not in _logged:
-            logger.warning("found before an earlier step, and no cast has told other ranks of it since: %s", text)
+            logger.warning("found before an earlier step, and not yet raised on other ranks by a cast: %s", text)
         _logged.add(text)
     check_gradients()
 
 
-def take_untold() -> RuntimeError | None:
-    """Return the error of a step that was left to the next cast, which tells all ranks of it."""
-    return _untold.pop() if _untold else None
+def pop_deferred_error() -> RuntimeError | None:
+    """Return the error that a step has stored for the next cast, which raises it on all ranks."""
+    return _deferred_errors.pop() if _deferred_errors else None
 
 
 def _orphans() -> RuntimeError | None:
-    """Return the error of weights without an owner that have got gradients. Looks only at those
-    that `note_read` has remembered since the last call.
+    """Return the error of weights without an owner that have received gradients, among those that
+    `note_read` has recorded since the last call.
     """
     references = list(_read.values())
     alive = [weight for weight in (reference() for reference in references) if weight is not None]
@@ -245,7 +247,7 @@ def _orphans() -> RuntimeError | None:
         return None
     return RuntimeError(
         f"{len(orphans)} quantized weights got gradients and no optimizer trains them, the first is {orphans[0]!r}: build the "
-        "optimizer after quantize_, and anew after load_state_dict(assign=True) or where a parameter was replaced "
+        "optimizer after quantize_, and again after load_state_dict(assign=True) or where a parameter was replaced "
         "(ZeroAdamW, or a CastPlan over masters of your own); call requires_grad_(False) on weights that are not trained"
     )
 

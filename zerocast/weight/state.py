@@ -41,7 +41,8 @@ class WeightState:
         columnwise_cast: the number of the cast that this weight's columnwise copy was made from, if
             it was made apart from the other weights' copies (which `validity.copies` tells).
         was_cast: True if the bytes were valid before the weight joined its present plan.
-        is_cast: True if `validity.casts` counts casts of this weight, that is, if it has a master.
+        has_master: True if `validity.casts` counts casts of this weight, that is, if it has a
+            master.
         columnwise_on_demand: True if each product makes the columnwise copy that it reads and drops
             it afterwards; only for formats whose copy is a transpose of the rowwise codes.
         name: the name of the parameter, if it is known.
@@ -53,7 +54,7 @@ class WeightState:
         initial: the high-precision value that the bytes were cast from, until an optimizer has made
             masters from it.
         is_part: True for buffers that a cast or a reader has of a larger weight. They may have any
-            size, and the descriptor table or op that uses them checks what it reaches.
+            size, and the descriptor table or op that uses them checks the range that it accesses.
         choices: decisions for the present storage: the GEMM path, and the inner tensors that a
             compiled function is given. Cleared whenever buffers move or change.
     """
@@ -65,7 +66,7 @@ class WeightState:
     validity: Validity = field(default_factory=Validity)
     columnwise_cast: int = 0
     was_cast: bool = True
-    is_cast: bool = True
+    has_master: bool = True
     columnwise_on_demand: bool = False
     name: str = ""
     shared_amax: SharedAmax | None = None
@@ -116,7 +117,8 @@ class WeightState:
     @property
     def external_scaling_state(self) -> bool:
         """True if a host, such as TransformerEngine, keeps the amax history of delayed scaling.
-        Casts then only raise `amax` to what they see, and the host sets `scale`.
+        Casts then only raise `amax` to the largest value that they see, and the framework sets
+        `scale`.
         """
         return self.format.amax_policy is AmaxPolicy.DELAYED and self.buffers["amax_history"] is None
 
@@ -125,7 +127,7 @@ class WeightState:
         """True if the bytes come from a cast, from a load, from a copy of a weight that was cast,
         or from buffers that existed before the weight (`QuantizedWeight.of_buffers`).
         """
-        return self.was_cast or (self.is_cast and self.validity.casts > 0)
+        return self.was_cast or (self.has_master and self.validity.casts > 0)
 
     def names_read_by_products(self) -> list[str]:
         """Return the names of the buffers that products read, each buffer once."""
@@ -161,11 +163,11 @@ class WeightState:
         """Note that this weight's columnwise copy was made from the last cast."""
         self.columnwise_cast = self.validity.casts
 
-    def join(self, validity: Validity, is_cast: bool) -> None:
+    def join(self, validity: Validity, has_master: bool) -> None:
         """Share the validity of a plan from now on. A fresh columnwise copy stays fresh.
 
-        `is_cast` says whether the casts of that plan write this weight. Columnwise copies are kept
-        from now on, unless the plan's owner calls `set_columnwise_on_demand`.
+        `has_master` says whether the casts of that plan write this weight. Columnwise copies are
+        kept from now on, unless the plan's owner calls `set_columnwise_on_demand`.
         """
         fresh = self.columnwise_is_fresh()
         # Tell the old validity first, so that the plan which had this weight notices the loss.
@@ -173,7 +175,7 @@ class WeightState:
         self._forget()
         # `ever_cast` and the number of the cast are relative to the validity. Carry both over.
         self.was_cast = self.ever_cast
-        self.validity, self.is_cast = validity, is_cast
+        self.validity, self.has_master = validity, has_master
         self.columnwise_cast = validity.casts if fresh else -1
         self.columnwise_on_demand = False
         self.validity.moved()
@@ -200,7 +202,7 @@ class WeightState:
         """Move buffers, by name, into new storage: same bytes, new place.
 
         Raises ValueError, with nothing moved, unless each target is contiguous and has the shape,
-        dtype and device of what it replaces.
+        dtype and device of the buffer that it replaces.
         """
         # Check all targets before the first copy, so that an error leaves the weight whole.
         expected = layout.buffers(self.format, self.shape, self.dtype)
@@ -309,7 +311,7 @@ class WeightState:
             self.validity,
             self.columnwise_cast,
             self.was_cast,
-            self.is_cast,
+            self.has_master,
             columnwise_on_demand=True,
             name=f"{self.name}[{index}]" if self.name else "",
             fp8_weight_gradients=self.fp8_weight_gradients,

@@ -15,7 +15,7 @@ from torch import Tensor
 from zerocast import backends
 from zerocast.backends import ops
 from zerocast.formats import Block, Columnwise, FormatSpec, get_format, layout
-from zerocast.weight.gathered_operands import gathered_operand
+from zerocast.weight.gathered_operands import take_gathered_operand
 
 
 class WeightReader:
@@ -57,7 +57,7 @@ class WeightReader:
         count, matrix = self.stored_matrices
         if count > 1:
             return self._transposed_matrices(data, scale_inv, count, matrix)
-        made = None if self.format.is_exact_in_fp8 else gathered_operand(data, columnwise)
+        made = None if self.format.is_exact_in_fp8 else take_gathered_operand(data, columnwise)
         if made is None:
             key, backend = str(self.format), backends.choose(data.device)
             made = self._transposed(backend, key, data, scale_inv, *matrix)
@@ -106,7 +106,7 @@ class WeightReader:
         # none is kept, the upcast itself transposes the rowwise codes.
         from_copy = columnwise and not self.makes_columnwise
         data, scale_inv = self.direction(columnwise=from_copy)
-        if not from_copy and (made := gathered_operand(data, columnwise)) is not None:
+        if not from_copy and (made := take_gathered_operand(data, columnwise)) is not None:
             return made
         shape = self.matrix_shape[::-1] if from_copy else self.matrix_shape
         key, backend = str(self.format), backends.choose(data.device)

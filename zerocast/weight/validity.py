@@ -19,7 +19,7 @@ calls `check`. An event is recorded once for all weights, and a check compares n
                                                       completes
     a write goes on  a `transaction` elsewhere        everything in other threads, until it returns
 
-COPY, READ and SEND also refuse bytes that were never cast, loaded or filled. `ask_before` adds
+COPY, READ and SEND also refuse bytes that were never cast, loaded or filled. `add_precheck` adds
 checks that only an owner can make, such as for writes of other code to the weights that it gathers.
 
 Two kinds of writes change no version counter: those through `.data`, and those of custom kernels.
@@ -78,7 +78,7 @@ class InvalidWeights(RuntimeError):
     """Weights that may not be used.
 
     Attributes:
-        what: what is wrong with them.
+        what: the error of the weights.
         since: the event that made them so.
         remedy: the call that makes them valid.
     """
@@ -134,7 +134,8 @@ class Validity:
         advice: the call that casts and gathers, for the error of stale weights.
 
     Attributes:
-        casts: the number of completed casts.
+        casts: the number of completed casts. Under FSDP2 a weight has its own Validity, which
+            counts the gathers that filled it (`gathered`).
         copies: the cast that the columnwise copies of all weights were made from.
         version: changes with the values of the weights.
         places: changes when any of the weights is given other storage, for code that keeps
@@ -143,7 +144,9 @@ class Validity:
             for them are trained.
         sharded: True if other ranks hold masters too.
         owner: gives the object that shows the masters to `zerocast.verify`, while it lives.
-        finish: completes the gather of a weight that is in flight; None while nothing is.
+        before_read: called with a weight before its bytes are read: completes a gather in flight,
+            or, under FSDP2, raises if the master of a weight that is left gathered was written.
+            None while there is nothing to do.
         rebuild: makes the columnwise copy of a weight when it is first read; None where a stale
             copy is an error.
     """
@@ -159,10 +162,10 @@ class Validity:
         self.version, self.places = next(_versions), next(_versions)
         self.has_masters = self.sharded = False
         self.owner: Callable[[], Any] | None = None
-        self.finish: Callable[[Any], None] | None = None
+        self.before_read: Callable[[Any], None] | None = None
         self.rebuild: Callable[[Any], None] | None = None
         self._writing = _Writing()
-        self._looks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
+        self._prechecks: dict[Use, list[weakref.WeakMethod[Callable[[Use], None]]]] = {use: [] for use in Use}
         self._masters: list[weakref.ref[Tensor]] = []
         # The version counters of the masters at the last cast. None unless debug mode or a SEND
         # compares them.
@@ -173,10 +176,11 @@ class Validity:
 
     def part(self) -> "Validity":
         """Return a validity for some of these weights, whose casts are counted separately. All
-        parts share writes in progress, writes that raised half-way, and the checks of `ask_before`.
+        parts share writes in progress, writes that raised half-way, and the checks of
+        `add_precheck`.
         """
         part = Validity(self._load, self._recast_remedy, self.advice)
-        part._writing, part._looks = self._writing, self._looks
+        part._writing, part._prechecks = self._writing, self._prechecks
         return part
 
     # -- checks
@@ -204,26 +208,26 @@ class Validity:
                 self._check_current(weight)
             if use is Use.SEND:
                 self._observe()
-        for reference in self._looks[use]:
+        for reference in self._prechecks[use]:
             look = reference()
             if look is not None:
                 look(use)
 
     @property
-    def is_quiet(self) -> bool:
+    def all_clean(self) -> bool:
         """True if `check` would pass, and has no further check to make, before a READ of a weight
         that these casts write. A step reads every weight several times, so this calls nothing.
         """
         writing = self._writing
-        is_idle = writing.thread is None and writing.broke_off is None and self.finish is None
-        return is_idle and self.casts > 0 and self.has_masters and not self._looks[Use.READ] and not _debug_hooks
+        is_idle = writing.thread is None and writing.broke_off is None and self.before_read is None
+        return is_idle and self.casts > 0 and self.has_masters and not self._prechecks[Use.READ] and not _debug_hooks
 
-    def ask_before(self, look: Callable[[Use], None], *uses: Use) -> None:
-        """Let `check` call `look` before these uses for as long as its object lives. It is a method
-        that raises if something is wrong.
+    def add_precheck(self, look: Callable[[Use], None], *uses: Use) -> None:
+        """Let `check` call `look`, a method that raises if something is wrong, before these uses
+        for as long as its object lives.
         """
         for use in uses:
-            self._looks[use].append(weakref.WeakMethod(look))
+            self._prechecks[use].append(weakref.WeakMethod(look))
 
     def check_recorded(self, recorded: "tuple[Validity, int] | None") -> None:
         """Raise RuntimeError in a backward pass whose forward pass `recorded` a different
@@ -231,10 +235,11 @@ class Validity:
         """
         if recorded is not None and recorded[0] is self and recorded[1] != self.version:
             raise InvalidWeights(
-                "a backward pass through a forward pass of before the last change of its weights (an optimizer step, a load, or "
-                "an average that was swapped)",
+                "the weights changed between this forward pass and its backward pass (an optimizer step, a load, or a swapped "
+                "average)",
                 "",
-                "the gradients of inputs would be those of other weights, so run it before that, or run the forward pass again",
+                "input gradients would be computed with the new weights: run the backward pass before the change, or run "
+                "the forward pass again",
             )
 
     def _observe(self) -> None:
@@ -397,11 +402,11 @@ def changed(validities: Iterable[Validity]) -> None:
 
 def gathered(validities: Iterable[Validity]) -> None:
     """Record that weights hold the bytes of another gather, which has completed. Columnwise copies
-    that were made before are stale.
+    that were made before are stale, since `casts` counts the gathers of such weights.
     """
     for validity in validities:
         validity.casts += 1
-        validity.finish = None
+        validity.before_read = None
 
 
 def any_shared() -> bool:

@@ -171,9 +171,9 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         are exact there; None for a columnwise copy that is kept, since the graph would save a view
         of it for the backward pass.
 
-        `after` is the other operand of the product. What is made on demand takes it as an input, so
-        that it cannot be made before. Otherwise the forward graph would make the copy of the
-        backward pass and save it.
+        `after` is the other operand of the product. A copy that is made on demand takes it as an
+        input, so that it cannot be made before. Otherwise the forward graph would make the copy of
+        the backward pass and save it.
         """
         # No check here: the graph gets its buffers through `readable_rowwise_data`, which checks.
         data, row_scale = self.state.rowwise_data, self.state.buffers["rowwise_scale_inv"]
@@ -201,7 +201,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         in its guards and for the graph.
         """
         state = self.state
-        if not (state.is_cast and state.validity.is_quiet):
+        if not (state.has_master and state.validity.all_clean):
             self.check(Use.READ)
             self.wait()
         data = state.buffers["rowwise_data"]
@@ -256,8 +256,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
     def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
         """Move the bytes into new storage, such as a part of a flat buffer: same bytes, new place.
 
-        A given tensor has the shape, dtype and device of what it replaces and is contiguous; else
-        ValueError, nothing moved.
+        A given tensor has the shape, dtype and device of the tensor that it replaces and is
+        contiguous; else ValueError, nothing moved.
         """
         targets = {"rowwise_data": rowwise_data, "columnwise_data": columnwise_data}
         self.wait()
@@ -314,8 +314,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     def matrices(self) -> "list[QuantizedWeight]":
         """Return the matrices that are stored one after another, as weights over their part of the
-        buffers; this weight itself if there is one. For what casts and reads bytes, which checks
-        the whole weight.
+        buffers; this weight itself if there is one. For code that casts and reads bytes, which
+        checks the whole weight.
         """
         count, matrix = self.state.matrices
         if count == 1:
@@ -408,7 +408,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> "QuantizedWeight":
-        """Make a weight from what `__tensor_flatten__` returned and its inner tensors."""
+        """Make a weight from the result of `__tensor_flatten__` and its inner tensors."""
         graph_inputs.take_apart_at_once(QuantizedWeight)
         shape, fmt, dtype, requires_grad, on_demand, fp8_weight_gradients, _ = context
         buffers = {name: inner[key] for name in BUFFERS if (key := _READ.get(name, name)) in inner}
