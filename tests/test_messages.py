@@ -72,7 +72,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "plan without lists": (
         lambda: CastPlan(quantized()[0].weight, torch.zeros(1024), 0),  # type: ignore[arg-type]
-        "TypeError: model_weights is a list with one entry a weight, got a QuantizedWeight",
+        "TypeError: model_weights is a list with one entry per weight, got a QuantizedWeight",
     ),
     "state of another model": (
         of_another_shape,

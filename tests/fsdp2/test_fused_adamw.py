@@ -455,7 +455,7 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
     "a group that cannot be added": (
         add_group,
         lambda named: add_group(named, maximize=True),
-        "rank {}: maximize=True in a parameter group has no effect here",
+        "rank {}: maximize=True in a parameter group has no effect in this optimizer",
     ),
 }
 

@@ -372,7 +372,7 @@ BAD_GROUPS: Mapping[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
         "bf16, fp16 and fp32 parameters can be trained",
     ),
     "a rate out of range": (lambda _: {"params": [LATE_PARAMETER], "lr": -1.0}, "lr is out of range"),
-    "an option": (lambda _: {"params": [LATE_PARAMETER], "amsgrad": True}, "has no effect here"),
+    "an option": (lambda _: {"params": [LATE_PARAMETER], "amsgrad": True}, "has no effect in this optimizer"),
     "Muon": (lambda _: {"params": [LATE_PARAMETER], "use_muon": True}, "zerocast.ZeroMuon takes such groups"),
     "attached": (lambda _: {"params": [("late", attached())]}, "writes weights that a ZeroAdamW is built over"),
 }

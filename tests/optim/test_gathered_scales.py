@@ -90,11 +90,11 @@ def cast_with_wrong_cuts() -> list[str]:
 def test_wrong_cuts_raise_on_all_ranks(ranks: Ranks) -> None:
     for elsewhere, different, inside, padded in ranks(2)(cast_with_wrong_cuts):
         assert (
-            "rank 0: weight 0 (mxfp8 (128, 128) torch.bfloat16): elements [0, 8192) do not lie between the cuts"
+            "rank 0: weight 0 (mxfp8 (128, 128) torch.bfloat16): elements [0, 8192) are not between the boundaries"
             in elsewhere
         )
         assert "cut at range(8192, 16384, 8192) on rank 0 and mxfp8" in different
-        assert "these scales cannot be gathered in parts cut at range(8208" in inside
+        assert "these scales cannot be gathered in parts that end at range(8208" in inside
         assert "these scales cannot be gathered in parts" in padded
 
 

@@ -1,5 +1,6 @@
 """AdamUpdate: an AdamW step that a cast takes on its masters, so that one pass updates and measures
-them. Hyperparameters: those of all parameter groups on the device, and the scalars of a step.
+them. Hyperparameters: the hyperparameters of all parameter groups on the device, and the scalars of
+a step.
 """
 
 import math
@@ -67,11 +68,10 @@ class AdamUpdate:
     Attributes:
         grad: FP32 or bf16, flat, parallel to the tensor of the masters up to the last one that
             takes the step. Later elements are not read.
-        exp_avg, exp_avg_sq: the moments, likewise, written in place: FP32 or bf16, or i8 and u8
-            codes.
+        exp_avg, exp_avg_sq: the moments, also written in place: FP32 or bf16, or i8 and u8 codes.
         scalars: f32 `[groups, 8]`, a row for each parameter group (`Hyperparameters.scalars`).
         clip: f32[1], the factor of the gradients.
-        groups: the groups of moments in 8 bits; None for moments of another dtype.
+        groups: the groups of moments in 8 bits. None for moments of other dtypes.
     """
 
     grad: Tensor
@@ -100,7 +100,7 @@ def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
         for name, value in FIXED.items():
             if group.get(name, value) != value:
                 raise ValueError(
-                    f"{name}={group[name]} in a parameter group has no effect here: this is AdamW without it"
+                    f"{name}={group[name]} in a parameter group has no effect in this optimizer, which is AdamW without it"
                 )
 
 
@@ -123,7 +123,7 @@ class Hyperparameters:
         self._late = LateCopies(self._values)
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Read the present hyperparameters of the parameter groups. Raises ValueError for options
+        """Read the current hyperparameters of the parameter groups. Raises ValueError for options
         that `check_options` refuses, and for tensors on a GPU that were out of range in the last
         step.
         """

@@ -10,22 +10,22 @@ describes. The layout of a plan, whose ranks hold any spans of a weight (`layout
     | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes, unread |
     |<------------------------- reduced -------------------------->|<--- not reduced ---->|
 
-* amaxes: those of weights that every rank computes all scales of. The NVFP4 tensor amax is the
+* amaxes: of the weights whose scales every rank computes in full. The NVFP4 tensor amax is the
   maximum of the reduced block amaxes and needs no other collective.
-* shared: one place for each group of weights that share a tensor amax. Each rank enters the largest
+* shared: one element per group of weights that share a tensor amax. Each rank enters the largest
   amax that it has measured of any weight of the group.
-* own amaxes: those of weights whose scales the caller gathers. A rank needs only the amaxes of the
+* own amaxes: of the weights whose scales the caller gathers. A rank needs only the amaxes of the
   rows around its span, so they differ between ranks.
-* cut rows of blocks: own amaxes of rows that a boundary between ranks cuts. They are copied here,
-  to places that all ranks know, reduced, and copied back.
-* boundary: elements beside odd NVFP4 cuts (`BoundaryElements`).
+* cut rows of blocks: own amaxes of rows that a boundary between ranks splits. They are copied here,
+  to offsets that all ranks know, reduced, and copied back.
+* boundary: elements next to odd NVFP4 boundaries (`BoundaryElements`).
 * flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
   weights without amaxes have a flag too: the step measures them, and their amaxes go to one place
   at the end, which nothing reads.
 * call: two numbers that differ if ranks are in different calls (`CastReports`).
 
-Under FSDP2, whose ranks hold whole rows, all amaxes are own amaxes, and only tensor amaxes and cut
-rows of blocks are reduced (`zerocast.fsdp2.amax_layout`).
+Under FSDP2, whose ranks hold complete rows, all amaxes are own amaxes, and only tensor amaxes and
+cut rows of blocks are reduced (`zerocast.fsdp2.amax_layout`).
 """
 
 import itertools
@@ -54,12 +54,12 @@ class AmaxLayout(Generic[Weight]):
 
     Attributes:
         size: all elements so far.
-        offsets: where the rowwise amaxes of a weight begin, and those of a columnwise grid of its
-            own.
-        flag_of: the place of a weight's flag.
-        shared: for a weight that shares a tensor amax with others, its place.
+        offsets: the offsets of the rowwise amaxes of a weight, and of its columnwise amaxes if it
+            has a separate columnwise grid.
+        flag_of: the offset of a weight's flag.
+        shared: the offset of the tensor amax of a weight that shares it with others.
         flags: all flags.
-        boundary: the elements beside odd cuts, four numbers for each.
+        boundary: the elements next to odd boundaries, four numbers for each.
         call: the numbers that `begin` keeps, since they are written before it: a digest of the call
             and its negative, or the casts of replicas under FSDP2. Empty if nothing is compared.
         reduced: the elements that ranks reduce.
@@ -73,11 +73,11 @@ class AmaxLayout(Generic[Weight]):
         self.flags = self.boundary = self.call = self.reduced = Span(0, 0)
         # The amaxes of groups, one group behind another: where each begins, and where all end.
         self.group_bounds = [0]
-        # One place for each group, whose largest amax is reduced there.
+        # One element per group, where its largest amax is reduced.
         self.maxima = Span(0, 0)
-        # (place, maximum): places that take the reduced maximum of their group.
+        # (offset, maximum): offsets that receive the reduced maximum of their group.
         self.takers: list[tuple[int, int]] = []
-        # Places of own amaxes, and the places where these are reduced.
+        # Offsets of own amaxes, and the offsets where these are reduced.
         self._sources: list[Tensor] = []
         self._targets: list[Tensor] = []
 
@@ -88,7 +88,7 @@ class AmaxLayout(Generic[Weight]):
         return span
 
     def place(self, weight: Weight, counts: tuple[int, int]) -> None:
-        """Place so many rowwise and columnwise amaxes of a weight."""
+        """Place the given numbers of rowwise and columnwise amaxes of a weight."""
         first = self.reserve(sum(counts)).start
         self.offsets[weight] = first, first + counts[0]
 
@@ -112,13 +112,13 @@ class AmaxLayout(Generic[Weight]):
         self.flag_of = {weight: self.flags.start + number for number, weight in enumerate(weights)}
 
     def reduce_at(self, sources: Tensor, targets: Tensor) -> None:
-        """Reduce the own amaxes at the places `sources` at the places `targets`."""
+        """Reduce the own amaxes at the offsets `sources` at the offsets `targets`."""
         self._sources.append(sources.view(-1))
         self._targets.append(targets.view(-1))
 
     @property
     def exchanged(self) -> tuple[Tensor, Tensor]:
-        """(places of own amaxes, places where they are reduced), i64."""
+        """(offsets of own amaxes, offsets where they are reduced), i64."""
         none = torch.empty(0, dtype=torch.int64)
         return torch.cat([none, *self._sources]), torch.cat([none, *self._targets])
 
@@ -128,7 +128,7 @@ class PackedAmaxes(Generic[Weight]):
 
     Attributes:
         buffer: f32 or bf16, everything that the layout places.
-        offsets, flag_of, shared: those of the layout.
+        offsets, flag_of, shared: as in the layout.
         flags: 1 for each weight whose masters are not finite.
 
     Args:
@@ -136,7 +136,7 @@ class PackedAmaxes(Generic[Weight]):
         dtype: of the buffer.
         device: of the buffer.
         group: the ranks of the reduction.
-        wire: the type of the device that the group reduces on, by default that of `device`.
+        wire: the type of the device that the group reduces on, by default the type of `device`.
     """
 
     def __init__(
@@ -205,7 +205,7 @@ def _index(places: Sequence[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class CutRows:
-    """The rows of blocks that boundaries between ranks cut in one grid of a weight.
+    """The rows of blocks that boundaries between ranks split in one grid of a weight.
 
     Attributes:
         indices: i64, the indices of these rows of blocks.
@@ -224,8 +224,8 @@ class CutRows:
 
 
 def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
-    """Return the rows of blocks that cuts divide in the rowwise grid, and in the columnwise grid of
-    a format that has another.
+    """Return the rows of blocks that shard boundaries split in the rowwise grid, and in the
+    columnwise grid of a format that has another.
     """
     rows, columns = matrix
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
@@ -260,8 +260,8 @@ def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
 
 @dataclass(frozen=True)
 class CutBlocks:
-    """The blocks and bytes of a plan's weights that a boundary between ranks cuts, the same on all
-    ranks.
+    """The blocks and bytes of a plan's weights that a boundary between ranks splits, the same on
+    all ranks.
 
     Attributes:
         rows: the rows of blocks of each weight whose scales are gathered.
@@ -310,7 +310,7 @@ def layout_of_plan(
             layout.place(index, counts[index])
     layout.place_maxima(groups)
     for index, place in layout.shared.items():
-        # Two-level scales read the shared amax from its place.
+        # Two-level scales read the shared amax at its offset.
         if shards[index].weight.format.block is None:
             layout.takers.append((layout.offsets[index][0], place))
     places_of_rows = {index: [layout.reserve(rows.numel) for rows in grids] for index, grids in cut.rows.items()}
@@ -363,7 +363,7 @@ class PlanAmaxes(PackedAmaxes[int]):
     """The amaxes of a plan, by the index of a weight.
 
     Attributes:
-        boundary: the elements beside odd cuts; None without any.
+        boundary: the elements next to odd boundaries. None without any.
         reports: the reports of the ranks on their call, and on masters that are not finite.
     """
 
@@ -393,7 +393,7 @@ class PlanAmaxes(PackedAmaxes[int]):
 
     def reduce(self) -> None:
         """Reduce the measured amaxes over the ranks, with the amaxes that hosts keep, as they have
-        grown so far, and the elements beside odd cuts.
+        grown so far, and the elements next to odd boundaries.
         """
         if self._with_host_amax:
             host_amaxes = torch.cat([weight.amax for weight in self._with_host_amax if weight.amax is not None])
@@ -418,11 +418,11 @@ class PlanAmaxes(PackedAmaxes[int]):
 
 
 class BoundaryElements:
-    """The elements beside odd cuts of 4-bit codes. Two ranks share such a byte, and both write the
-    whole byte, so each needs the other's element.
+    """The elements next to odd shard boundaries of 4-bit codes. Two ranks share such a byte, and
+    both write the full byte, so each needs the other's element.
 
     Attributes:
-        others: (weight, element, slot) of the elements of other ranks that this rank writes beside
+        others: (weight, element, slot) of the elements of other ranks that this rank writes next to
             its own.
         received: f32, these elements by slot after a reduction.
 

@@ -2,7 +2,7 @@
 
 The graph contains the device's part of a step, at fixed addresses: scalars from learning rates and
 step counts, the update with its amaxes, their all-reduce, scales and codes. The host's part is not
-in the graph and is that of an ordinary step.
+in the graph and is the one of an ordinary step.
 """
 
 import abc
@@ -86,7 +86,7 @@ def cuda_graph(work: Work) -> Work:
     """Record the launches of `work` on the current device, without running it. The result launches
     it again.
 
-    Other threads may use CUDA meanwhile, as the one that watches over NCCL does.
+    Other threads, such as NCCL's watchdog, may use CUDA in the meantime.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -99,12 +99,12 @@ class CapturedStep:
     """A step to call in place of `step()`: the same bits, with one launch for the device's part.
     `ZeroAdamW.capture` and `FusedAdamW.capture` make one.
 
-    Making it is collective. If the step can be warmed up without a change, it is recorded at once,
-    else by the second call; the first one is an ordinary step.
+    Making it is collective. If the step can be warmed up without a change, it is recorded
+    immediately, else by the second call; the first one is an ordinary step.
 
     Args:
         step: the parts of the step.
-        record: returns a function that repeats some work: `cuda_graph`, or the stand-in of a test.
+        record: returns a function that repeats some work: `cuda_graph`, or a replacement in a test.
     """
 
     def __init__(self, step: CapturableStep, record: Callable[[Work], Work] = cuda_graph) -> None:
@@ -118,7 +118,7 @@ class CapturedStep:
             self.capture()
 
     def capture(self) -> None:
-        """Record the step for the present memory. Collective. Changes no master and no weight."""
+        """Record the step for the current memory. Collective. Changes no master and no weight."""
         self._places = self._step.warm_up()
         self._replay = self._record(self._step.launch)
 

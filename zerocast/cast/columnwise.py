@@ -31,7 +31,7 @@ class ColumnwiseCopies:
         self._transposed = [w for w in weights if w.format.columnwise is Columnwise.TRANSPOSE]
         self._weights: list[QuantizedWeight] = []
         self._backend = backend
-        # The validities of the weights, with the `places` for which the tables were made.
+        # The validities of the weights, with their `places` when the tables were made.
         self._places: list[tuple[Validity, int]] | None = None
         self._tables: list[WeightTable] = []
 
@@ -51,7 +51,7 @@ class ColumnwiseCopies:
             weight.state.mark_columnwise()
 
     def tables(self) -> list[WeightTable]:
-        """Return the tables for the present memory."""
+        """Return the tables for the current memory."""
         is_bound = self._places is not None and all(validity.places == places for validity, places in self._places)
         if not is_bound or any(table.has_moved() for table in self._tables):
             self._bind()

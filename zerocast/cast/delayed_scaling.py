@@ -28,9 +28,9 @@ class DelayedScaling:
     """The state of delayed scaling of a set of weights.
 
     Args:
-        weights: by name a mapping with `scale`, f32[1], and `amax_history`, f32[amax_history_len],
-            such as the buffers of a weight. If `amax_history` is None a host keeps the state, whose
-            scale is read and never written, saved or rolled.
+        weights: a dict from name to a mapping with `scale`, f32[1], and `amax_history`,
+            f32[amax_history_len], such as the buffers of a weight. If `amax_history` is None a host
+            keeps the state, whose scale is read and never written, saved or rolled.
         device: the device of all tensors.
         unseeded: the names of weights whose scale was never set.
 
@@ -45,7 +45,7 @@ class DelayedScaling:
         self.advance()
 
     def bind(self, weights: Mapping[str, Buffers]) -> None:
-        """Use the tensors of the same weights in other memory from now on."""
+        """Use the tensors of the same weights in different storage."""
         self._weights = {name: buffers for name, buffers in weights.items() if buffers["amax_history"] is not None}
         external = {name: buffers for name, buffers in weights.items() if buffers["amax_history"] is None}
         order = [*self._weights, *external]
@@ -62,8 +62,8 @@ class DelayedScaling:
         return self._cast_scale_of.get(name)
 
     def advance(self, skip: Tensor | None = None) -> None:
-        """Remember the present scales as those of the cast that follows, unless `skip`, bool[1],
-        holds True.
+        """Record the current scales as the scales of the next cast, unless `skip`, bool[1], holds
+        True.
         """
         if not self._cast_scale_of:
             return
@@ -108,8 +108,8 @@ class DelayedScaling:
             self.unseeded.add(name)
 
     def seed(self, roll: Callable[[], None]) -> None:
-        """Scale the unseeded weights by the amaxes of the present cast. `roll` rolls all weights;
-        then the weights that were seeded before get their values back.
+        """Scale the unseeded weights by the amaxes of the current cast. `roll` rolls all weights.
+        Then the weights that were seeded before get their values back.
         """
         seeded = [tensor for name in self._weights if name not in self.unseeded for tensor in self._tensors(name)]
         values = _read(seeded) if seeded else None
@@ -141,8 +141,8 @@ class DelayedScaling:
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
         """Load a saved state. Return the names of weights that it lacks, whose state is dropped.
 
-        A history of another length counts as lacking. Without a saved `cast_scale` the live bytes
-        count as cast with `scale`.
+        A history of a different length counts as missing. Without a saved `cast_scale` the live
+        bytes count as cast with `scale`.
         """
         lacking = []
         for name in self._weights:

@@ -4,9 +4,9 @@ training framework. CastDriver: the Driver of a Host.
 ZeroAdamW, Megatron, Apex and the callers of TransformerEngine are such frameworks, called hosts in
 this file. They own FP32 masters and the buffers that are gathered. A host states who writes the
 weights, which part of its weight each master is, which ranks share masters, and how bytes are
-gathered. A CastDriver casts after a step or from masters that were written by hand, gathers,
-follows masters to other memory, and shows the masters to `zerocast.verify`. FSDP2 shards and
-gathers parameters itself, so its Driver has a different plan (`zerocast.fsdp2.plan`).
+gathered. A CastDriver casts after a step or from masters that were written by hand, gathers, finds
+masters that were moved, and shows the masters to `zerocast.verify`. FSDP2 shards and gathers
+parameters itself, so its Driver has a different plan (`zerocast.fsdp2.plan`).
 """
 
 import abc
@@ -39,7 +39,7 @@ class Gather(abc.ABC):
 
     def prepare(self) -> None:  # noqa: B027 (most hosts have nothing to do)
         """Called before every cast. Completes gathers in flight, and moves weights that were given
-        other storage back to the buffers of the host.
+        different storage back to the buffers of the host.
 
         Raises RuntimeError if the weights hold values that the cast would lose.
         """
@@ -52,7 +52,7 @@ class Gather(abc.ABC):
 
     @abc.abstractmethod
     def start(self, plan: CastPlan) -> None:
-        """All-gather the bytes of the last cast, and make their columnwise copies, all at once by
+        """All-gather the bytes of the last cast, and make their columnwise copies, together by
         `plan.post_all_gather` or in parts by `ColumnwiseCopies.make`. Collective.
 
         A gather may still be in flight when this returns. Then `plan.validity.before_read`
@@ -84,11 +84,11 @@ class PlainShard:
     """The part of an unquantized parameter that this rank owns.
 
     Attributes:
-        name, parameter: the whole parameter.
+        name, parameter: the full parameter.
         master: the contiguous FP32 master of the owned elements; None where this rank owns none.
         start: the row-major position of the master's first element.
         rounded: the same elements in the host's buffer, of the master's shape, in the parameter's
-            dtype; None likewise.
+            dtype; None where it owns none.
     """
 
     name: str
@@ -113,9 +113,9 @@ class Host:
             that may hand its weights over to any other.
         group: the ranks that share the masters.
         weights: the quantized weights, the same list on every rank.
-        masters: for each weight, the contiguous FP32 master of the elements that this rank owns,
-            on the weights' device or in host memory, the host's own tensor, which is followed to
-            other memory; None where it owns none.
+        masters: for each weight, the contiguous FP32 master of the elements that this rank owns, on
+            the weights' device or in host memory, the host's own tensor, which is followed to
+            different storage; None where it owns none.
         starts: for each weight, the row-major position of the master's first element; None where
             this rank owns none.
         gather: all-gathers the bytes of a cast.
@@ -184,7 +184,7 @@ class Driver(Generic[AnyPlan]):
         yield from self.plan.master_views()
 
     def follow_masters(self) -> None:
-        """Give the plan the present memory of masters that it cannot find by itself."""
+        """Give the plan the current memory of masters that it cannot find by itself."""
 
     def finish_cast(self, repeat: bool) -> None:
         """Do the framework's part after each cast."""
@@ -206,10 +206,11 @@ class StepCollectives(NamedTuple):
     norm are reduced by then, on all ranks. The order (`CastDriver.take_part`):
 
     1. `before_cast`: the collectives before it. ZeroMuon sends gradients to the ranks that own
-       matrices in whole.
-    2. The packed amaxes, with the refusal (`CastPlan.take_part`). On a CPU all ranks raise here.
+        whole matrices.
+    2. The packed amaxes, with the report that this rank cannot cast (`CastPlan.take_part`). On a
+        CPU all ranks raise here.
     3. `after_cast`: the reductions after it. Moments in 8 bits have the largest elements of groups
-       that a boundary between ranks cuts.
+        that a boundary between ranks splits.
     4. The gather of the bytes (`Gather.start`).
     5. The comparison of the ranks' reports, which the others make before their next cast.
 
@@ -259,7 +260,7 @@ class CastDriver(Driver[CastPlan]):
             for shard in host.plain
             if shard.rounded is not None and shard.master is not None
         ]
-        # Pairs on one device are copied by one foreach launch, masters in host memory one by one.
+        # Pairs on one device are copied by one foreach launch, masters in CPU memory one at a time.
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
         self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
         self._watch_masters()
@@ -273,7 +274,7 @@ class CastDriver(Driver[CastPlan]):
         """Cast and gather masters that were loaded or written by hand. Collective.
 
         This completes weights that a cast or a gather left partial. It does not help after a step
-        that broke off, whose masters are partly old: a host checks for that first.
+        that failed partway, whose masters are partly old: a host checks for that first.
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
@@ -310,7 +311,9 @@ class CastDriver(Driver[CastPlan]):
     def move_masters(
         self, masters: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None = None
     ) -> None:
-        """Cast other masters of the same elements from now on. Local (`CastPlan.move_masters`)."""
+        """Cast different master tensors of the same elements in later casts. Local
+        (`CastPlan.move_masters`).
+        """
         flat = [_flat(master) for master in masters]
         self.plan.move_masters(flat, shard_data)
         self.host = dataclasses.replace(self.host, masters=masters, shard_data=shard_data)
@@ -323,7 +326,7 @@ class CastDriver(Driver[CastPlan]):
         self.plan.forget_places()
 
     def rebuild(self, host: Host, changed: Collection[str]) -> None:
-        """Go on with other facts of the same masters, after the weights `changed` were given other
+        """Continue with new facts of the same masters, after the weights `changed` were given other
         formats. Casts and gathers. Collective.
         """
         self.host, self.gather = host, host.gather
@@ -374,7 +377,7 @@ class CastDriver(Driver[CastPlan]):
             into_flat_buffer(delayed, name)
 
     def follow_masters(self) -> None:
-        """Give the plan the present memory of the masters.
+        """Give the plan the current memory of the masters.
 
         If a host sets `master.data`, a flat view of the master still has the old memory.
         """

@@ -1,10 +1,10 @@
-"""Masters in host memory, of weights on another device: measured and cast there.
+"""Masters in CPU memory, of weights on another device: measured and cast on the CPU.
 
 All backends make the same bytes, so the CPU backend measures and casts the elements. The device
-reduces amaxes, computes scales and rolls histories. Amaxes travel to the device before the
-reduction and back after it. Codes travel in pieces of at most `PIECE` elements through two buffers
-on the host: one is filled while the other is copied. So one byte an element or half of one crosses
-the bus, and the device stores no master.
+reduces amaxes, computes scales and rolls histories. Amaxes are copied to the device before the
+reduction and back after it. Codes are copied in pieces of at most `PIECE` elements through two
+buffers on the host: one is filled while the other is copied. So one byte per element or half of one
+crosses the bus, and the device stores no master.
 
 If a rank owns one of the two codes of a byte, the byte is read from the device first.
 """
@@ -28,12 +28,12 @@ PIECE = 1 << 22
 
 
 def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate host memory, page-locked if that lets copies to `device` go on without a wait."""
+    """Allocate CPU memory, page-locked if that lets copies to `device` run without a wait."""
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def write_rounded(master: Tensor, rounded: Tensor) -> None:
-    """Round a master in host memory to the dtype of a tensor on a device, write it there, and wait.
+    """Round a master in CPU memory to the dtype of a tensor on a device, write it there, and wait.
 
     The device rounds. `rounded.copy_(master)` would round on the host, into memory that is not
     page-locked.
@@ -45,13 +45,14 @@ def write_rounded(master: Tensor, rounded: Tensor) -> None:
 
 
 class _HostShard(NamedTuple):
-    """A matrix whose master is on the host, with its places in the packed amaxes.
+    """A matrix whose master is in CPU memory, with its offsets in the packed amaxes.
 
     Attributes:
         shard: the matrix, and the elements that this rank owns.
-        place: where its rowwise amaxes begin, and those of a columnwise grid of its own.
-        shared: the place of the amax that it shares with other weights; -1 for none.
-        flag: the place of the number that becomes 1 where its master is not finite; -1 for none.
+        place: the offsets of its rowwise amaxes, and of its columnwise amaxes if it has a separate
+            columnwise grid.
+        shared: the offset of the amax that it shares with other weights. -1 for none.
+        flag: the offset of the number that becomes 1 if its master is not finite. -1 for none.
     """
 
     shard: MasterShard
@@ -61,7 +62,7 @@ class _HostShard(NamedTuple):
 
 
 class HostTable(WeightTable):
-    """A table of weights whose masters are on the host. The other weights of a plan are in tables
+    """A table of weights whose masters are in CPU memory. The other weights of a plan are in tables
     of the device.
 
     The rows of this table have the addresses of the weights on their device and own no elements.
@@ -122,7 +123,7 @@ class HostTable(WeightTable):
         return super().has_moved() or self._masters_table.has_moved() or self._stored.has_moved()
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
-        """Measure the masters on the host, and copy their amaxes to the device."""
+        """Measure the masters on the CPU, and copy their amaxes to the device."""
         assert update is None, "CastPlan.launch refuses it"
         for span in self._measured:
             self._mirror[span.start : span.stop].zero_()
@@ -151,7 +152,7 @@ class HostTable(WeightTable):
                 self._copied[number % 2] = torch.cuda.current_stream(self.device).record_event()
 
     def _measured_places(self) -> Iterator[Span]:
-        """Yield the places of the amaxes of each matrix in the packed buffer, and of its flag."""
+        """Yield the offsets of the amaxes of each matrix in the packed buffer, and of its flag."""
         for shard, place, _, flag in self._shards:
             yield Span(place[0], place[0] + sum(amax_counts(self.key.fmt, *shard.weight.matrix_shape)))
             yield Span(flag, flag + (flag >= 0))
@@ -160,7 +161,9 @@ class HostTable(WeightTable):
         return WeightTable(TableKey("cpu", self.key.fmt, self.key.nominal, self.key.master), torch.device("cpu"))
 
     def _add_host_row(self, table: WeightTable, number: int, span: Span) -> list[int]:
-        """Add a row for some elements of a matrix, whose tensor amax and scale are on the host."""
+        """Add a row for some elements of a matrix, whose tensor amax and scale are in CPU
+        memory.
+        """
         shard, place, shared, flag = self._shards[number]
         row = table.add_row(shard.weight.matrix_shape, place, shared=shared)
         row[Column.NOT_FINITE] = flag
@@ -203,7 +206,7 @@ class _Piece:
     Attributes:
         table: a row for each matrix that has elements here.
         parts: pairs of bytes on the device and their offset in the staging buffer.
-        shared_bytes: those of the bytes that have a code of this rank and one of another.
+        shared_bytes: the bytes that have a code of this rank and one of another rank.
         nbytes: the size of all parts.
     """
 
@@ -259,7 +262,7 @@ class _Piece:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """Return the same places as few spans."""
+    """Return the same offsets as few spans."""
     merged: list[Span] = []
     for span in sorted((span for span in spans if span.numel), key=lambda span: span.start):
         if merged and span.start <= merged[-1].stop:

@@ -24,7 +24,7 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, check_unclaimed
 
 ShardData = Tensor | tuple[Tensor, Tensor]
-# Scale buffers are padded to a multiple of so many rows at most.
+# Scale buffers are padded to a multiple of this number of rows at most.
 ROW_PADDING = 128
 
 
@@ -36,8 +36,9 @@ class MasterShard:
         weight: the weight.
         master: the flat master of the owned elements; None where this rank owns none.
         span: the owned elements.
-        shard_data: storage for the owned codes alone. None if a cast writes those of the weight.
-        cuts: the elements at which spans of ranks meet, if the caller gathers scales too.
+        shard_data: storage for the owned codes only. None if a cast writes the codes of the weight.
+        cuts: the elements at which a rank's span ends and the next begins, if the caller gathers
+            scales too.
     """
 
     weight: QuantizedWeight
@@ -48,7 +49,7 @@ class MasterShard:
 
     @property
     def on_host(self) -> bool:
-        """True if the master is on the host, and the weight on another device."""
+        """True if the master is in CPU memory, and the weight on another device."""
         return self.master is not None and lies_on_host(self.master, self.weight.device)
 
     @property
@@ -60,7 +61,7 @@ class MasterShard:
 
     def matrices(self) -> "list[MasterShard]":
         """Return the shards of the matrices that the weight is stored in, in their order. Nearly
-        always this shard alone.
+        always this shard only.
         """
         count, (rows, columns) = self.weight.stored_matrices
         if count == 1:
@@ -88,7 +89,7 @@ class MasterShard:
     def rows(self) -> Span:
         """The rows that this rank computes scales of: all, or those around its span if scales are
         gathered. Both ends are at multiples of ROW_PADDING or at the end of the weight, so the
-        scale buffers can be cut there.
+        scale buffers can be split there.
         """
         height, columns = self.weight.matrix_shape
         if self.cuts is None:
@@ -114,12 +115,14 @@ class Partition:
     backend: str
 
     def why_format_is_fixed(self, index: int) -> str | None:
-        """Return the reason why casts cannot fill a weight in another format; None if they can."""
+        """Return the reason why casts cannot fill the weight in a different format. None if they
+        can.
+        """
         shard = self.shards[index]
         if not self.ownership.covers(index):
             return "some of its elements have no master on any rank"
         if shard.shard_data is not None or shard.cuts is not None:
-            return "its shard lies in storage of the caller (fsdp_shard_model_weights, scale_cuts), cut for this format"
+            return "its shard is in storage that the caller laid out for this format (fsdp_shard_model_weights, scale_cuts)"
         return "a host keeps its amax history" if shard.weight.state.external_scaling_state else None
 
     def move(
@@ -127,8 +130,8 @@ class Partition:
         master_weights: Sequence[Tensor | None],
         shard_data: Sequence[ShardData | None] | None,
     ) -> None:
-        """Use masters in other memory, and other shard storage unless `shard_data` is None. Raises
-        ValueError or TypeError, with nothing changed, for masters of other spans.
+        """Use masters in different storage, and different shard storage unless `shard_data` is
+        None. Raises ValueError or TypeError, with nothing changed, for masters of different spans.
         """
         data = [shard.shard_data for shard in self.shards] if shard_data is None else shard_data
         moved = []
@@ -185,12 +188,12 @@ def partition(
 
 
 def lies_on_host(master: Tensor, device: torch.device) -> bool:
-    """Return True for a master in host memory of a weight on another device."""
+    """Return True for a master in CPU memory of a weight on another device."""
     return master.device.type == "cpu" and device.type not in ("cpu", "meta")
 
 
 def _check_host_masters(shards: Sequence[MasterShard]) -> None:
-    """Raise ValueError or RuntimeError if masters are on the host and no cast can read them
+    """Raise ValueError or RuntimeError if masters are in CPU memory and no cast can read them
     there.
     """
     if not any(shard.on_host for shard in shards):
@@ -201,7 +204,7 @@ def _check_host_masters(shards: Sequence[MasterShard]) -> None:
         )
     reason = backends.why_not("cpu", torch.device("cpu"))
     if reason:
-        raise RuntimeError(f"masters on the host are cast by the backend 'cpu', which cannot be used: {reason}")
+        raise RuntimeError(f"masters in CPU memory are cast by the backend 'cpu', which cannot be used: {reason}")
 
 
 def _fingerprint(weight: QuantizedWeight, cuts: range | None = None) -> str:
@@ -222,7 +225,7 @@ def _check(
     lists = {"model_weights": model_weights, "master_weights": master_weights, "start_offsets": start_offsets}
     for name, argument in lists.items():
         if not isinstance(argument, Sequence):
-            raise TypeError(f"{name} is a list with one entry a weight, got a {type(argument).__name__}")
+            raise TypeError(f"{name} is a list with one entry per weight, got a {type(argument).__name__}")
     data = [None] * len(model_weights) if shard_data is None else shard_data
     cuts = [None] * len(model_weights) if scale_cuts is None else scale_cuts
     if len({len(model_weights), len(master_weights), len(start_offsets), len(data), len(cuts)}) > 1:
@@ -242,7 +245,9 @@ def _check(
     if len(devices) > 1:
         raise ValueError(f"the weights of one plan are on one device, got {sorted(map(str, devices))}")
     if torch.device("meta") in devices:
-        raise ValueError("the weights are on the meta device: give them storage before the plan is built")
+        raise ValueError(
+            "the weights are on the meta device: allocate their storage (to_empty) before the plan is built"
+        )
     _check_host_masters(shards)
     return shards
 
@@ -264,9 +269,11 @@ def _with_cuts(shard: MasterShard, cuts: range | None) -> MasterShard:
     weight, span = shard.weight, shard.span
     entries = elements_per_scale(weight.format, weight.shape)
     if not entries or any(cut % n for n in entries.values() for cut in (cuts.start, cuts.step)):
-        raise ValueError(f"these scales cannot be gathered in parts cut at {cuts}")
+        raise ValueError(f"these scales cannot be gathered in parts that end at {cuts}")
     if not {span.start, span.stop} <= {0, weight.numel(), *cuts}:
-        raise ValueError(f"elements [{span.start}, {span.stop}) do not lie between the cuts {cuts} of gathered scales")
+        raise ValueError(
+            f"elements [{span.start}, {span.stop}) are not between the boundaries {cuts} of gathered scales"
+        )
     return replace(shard, cuts=cuts)
 
 

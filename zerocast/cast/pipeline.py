@@ -35,14 +35,13 @@ def cast(
         amaxes: the buffer of their amaxes, which reduces itself over the ranks.
         delayed: the delayed scaling of those weights of `tables` that use it.
         to_measure: the weights to measure, if a step has measured the others; None for all.
-        to_code: the weights to write codes of, if those of the others are written later; None for
-            all.
+        to_code: the weights to write codes of, if the other codes are written later. None for all.
         boundary: the elements of other ranks that this rank writes, whose values come with the
             reduction.
         skip: bool[1] on the device. If it holds True nothing is written, but the collective runs.
         update: an optimizer step that the masters take first, in the pass that measures them. If
             scales are local (`FormatSpec.casts_in_one_pass`) that pass writes the codes too, except
-            those of rows of blocks that a boundary between ranks cuts.
+            in rows of blocks that a boundary between ranks splits.
         repeat: True to repeat the last cast with its delayed scales. Histories do not roll.
     """
     # This is torch.no_grad() in half of its host time.

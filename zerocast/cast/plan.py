@@ -32,7 +32,7 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, pop_deferred_error, train
 from zerocast.weight.validity import InvalidWeights, Use, Validity
 
-# How many plans were built in each process group, by its name.
+# The number of plans that were built in each process group, keyed by its name.
 _built: Counter[str] = Counter()
 
 
@@ -42,7 +42,7 @@ class Plan(abc.ABC):
 
     Attributes:
         validity: the validity of the weights, for as long as the plan lives.
-        problem: the reason why this rank cannot make the present cast. None if it can. Each `ready`
+        problem: the reason why this rank cannot make the current cast. None if it can. Each `ready`
             sets it.
     """
 
@@ -69,7 +69,7 @@ class Plan(abc.ABC):
             problem: a problem that this rank has found before this call.
 
         Raises RuntimeError on every rank, on a GPU one cast later, if a rank reduced its amaxes
-        with those of another call.
+        with the amaxes of a different call.
         """
         self._announce(detail)
         try:
@@ -85,8 +85,8 @@ class Plan(abc.ABC):
         self.problem = problem
 
     def check_ready(self) -> None:
-        """Raise the problem of this rank on it alone. For a captured step: its collectives are in a
-        graph, in which this rank cannot take part without a step.
+        """Raise the problem of this rank on this rank only. For a captured step: its collectives
+        are in a graph, in which this rank cannot take part without a step.
         """
         problem, self.problem = self.problem, None
         if problem is not None:
@@ -138,7 +138,7 @@ class Plan(abc.ABC):
 
     @abc.abstractmethod
     def _follow(self) -> None:
-        """Find masters and weights where they are now. Raises on this rank alone."""
+        """Find masters and weights where they are now. Raises on this rank only."""
 
     @abc.abstractmethod
     def _writing(self, masters: bool) -> contextlib.AbstractContextManager[object]:
@@ -165,7 +165,7 @@ class CastPlan(Plan):
         start_offsets: for each weight, the row-major position of the master's first element.
         group: the ranks that share the masters: a ProcessGroup, a one-dimensional DeviceMesh, or
             None for the default group, or for one process if there is none.
-        fsdp_shard_model_weights: for each weight, storage for the owned codes alone, whose first
+        fsdp_shard_model_weights: for each weight, storage for the owned codes only, whose first
             byte holds element `start_offset`; a (rowwise, columnwise) pair for mxfp8. The weight's
             own data is then not written. None to write that.
         backend: a name from `zerocast.backends`; None to choose one.
@@ -173,11 +173,11 @@ class CastPlan(Plan):
             leaves its master as it is. None for casts without an AdamUpdate.
         names: the names of the weights in states and reports; None for `weight 0`, `weight 1` and
             so on.
-        scale_cuts: for each weight, the positions at which the spans of ranks meet, if the caller
+        scale_cuts: for each weight, the boundaries between the spans of ranks, if the caller
             gathers the scale buffers as it gathers the codes, each rank's part in proportion to its
-            span. The rank then computes no other scales, and only amaxes of blocks that a cut
-            divides are reduced. A weight of mxfp8 needs rows and columns in multiples of 128 and
-            cuts at multiples of 32. None if every rank computes all scales.
+            span. The rank then computes only these scales, and only amaxes of blocks that a
+            boundary splits are reduced. A weight of mxfp8 needs rows and columns in multiples of
+            128 and boundaries at multiples of 32. None if every rank computes all scales.
         validity: the validity of the weights, or of more that is written together with them; None
             for a new one.
         claim: the owner's claim on these weights. None while the plan has no owner.
@@ -241,7 +241,8 @@ class CastPlan(Plan):
         self._keeps_initial_values = True
         self._lay_out()
         if claim is None:
-            # By parameter, so that weights are trained also once `.data =` gave them other storage.
+            # By parameter, so that weights still count as trained after `.data =` gave them
+            # different storage.
             train(self, [self.weights[index] for index in self._cast])
 
     def __repr__(self) -> str:
@@ -260,14 +261,14 @@ class CastPlan(Plan):
         Args:
             skip: bool[1] on the device. If it holds True nothing changes.
             update: an optimizer step that the masters take first.
-            repeat: True to repeat the last cast, perhaps from other masters, without moving delayed
-                scaling on.
+            repeat: True to repeat the last cast, possibly from changed masters, without advancing
+                delayed scaling.
 
-        After an exception half-way the weights cannot be read until another cast has completed.
-        Raises RuntimeError, on every rank, if the masters of the last cast were NaN or Inf. An
-        error in the masters of one rank now is raised on every rank too. On a GPU that rank raises
-        it now and the others in their next cast. If that rank continues, it must first take part in
-        the gather of the others.
+        After an exception during the cast the weights cannot be read until another cast has
+        completed. Raises RuntimeError, on every rank, if the masters of the last cast were NaN or
+        Inf. An error in the masters of one rank now is raised on every rank too. On a GPU that rank
+        raises it now and the others in their next cast. If that rank continues, it must first take
+        part in the gather of the others.
         """
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
@@ -302,8 +303,8 @@ class CastPlan(Plan):
 
     def _announce(self, detail: str) -> None:
         # An optimizer step follows passes that came after the last cast, so waiting for that one
-        # costs nothing. Other casts may follow each other at once: then the host waits for the last
-        # one only when the device has got the next one.
+        # costs nothing. Other casts may follow each other immediately: then the CPU waits for the
+        # last one only after it has launched the next one.
         waits = self._is_stepped or not self.packed.reports.reads_late
         self._check_reports(casts_in_flight=0 if waits else 1)
         if self._switched and self._switched.check():
@@ -377,11 +378,11 @@ class CastPlan(Plan):
             return
         if update is not None:
             raise RuntimeError(
-                "these masters lie on the host, and an AdamUpdate is of masters on the device: step, then cast()"
+                "an AdamUpdate is not supported with masters in CPU memory: step these masters, then call cast()"
             )
         if self._is_capturing():
             raise RuntimeError(
-                "a cast of masters on the host cannot be captured in a CUDA graph, which would repeat the copies alone: cast "
+                "a cast of masters in CPU memory cannot be captured in a CUDA graph, which would repeat only the copies: cast "
                 "outside of it, or move the masters to the device"
             )
 
@@ -407,11 +408,11 @@ class CastPlan(Plan):
         master_weights: Sequence[Tensor | None],
         fsdp_shard_model_weights: Sequence[ShardData | None] | None = None,
     ) -> None:
-        """Cast other masters of the same spans from now on. Local.
+        """Cast different master tensors of the same spans in later casts. Local.
 
-        `fsdp_shard_model_weights` gives the codes other storage, or for None in the list the
+        `fsdp_shard_model_weights` gives the codes different storage, or for None in the list the
         weight's own data. Without it codes go where they went before. Raises ValueError or
-        TypeError on this rank alone, with nothing changed.
+        TypeError on this rank only, with nothing changed.
         """
         self._partition.move(master_weights, fsdp_shard_model_weights)
         self._watch()
@@ -448,8 +449,8 @@ class CastPlan(Plan):
     def claim(self, who: str) -> Claim:
         """Claim the weights that this plan casts for an owner, as long as the result is kept.
 
-        Raises ValueError, on this rank alone, if another owner that still exists writes any of
-        these elements.
+        Raises ValueError, on this rank only, if another owner that still exists writes any of these
+        elements.
         """
         return self._step_hooks.claim(who)
 
@@ -472,9 +473,9 @@ class CastPlan(Plan):
     def switch_part(self) -> SwitchPart:
         """Return the part of this plan in `zerocast.switch`, which gathers the new bytes once.
 
-        The weights get new buffers, into which the caller has to gather from then on. If it goes on
-        with the old ones, the cast after a gather raises RuntimeError on every rank. Weights
-        without a master on any rank keep their formats.
+        The weights get new buffers, into which the caller has to gather from then on. If it
+        continues to with the old ones, the cast after a gather raises RuntimeError on every rank.
+        Weights without a master on any rank keep their formats.
         """
         names = self._names if self._is_named else [w.state.name for w in self.weights]
         unique_names = names if all(names) and len({*names}) == len(names) else self._names
@@ -508,7 +509,7 @@ class CastPlan(Plan):
             problem = self._partition.why_format_is_fixed(index)
             if problem:
                 raise RuntimeError(
-                    f"{name} cannot be switched, {problem}: build another plan over weights of the new format"
+                    f"{name} cannot be switched, {problem}: build a new plan over weights of the new format"
                 )
 
     def _convert(self, formats: Mapping[int, FormatSpec]) -> None:
@@ -530,7 +531,7 @@ class CastPlan(Plan):
         weights: Sequence[QuantizedWeight] | None = None,
         scale_cuts: Sequence[range | None] | None = None,
     ) -> None:
-        """Prepare casts of other formats, after the weights `changed` were given these and new
+        """Prepare casts in the new formats, after the weights `changed` were given these and new
         storage. Collective.
 
         The next cast fills that storage and seeds the delayed scales of these weights. `weights`
@@ -555,8 +556,8 @@ class CastPlan(Plan):
         self.delayed.load_state_dict(delayed_state)
 
     def check_call(self, use: Use | None = None) -> None:
-        """Raise RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with
-        those of another call, or if it cast masters that are NaN or Inf.
+        """Raise RuntimeError, on every rank, if the last cast on a GPU reduced its amaxes with the
+        amaxes of a different call, or if it cast masters that are NaN or Inf.
         """
         self._check_reports(casts_in_flight=0)
 
@@ -573,7 +574,7 @@ class CastPlan(Plan):
         except InvalidWeights:
             raise
         except (RuntimeError, TypeError, ValueError):
-            self._broke_off("a cast with ranks in another call")
+            self._broke_off("a cast with ranks in different calls")
             raise
 
     def _broke_off(self, what: str, masters: bool = False) -> None:
@@ -590,12 +591,12 @@ class CastPlan(Plan):
         self.validity.watch(masters, sharded=self.group.size > 1)
 
     def _delayed_buffers(self) -> dict[str, dict[str, Tensor | None]]:
-        """Return the buffers of the weights that are cast with delayed scaling, by name."""
+        """Return the buffers of the weights that are cast with delayed scaling, keyed by name."""
         return {self._names[i]: self.weights[i].state.buffers for i in self._cast if self.weights[i].scale is not None}
 
     def _lay_out(self) -> None:
-        """Derive from the partition all that a cast needs: which blocks are cut, the layout of all
-        amaxes, and the tables of the memory that weights and masters are in now.
+        """Derive from the partition all that a cast needs: the blocks that ranks share, the layout
+        of all amaxes, and the tables of the memory that weights and masters are in now.
         """
         # The text that ranks compare, into which each cast fills the caller's step. All ranks build
         # the plans of a group together, so their numbers agree.
@@ -612,8 +613,8 @@ class CastPlan(Plan):
 
     def _follow(self) -> None:
         """Wait for gathers, and make the tables again if a weight or a master has moved, or another
-        plan has taken a weight over. Raises ValueError or TypeError, on this rank alone, for
-        masters that no plan could be built for.
+        plan has taken a weight over. Raises ValueError or TypeError, on this rank only, for masters
+        that no plan could be built for.
         """
         for w in self.weights if self.validity.before_read else ():
             w.wait()
@@ -624,14 +625,14 @@ class CastPlan(Plan):
             self._bind()
 
     def _take_weights(self) -> None:
-        """Give the weights the validity of this plan in place of that of another plan."""
+        """Give the weights the validity of this plan in place of an earlier plan's validity."""
         cast = set(self._cast)
         for index, w in enumerate(self.weights):
             if w.state.validity is not self.validity:
                 w.state.join(self.validity, has_master=index in cast)
 
     def _bind(self) -> None:
-        """Make the descriptor tables for the present memory. Local, and raises nothing."""
+        """Make the descriptor tables for the current memory. Local, and raises nothing."""
         self._take_weights()
         self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
@@ -644,9 +645,9 @@ class CastTables:
 
     Attributes:
         owned: the weights that this rank computes scales of, with the elements that it owns.
-        boundary: the elements of other ranks that this rank writes, since they share a byte with
-            one of its own.
-        on_host: True if any masters are on the host, and the weights on another device.
+        boundary: the elements of other ranks that this rank writes, since they share a byte with an
+            own element.
+        on_host: True if any masters are in CPU memory, and the weights on another device.
     """
 
     owned: list[WeightTable]

@@ -1,7 +1,7 @@
 """StepHooks: the optimizers after whose steps a plan casts, and the plan's claim on its weights.
 
 An optimizer that steps over none of a plan's masters would silently leave its weights as they are.
-So `attach` refuses it, and the first step logs the masters that no attached optimizer steps over.
+So `attach` raises, and the first step logs the masters that no attached optimizer updates.
 """
 
 import logging
@@ -64,16 +64,14 @@ class StepHooks:
         return len(self._hooks) == 1
 
     def claim(self, who: str) -> Claim:
-        """Claim the weights for an owner. Raises ValueError, on this rank alone, while another
-        owner writes any of these elements.
+        """Claim the weights for an owner. Raises ValueError, on this rank only, while another owner
+        writes any of these elements.
         """
         self.check_unclaimed()
         return Claim(who, self._elements(), by=self)
 
     def check_unclaimed(self) -> None:
-        """Raise ValueError, on this rank alone, while another owner writes any of these
-        elements.
-        """
+        """Raise ValueError, on this rank only, while another owner writes any of these elements."""
         check_unclaimed(self._elements(), self.is_overridable)
 
     def is_overridable(self, claim: Claim) -> bool:
@@ -132,8 +130,8 @@ class _CastAfterStep:
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> set[int | None]:
-    """Return the storages that an optimizer may write: those of its parameters, and of its state,
-    which has the masters of parameters in low precision.
+    """Return the storages that an optimizer may write: of its parameters, and of its state, which
+    has the masters of parameters in low precision.
     """
     states = [state for state in optimizer.state.values() if isinstance(state, dict)]
     of_state = [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -144,8 +142,8 @@ def _storages_of(tensors: Iterable[Tensor]) -> set[int | None]:
     """Return the addresses of the storages of these tensors, without those that have no elements
     here.
 
-    The storage of a DTensor is that of its local tensor, the storage of a QuantizedWeight that of
-    its codes. None stands for the storage of a tensor on the meta device, and of other subclasses
+    A DTensor is represented by the storage of its local tensor, a QuantizedWeight by the storage of
+    its codes. None represents the storage of a tensor on the meta device, and of other subclasses
     without memory.
     """
     storages: set[int | None] = set()

@@ -1,9 +1,9 @@
-"""switch: other formats for the weights of a run, between two steps and from the same masters.
+"""switch: change the formats of a run's weights between two steps, from the same masters.
 
-Masters do not depend on formats, so one cast makes the bytes in another format. The owner of the
-masters rebuilds everything that depends on the format: buffers, gathers, plans, captured graphs.
-Each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same phases.
-Until the last phase every rank can still go back, and all do if one of them must.
+Masters do not depend on formats, so one cast makes the bytes in a different format. The owner of
+the masters rebuilds everything that depends on the format: buffers, gathers, plans, captured
+graphs. Each owner states its part as a `SwitchPart`, and `switch` takes all parts through the same
+phases. Until the last phase every rank can still go back, and all do if one of them must.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from zerocast.verification.master_views import owners_of
 from zerocast.weight.validity import Validity
 
 Formats = Mapping[str, FormatSpec]
-CALL = "switches to another recipe"
+CALL = "switches to a different recipe"
 
 
 @dataclass(frozen=True)
 class SwitchPart:
-    """The part of one owner of masters in a switch. Its calls are given the new formats, by name,
-    of the weights that change.
+    """The part of one owner of masters in a switch. Its calls are given the new formats, keyed by
+    name, of the weights that change.
 
     Attributes:
         groups: the ranks that switch together.
-        weights: format and shape of each quantized weight by name.
+        weights: format and shape of each quantized weight, keyed by name.
         plain: the names of its other parameters of two or more dimensions.
         check: raises where a switch would be wrong now. Local.
         convert: gives the weights formats and storage. Local; it may run out of memory.
@@ -76,8 +76,8 @@ def switch(model_or_optimizer_or_plan: Any, recipe: RecipeLike) -> None:
     between two steps, on all ranks.
 
     Accepts a ZeroAdamW, a CastPlan, a model whose weights have such an owner, and a model or
-    optimizer under `zerocast.fsdp2`. Afterwards weights, scales and delayed histories are those of
-    a run that has just begun with this recipe from the same masters; masters, moments and step
+    optimizer under `zerocast.fsdp2`. Afterwards weights, scales and delayed histories equal those
+    of a run that has just begun with this recipe from the same masters; masters, moments and step
     counts stay. A weight whose format does not change keeps its bytes and its history. Parameters
     stay the same objects: an `identity` weight is a QuantizedWeight that holds the master rounded
     to its nominal dtype, and can be switched again. Compiled functions are compiled again, captured
@@ -144,7 +144,7 @@ def _parts_of(what: Any) -> list[SwitchPart]:
 
 
 def _validate(parts: Sequence[SwitchPart], changes: Sequence[Formats], problem: Exception | None) -> None:
-    """Raise the problem of any rank on every rank, after the ranks of all groups have been told."""
+    """Raise the problem of any rank on every rank, after the ranks of all groups were notified."""
     errors: list[Exception] = []
     for part, formats in zip(parts, changes, strict=True):
         lines = [f"{name}, {fmt}, to become {formats.get(name, fmt)}" for name, (fmt, _) in part.weights.items()]
@@ -159,7 +159,7 @@ def _validate(parts: Sequence[SwitchPart], changes: Sequence[Formats], problem: 
 
 @contextlib.contextmanager
 def _restored(objects: Sequence[Any]) -> Iterator[None]:
-    """Give the objects their present attributes back if the body raises."""
+    """Restore the current attributes of the objects if the body raises."""
     saved = [dict(vars(changed)) for changed in objects]
     try:
         yield

@@ -32,8 +32,8 @@ def share_cast_bytes(group: Group, weights: Sequence[QuantizedWeight]) -> None:
 
 
 class SwitchedBytes:
-    """Checks that all ranks hold the same codes of `weights`, by name, as they do when this is
-    made.
+    """Checks that all ranks hold the same codes of `weights`, keyed by name, as they do when this
+    is made.
 
     Only rowwise codes are compared, since a caller that computes no gradients need not gather
     others.

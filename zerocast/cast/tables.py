@@ -42,8 +42,8 @@ MEASURED_AS = get_format("fp8_current")
 
 
 class Places:
-    """The addresses of tensors when this was made, which tell later whether one was given other
-    memory (`.data =`), or its storage another size (`untyped_storage().resize_`).
+    """The addresses of tensors when this was made, which show later whether one was given different
+    memory (`.data =`), or its storage a different size (`untyped_storage().resize_`).
     """
 
     def __init__(self, tensors: Iterable[Tensor], storages: Iterable[Tensor] = ()) -> None:
@@ -55,7 +55,7 @@ class Places:
         self._noted = self._look()
 
     def has_moved(self) -> bool:
-        """Return True if any tensor has other memory than when this was made."""
+        """Return True if the memory of any tensor differs from when this was made."""
         return self._look() != self._noted
 
     def _look(self) -> list[object]:
@@ -73,9 +73,9 @@ class StorageTable:
     of flat tensors.
 
     Attributes:
-        dtype: that of the role, uint8 for data of any kind.
-        tensors: one for each storage, over the whole of it.
-        followed: the tensors whose addresses tell that something moved. These are the first one of
+        dtype: the dtype of the role, uint8 for data of any kind.
+        tensors: one for each storage, over all of it.
+        followed: the tensors whose addresses show that something moved. These are the first one of
             each storage, and those that `add` was asked to follow.
     """
 
@@ -88,7 +88,8 @@ class StorageTable:
     def add(self, tensor: Tensor, follow: bool = False) -> tuple[int, int]:
         """Return (base index, offset in elements of `dtype`) of a contiguous tensor."""
         storage = tensor.untyped_storage()
-        # Storages at one address may differ in size, where a host made them over memory of its own.
+        # Storages at one address may differ in size, where a framework made them over its own
+        # memory.
         key = storage.data_ptr(), storage.nbytes()
         is_new = key not in self._index
         if is_new:
@@ -101,7 +102,7 @@ class StorageTable:
 
     def add_whole(self, tensor: Tensor) -> tuple[int, int]:
         """Return (base index, 0) of a flat tensor that is a base by itself, so that others of its
-        size can be beside it.
+        size can be next to it.
         """
         check_storage("a master", tensor)
         self.tensors.append(tensor)
@@ -137,7 +138,7 @@ class WeightTable:
     Attributes:
         key: the properties that they have in common.
         masters: the storages of their masters.
-        buffers: the storages of their buffers, by the name of the buffer.
+        buffers: the storages of their buffers, keyed by the name of the buffer.
         table: i64 `[rows, WIDTH]` on the device, from `freeze` on.
     """
 
@@ -145,13 +146,13 @@ class WeightTable:
 
     def __init__(self, key: TableKey, device: torch.device, of_whole_weights: bool = False) -> None:
         self.key, self.device = key, device
-        # True if stages read all codes of a weight, not only those of its owned elements.
+        # True if stages read all codes of a weight, not only the codes of its owned elements.
         self._of_whole_weights = of_whole_weights
         self._rows: list[list[int]] = []
         # The parameter group of each row.
         self._groups: list[int] = []
-        # The pieces of an update with moments in 8 bits, and those of the rows, for the life of the
-        # table. None before the first such update.
+        # The pieces of an update with moments in 8 bits, and the pieces of the rows, for the life
+        # of the table. None before the first such update.
         self._pieces_of: tuple[Sequence[list[int]], Tensor] | None = None
         self._has_amaxes = key.fmt.amax_policy is not AmaxPolicy.NONE
         dtypes = {name: torch.float32 for name in ("amax", "scale", "amax_history")}
@@ -168,9 +169,10 @@ class WeightTable:
 
         Args:
             shape: of the matrix.
-            place: where the rowwise amaxes begin, and those of a columnwise grid of its own.
+            place: the offsets of its rowwise amaxes, and of its columnwise amaxes if it has a
+                separate columnwise grid.
             group: the parameter group.
-            shared: the place of the amax that the weight shares with others; -1 for none.
+            shared: the offset of the amax that the weight shares with others. -1 for none.
         """
         row = [-1] * WIDTH
         row[Column.ROWS], row[Column.COLUMNS] = shape
@@ -191,7 +193,7 @@ class WeightTable:
         row = self.add_row(weight.matrix_shape, place, group, shared)
         for name, (base, offset) in BUFFER_COLUMNS.items():
             tensor = weight.state.buffers[name]
-            # A tensor without elements stands for codes that are not kept.
+            # A tensor without elements represents codes that are not kept.
             if tensor is not None and tensor.numel():
                 row[base], row[offset] = self.buffers[name].add(tensor)
         return row
@@ -200,7 +202,7 @@ class WeightTable:
         self, shard: MasterShard, place: Sequence[int], group: int = 0, shared: int = -1, flag: int = -1
     ) -> None:
         """Append a weight with the elements of it that this rank owns, a row for each matrix that
-        it is stored in. `flag` is the place of the number that becomes 1 where its master is not
+        it is stored in. `flag` is the offset of the number that becomes 1 if its master is not
         finite.
         """
         matrices = shard.matrices()
@@ -271,14 +273,14 @@ class WeightTable:
 
     def add_to_masters(self, master: Tensor) -> tuple[int, int]:
         """Return (base index, offset) of a master. A view stays where its base is. Other tensors
-        are followed, since each may be given another storage (`.data =`), even if they share one
+        are followed, since each may be given different storage (`.data =`), even if they share one
         now.
         """
         return self.masters.add(master, follow=not master._is_view())
 
     def _narrow(self, row: list[int], shard: MasterShard) -> None:
         """Narrow a row of the table to the rows of its weight that this rank computes scales of, as
-        if these were a whole weight.
+        if these were a full weight.
         """
         (rows, columns), narrow = shard.weight.matrix_shape, shard.rows
         row[Column.ROWS] = narrow.numel
@@ -313,7 +315,7 @@ class WeightTable:
         return self
 
     def has_moved(self) -> bool:
-        """Return True if a storage was replaced since the table was frozen, or has another size."""
+        """Return True if a storage was replaced or resized since the table was frozen."""
         return self._places.has_moved()
 
     def has_same_memory(self, other: "WeightTable") -> bool:
@@ -327,12 +329,12 @@ class WeightTable:
     def _storages(self) -> list[StorageTable]:
         return [self.masters, *self.buffers.values()]
 
-    # -- rows of blocks that this rank owns in whole, and those that a boundary between ranks cuts
+    # -- rows of blocks that only this rank owns, and rows that a boundary between ranks splits
 
     @cached_property
     def rest_of_rows(self) -> "WeightTable | None":
-        """The owned elements in rows of exchange blocks that a boundary cuts, whose codes wait for
-        reduced amaxes; None without any.
+        """The owned elements in rows of exchange blocks that a boundary splits, whose codes wait
+        for reduced amaxes; None without any.
         """
 
         def around_whole_rows(matrix: Block, span: Span) -> Sequence[Span]:
@@ -374,7 +376,7 @@ class WeightTable:
         there is one. `cast_rest` with the same update writes the remaining codes and moments.
 
         Where scales are local (`FormatSpec.casts_in_one_pass`) an update writes the codes in the
-        same pass, except of the rows of blocks that a boundary cuts.
+        same pass, except of the rows of blocks that a boundary splits.
         """
         if not self.masters.tensors:
             return
@@ -446,7 +448,7 @@ class WeightTable:
 
     def finish_moments(self, inputs: AdamInputs, packed: Tensor, skip: Tensor | None = None) -> None:
         """Round the moments of groups that several ranks have parts of, once their largest values
-        were reduced. Arguments are those of `adam_each`.
+        were reduced. The arguments are as in `adam_each`.
         """
         grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
         if groups is not None and self._owned and groups.cut_largest.numel():
@@ -464,7 +466,7 @@ class WeightTable:
             )
 
     def _of_groups(self, groups: MomentGroups) -> dict[str, Any]:
-        """Return the arguments of a stage that tell it of groups of moments."""
+        """Return the arguments of a stage that describe groups of moments."""
         return {"moment_scales": groups.scales, "pieces": self._moment_pieces(groups), "steps": groups.steps}
 
     def _moment_pieces(self, groups: MomentGroups) -> Tensor:
@@ -519,8 +521,8 @@ class WeightTable:
 
 
 def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int], number: int) -> tuple[int, int]:
-    """Return the place of the amaxes of one of the matrices that a weight is stored in; the first
-    one has that of the weight.
+    """Return the offsets of the amaxes of one of the matrices that a weight is stored in; the first
+    one has the weight's offset.
     """
     _, matrix = stored_matrices(fmt, shape)
     rowwise, columnwise = amax_counts(fmt, *matrix)
@@ -535,7 +537,7 @@ def _piece_of(pieces: Sequence[list[int]], row: Sequence[int]) -> list[int]:
     row is one of several matrices that a weight is stored in, or some rows of blocks. Either begins
     with a group of moments.
 
-    `pieces` are in the order of their places.
+    `pieces` are in the order of their offsets.
     """
     place = row[Column.MASTER_BASE], row[Column.MASTER_OFFSET]
     index = bisect.bisect_right(pieces, place, key=_place) - 1
