@@ -4,7 +4,7 @@ The bytes do not depend on how the masters are sharded. `help(name)` describes e
 
     quantize_, Recipe, get_format, FormatSpec   which weights of a model take which format
     ZeroAdamW, ZeroConfig                       AdamW over sharded masters that casts and gathers
-    ZeroMuon                                    Muon over matrices that ranks own in whole
+    ZeroMuon                                    Muon over matrices that are each owned by one rank
     fsdp2                                       the same weights under torch's fully_shard
     CastPlan                                    a cast of masters that your optimizer steps
     switch                                      changes formats in the middle of a run
@@ -17,7 +17,7 @@ The bytes do not depend on how the masters are sharded. `help(name)` describes e
     backends, gemm                              which code casts; how products are computed
 
 Each name is imported when it is first used, so a script waits only for the modules it uses, and the
-command line answers --help at once.
+command line answers --help immediately.
 """
 
 import importlib
@@ -65,7 +65,7 @@ __all__ = [
 ]
 
 
-# Where the names are that are no modules.
+# The modules of the names that are not modules themselves.
 _HOMES = {
     "CastPlan": "cast.plan",
     "FormatSpec": "formats",

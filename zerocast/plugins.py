@@ -60,10 +60,10 @@ class Plugin:
 
 @functools.cache
 def plugins(group: str, taken: tuple[str, ...]) -> Mapping[str, Plugin]:
-    """Return the plugins of a group by name. None is imported.
+    """Return the plugins of a group, keyed by name. None is imported.
 
-    A name of `taken`, those of zerocast itself, and a name that two packages use are refused with a
-    warning.
+    A name in `taken`, the names of zerocast itself, and a name that two packages use are rejected
+    with a warning.
     """
     by_name: dict[str, list[Plugin]] = {}
     for entry_point in metadata.entry_points(group=group):
@@ -73,9 +73,9 @@ def plugins(group: str, taken: tuple[str, ...]) -> Mapping[str, Plugin]:
     accepted = {}
     for name, plugins_of_name in sorted(by_name.items()):
         if name in taken:
-            logger.warning("%s is refused: zerocast has one of this name", plugins_of_name[0])
+            logger.warning("%s is ignored: zerocast has one of this name", plugins_of_name[0])
         elif len(plugins_of_name) > 1:
-            logger.warning("%s is refused, and so is %s: they have one name", *plugins_of_name[:2])
+            logger.warning("%s and %s are ignored: they have the same name", *plugins_of_name[:2])
         else:
             accepted[name] = plugins_of_name[0]
     return accepted

@@ -15,7 +15,7 @@ from zerocast.formats.shared_amax import SharedAmax
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, remember_model
 
-# A cast holds FP32 copies of values that are given in another dtype. So a plan casts weights of
+# A cast holds FP32 copies of values that are given in other dtypes. So a plan casts weights of
 # about this many elements, and further weights are cast by further plans.
 BATCH_NUMEL = 2**27
 
@@ -43,8 +43,8 @@ def quantize_(
     model)`. Returns `model`.
 
     Raises ValueError, with nothing changed, for a pattern that matches nothing, a shape that its
-    format cannot take, a weight that is already quantized in another format, an embedding (its rows
-    are looked up and not multiplied), the kernel of a convolution, a DTensor (use
+    format cannot take, a weight that is already quantized in a different format, an embedding (its
+    rows are looked up and not multiplied), the kernel of a convolution, a DTensor (use
     `zerocast.fsdp2.prepare` for it), a fast recipe for a model without blocks, and weights that
     `serve` could not read.
     """
@@ -145,8 +145,8 @@ def _check_quantized(name: str, weight: QuantizedWeight, fmt: FormatSpec, dtype:
 
 
 def read_without_products(model: nn.Module) -> dict[int, str]:
-    """Return the parameters that are not an operand of a product, by id, with a description of
-    each.
+    """Return the parameters that are not an operand of a product, keyed by id, with a description
+    of each.
     """
     descriptions: dict[int, str] = {}
     for module in model.modules():
@@ -210,7 +210,7 @@ def _cast_initially(quantized: Mapping[Tensor, nn.Parameter]) -> None:
 
 
 def cast_whole(weight: QuantizedWeight, value: Tensor, *, claim: Claim | None = None) -> None:
-    """Cast a whole weight from its unsharded value in this process, columnwise copies included.
+    """Cast an unsharded weight from its value in this process, columnwise copies included.
 
     A weight that has an owner can only be written with the owner's `claim`.
     """
@@ -220,15 +220,15 @@ def cast_whole(weight: QuantizedWeight, value: Tensor, *, claim: Claim | None = 
 def cast_together(
     weights: Sequence[QuantizedWeight], values: Sequence[Tensor], *, seed: bool = False, claim: Claim | None = None
 ) -> None:
-    """Cast whole weights of one device like `cast_whole`. Weights that share a tensor amax must be
-    cast together.
+    """Cast unsharded weights of one device like `cast_whole`. Weights that share a tensor amax must
+    be cast together.
 
     With `seed`, delayed scales are computed from the amaxes of these values.
     """
     has_masters = weights[0].state.validity.has_masters
     masters = [value.reshape(-1).float() for value in values]
     plan = CastPlan(weights, masters, [0] * len(masters), ONE_PROCESS, claim=claim)
-    # The values are no masters, and no optimizer trains them.
+    # The values are not masters, and no optimizer trains them.
     plan.validity.has_masters = has_masters
     if seed:
         plan.delayed.forget()

@@ -1,7 +1,7 @@
 """The private names of torch that this package uses: why, with which releases they were seen to
 work, and the public way that would replace each.
 
-`docs/tested.md` says which tests ran with which release. A test refuses a private name that is not
+`docs/tested.md` says which tests ran with which release. A test fails on a private name that is not
 in this table (`tests/test_torch_names.py`). `zerocast.fsdp2.prepare` and `zerocast doctor` look
 whether the torch that is installed has the names.
 """
@@ -56,7 +56,7 @@ class PrivateName(NamedTuple):
 
 
 _FSDP = "torch.distributed.fsdp"
-_EXTENSIONS = "extension points of FSDP2 for subclasses that are gathered as other bytes"
+_EXTENSIONS = "extension points of FSDP2 for subclasses that are gathered as different bytes"
 _GROUPS = "a public way to the parameter groups of an FSDPModule and their state"
 _FUSED = "a public name of the foreach operators"
 
@@ -67,7 +67,7 @@ FSDP2 = (
     PrivateName("_fsdp_param_groups", "", "the parameter groups of a module", _GROUPS, first=(2, 13)),
     PrivateName("_training_state", "", "whether a group is within a pass", _GROUPS),
     PrivateName("_to_sharded", "", "free what a forward pass left gathered", "FSDPModule.reshard for one group"),
-    PrivateName("_to_unsharded", "", "read attributes of gathered weights at once", _EXTENSIONS),
+    PrivateName("_to_unsharded", "", "read attributes of gathered weights without __torch_function__", _EXTENSIONS),
     PrivateName("_all_reduce_hook", "", "a user's hook runs as without zerocast", _GROUPS),
     PrivateName("_post_accumulate_grad_hooks", "torch:Tensor", "the same", "a public query of hooks"),
     PrivateName("_all_gather_result", "", "drop gathers of a pass that raised", "FSDPModule.reshard, if it did so"),
@@ -80,10 +80,10 @@ FSDP2 = (
     PrivateName("_fsdp_param", f"{_FSDP}._fully_shard", "gather all weights of a group in one call", _EXTENSIONS),
     PrivateName("_sharded_local_tensor", "", "the master behind an FSDPParam", _EXTENSIONS),
     PrivateName("_unsharded_param", "", "the parameter that modules see", _EXTENSIONS),
-    PrivateName("_unsharded_inner_tensors", "", "gather in another format after a switch", _EXTENSIONS),
+    PrivateName("_unsharded_inner_tensors", "", "gather in a different format after a switch", _EXTENSIONS),
     PrivateName("_module_info", "", "the modules that see a parameter", _EXTENSIONS),
     PrivateName("_setattr_on_modules", f"{_FSDP}._fully_shard._fsdp_param:FSDPParam", "the same", _EXTENSIONS),
-    PrivateName("_orig_size", "", "the shape before FSDP2 cut the weight", _EXTENSIONS),
+    PrivateName("_orig_size", "", "the shape before FSDP2 sharded the weight", _EXTENSIONS),
     PrivateName("_param_fqn", "", "the name of a parameter, for an error", _EXTENSIONS),
     PrivateName(
         "_local_tensor", "", "the local tensor of a DTensor, outside of autograd", "to_local(), if it cost less"
@@ -112,21 +112,23 @@ OTHERS = (
     PrivateName("_ops", "torch", "the types of operators", "torch.library names"),
     PrivateName("_dynamo", "torch", "reset compiled functions between benchmarks", "torch.compiler.reset"),
     PrivateName("_subclasses", "torch", "know a FakeTensor", "a public name of it"),
-    PrivateName("_functorch", "torch", "graphs take weights apart at once", "torch 2.12", last=(2, 11)),
-    PrivateName("_aot_autograd", "torch._functorch", "graphs take weights apart at once", "torch 2.12", last=(2, 11)),
+    PrivateName("_functorch", "torch", "graphs unwrap weights in one call", "torch 2.12", last=(2, 11)),
+    PrivateName("_aot_autograd", "torch._functorch", "graphs unwrap weights in one call", "torch 2.12", last=(2, 11)),
     PrivateName("_python_dispatch", "torch.utils", "modes and subclasses of dispatch", _MODE),
     PrivateName("_pytree", "torch.utils", "the tensors among arguments", _MODE),
-    PrivateName("_disabled_torch_function_impl", "torch._C", "a subclass by dispatch alone", "a documented constant"),
+    PrivateName("_disabled_torch_function_impl", "torch._C", "a subclass by dispatch only", "a documented constant"),
     PrivateName("_make_wrapper_subclass", "torch:Tensor", "tensor subclasses", "a documented constructor"),
     PrivateName("_make_subclass", "torch:Tensor", "a shard that checkpoints know", "a documented constructor"),
     PrivateName("_version", "torch:Tensor", "notice writes to masters", "a public version counter"),
-    PrivateName("_is_view", "torch:Tensor", "whether a tensor has a version counter of its own", "a public query"),
+    PrivateName("_is_view", "torch:Tensor", "whether a tensor has its own version counter", "a public query"),
     PrivateName("_cdata", "torch:UntypedStorage", "tell storages apart", "a public identity"),
     PrivateName("_is_param", "", "parameters that are subclasses", "nn.Parameter of subclasses"),
-    PrivateName("_parameters", "", "put a parameter of another class into a module", "register_parameter with a class"),
+    PrivateName(
+        "_parameters", "", "put a parameter of a different class into a module", "register_parameter with a class"
+    ),
     PrivateName("_non_persistent_buffers_set", "", "what a state dict leaves out", "a public query of a module"),
-    PrivateName("_ConvNd", "torch.nn.modules.conv", "refuse kernels of convolutions", "a public base class"),
-    PrivateName("_opt_called", "", "schedulers know that a captured step was taken", "a public mark"),
+    PrivateName("_ConvNd", "torch.nn.modules.conv", "raise on kernels of convolutions", "a public base class"),
+    PrivateName("_opt_called", "", "schedulers know of a captured step", "a public mark"),
     PrivateName("_optimizer_step_post_hooks", "", "the last hook of a step casts", "an order of hooks"),
     PrivateName(
         "_disable_dynamo", "torch", "keep steps out of graphs", "torch.compiler.disable, once it imports no compiler"
@@ -141,7 +143,7 @@ OTHERS = (
         "_execution_engine", "torch.autograd:Variable", "call back at the end of a backward pass", "a public hook"
     ),
     PrivateName("_current_autograd_node", "torch._C", "name who reads a gradient", "torch.autograd.graph"),
-    PrivateName("_are_functorch_transforms_active", "torch._C", "refuse products in transforms", "torch.func query"),
+    PrivateName("_are_functorch_transforms_active", "torch._C", "raise on products in transforms", "torch.func query"),
     PrivateName("_set_throw_on_mutable_data_ptr", "torch._C", "no address of a weight without memory", "a public flag"),
     PrivateName("_dispatch_has_kernel_for_dispatch_key", "torch._C", "which products a CPU has", "a public query"),
     PrivateName("_cuda_getCurrentRawStream", "", "the stream of a launch, faster", "torch.cuda.current_stream"),
@@ -168,7 +170,7 @@ OTHERS = (
     PrivateName("_is_amx_tile_supported", "torch.cpu", "which products a CPU has", "torch.backends.cpu"),
     PrivateName("_is_mkldnn_bf16_supported", "", "which products a CPU has", "torch.backends.cpu"),
     *(
-        PrivateName(name, "", "refuse, or run, operators by name", "public operators")
+        PrivateName(name, "", "raise on, or run, operators by name", "public operators")
         for name in (
             "_c10d_functional",
             "_c10d_functional_autograd",

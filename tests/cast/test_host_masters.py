@@ -83,7 +83,10 @@ def test_what_cannot_be_done_is_refused_before_anything_is() -> None:
         plan.cast()
         before = casts.bytes_of(weight)
         flat = torch.zeros_like(master)
-        with pytest.raises(RuntimeError, match=r"AdamUpdate is not supported with masters in CPU memory: step these masters, then call cast\(\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"AdamUpdate is not supported with masters in CPU memory: step these masters, then call cast\(\)",
+        ):
             plan.cast(update=AdamUpdate(flat, flat, flat, torch.zeros(1, 8), torch.ones(1)))
         square, whole = QuantizedWeight.empty((256, 128), "mxfp8"), torch.ones(256 * 128)
         with pytest.raises(ValueError, match=r"scale_cuts.*move the masters to the weights' device"):

@@ -223,7 +223,7 @@ def within_backward() -> str:
 
 
 def test_not_within_a_backward_pass(ranks: Ranks) -> None:
-    assert ranks(1)(within_backward)[0].startswith("a captured step is taken within a backward pass")
+    assert ranks(1)(within_backward)[0].startswith("a captured step runs within a backward pass")
 
 
 def test_only_on_a_cuda_device() -> None:

@@ -173,7 +173,7 @@ def refusals() -> list[str]:
 
 def test_refused_on_every_rank(ranks: Ranks) -> None:
     for unsharded, name, difference, factor in ranks(2)(refusals):
-        assert unsharded.startswith("ValueError: set_grad_wire takes a model that fully_shard has sharded")
+        assert unsharded.startswith("ValueError: set_grad_wire needs a model that fully_shard has sharded")
         assert name == "ValueError: rank 1: grad_wire is None or 'fp8_1x128', got 'fp8'"
         assert difference.startswith("ValueError: settings differ between ranks: grad_wire is None on rank 0")
         assert "scale the loss" in factor

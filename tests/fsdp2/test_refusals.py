@@ -42,7 +42,7 @@ AT_ONCE: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "embedding": (ValueError, "embedding", lambda: prepare(nn.Embedding(32, 32), NVFP4)),
     "bf16 master": (
         TypeError,
-        "give fully_shard a MixedPrecisionPolicy",
+        "pass fully_shard a MixedPrecisionPolicy",
         lambda: prepare(linear(torch.bfloat16), NVFP4),
     ),
     "twice": (ValueError, "prepared already", lambda: twice(linear())),

@@ -178,7 +178,7 @@ def refusal(fmt: str, with_mesh: bool = False, hidden: int = 192) -> str:
 
 
 def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
-    assert all("give prepare(..., weight_mesh=)" in text for text in ranks(2)(refusal, "nvfp4"))
+    assert all("pass prepare(..., weight_mesh=)" in text for text in ranks(2)(refusal, "nvfp4"))
     assert ranks(2)(refusal, "mxfp8") == ["", ""]
 
 

@@ -272,6 +272,7 @@ def test_an_optimizer_of_other_parameters(ranks: Ranks, early: bool) -> None:
     for *said, new in ranks(2)(orphaned, early):
         assert len(said) == len(OPTIMIZERS)
         assert all(
-            "build the optimizer after fully_shard(), and build it again after load_state_dict(assign=True)" in s for s in said
+            "build the optimizer after fully_shard(), and build it again after load_state_dict(assign=True)" in s
+            for s in said
         )
         assert new == ""

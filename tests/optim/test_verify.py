@@ -154,5 +154,5 @@ def test_the_report_reads_well():
     report = verify(trainer.optimizer)
     held = [tensor for parameter in trainer.probe.parameters() for tensor in live(parameter).values()]
     assert report.nbytes == sum(tensor.numel() * tensor.element_size() for tensor in held)
-    assert str(report) == f"15 weights, {report.nbytes:,} bytes on each of 1 ranks: all are what the masters cast to"
+    assert str(report) == f"15 weights, {report.nbytes:,} bytes on each of 1 ranks: all equal the cast of the masters"
     report.raise_for_differences()

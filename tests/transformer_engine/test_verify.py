@@ -44,13 +44,13 @@ def test_stale_bytes_are_found(ranks: Ranks) -> None:
 def test_buffers_may_move(ranks: Ranks) -> None:
     for first, second in ranks(2)(verifying.moved, cases()):
         assert first == second
-        assert "7 weights" in first and "all are what the masters cast to" in first
+        assert "7 weights" in first and "all equal the cast of the masters" in first
 
 
 def test_directions_of_hybrid_tensors(ranks: Ranks) -> None:
     """Codes in a transpose are verified by rows."""
     for right, stale in ranks(2)(verifying.directions, cases(("fp8_current", "fp8_delayed"))):
-        assert "all are what the masters cast to" in right
+        assert "all equal the cast of the masters" in right
         assert "model weight 1 columnwise (fp8_delayed) on rank 1: rowwise_data differs in 1 of 6,144 bytes" in stale
 
 

@@ -425,8 +425,9 @@ class WeightTable:
         Their amaxes go into `packed`.
 
         If it `casts`, which a format must allow (`FormatSpec.casts_in_one_pass`), the same pass
-        writes the codes of the rows of blocks that are owned in whole. `rest_of_rows` get their codes
-        once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments` follows.
+        writes the codes of the rows of blocks that are owned in whole. `rest_of_rows` get their
+        codes once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments`
+        follows.
         """
         grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
         state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}

@@ -30,7 +30,7 @@ class Reply:
         what: the call in progress, as a verb.
         problem: (class, text) of the error on this rank, or None.
         digest: a digest of its lines.
-        settings: its settings, as text by name.
+        settings: its settings, as text keyed by name.
     """
 
     what: str
@@ -56,7 +56,7 @@ def validate_across_ranks(
         lines: one text per item that all ranks must share, such as a weight.
         problem: an error on this rank, or None.
         what: the call in progress, as a verb.
-        settings: other values that all ranks must share, by name.
+        settings: other values that all ranks must share, keyed by name.
 
     Raises RuntimeError for ranks in different calls; the problem of the first rank that has one,
     with the rank in its message if there are several ranks; or ValueError naming the first line
@@ -70,8 +70,8 @@ def validate_across_ranks(
     smallest, largest = range_over_ranks(mesh, words, f"digests as this rank {what}")
     if smallest == largest and not largest[0]:
         return
-    # The class is sent to the other ranks, which raise it with a text alone, so a subclass with
-    # another constructor does not do.
+    # The class is sent to the other ranks, which raise it with a text alone, so a subclass with a
+    # constructor of its own would not work.
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     described_problem = None if problem is None else (kind, str(problem))
     _raise_difference(mesh, Reply(what, described_problem, digest, shown), lines)
@@ -81,7 +81,7 @@ def largest_of_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what
     """Return the element-wise maximum of the ranks' integers. `what` names them in errors."""
     mesh = [ranks] if isinstance(ranks, Group) else ranks
     tensor = torch.tensor(values, dtype=torch.int64, device=mesh[0].device if mesh else None)
-    # A maximum along one dimension after the other is the maximum over the whole mesh.
+    # The maximum along each dimension in turn is the maximum over the full mesh.
     for group in mesh:
         group.all_reduce_max(tensor, what)
     largest: list[int] = tensor.tolist()
@@ -92,7 +92,7 @@ def range_over_ranks(ranks: Group | Sequence[Group], values: Sequence[int], what
     """Return the element-wise minimum and maximum of the ranks' integers, by one all-reduce: the
     values are the same on all ranks where the two are equal. `what` names them in errors.
     """
-    # A maximum alone shows no equality, so the negatives are reduced as well.
+    # A maximum by itself does not show equality, so the negatives are reduced as well.
     largest = largest_of_ranks(ranks, [*values, *(-value for value in values)], what)
     return [-negated for negated in largest[len(values) :]], largest[: len(values)]
 
@@ -138,8 +138,8 @@ def together(group: Group, work: Callable[[], Result], what: str) -> Result:
 
 
 def each_together(group: Group, items: Iterator[Result], what: str) -> Iterator[Result]:
-    """Yield the items, as many on each rank; an error of one rank's iterator is raised on every
-    rank.
+    """Yield the items, the same number on each rank. An error of one rank's iterator is raised on
+    every rank.
     """
     try:
         while (item := together(group, partial(next, items, None), what)) is not None:

@@ -1,11 +1,11 @@
-"""Buckets: concatenated parameters, cut into equal shards, one for each rank.
+"""Buckets: concatenated parameters, split into equal shards, one for each rank.
 
-The parameters of a bucket have the same storage, so that one cut serves for its gradients, its
+The parameters of a bucket have the same storage, so that one split serves for its gradients, its
 masters and its bytes. Parameters start at multiples of `SHARD_ALIGNMENT_ELEMENTS` and shards are
-multiples of it, so that no block row of 16, no byte and no vector load is ever cut.
+multiples of it, so that no block row of 16, no byte and no vector load is ever split.
 
-Parameters that one rank owns as a whole are in separate buckets, whose cuts are between parameters
-(`whole.py`). Their gradients are in other buckets, which are cut evenly. `Layout` has both.
+Parameters that are owned by one rank are in separate buckets, whose shards end between parameters
+(`whole.py`). Their gradients are in other buckets, which are split evenly. `Layout` has both.
 """
 
 import functools
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 # The number of elements of a bucket, unless `ZeroConfig` has another one.
 BUCKET_SIZE = 32 * 1024 * 1024
-# The number of buckets of `bucket_size` elements that may be in flight at once; a larger
-# bucket may be in flight alone. Each holds its gradients and this rank's part of their mean, in the
-# dtype in which gradients are reduced.
+# The number of buckets of `bucket_size` elements that may be in flight at the same time. A larger
+# bucket may be in flight by itself. Each holds its gradients and this rank's part of their mean, in
+# the dtype in which gradients are reduced.
 IN_FLIGHT = 8
 IDENTITY = get_format("identity")
 
@@ -91,13 +91,13 @@ class Storage:
 
     @property
     def gathered(self) -> tuple[FlatBuffer, ...]:
-        """The flat buffers that are cut into shards and gathered: codes, then scales."""
+        """The flat buffers that are split into shards and gathered: codes, then scales."""
         return *self.codes, *self.scales
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a bucket, in elements."""
+    """The position of one parameter in a bucket, in elements."""
 
     name: str
     parameter: "Tensor"
@@ -154,7 +154,9 @@ class Bucket:
         return self.slots[0].numel == self.numel
 
     def moved_by(self, numel: int) -> "Bucket":
-        """Return the bucket with its shard so many elements further behind in the flat tensors."""
+        """Return the bucket with its shard the given number of elements later in the flat
+        tensors.
+        """
         return replace(self, start=self.start + numel)
 
     def shard(self, rank: int) -> Span:
@@ -220,12 +222,12 @@ def _storage_of(fmt: FormatSpec, shape: Shape, nominal: str, reduced_as: str) ->
 class Layout(NamedTuple):
     """The buckets of an optimizer's parameters.
 
-    For parameters that ranks own as a whole the two lists differ. Their buckets of masters have
-    about one parameter for each rank. If gradients were reduced in the same buckets, as many of
-    them would be kept in memory until a bucket is complete. So gradients are cut evenly in buckets
-    of the usual size, and sent to the owner once all of them are reduced (`gradient_exchange.py`).
-    In the flat FP32 tensors these parameters come after all others, which have the same offsets in
-    both lists.
+    For parameters that are each owned by one rank the two lists differ. Their buckets of masters
+    have about one parameter for each rank. If gradients were reduced in the same buckets, the same
+    number of them would be kept in memory until a bucket is complete. So gradients are split evenly
+    in buckets of the usual size, and sent to the owner once all of them are reduced
+    (`gradient_exchange.py`). In the flat FP32 tensors these parameters come after all others, which
+    have the same offsets in both lists.
 
     Attributes:
         buckets: the buckets of masters, of the state of their updates, and of bytes.
@@ -236,16 +238,16 @@ class Layout(NamedTuple):
     gradients: list[Bucket]
 
     def adds_in_bf16(self, deterministic: bool, grad_wire: str | None) -> bool:
-        """Return True if a collective adds all gradients in bf16, and none go to owners of whole
-        matrices.
+        """Return True if a collective adds all gradients in bf16, and none are sent to owners of
+        full matrices.
         """
         in_bf16 = all(bucket.storage.reduced_as == "bfloat16" for bucket in self.buckets)
         is_whole = any(bucket.storage.whole for bucket in self.buckets)
         return in_bf16 and not (is_whole or deterministic or grad_wire)
 
     def extended(self, added: "Layout") -> "Layout":
-        """Return the layout of these parameters and of `added` ones. All keep their cuts. In the
-        flat tensors the added ones come last of those that are cut evenly, and last of the others.
+        """Return the layout of these parameters and of `added` ones. All keep their shards. In the
+        flat tensors the added ones follow the parameters that are split evenly, and the others.
         """
         cut, added_cut = (flat_numel([b for b in each.buckets if not b.storage.whole]) for each in (self, added))
 
@@ -275,7 +277,7 @@ class _Unplaced(NamedTuple):
 
     @staticmethod
     def cut(order: int, storage: Storage, slots: list[Slot], ranks: int) -> "_Unplaced":
-        """Return a bucket that is cut evenly over `ranks`."""
+        """Return a bucket that is split evenly over `ranks`."""
         return _Unplaced(order, storage, tuple(slots), round_up(_end(slots), ranks * SHARD_ALIGNMENT_ELEMENTS) // ranks)
 
 
@@ -289,9 +291,9 @@ def lay_out(
     """Lay out (name, parameter, param group) in registration order. Buckets are in the order in
     which a backward pass completes them.
 
-    `costs` has the parameters of which one rank owns all, by name, with the work of their updates.
-    Only the shape, the number of elements, the dtype and the format of a parameter are read, so
-    `zerocast plan` gives stand-ins.
+    `costs` has the parameters that are owned by one rank, keyed by name, with the work of their
+    updates. Only the shape, the number of elements, the dtype and the format of a parameter are
+    read, so `zerocast plan` passes stand-ins.
     """
     cut: list[_Member] = []
     whole: list[_Member] = []
@@ -320,7 +322,7 @@ def _gradient_storage(parameter: "Tensor", grad_dtype: "torch.dtype | str | None
 def _cut(
     members: Iterable[_Member], bucket_size: int, ranks: int, storage_of: "Callable[[Tensor], Storage]"
 ) -> list[_Unplaced]:
-    """Fill buckets with up to `bucket_size` elements, and cut them evenly."""
+    """Fill buckets with up to `bucket_size` elements, and split them evenly."""
     filling: dict[Storage, list[Slot]] = {}
     complete: list[_Unplaced] = []
     last: dict[Storage, int] = {}
@@ -355,7 +357,7 @@ def _dealt(
     grad_dtype: "torch.dtype | str | None",
     costs: Mapping[str, int],
 ) -> Iterator[_Unplaced]:
-    """Yield the buckets of parameters that ranks own as a whole."""
+    """Yield the buckets of parameters that are each owned by one rank."""
     by_storage: dict[Storage, list[Whole[Slot]]] = {}
     for order, slot in members:
         storage = storage_of(slot.parameter, grad_dtype, whole=True)

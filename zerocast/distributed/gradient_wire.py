@@ -35,7 +35,7 @@ class QuantizedReduceScatter:
         backend: a name from `zerocast.backends`; None chooses.
         what: a name of the tensor that is reduced, for errors.
 
-    Raises TypeError for another dtype.
+    Raises TypeError for other dtypes.
     """
 
     def __init__(self, full: Tensor, group: Group, backend: str | None, what: str = "") -> None:

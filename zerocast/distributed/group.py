@@ -32,7 +32,7 @@ class Caller:
     Attributes:
         name: the optimizer or plan.
         unit: the unit of `number`, "step" or "cast".
-        number: the present step or cast; 0 while the caller is being built.
+        number: the current step or cast. 0 while the caller is being built.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Group:
     def of(group: "GroupLike") -> "Group":
         """Return a Group from a ProcessGroup, a one-dimensional DeviceMesh or None.
 
-        None gives the default group if there is one, else a group of this process alone.
+        None gives the default group if there is one, else a group of this process only.
 
         Raises ValueError for a mesh of more dimensions and TypeError for anything else.
         """
@@ -96,7 +96,7 @@ class Group:
             return group
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
-                raise ValueError(f"the mesh of a cast has one dimension, got {group.ndim}: give mesh['name']")
+                raise ValueError(f"the mesh of a cast has one dimension, got {group.ndim}: pass mesh['name']")
             group = group.get_group()
         if group is None:
             if not (dist.is_available() and dist.is_initialized()):
@@ -125,8 +125,8 @@ class Group:
         if self.handle is None:
             return self
         ranks = dist.get_process_group_ranks(self.handle)
-        # Without a backend torch would take that of the default group, without a timeout that of
-        # the backend.
+        # Without these arguments torch would use the backend of the default group, and the timeout
+        # of the backend.
         backend = backend or dist.get_backend_config(self.handle)
         timeout = _timeout(self.handle)
         timeout = timeout and patience * timeout
@@ -151,7 +151,7 @@ class Group:
         most_groups = torch.tensor([max(len(names), made, _most_groups + 1)], device=self.device)
         self.all_reduce_max(most_groups, "the number of process groups")
         _most_groups = int(most_groups)
-        # torch counts the entries of this dict, so stand-ins fill it up.
+        # torch counts the entries of this dict, so placeholders fill it up.
         stand_ins: Any = [object() for _ in range(_most_groups - len(names))]
         names.update(dict.fromkeys(stand_ins, ""))
         world.group_count = _most_groups
@@ -202,7 +202,7 @@ class Group:
                 dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self.handle)
 
     def all_gather_object(self, value: Any, what: str = "objects") -> list[Any]:
-        """Return the values of all ranks, by rank."""
+        """Return the values of all ranks, in rank order."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -264,7 +264,7 @@ class Group:
         return self._start("all-to-all", what, exchange, out, full, received, sent, async_op=async_op)
 
     def broadcast(self, tensor: Tensor, what: str = "") -> None:
-        """Overwrite the tensor on every rank with that of rank 0 of this group."""
+        """Overwrite the tensor on every rank with the tensor of rank 0 of this group."""
         if self.size > 1:
             with self.failing("broadcast", what or _described(tensor)):
                 dist.broadcast(tensor, group_src=0, group=self.handle)
@@ -280,8 +280,8 @@ def _described(tensor: Tensor) -> str:
 
 
 def _like(error: Exception, text: str) -> Exception:
-    """Return an error of the same class with another text, or a RuntimeError if the class cannot be
-    made from a text.
+    """Return an error of the same class with a different text, or a RuntimeError if the class
+    cannot be made from a text.
     """
     if not isinstance(error, RuntimeError):
         return RuntimeError(text)

@@ -1,5 +1,5 @@
 """LateCopy: a copy of numbers from the device that the host reads one call later, so that it never
-waits for work that it has just issued. LateCopies: those of one tensor, again and again.
+waits for work that it has just issued. LateCopies: repeated copies of one tensor.
 """
 
 import torch
@@ -10,7 +10,7 @@ class LateCopy:
     """A copy of the tensor `numbers` as they are now, on the host.
 
     On a GPU it is queued behind the work that was issued before it, and `numbers` are kept until it
-    is read. On a CPU it is complete at once.
+    is read. On a CPU it is complete immediately.
 
     Args:
         numbers: the tensor.
@@ -57,7 +57,8 @@ class LateCopies:
         self._numbers = numbers
         self.is_late = numbers.is_cuda
         self._memory = [host_memory(numbers) for _ in range(2)]
-        # The copies that were sent and not taken, the oldest first, each with its place in memory.
+        # The copies that were sent and not taken, the oldest first, each with its index in
+        # `_memory`.
         self._unread: list[tuple[int, LateCopy]] = []
 
     def send(self) -> None:

@@ -1,5 +1,5 @@
-"""The matrices of parameters that one rank owns as a whole, and the parts that ranks send of their
-gradients.
+"""The matrices of parameters that are each owned by one rank, and the parts that ranks send of
+their gradients.
 """
 
 import math
@@ -24,7 +24,9 @@ class Matrix(NamedTuple):
 
 
 def owned_matrices(bucket: Bucket) -> Iterator[tuple[int, Matrix]]:
-    """Yield (owner, matrix) for all matrices of a bucket whose parameters ranks own as a whole."""
+    """Yield (owner, matrix) for all matrices of a bucket whose parameters are each owned by one
+    rank.
+    """
     for slot in bucket.slots:
         size = math.prod(slot.shape[-2:])
         for start in range(0, slot.numel, size):
@@ -51,8 +53,8 @@ def most_sent(layout: Layout, ranks: int) -> int:
         if bucket.storage.whole:
             owners |= {slot.name: slot.offset // bucket.shard_numel for slot in bucket.slots}
     sent = [0] * ranks
-    # Ranks between the first and the last rank of a parameter send whole shards. To avoid a loop
-    # over them, note where their number begins and ends, and accumulate at the end.
+    # Ranks between the first and the last rank of a parameter send their full shards. To avoid a
+    # loop over them, note where their number begins and ends, and accumulate at the end.
     whole_shards = [0] * ranks
     for bucket in layout.gradients:
         for slot in bucket.slots:

@@ -4,12 +4,12 @@ spans.
 Every rank computes two kinds of numbers per weight from the span that it owns: the number of
 elements, and `h(stop) - h(start)`, where h is a hash of a position. One all-reduce sums them over
 the ranks. If spans follow each other without a gap, the hashes of all positions but the first and
-the last cancel. So a weight whose sums equal those of a single span over the whole weight has
+the last cancel. So a weight whose sums equal the sums of a single span over the full weight has
 exactly one owner per element.
 
-Spans are exchanged only of two kinds: those of weights with other sums, which have a gap or an
-overlap, and those that begin or end inside a unit of the weight, which is a byte of two codes or a
-group of elements that are exchanged together.
+Spans are exchanged only of two kinds: the spans of weights with different sums, which have a gap or
+an overlap, and those that begin or end inside a unit of the weight, which is a byte of two codes or
+a group of elements that are exchanged together.
 """
 
 import functools
@@ -44,8 +44,8 @@ class Item:
 
     Attributes:
         numel: the number of elements.
-        unit: elements that belong together. If a boundary between ranks cuts a unit, all ranks must
-            know the owners of its parts.
+        unit: elements that belong together. If a boundary between ranks splits a unit, all ranks
+            must know the owners of its parts.
         name: the name in errors.
     """
 
@@ -61,8 +61,8 @@ class Ownership:
     Attributes:
         items: the weights.
         owned: by item, the number of its elements that have an owner.
-        pieces: by index of an item, the spans that ranks exchanged, in order. These are all spans
-            of an item with gaps, and spans that begin or end inside a unit.
+        pieces: a dict from the index of an item to the spans that ranks exchanged, in order. These
+            are all spans of an item with gaps, and spans that begin or end inside a unit.
     """
 
     items: Sequence[Item]
@@ -83,8 +83,8 @@ class Ownership:
 def exchange_spans(group: Group, items: Sequence[Item], spans: Sequence[Span]) -> Ownership:
     """Find the owners of all items, given the span of each item that this rank owns. Collective.
 
-    It takes at most three collectives. Their bytes grow with the number of items; only those of the
-    pieces grow with the number of ranks. Raises ValueError on every rank for elements that two
+    It takes at most three collectives. Their bytes grow with the number of items; only the bytes of
+    the pieces grow with the number of ranks. Raises ValueError on every rank for elements that two
     ranks own.
     """
     if not items:
@@ -128,7 +128,7 @@ def _doubtful(items: Sequence[Item], sums: Tensor) -> dict[int, None]:
     """Return the indices of items with a gap or an overlap, in order, as the keys of a dict.
 
     The list ends with the first item of which more elements are owned than it has. That item will
-    raise anyway, and a rank that passes whole weights by mistake need not send the spans of all.
+    raise anyway, and a rank that passes full weights by mistake need not send the spans of all.
     """
     doubtful: dict[int, None] = {}
     # An item of which no rank owns an element has no spans to exchange.

@@ -6,10 +6,11 @@ two encodings:
 
 * **A header of gathered bytes**, under FSDP2: int32 `[2]`, status and number of the cast. Every
   rank reads the reports of all.
-* **Numbers beside the packed amaxes** of a plan, whose maximum every rank gets: a flag for each
+* **Numbers next to the packed amaxes** of a plan, whose maximum every rank gets: a flag for each
   weight, which is 1 for NOT_FINITE, then a digest of the call and its negative. The maxima of the
-  two are the largest digest of all ranks and the negative of the smallest, so they tell the reports
-  of the two ranks that differ most. The buffer may be bf16, which has every integer only up to 256.
+  two are the largest digest of all ranks and the negative of the smallest, so they show whether the
+  reports of the two ranks that differ most. The buffer may be bf16, which has every integer only up
+  to 256.
 """
 
 import enum
@@ -43,7 +44,7 @@ class ShardStatus(enum.IntEnum):
     WRITTEN = 1
     # A rank without rows agrees with every other.
     EMPTY = 2
-    # A step or a load raised half-way.
+    # A step or a load failed partway.
     PARTIAL = 3
     # CLEAN, and masters of the last cast are NaN or Inf.
     NOT_FINITE = 4
@@ -85,7 +86,9 @@ class Comparison:
 
     @functools.cached_property
     def reports(self) -> list[RankReport]:
-        """The reports by rank. Only two if they were reduced: the smallest and the largest."""
+        """The reports in rank order. Only two if they were reduced: the smallest and the
+        largest.
+        """
         return list(map(RankReport._make, self._reports))
 
     @staticmethod
@@ -126,14 +129,14 @@ class Comparison:
 class CastReports:
     """The reports of a plan's ranks, which are reduced with the amaxes of each cast.
 
-    A count of casts would always agree, since the n-th cast of one rank meets the n-th of another.
-    The digest therefore covers the caller's step, learning rates and clipping. Formats without a
-    NaN code make a finite weight of a NaN master, and an Inf saturates in others: no loss would
-    show it, hence the flags.
+    A count of casts would always agree, since the n-th cast of one rank is reduced with the n-th
+    cast of another. The digest therefore covers the caller's step, learning rates and clipping.
+    Formats without a NaN code make a finite weight of a NaN master, and an Inf saturates in others:
+    no loss would show it, hence the flags.
 
     On a CPU the calls are compared as soon as they are reduced, the flags before the next cast. On
-    a GPU both travel to the host in one copy behind the cast. It is read at a later call, which is
-    the same on all ranks: when a copy arrives differs between them, and a rank that raised alone
+    a GPU both are copied to the CPU in one copy behind the cast. It is read at a later call, which
+    is the same on all ranks: when a copy arrives differs between them, and a rank that raised alone
     would leave the others in their next collective.
 
     Args:
@@ -151,7 +154,7 @@ class CastReports:
         # all-reduce overwrites.
         self._call = ""
         self._is_announced = False
-        # Why this rank could not make the last call that it refused.
+        # The problem because of which this rank could not make its last failed call.
         self._problem: Exception | None = None
         self.reads_late = numbers.is_cuda
         self._late = LateCopies(numbers)
@@ -192,7 +195,7 @@ class CastReports:
             self._compare([], self._digests.tolist())
 
     def send(self) -> None:
-        """After a cast, let its reports travel to the host."""
+        """After a cast, start the copy of its reports to the CPU."""
         self._is_announced = False
         if self.reads_late:
             if self._numbers.numel():
@@ -224,7 +227,7 @@ class CastReports:
         not make its call.
 
         Args:
-            casts_in_flight: so many of the last casts are not waited for, 0 or 1.
+            casts_in_flight: the number of the last casts that are not waited for, 0 or 1.
         """
         if self.reads_late:
             unread = self._late.take(casts_in_flight)
@@ -245,11 +248,11 @@ class CastReports:
         comparison = Comparison.of_maxima(flags, digests or (0, 0))
         if not comparison.is_same_call:
             is_refused = bool(comparison.ranks(ShardStatus.REFUSED))
-            # Digests do not tell the calls. This exchanges them and raises with both.
+            # Digests do not name the calls. This exchanges the calls and raises with both.
             validate_across_ranks(self._group, [], self._problem if is_refused else None, self._call)
             raise RuntimeError(
-                f"the amaxes of a cast were reduced with those of another call: this rank {self._call}; every rank makes the same "
-                "calls in the same order"
+                f"the amaxes of a cast were reduced with the amaxes of a different call: this rank {self._call}; every rank "
+                "makes the same calls in the same order"
             )
         if comparison.ranks(ShardStatus.NOT_FINITE):
             names = [name for name, flag in zip(self._names, flags, strict=True) if flag]
@@ -257,7 +260,7 @@ class CastReports:
 
 
 def not_finite_error(names: Sequence[str], count: str) -> InvalidWeights:
-    """Return the error that tells of masters that are not finite, those of the weights `names`."""
+    """Return the error for masters of the weights `names` that are not finite."""
     shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
     return InvalidWeights(
         f"the masters of {count} were NaN or Inf in the last cast: {shown}. Results computed with these are wrong, though "

@@ -1,6 +1,6 @@
 """The rows of a weight that each rank holds under FSDP2, and the bytes that it sends of them.
 
-`zerocast/fsdp2/wire.py` describes the whole message. Layouts depend on shapes, formats and ranks
+`zerocast/fsdp2/wire.py` describes the complete message. Layouts depend on shapes, formats and ranks
 only, and are computed without importing torch, which `zerocast plan` does not wait for.
 """
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 # The bytes of a header: two int32, padded so that scalars and scales after it are aligned.
 HEADER = OPERAND_ALIGNMENT_BYTES
-# Rows of scales that are multiples of so many bytes are copied by one index_select of int64.
+# Rows of scales that are multiples of this number of bytes are copied by one index_select of int64.
 UNIT = 8
 CODES = "rowwise_data", "columnwise_data"
 SCALES = "rowwise_scale_inv", "columnwise_scale_inv"
-# A rank keeps up to so many bytes of codes between gathers unless `keep_codes` is given. For so few
-# the launches of casts for each gather cost more than the memory is worth.
+# A rank keeps up to this number of bytes of codes between gathers unless `keep_codes` is given. For
+# so few the launches of casts for each gather cost more than the memory is worth.
 MOST_KEPT = 64 * 2**20
 
 
@@ -65,7 +65,7 @@ class RowShards:
         return _cut(self.rows, self.chunk, height)
 
     def owners(self, height: int) -> tuple[list[int], list[int]]:
-        """Return (rank, place among the rank's own) of every block row."""
+        """Return (rank, index among the rank's own) of every block row."""
         blocks = range(-(-self.rows // height))
         ranks = [block * height // self.chunk for block in blocks]
         return ranks, [block - self.owned(rank, height).start for block, rank in zip(blocks, ranks, strict=True)]
@@ -93,7 +93,7 @@ class InnerShards:
 
     def copy_of_elements(self, buffer: "Tensor", gathered: "Tensor") -> "tuple[Tensor, Tensor]":
         """Return (target, source) whose copy fills `buffer`, the codes or masters of the weight,
-        with those of all inner shards, `gathered`.
+        with the elements of all inner shards, `gathered`.
         """
         byte, word = torch_dtype("uint8"), torch_dtype("int64")
         target = buffer.view(byte).view(self.runs, self.world, -1).transpose(0, 1)
@@ -104,7 +104,7 @@ class InnerShards:
 
     def copy_of_scales(self, used: "Tensor", sent: "Tensor") -> "tuple[Tensor, Tensor]":
         """Return (target, source) whose copy fills the scales `used` of the weight, `[block rows,
-        height, across, width]`, with those of all inner shards, `sent`, `[world, block rows,
+        height, across, width]`, with the codes of all inner shards, `sent`, `[world, block rows,
         across]`.
         """
         if self.cuts_columns:
@@ -150,7 +150,7 @@ class ShardGeometry:
 
     @property
     def rows(self) -> int:
-        """Rows of the whole weight, or of an inner shard."""
+        """Rows of the full weight, or of an inner shard."""
         return self.shards.rows
 
     @property
@@ -166,7 +166,7 @@ class ShardGeometry:
     @functools.cached_property
     def scale_shards(self) -> RowShards:
         """The shards in rows by which block rows are counted. The last block row of each of several
-        matrices counts as a whole one.
+        matrices counts as a full one.
         """
         if self.matrix_rows is None:
             return self.shards
@@ -175,8 +175,8 @@ class ShardGeometry:
         return RowShards(rows, chunk, self.shards.world)
 
     def shape(self, rows: int) -> tuple[int, ...]:
-        """Return the shape of so many rows of the weight, in a dimension more where they are
-        several matrices.
+        """Return the shape of the given number of rows of the weight, with one more dimension where
+        they are several matrices.
         """
         if self.matrix_rows is None:
             return rows, self.columns
@@ -189,7 +189,7 @@ class ShardGeometry:
 
     @property
     def has_tensor_amax(self) -> bool:
-        """True if an amax of the whole tensor is reduced."""
+        """True if an amax of the full tensor is reduced."""
         return self.format.has_tensor_amax or self.format.amax_policy is AmaxPolicy.DELAYED
 
     @functools.cached_property
@@ -224,7 +224,7 @@ class ShardGeometry:
 
     @property
     def span_in_weight(self) -> Span:
-        """The elements of the whole weight, or of an inner shard, that this rank holds."""
+        """The elements of the full weight, or of an inner shard, that this rank holds."""
         rows = self.shards.span(self.rank)
         return Span(rows.start * self.columns, rows.stop * self.columns)
 
@@ -236,7 +236,7 @@ class ShardGeometry:
         return weight_amax_counts(self.format, self.shape(self.cast_rows)) if self.takes_part else (0, 0)
 
     def grids(self) -> list[tuple[int, int, int]]:
-        """Return (height, amaxes, first amax among those of this weight) of a row of exchange
+        """Return (height, amaxes, first amax among the amaxes of this weight) of a row of exchange
         blocks, for each grid. The last row of a grid may have fewer amaxes.
         """
         grids, fmt = [], self.format
@@ -276,8 +276,8 @@ class ScaleRegion:
     """The scales of one direction in a side channel: `count` block rows of `across` entries from
     byte `offset` on.
 
-    `name` is that of the weight's buffer, of which each scale fills `repeat` rows and columns, and
-    `dtype` is the name of its dtype.
+    `name` is the name of the weight's buffer, of which each scale fills `repeat` rows and columns,
+    and `dtype` is the name of its dtype.
     """
 
     name: str
@@ -297,11 +297,11 @@ class ScaleRegion:
 
 @dataclass(frozen=True)
 class RowsOfScales:
-    """The rows of the scale buffer `name` of the weight at `place`, as copies of rows of side
-    channels: each block row fills `height` rows of `row_bytes` bytes.
+    """The rows of the scale buffer `name` of the weight with index `place`, as copies of rows of
+    side channels: each block row fills `height` rows of `row_bytes` bytes.
 
-    `owners` are (rank, place among the rank's own) of each block row; those of a rank follow each
-    other from byte `offset` of all its side channels on.
+    `owners` are (rank, index among the rank's own) of each block row; the block rows of a rank
+    follow each other from byte `offset` of all its side channels on.
     """
 
     place: int
@@ -322,11 +322,11 @@ class WeightLayout:
     """The bytes that a rank sends of one weight: its codes, by direction, and its side channel.
 
     Attributes:
-        directions: how many sets of codes travel, 1 or 2.
+        directions: the number of sets of codes that are sent, 1 or 2.
         code_spans: (start, stop) of each set, of a full shard, in the bytes of codes.
         codes_nbytes: the bytes of all sets, each rounded up to the alignment of operands.
         side_bytes: the bytes of the side channel.
-        scalar_offsets: the offsets in it of the scalars of the tensor, by the names of their
+        scalar_offsets: the offsets in it of the scalars of the tensor, keyed by the names of their
             buffers.
         scales: the scales in it, one region for each scale buffer of a gathered weight.
     """
@@ -383,8 +383,8 @@ class WeightLayout:
         return [buffer[..., start:stop] for start, stop in self.code_spans]
 
     def gathered_codes(self, codes: "Sequence[Tensor]") -> "dict[str, Tensor]":
-        """Return the buffers of codes of the gathered weight by name. `codes` are those of all
-        ranks in order, by direction. Those of inner shards need a copy (`GatheredSide`).
+        """Return the buffers of codes of the gathered weight, keyed by name. `codes` are the codes
+        of all ranks in order, by direction. The codes of inner shards need a copy (`GatheredSide`).
         """
         if self.geometry.inner_shards is not None:
             return {}
@@ -394,7 +394,7 @@ class WeightLayout:
         return dict(zip(CODES, matrices, strict=False))
 
     def scalars(self, side: "Tensor") -> "dict[str, Tensor]":
-        """Return the scalars in a side channel `[bytes]`, f32[1] by the names of buffers."""
+        """Return the scalars in a side channel `[bytes]`, f32[1], keyed by the names of buffers."""
         dtype = torch_dtype("float32")
         return {name: side[offset : offset + 4].view(dtype) for name, offset in self.scalar_offsets.items()}
 
@@ -402,8 +402,8 @@ class WeightLayout:
         """Return pairs (target in the side channels, source) for the scales of the block rows that
         this rank owns.
 
-        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `scales` by name,
-        `[weights, ...]`, are those of weights of this layout.
+        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `scales`, keyed by
+        name, `[weights, ...]`, belong to weights of this layout.
         """
         pairs = []
         for region in self._sent:
@@ -432,7 +432,8 @@ class WeightLayout:
         """Return the rows by which one indexed copy fills the buffer of a region. None if the
         buffer has padding, a scale fills several columns, or ranks have inner shards.
 
-        The region is of the weight at `place`, whose side channel begins at byte `first` of all.
+        The region is of the weight with index `place`, whose side channel begins at byte `first` of
+        all.
         """
         if self.geometry.inner_shards is not None:
             return None

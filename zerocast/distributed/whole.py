@@ -1,11 +1,11 @@
-"""The assignment of parameters to ranks, if each parameter is owned by one rank as a whole.
+"""The assignment of parameters to ranks, if each parameter is owned by one rank.
 
 Bytes and work are spread over ranks. Collectives need equal shards, so the parts of a bucket should
 have about the same size. Parameters go to parts by size: the largest first, each to the smallest
 part so far (LPT, Graham 1969: the largest part is at most 4/3 of the optimum). A bucket is filled
 until its padding is small. Parts then go to ranks by work: the most expensive part to the rank with
-the least work so far. So the work of two ranks never differs by more than that of the parts of one
-bucket.
+the least work so far. So the work of two ranks never differs by more than the work of the parts of
+one bucket.
 """
 
 import heapq
@@ -22,10 +22,10 @@ MUON_DIMS = (2, 3)
 
 @dataclass(frozen=True)
 class Whole(Generic[T]):
-    """A parameter that one rank owns as a whole.
+    """A parameter that is owned by one rank.
 
     Attributes:
-        order: its place in the order in which a backward pass completes parameters.
+        order: its position in the order in which a backward pass completes parameters.
         item: the parameter, which is not looked at here.
         size: its elements with padding.
         cost: the work of its update, in any unit.

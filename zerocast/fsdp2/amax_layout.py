@@ -1,8 +1,8 @@
 """StepAmaxes: the amaxes of weights under FSDP2, and the part of them that ranks reduce.
 
-Each rank has the amaxes of the block rows that it touches. Of these only the tensor amaxes and the
-block rows that a boundary between shards cuts concern other ranks. The flags of weights concern
-them where other ranks have other slices of tensor parallelism, or are of another replica (HSDP).
+Each rank has the amaxes of the block rows that it touches. Only the tensor amaxes and the block
+rows that a boundary between shards splits concern other ranks. The flags of weights concern them
+where other ranks have other slices of tensor parallelism, or are of another replica (HSDP).
 
 Replicas hold equal masters and share no gather, so a rank does not see their headers. With replicas
 (HSDP), every cast that all ranks make also reduces two things over the replicas: the flags of ranks
@@ -47,10 +47,10 @@ class ReductionGroup:
 
 
 def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -> AmaxLayout[str]:
-    """Lay out the amaxes of the weights, by name: own amaxes, flags, and reduced amaxes.
+    """Lay out the amaxes of the weights, keyed by name: own amaxes, flags, and reduced amaxes.
 
     The reduced ones are the largest amaxes of groups, amaxes of single tensors, and the block rows
-    that a boundary cuts. A weight with two-level scales that shares its amax with no other is a
+    that a boundary splits. A weight with two-level scales that shares its amax with no other is a
     group by itself: the stages read the reduced amax in its ghost block row.
     """
     layout = AmaxLayout[str]()
@@ -67,7 +67,8 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
     layout.call = layout.reserve(2 if reduction.replicas.size > 1 else 0)
     first = layout.size
     if reduction.tp_size > 1:
-        # Ranks of one slice get the flags of each other in headers, those of other slices here.
+        # Ranks of one slice get the flags of each other in headers, and the flags of other slices
+        # here.
         flags, reduced = (torch.arange(span.start, span.stop) for span in (layout.flags, layout.reserve(len(weights))))
         layout.reduce_at(flags, reduced)
     layout.place_maxima(groups)
@@ -85,7 +86,9 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
 
 
 def _reduce_cut_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: ReductionGroup) -> None:
-    """Reduce the block rows that a boundary between shards cuts and this rank touches."""
+    """Reduce the block rows that a boundary between shards splits and that this rank holds elements
+    of.
+    """
     geometry = weight.geometry
     rowwise, columnwise = geometry.amax_counts
     for height, across, offset in geometry.grids():
@@ -103,7 +106,7 @@ def _reduce_cut_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: Red
 
 
 class StepAmaxes(PackedAmaxes[str]):
-    """The amaxes of some weights, by name, which optimizer steps may leave for the next cast.
+    """The amaxes of some weights, keyed by name, which optimizer steps may leave for the next cast.
 
     Attributes:
         measured: the weights whose amaxes an optimizer step has left in the buffer. They hold until
@@ -128,8 +131,8 @@ class StepAmaxes(PackedAmaxes[str]):
 
     @property
     def coded(self) -> frozenset[str]:
-        """The measured weights whose codes the step has written too, except those of block rows
-        that a boundary cuts.
+        """The measured weights whose codes the step has written too, except in block rows that a
+        boundary splits.
         """
         return self._coded & self.measured
 

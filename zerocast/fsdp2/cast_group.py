@@ -1,7 +1,7 @@
 """CastGroup: the cast of weights whose amaxes are reduced together (`zerocast.cast.pipeline`), into
 the bytes that gathers send.
 
-The layers of a model repeat their shapes. If they are sharded alike, their bytes are at equal
+The layers of a model repeat their shapes. If they are sharded identically, their bytes are at equal
 distances in memory, and so are the scale buffers that the stages fill. One strided copy then takes
 the scales of all layers from these buffers to the bytes.
 """
@@ -40,7 +40,7 @@ class CastGroup:
         reduction: the ranks that reduce amaxes.
         keep_codes: True if a cast makes all bytes that are sent, False if each gather makes its
             codes.
-        scaling: the state of delayed scaling, by the names of weights that have one.
+        scaling: the state of delayed scaling, keyed by the names of the weights that have one.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class CastGroup:
         # True while a graph holds the address of the buffers that a cast works in.
         self._holds_scales = False
         self.shards: dict[str, MasterShard] = {}
-        # The scales of owned block rows: their places in side channels, and in the buffers that the
-        # stages fill.
+        # The scales of owned block rows: where they are in side channels, and in the buffers that
+        # the stages fill.
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
         self._gather_casts: list[tuple[ParamGroup, GatherCast]] = []
@@ -78,7 +78,7 @@ class CastGroup:
             for group, gather_cast in self._gather_casts:
                 gather_cast.build_tables(group.weights, self.shards, self.amaxes.offsets, self.delayed)
             self._tables_without = TablesOfSets(lambda names: tables(without=names))
-            # The rows of blocks that a boundary between shards cuts.
+            # The rows of blocks that a boundary between shards splits.
             self._cut_rows_of = TablesOfSets(
                 lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
             )
@@ -94,7 +94,7 @@ class CastGroup:
     # -- memory
 
     def _lay_out(self, groups: Sequence[ParamGroup]) -> None:
-        """Give all groups the bytes that they send, those of equal layouts side by side, and the
+        """Give all groups the bytes that they send, groups of equal layouts side by side, and the
         stages the buffers that they fill.
         """
         alike: dict[GatherLayout, list[ParamGroup]] = {}
@@ -103,7 +103,8 @@ class CastGroup:
             alike.setdefault(layout, []).append(group)
         sizes = [layout.kept_bytes * len(members) for layout, members in alike.items()]
         all_sent = torch.zeros(sum(sizes), dtype=torch.uint8, device=self._device)
-        # The scale buffers that the stages fill, with a first dimension of groups that are alike.
+        # The scale buffers that the stages fill, with a first dimension of groups with equal
+        # layouts.
         scale_specs = [
             replace(spec, shape=(len(members), *spec.shape))
             for layout, members in alike.items()
@@ -129,7 +130,7 @@ class CastGroup:
             not_finite = ShardStatus.NOT_FINITE if status is ShardStatus.CLEAN else status
             of_flags.append((status, not_finite, ShardStatus.REFUSED_ELSEWHERE, ShardStatus.REPLICAS_DIFFER))
         self._statuses = torch.tensor(of_flags, dtype=torch.int32).to(self._device)
-        # The headers of the next cast, int32 `[headers, 2]`, and the places of their numbers in
+        # The headers of the next cast, int32 `[headers, 2]`, and the offsets of their numbers in
         # `_sent`.
         self._headers = torch.zeros_like(self._statuses[:, :2])
         headers = [header for group in groups for header in group.headers]
@@ -139,8 +140,8 @@ class CastGroup:
     def _lay_out_alike(
         self, layout: GatherLayout, groups: Sequence[ParamGroup], sent: Tensor, buffers: Iterator[Tensor]
     ) -> None:
-        """Make the shards of groups that are laid out alike, over `sent`, `[groups, bytes]`, and
-        the next of the `buffers` of scales.
+        """Make the shards of groups with equal layouts, over `sent`, `[groups, bytes]`, and the
+        next of the `buffers` of scales.
         """
         sides = [side for _, side in layout.parts(sent)]
         parts = [layout.parts(own) for own in sent]
@@ -219,7 +220,7 @@ class CastGroup:
 
     def hold_codes(self) -> None:
         """Keep the codes of the masters as they are now, by the scales of the last cast. The host
-        waits for a GPU once, since gathers to come run on another stream.
+        waits for a GPU once, since later gathers run on another stream.
         """
         for _, gather_cast in self._gather_casts:
             gather_cast.hold()
@@ -257,8 +258,8 @@ class CastGroup:
 
 
 class TablesOfSets:
-    """The tables that `make` builds for sets of weights. It keeps those of the last few sets, and
-    those of sets that are `held` as long as this object.
+    """The tables that `make` builds for sets of weights. It keeps the tables of the last few sets,
+    and the tables of sets that are `held` as long as this object.
     """
 
     def __init__(self, make: Callable[[frozenset[str]], list[WeightTable]]) -> None:
@@ -287,8 +288,8 @@ class GatherCast:
     The codes of a shard are most of the bytes that a rank sends, and nothing reads them between two
     gathers. So a cast makes amaxes, scales and headers only, and FSDP2's hook casts the codes of a
     group from its masters by these: one launch for the weights of a format, on the stream that
-    FSDP2 copies from. A gather then reads 4 bytes an element and writes a code, as plain FSDP2 does
-    to send bf16.
+    FSDP2 copies from. A gather then reads 4 bytes per element and writes a code, as plain FSDP2
+    does to send bf16.
 
     Optimizers that step within a backward pass write masters while the pass still gathers the
     weights of its forward pass: `hold` keeps their codes until the next cast.
@@ -339,8 +340,9 @@ class GatherCast:
 
         Args:
             weights: the weights of the group.
-            shards: the shards of this rank, by name. Weights without a row here are left out.
-            offsets: the places of each weight's amaxes in `packed`.
+            shards: the shards of this rank, keyed by name. Weights without a row on this rank are
+                left out.
+            offsets: the offsets of each weight's amaxes in `packed`.
             delayed: the scales of the last cast, from which delayed scaling has moved on.
         """
         memory = torch.empty(self._nbytes, dtype=torch.uint8, device=self._packed.device)

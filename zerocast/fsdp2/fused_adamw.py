@@ -46,7 +46,7 @@ from zerocast.weight.validity import Use, Validity, transaction
 # A plain parameter takes the same pass as this format. Its amax is not read.
 PLAIN = get_format("fp8_current"), torch.float32
 WITHIN_BACKWARD = (
-    "a captured step is taken within a backward pass: take it after, or call step() from hooks of gradients"
+    "a captured step runs within a backward pass: call it after the pass, or call step() from hooks of gradients"
 )
 # The dtypes that gradients may have. Gradients of one launch have the same dtype.
 GRADIENT_DTYPES = torch.float32, torch.bfloat16
@@ -62,8 +62,8 @@ class SteppedShard:
         state: its moments and step count by torch's names.
         row: its row of the scalars of the step.
         shape, span: `master` is the elements `span` of a weight of `shape`.
-        amaxes: the places of its amaxes in the packed buffer: rowwise, and of a columnwise grid.
-        flag: the place where the step writes 1 if the master becomes NaN or Inf. -1 for none.
+        amaxes: the offsets of its amaxes in the packed buffer: rowwise, and of a columnwise grid.
+        flag: the offset where the step writes 1 if the master becomes NaN or Inf. -1 for none.
         codes: its kept codes, for a pass that casts. None if the pass writes no codes.
     """
 
@@ -135,7 +135,7 @@ class AdamPass:
 
     def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
         """Step all shards and write their amaxes into `packed`, which holds zeros there. With
-        `casts`, also write the codes of whole rows of blocks.
+        `casts`, also write the codes of complete rows of blocks.
         """
         moments = self._exp_avgs, self._exp_avg_sqs
         self._table.adam_each(AdamInputs(inputs.grads, *moments, inputs.scalars, inputs.clip), packed, casts=casts)
@@ -164,14 +164,16 @@ class Adam8bitPass(AdamPass):
         super().__init__(key, device, casts_in_one_pass)
         self._eight_bit = eight_bit
         self._cut_groups = CutGroups(0, [], device) if cut_groups is None else cut_groups
-        # Those of all shards. Like the lists of moments they live as long as the pass.
+        # The gradients of all shards. Like the lists of moments they live as long as the pass.
         self._pieces: list[list[int]] = []
         self._scales: list[Tensor] = []
         # Finishes a step. Set from `run` until `finish`.
         self._finish: Callable[[], None] | None = None
 
     def add(self, shard: SteppedShard) -> None:
-        """Append a shard. Raises RuntimeError if its state has other codes than its moments."""
+        """Append a shard. Raises RuntimeError if the codes in its state are not the codes of its
+        moments.
+        """
         master, moments = shard.master, self._eight_bit.of(shard.parameter)
         self._parameters.append(shard.parameter)
         check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
@@ -190,14 +192,14 @@ class Adam8bitPass(AdamPass):
             self._pieces.append(piece)
             shape, span, columns = shard.shape, shard.span, piece[Piece.COLUMNS]
             if shape[-1] != columns or len(moments.rows) > 1:
-                # The amax is not read, so any rows of the whole parameter will do.
+                # The amax is not read, so any rows of the full parameter will do.
                 span = Span(piece[Piece.START], piece[Piece.START] + piece[Piece.NUMEL])
                 shape = -(-span.stop // columns), columns
             place = shard.amaxes, shard.flag, base, piece[Piece.OFFSET]
             self._table.add_span(shape, span, *place, shard.row, stored)
 
     def run(self, inputs: StepInputs, packed: Tensor, casts: bool = False) -> None:
-        """Step all shards, as AdamPass does, but for the moments of cut groups."""
+        """Step all shards, as AdamPass does, except for the moments of groups that ranks share."""
         cut = self._cut_groups
         groups = MomentGroups(self._scales, self._pieces, inputs.steps, cut.largest, cut.reduce)
         moments = self._exp_avgs, self._exp_avg_sqs
@@ -206,7 +208,9 @@ class Adam8bitPass(AdamPass):
         self._finish = functools.partial(self._table.finish_moments, of_adam, packed)
 
     def finish(self) -> None:
-        """Round the moments of cut groups. Their largest values have been reduced by now."""
+        """Round the moments of groups that ranks share. Their largest values have been reduced by
+        now.
+        """
         assert self._finish is not None
         self._finish()
         self._finish = None
@@ -236,7 +240,7 @@ class MomentsOnDemand(defaultdict[Any, Any]):
     when they ask whether it is empty.
     """
 
-    # Those of the optimizer, which has a new list after a load.
+    # The optimizer's param_groups, a new list after a load.
     param_groups: Sequence[Mapping[str, Any]] = ()
     # Makes the 8-bit moments, whose codes are the state. None if moments are FP32.
     eight_bit: ShardedMoments | None = None
@@ -267,16 +271,16 @@ class FusedAdamW(torch.optim.Optimizer):
 
     Args:
         params, lr, betas, eps, weight_decay: as in torch.optim.AdamW.
-        moment_dtype: "8bit" stores both moments in 2.06 bytes an element in place of 8
+        moment_dtype: "8bit" stores both moments in 2.06 bytes per element in place of 8
             (docs/formats/moments_8bit.md). It needs names of parameters,
             `model.named_parameters()`. A step then reduces the largest values of groups that
-            boundaries between ranks cut. States hold FP32 moments; the attribute `state` holds
+            boundaries between ranks split. States hold FP32 moments; the attribute `state` holds
             codes.
 
     Build it after `fully_shard`, like any optimizer, on all ranks that shard the parameters. It
-    does not step parameters without a gradient. The update is that of ZeroAdamW to the bit
-    (`zerocast/backends/README.md`). It does not check gradients: if one makes masters NaN or Inf,
-    an error reports it after the next cast.
+    does not step parameters without a gradient. The update equals the update of ZeroAdamW bit for
+    bit (`zerocast/backends/README.md`). It does not check gradients: if one makes masters NaN or
+    Inf, an error reports it after the next cast.
 
     On all ranks, with nothing changed, raises TypeError for parameters that are not FP32, and
     ValueError for parameters on several devices, or without names if names are needed, and for
@@ -297,7 +301,7 @@ class FusedAdamW(torch.optim.Optimizer):
         # The moments in 8 bits; None if they are FP32.
         self._eight_bit = ShardedMoments() if moment_dtype == "8bit" else None
         # Groups have all options of torch.optim.AdamW, so that states have the same keys. Those
-        # that are no arguments here have the one value that this update allows.
+        # that are not arguments here have the one value that this update allows.
         options = torch.optim.AdamW([torch.zeros(0)]).defaults
         given = params if isinstance(params, Tensor) else listed(params)
         problem: Exception | None = None
@@ -347,7 +351,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._lay_out_moments(given)
 
     def _add(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group that passes the checks of this rank alone."""
+        """Add a parameter group that passes the checks of this rank."""
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -363,7 +367,7 @@ class FusedAdamW(torch.optim.Optimizer):
             ADAMW.check(group)
             if self._eight_bit is not None and "param_names" not in group:
                 raise ValueError(
-                    "moments in 8 bits are rounded by random numbers of each parameter's name: give FusedAdamW "
+                    "moments in 8 bits are rounded by random numbers of each parameter's name: pass FusedAdamW "
                     "model.named_parameters()"
                 )
         except (TypeError, ValueError):
@@ -412,8 +416,8 @@ class FusedAdamW(torch.optim.Optimizer):
         if not self.prepare_or_take_part():
             return loss
         for manager in self.managers:
-            # Before the launch: even if this rank's step raises half-way, all ranks cast before the
-            # next gather tells them.
+            # Before the launch: even if this rank's step fails partway, all ranks cast before the
+            # next gather reports it.
             manager.make_due(self)
         with transaction(self.validities, "an optimizer step"):
             for manager in self.managers:
@@ -427,13 +431,13 @@ class FusedAdamW(torch.optim.Optimizer):
         """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
         the collective of the others.
 
-        If it raises a RuntimeError, the other ranks may step and cast. If this rank goes on it
+        If it raises a RuntimeError, the other ranks may step and cast. If this rank continues, it
         casts too, and all raise at the next gather.
         """
         try:
             places = self.prepare()
         except Exception as error:
-            # Other errors are of arguments and gradients, which are alike on all ranks.
+            # Other errors are about arguments and gradients, which are the same on all ranks.
             if isinstance(error, RuntimeError) and self._break_off(error):
                 for manager in self._managers:
                     manager.make_due(self)
@@ -520,7 +524,9 @@ class FusedAdamW(torch.optim.Optimizer):
         return measured + self._plain
 
     def launch(self, gradients: Mapping[AdamPass, list[Tensor]]) -> None:
-        """Do the device's part of a step. `gradients` replace those of some of its passes."""
+        """Do the device's part of a step. `gradients` replace the gradients of some of its
+        passes.
+        """
         torch._foreach_add_(self._steps, 1)
         clocks = torch.stack(self._clocks)
         of_step = self._hyperparameters.scalars(clocks), clocks.long(), self._clip
@@ -548,7 +554,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch.optim.AdamW does. Step counts are copies, and parameters that
         were never stepped have zeros for moments. Raises RuntimeError after a step or a load that
-        raised half-way.
+        failed partway.
         """
         validity_of(self).check(Use.SAVE)
         with self._hooks_held_back("_optimizer_state_dict_post_hooks") as hooks:
@@ -592,7 +598,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over a copy of the state of this class, or of torch.optim.AdamW. All ranks that
         shard the parameters call it. Raises ValueError on all of them, with nothing changed, for
-        moments and hyper-parameters that cannot be, and for other parameters.
+        moments and hyper-parameters that are out of range, and for different parameters.
         """
         problem = problem_of(lambda: self._check_state(state_dict), "optimizer")
         mesh = _mesh_of(parameter for group in self.param_groups for parameter in group["params"])
@@ -643,7 +649,9 @@ class FusedAdamW(torch.optim.Optimizer):
         groups, saved = self.param_groups, state_dict["param_groups"]
         here, there = ([len(group["params"]) for group in of_state] for of_state in (groups, saved))
         if here != there:
-            raise ValueError(f"the state has parameter groups of {there} parameters, and this optimizer of {here}")
+            raise ValueError(
+                f"the state has parameter groups of {there} parameters, this optimizer has groups of {here}"
+            )
         indices = (index for group in saved for index in group["params"])
         parameters = (parameter for group in groups for parameter in group["params"])
         for index, parameter in zip(indices, parameters, strict=True):
@@ -653,8 +661,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 check_shapes(f"parameter {index}", moments, parameter)
 
     def _bind(self) -> None:
-        """Make the tables again if any of their tensors was replaced, or if other parameters have
-        gradients now.
+        """Make the tables again if any of their tensors was replaced, or if different parameters
+        have gradients now.
         """
         indexed = [(index, p) for index, group in enumerate(self.param_groups) for p in group["params"]]
         indexed = [(index, p) for index, p in indexed if p.grad is not None]
@@ -664,7 +672,8 @@ class FusedAdamW(torch.optim.Optimizer):
             try:
                 manager.plan.bind()
             except (RuntimeError, TypeError, ValueError):
-                # The other ranks step and cast. If this rank goes on it casts too, and all raise.
+                # The other ranks step and cast. If this rank continues, it casts too, and all
+                # raise.
                 manager.make_due(self)
                 raise
             manager.measuring.add(self)
@@ -698,7 +707,7 @@ class FusedAdamW(torch.optim.Optimizer):
         rows: dict[tuple[int, float], int] = {}
         # The row of each parameter. It and all attributes below live as long as the tables.
         self._row: dict[Any, int] = {}
-        # The step counts: the one that is read for each row, and those of all parameters.
+        # The step counts: the one that is read for each row, and the counts of all parameters.
         self._clocks: list[Tensor] = []
         self._steps: list[Tensor] = []
         for (index, parameter), taken in zip(indexed, _steps_taken(states), strict=True):
@@ -767,12 +776,14 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 class StandIns(Protocol):
-    """Tensors with fixed addresses in a graph. They stand for tensors that move between replays."""
+    """Tensors with fixed addresses in a graph. They replace tensors that move between replays."""
 
     tensors: list[Tensor]
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Let the next replay read `tensors`. Their number and sizes stay those of the first."""
+        """Let the next replay read `tensors`. Their number and sizes must equal those of the first
+        tensors.
+        """
 
 
 class CapturableFusedStep(CapturableStep):
@@ -784,7 +795,7 @@ class CapturableFusedStep(CapturableStep):
 
     Args:
         optimizer: the optimizer.
-        stand_ins: makes tensors that stand for gradients in a graph. None if a replay looks for the
+        stand_ins: makes tensors that replace gradients in a graph. None if a replay looks for the
             gradients itself.
     """
 
@@ -809,13 +820,13 @@ class CapturableFusedStep(CapturableStep):
         return places
 
     def has_same_memory(self, now: object, recorded: object) -> bool:
-        """Return whether the optimizer's tables are those of the recording."""
+        """Return whether the optimizer's tables are the same as at the recording."""
         return now is recorded
 
     @property
     def must_warm_up(self) -> bool:
         """True if the cast finds first scales of delayed scaling, which takes the host, or has
-        something to tell other replicas that the graph does not know.
+        something to report to other replicas that the graph does not have.
         """
         return any(manager.plan.must_seed or manager.plan.casts_apart for manager in self._optimizer.managers)
 
@@ -855,7 +866,7 @@ class CapturableFusedStep(CapturableStep):
             manager.plan.launch(in_graph=True)
 
     def finish(self) -> None:
-        """Tell torch's schedulers that the optimizer has stepped, which a call of `step` does."""
+        """Notify torch's schedulers that the optimizer has stepped, as a call of `step` does."""
         setattr(self._optimizer, "_opt_called", True)  # noqa: B010
 
 

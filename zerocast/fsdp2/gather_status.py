@@ -2,18 +2,18 @@
 written after their cast.
 
 Every rank begins its bytes with a header, a `RankReport` with the number of its cast. A CPU reads
-the headers of all ranks at once. On a GPU the CPU never waits for work that it has just launched:
-headers are kept on the device, travel to pinned memory when a forward pass ends and before a cast,
+the headers of all ranks together. On a GPU the CPU never waits for work that it has just launched:
+headers are kept on the device, copied to pinned memory when a forward pass ends and before a cast,
 and are read before the next cast. So ranks that disagree raise up to a step later than on a CPU,
-and all of them at the same place of the program: before a cast that none of them takes part in. A
+and all of them at the same point of the program: before a cast that none of them takes part in. A
 forward pass without gradients, a state dict and `zerocast.verify` read the unread headers, and wait
 for them.
 
 No gather comes for weights that a forward pass left gathered. Before the next forward pass the
-ranks exchange the statuses of these in a collective of their own (`GatherStatus.exchange`).
+ranks exchange their statuses in a separate collective (`GatherStatus.exchange`).
 
 A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or
-until the state is asked for: gathers go on, since one of them may be for `zerocast.verify`.
+until the state is asked for: gathers continue, since one of them may be for `zerocast.verify`.
 """
 
 import atexit
@@ -42,8 +42,8 @@ EXIT_SECONDS = 1.0
 
 
 class GatherStatus:
-    """Compares the status headers of a model's gathers: on a CPU at once, on a GPU later, in the
-    order in which they were issued.
+    """Compares the status headers of a model's gathers: on a CPU immediately, on a GPU later, in
+    the order in which they were issued.
 
     Args:
         validity: the validity of the model. Its error is raised if masters of this rank are
@@ -60,7 +60,7 @@ class GatherStatus:
         self._validity = validity
         self.problem: Exception | None = None
         # Headers of gathers that no copy has been started of, with the names of their weights. Each
-        # weight has as many headers as there are ranks.
+        # weight has one header per rank.
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
         # Headers with their copies for the host, oldest first. Another stream than theirs may make
         # the copy, so the headers are kept until the host has read it.
@@ -148,9 +148,9 @@ class GatherStatus:
             )
         if comparison.ranks(ShardStatus.REPLICAS_DIFFER):
             raise InvalidWeights(
-                f"{name}: some replicas have made casts that others have not, of masters that were changed there alone",
+                f"{name}: some replicas have made casts that others have not, since only their masters were changed",
                 "since the last optimizer step",
-                "load a checkpoint, or write the same masters on all ranks and call zerocast.fsdp2.refresh(model) there",
+                "load a checkpoint, or write the same masters on all ranks and call zerocast.fsdp2.refresh(model) on all ranks",
             )
         casts = [report.call for report in comparison.reports]
         if not comparison.is_same_call:
@@ -203,8 +203,8 @@ class GatherStatus:
         self.check_finite()
 
     def check_finite(self) -> None:
-        """Raise RuntimeError on every rank, once a cast, if headers that were read say that masters
-        were NaN or Inf.
+        """Raise RuntimeError on every rank, once per cast, if headers that were read say that
+        masters were NaN or Inf.
         """
         if self._not_finite and not self.is_overlooked:
             names = list(self._not_finite)
@@ -261,7 +261,7 @@ class GatherStatus:
             for (names, _), headers in zip(gathers, by_gather, strict=True):
                 self._compare(names, headers)
         except RuntimeError:
-            # The others tell of the same disagreement.
+            # The others report the same disagreement.
             self.forget()
             raise
 

@@ -30,13 +30,13 @@ def set_grad_wire(model: nn.Module, grad_wire: str | None) -> None:
     reduce over a shard group of one rank, and nothing is rounded then. The all-reduce of HSDP's
     replicas follows in `reduce_dtype`, as before.
 
-    Raises ValueError for another name, for settings that differ between ranks, on all of them, and
-    for a model that `fully_shard` has not sharded: there another program reduces the gradients.
+    Raises ValueError for an unknown name, for settings that differ between ranks, on all of them,
+    and for a model that `fully_shard` has not sharded: there another program reduces the gradients.
     """
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise ValueError(
-            "set_grad_wire takes a model that fully_shard has sharded; elsewhere the host reduces gradients itself"
+            "set_grad_wire needs a model that fully_shard has sharded: other frameworks reduce gradients themselves"
         )
     problem = None
     try:

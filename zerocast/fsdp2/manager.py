@@ -49,7 +49,7 @@ class CastManager(Driver[ShardPlan]):
     Args:
         model, weight_mesh, keep_codes: as in ShardPlan.
         plain: the names of its other parameters of two or more dimensions.
-        sizes: the elements of each prepared weight by name.
+        sizes: the number of elements of each prepared weight, keyed by name.
 
     Attributes:
         memory: the memory of the shards of masters that FSDP2 allocates.
@@ -75,7 +75,7 @@ class CastManager(Driver[ShardPlan]):
         self._is_due = True
         self._stepped = True
         # The optimizers that have stepped over masters so far. If there are several, a step does
-        # not tell which weights it has changed.
+        # not show which weights it has changed.
         self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -157,7 +157,7 @@ class CastManager(Driver[ShardPlan]):
     def cast_again(self) -> None:
         """Cast because the masters of all ranks were written to, by an optimizer step or by hand.
 
-        The host waits for the cast. It runs on the stream of the products, and FSDP2 reads the
+        The CPU waits for the cast, which runs on the stream of the products, since FSDP2 reads the
         bytes of later gathers on another stream.
         """
         with self.plan.apart():
@@ -173,11 +173,11 @@ class CastManager(Driver[ShardPlan]):
         self._is_due = self._stepped = False
         self.plan.param_groups.after_cast()
 
-    # -- a step that casts at once (`CapturableFusedStep`)
+    # -- a step that casts immediately (`CapturableFusedStep`)
 
     def before_first_step(self) -> None:
-        """Prepare the ordinary step that a graph is going to repeat. From now on casts work in the
-        same memory. Amaxes of earlier steps are forgotten, as the graph does not use them.
+        """Prepare the ordinary step that a graph is going to repeat. Later casts use the same
+        memory. Amaxes of earlier steps are forgotten, as the graph does not use them.
         """
         self.plan.forget_amaxes()
         for group in self.plan.cast_groups:
@@ -190,7 +190,7 @@ class CastManager(Driver[ShardPlan]):
         self.before_gather()
 
     def before_captured_cast(self, by: Optimizer) -> None:
-        """Do the host's part before a graph of a step and its cast. Raises RuntimeError as in
+        """Do the CPU's part before a graph of a step and its cast. Raises RuntimeError as in
         `before_gather`.
         """
         self.make_due(by)
@@ -201,11 +201,11 @@ class CastManager(Driver[ShardPlan]):
         self.plan.forget_amaxes()
 
     def after_captured_cast(self) -> None:
-        """Do the host's part after a graph of a step and its cast."""
+        """Do the CPU's part after a graph of a step and its cast."""
         self.plan.done()
         self.finish_cast(repeat=False)
 
-    # -- other formats
+    # -- a switch of formats
 
     def switch_part(self) -> SwitchPart:
         """Return the part of a prepared model in `zerocast.switch`. The next gather casts."""
@@ -321,7 +321,7 @@ class CastManager(Driver[ShardPlan]):
     # -- verification
 
     def verify_every(self, steps: int) -> None:
-        """Cast if that is due, and verify after every so many optimizer steps.
+        """Cast if that is due, and verify after every `steps` optimizer steps.
 
         Raises VerificationError on every rank of a shard group if any of its bytes differ.
         """

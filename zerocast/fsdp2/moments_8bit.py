@@ -1,5 +1,5 @@
 """ShardedMoments: AdamW's moments in 8 bits (`zerocast.optim.moments_8bit`) of parameters that are
-separate tensors, whole or sharded.
+separate tensors, unsharded or sharded.
 """
 
 import itertools
@@ -21,10 +21,10 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class ShardedMoments:
-    """The moments of some parameters. Those of a parameter are made when they are first read.
+    """The moments of some parameters. The moments of a parameter are made when they are first read.
 
-    Boundaries between ranks cut groups of vectors, and of matrices that are sharded by columns. The
-    largest values of these are reduced over the ranks that such a parameter is sharded over.
+    Boundaries between ranks split groups of vectors, and of matrices that are sharded by columns.
+    The largest values of these are reduced over the ranks that such a parameter is sharded over.
     """
 
     def __init__(self) -> None:
@@ -55,18 +55,16 @@ class ShardedMoments:
         return self._moments[parameter]
 
     def cut_groups(self, parameter: Tensor) -> CutGroups | None:
-        """Return the places of the groups that a parameter shares with other ranks. None if it
-        shares none.
-        """
+        """Return the groups that a parameter shares with other ranks. None if it shares none."""
         return self._cut_groups[_sharing(parameter)] if self._parts[parameter].cut else None
 
     def codes(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return the codes of both moments by name, sharded like the parameter."""
+        """Return the codes of both moments, keyed by name, sharded like the parameter."""
         moments = self.of(parameter)
         return {name: _cut_like(getattr(moments, name), parameter) for name in NAMES}
 
     def values(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Return FP32 copies of both moments by name, sharded like the parameter."""
+        """Return FP32 copies of both moments, keyed by name, sharded like the parameter."""
         values = self.of(parameter).values(self._parts[parameter].name)
         return {name: _cut_like(value, parameter) for name, value in values.items()}
 
@@ -87,7 +85,7 @@ class ShardedMoments:
             groups.begin()
 
     def reduce(self) -> None:
-        """Reduce the largest values of cut groups over the ranks. Collective if there are any."""
+        """Reduce the largest values of groups that ranks share. Collective if there are any."""
         for groups in self._cut_groups.values():
             groups.reduce()
 
@@ -112,14 +110,14 @@ def _cut_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
-    """Return the runs of elements of the whole parameter that this rank has, in order."""
+    """Return the runs of elements of the full parameter that this rank has, in order."""
     offsets, sizes = (0,) * len(shape), shape
     if isinstance(parameter, DTensor) and parameter.dim():
         (chunk,) = parameter.__create_chunk_list__()
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     if not math.prod(sizes):
         return []
-    # Dimensions after the last sharded one are whole, so their elements are one run.
+    # Dimensions after the last sharded one are complete, so their elements are one run.
     last = max((dim for dim in range(len(shape)) if sizes[dim] != shape[dim]), default=0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(last + 1)]
     outer = itertools.product(*(range(offsets[dim], offsets[dim] + sizes[dim]) for dim in range(last)))
@@ -129,7 +127,7 @@ def _spans(parameter: Tensor, shape: tuple[int, ...]) -> list[Span]:
 
 def _cut_groups(parameter: Tensor, shape: tuple[int, ...]) -> list[int]:
     """Return the numbers of the groups that several ranks have parts of, the same on all ranks.
-    Only cuts of the last dimension divide rows, and they divide all rows at the same columns.
+    Only shards of the last dimension divide rows, and they divide all rows at the same columns.
     """
     columns = shape[-1]
     ends = [columns]

@@ -59,7 +59,7 @@ class ParamGroups:
         torch_fsdp.reshard(self._fsdp_groups)
 
     def discard(self) -> None:
-        """Free all groups, and drop gathers of a pass that broke off."""
+        """Free all groups, and drop gathers of a pass that failed partway."""
         torch_fsdp.discard_gathers(self._fsdp_groups)
         self.free()
         self._stepped_in = None
@@ -106,7 +106,7 @@ class ParamGroups:
 
     def _free_idle(self) -> None:
         """Free the groups that are in no pass. Called at the end of a backward pass, which may be
-        that of recomputed modules within another one.
+        the pass of recomputed modules within another one.
         """
         torch_fsdp.reshard(filter(torch_fsdp.is_idle, self._fsdp_groups))
 

@@ -69,8 +69,9 @@ class MasterParameter(_WrapsPlain):
         """Return the quantized bytes, scales and header to gather. FSDP2's hook, before the first
         gather.
 
-        Keep the form with one argument. Given that with five, FSDP2 compares the size of the packed
-        bytes with that of the unpacked shard, and on ranks with short shards alone this fails.
+        Keep the form with one argument. Given the form with five, FSDP2 compares the size of the
+        packed bytes with the size of the unpacked shard, which fails only on ranks with short
+        shards.
         """
         self._check_first(self.weight.is_merged)
         return tuple(self.weight.send(self.plain.device)), None
@@ -87,8 +88,8 @@ class MasterParameter(_WrapsPlain):
         return self.weight.receive_first(outputs)
 
     def _check_first(self, is_later: bool) -> None:
-        """Refuse a hook of a later gather. The module would go on with the first tensor, whose
-        scales nothing fills any more.
+        """Raise if FSDP2 calls a hook in a later gather. The module would still use the first
+        tensor, whose scales nothing fills any more.
         """
         if is_later:
             raise RuntimeError(
@@ -211,7 +212,7 @@ def _map(kind: type, call: Callable[[Any], Any], value: Any) -> Any:
 
 def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> MasterParameter | None:
     """Return a shard in the memory of the model's masters, or None for another request. FSDP2 asks
-    for a slice of a parameter, and a module that leaves the meta device for a whole one.
+    for a slice of a parameter, and a module that leaves the meta device for a full one.
     """
     size = like.shape if size is None and like.is_meta else size
     if size is None or len(size) != like.dim():
@@ -224,19 +225,19 @@ def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> Maste
 
 
 def _check_metadata(func: Any, master: Any) -> None:
-    """Refuse operators that give a master another shape or other memory in place: the wrapper would
-    no longer fit the tensor inside.
+    """Raise on operators that give a master a different shape or storage in place: the wrapper
+    would no longer fit the tensor inside.
     """
     if isinstance(master, MasterParameter) and func is not _aten.detach_.default:
         raise RuntimeError(
             f"{master.weight.name}: {func} changes shape or memory of a prepared master in place: write values into it, or use the "
-            "operator that returns another tensor"
+            "operator that returns a new tensor"
         )
 
 
 def _check_product(func: Any, master: MasterParameter) -> None:
-    """Refuse a product with a master that was never cast: FSDP2 does not manage the weight, or the
-    model would see a QuantizedWeight. Shapes may be probed on the meta device.
+    """Raise on a product with a master that was never cast: FSDP2 does not manage the weight, or
+    the model would see a QuantizedWeight. Shapes may be probed on the meta device.
     """
     if not master.weight.is_located and not master.is_meta:
         raise RuntimeError(
@@ -259,8 +260,8 @@ def _wrapped(func: Any, source: MasterParameter, tensor: Tensor) -> Tensor:
             return alias
     if func is _aten.alias.default and not is_traced:
         return MasterParameter(source.plain, source.weight)
-    # A twin has as many dimensions as the parameter. Tensors that torch's staging is going to fill
-    # have none yet.
+    # A twin has the same number of dimensions as the parameter. Tensors that torch's staging is
+    # going to fill have none yet.
     is_twin = func in _KEEP and tensor.dim() == source.dim()
     if is_twin or _is_alias_of(tensor, source.plain):
         return MasterParameter(tensor, source.weight)
@@ -277,7 +278,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[MasterParameter]:
 
 @functools.cache
 def _written_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return the place and name of each argument that an operator writes to."""
+    """Return the index and name of each argument that an operator writes to."""
     arguments = enumerate(func._schema.arguments)
     # Collectives do not declare the tensors that they write to.
     if func.namespace == "c10d":

@@ -42,8 +42,8 @@ class ShardPlan(Plan):
     Attributes:
         generation: the number of casts so far. The same on all ranks, or gathers raise.
             `Validity.casts` of a weight counts its gathers instead.
-        validity: the validity of all masters together. It knows of steps and loads that raised
-            half-way.
+        validity: the validity of all masters together. It knows of steps and loads that failed
+            partway.
         status: the reports of all ranks in the headers of gathers.
         param_groups: FSDP2's parameter groups. Empty until FSDP2 has sharded the model.
         reductions: the ranks that reduce amaxes together, with their parameter groups. Empty until
@@ -52,7 +52,7 @@ class ShardPlan(Plan):
             the last cast.
         cast_groups: a CastGroup for each of `reductions`. Other ones after a `bind` that finds
             masters moved; empty before the first one, and after one that raised.
-        may_have_moved: True if masters may be in other memory than at the last gather.
+        may_have_moved: True if the storage of masters may have changed since the last gather.
         casts_apart: the casts that this replica has made alone since the last cast of all replicas.
             None during a cast of this replica only.
     """
@@ -67,8 +67,8 @@ class ShardPlan(Plan):
         self._caller = Caller("zerocast.fsdp2", "cast")
         self.addresses = MasterAddresses({})
         self.cast_groups: list[CastGroup] = []
-        # True from the moment that masters are found in other memory until there are cast groups
-        # over them.
+        # True from the moment that masters are found in different storage until there are cast
+        # groups over them.
         self._must_bind = True
         # The delayed scaling of each weight that has it, in its last cast group.
         self._scaling: dict[str, DelayedScaling] = {}
@@ -78,7 +78,7 @@ class ShardPlan(Plan):
         # moved those before it to `_changed`.
         self._written: list[weakref.ref[FSDPWeight]] = []
         self._changed: list[weakref.ref[FSDPWeight]] = []
-        # True if a master has another wrapper since the last `bind`, and may be in other memory.
+        # True if a master has a new wrapper since the last `bind`, and may be in different storage.
         self._is_rewrapped = False
         # True if an operator has written to a master since a step left amaxes.
         self._amaxes_are_old = False
@@ -124,7 +124,7 @@ class ShardPlan(Plan):
         self._written.append(weakref.ref(weight))
 
     def mark_rewrapped(self) -> None:
-        """Called when a master gets another wrapper, which may be over other memory."""
+        """Called when a master gets a new wrapper, which may be over different storage."""
         self._is_rewrapped = True
         self.may_have_moved = True
 
@@ -194,7 +194,7 @@ class ShardPlan(Plan):
         """
         assert self.problem is not None
         if not self.cast_groups:
-            # This rank has nothing to send: there was no memory for it.
+            # This rank has nothing to send, since allocating it failed.
             raise self.problem
         self.status.problem = self.problem
         for group in self.cast_groups:
@@ -271,7 +271,7 @@ class ShardPlan(Plan):
         """Find the masters where they are now. The first call is collective: all ranks agree on the
         weights. Later calls are local.
 
-        Raises RuntimeError or TypeError, on this rank alone, for masters that cannot be cast.
+        Raises RuntimeError or TypeError, on this rank only, for masters that cannot be cast.
         """
         if not self.reductions:
             self._adopt()
@@ -303,7 +303,7 @@ class ShardPlan(Plan):
         self.may_have_moved = False
 
     def rebuild(self, changed: Sequence[str]) -> None:
-        """Prepare casts after the weights `changed` were given other formats. Local."""
+        """Prepare casts after the weights `changed` were given new formats. Local."""
         self._scaling = {name: scaling for name, scaling in self._scaling.items() if name not in changed}
         self.cast_groups = []
         self._must_bind = True
@@ -315,8 +315,8 @@ class ShardPlan(Plan):
         return scaling.cast_scale(name) if scaling else None
 
     def _seeded_scaling(self) -> dict[str, dict[str, Tensor]]:
-        """Return the state of delayed scaling by weight, for the next cast groups to go on from.
-        Weights whose scale no cast has found yet are left out.
+        """Return the state of delayed scaling, keyed by weight, from which the next cast groups
+        continue. Weights whose scale no cast has found yet are left out.
         """
         states: dict[str, dict[str, Tensor]] = {}
         for scaling in {id(scaling): scaling for scaling in self._scaling.values()}.values():
@@ -324,8 +324,8 @@ class ShardPlan(Plan):
         return {name: states[name] for name, scaling in self._scaling.items() if name not in scaling.unseeded}
 
     def has_moved(self) -> bool:
-        """Return True if masters are in other memory than at the last `bind`. A master that moves
-        gets a new wrapper, so addresses are compared only after one; in debug mode always.
+        """Return True if the storage of masters has changed since the last `bind`. A master that
+        moves gets a new wrapper, so addresses are compared only after one; in debug mode always.
         """
         return (self._is_rewrapped or debugging()) and self.addresses.has_moved()
 

@@ -1,10 +1,10 @@
-"""prepare and refresh: where a training script meets zerocast under FSDP2.
+"""prepare and refresh: the entry points of a training script under FSDP2.
 
 The life of a prepared parameter:
 
     weight of the model (FP32)
         │ prepare() wraps it                          parameter.py
-        │ fully_shard() cuts it
+        │ fully_shard() shards it
         ▼
     DTensor over a MasterParameter: the rows of this rank, FP32
         │ optimizers, clipping and checkpoints see this and nothing else
@@ -66,7 +66,8 @@ _within: "weakref.WeakKeyDictionary[nn.Module, list[_Ref]]" = weakref.WeakKeyDic
 # present.
 Present = Callable[[nn.Module, str, Tensor], Presentation | None]
 
-# Packages whose modules compute with tensors of their own, each with the function for `present`.
+# Packages whose modules compute with their own tensor classes, each with the function for
+# `present`.
 OWN_TENSORS = {"transformer_engine": "zerocast.integrations.transformer_engine.present"}
 
 PICKLED = (
@@ -88,7 +89,7 @@ def only_quantized_weights(module: nn.Module, name: str, parameter: Tensor) -> N
     package = owner_of_tensors(module)
     if package is not None:
         raise ValueError(
-            f"{name} of a {type(module).__name__} is multiplied as a tensor of {package}'s own: give prepare "
+            f"{name} of a {type(module).__name__} is multiplied as one of {package}'s own tensors: pass prepare "
             f"present={OWN_TENSORS[package]}, or leave it out of the recipe"
         )
 
@@ -118,21 +119,21 @@ def prepare(
 
     `weight_mesh` is for tensor parallelism: the one-dimensional mesh, flattened, of all ranks that
     hold slices of a weight, over which its amax is reduced. Without it that is FSDP2's shard mesh.
-    `verify_every` lets the first forward pass after every so many steps compare all gathered bytes
-    with an unsharded cast of the masters, as `zerocast.verify` does, and raise VerificationError on
+    `verify_every` lets the first forward pass after every n steps compare all gathered bytes with
+    an unsharded cast of the masters, as `zerocast.verify` does, and raise VerificationError on
     every rank of the shard group if any differ.
 
     A gather casts the codes that it sends from the masters, by the scales of the last cast, and
-    reads 4 bytes an element of the shard for it. With `keep_codes=True` a cast makes all codes at
-    once, and they stay until the next one: 0.5 byte an element of the shard for nvfp4, 1 for FP8.
-    By default they are kept where all of a rank take at most 64 MiB. Keeping more is worth its
-    memory if few tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are
-    kept anyway over shard groups of one rank, under CPUOffloadPolicy, and once an optimizer has
-    stepped within a backward pass.
+    reads 4 bytes per element of the shard for it. With `keep_codes=True` a cast makes all codes,
+    and they stay until the next one: 0.5 byte per element of the shard for nvfp4, 1 for FP8. By
+    default they are kept where all of a rank take at most 64 MiB. Keeping more is worth its memory
+    if few tokens are computed between two gathers (`zerocast/fsdp2/README.md`). Codes are kept
+    anyway over shard groups of one rank, under CPUOffloadPolicy, and once an optimizer has stepped
+    within a backward pass.
 
-    `present` is for modules that compute with tensors of their own: `present(module, name,
-    parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. That of
-    TransformerEngine's modules is `zerocast.integrations.transformer_engine.present`.
+    `present` is for modules that compute with their own tensor classes: `present(module, name,
+    parameter)` gives the `Presentation` of a weight, or None for a QuantizedWeight. For
+    TransformerEngine's modules, pass `zerocast.integrations.transformer_engine.present`.
 
     `serve` is the engine that is to read the trained weights: the recipe is then
     `recipe.for_reader(serve, model)`.
@@ -216,10 +217,10 @@ def refresh(model: nn.Module) -> None:
 
 
 def state_dict(model: nn.Module) -> dict[str, dict[str, Tensor]]:
-    """Return the state of delayed scaling by weight; empty without such weights.
+    """Return the state of delayed scaling, keyed by weight. Empty without such weights.
 
     `{name: {"scale": f32[1], "amax_history": f32[L], "cast_scale": f32[1]}}`, plain tensors, the
-    same on every rank, to be saved under the key `zerocast` beside model and optimizer, and to be
+    same on every rank, to be saved under the key `zerocast` next to model and optimizer, and to be
     read into. Every rank calls this, since a cast that is due is done first. Raises ValueError for
     a model that was not prepared.
     """
@@ -278,14 +279,14 @@ def _check(module: nn.Module, name: str, parameter: Tensor, sharded: set[int]) -
         raise ValueError(f"{name} is sharded already: call zerocast.fsdp2.prepare before fully_shard")
     if parameter.dtype != torch.float32:
         raise TypeError(
-            f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and give fully_shard a "
+            f"{name} is {parameter.dtype}: a master is float32; prepare the FP32 model and pass fully_shard a "
             "MixedPrecisionPolicy with the dtype to compute in"
         )
     for other, p in module.named_parameters(recurse=False):
         if p.requires_grad and parameter.requires_grad and p.dtype != parameter.dtype:
             raise TypeError(
-                f"{name} is {parameter.dtype} and {other} beside it {p.dtype}, and FSDP2 takes one dtype a group: make both "
-                "float32 and leave precision to its MixedPrecisionPolicy"
+                f"{name} is {parameter.dtype} and {other} of the same module is {p.dtype}, but FSDP2 needs one dtype per group: "
+                "make both float32 and leave precision to its MixedPrecisionPolicy"
             )
 
 
@@ -382,7 +383,7 @@ class _OutsideOfGraphs:
 
 
 class _Loaded:
-    """A hook that wraps tensors which took the place of masters when a state dict was loaded.
+    """A hook that wraps tensors which replaced masters when a state dict was loaded.
 
     Nothing is cast here, since one rank alone may load. The next gather detects the changes.
     """
@@ -427,9 +428,9 @@ def _unwrap_whole(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def watch_optimizers() -> None:
-    """Let every step of a torch optimizer tell the managers of its masters, and raise after a load
-    that broke off. The hooks are the process's, which has them from its first prepared model or
-    TrainingState on.
+    """Make every step of a torch optimizer notify the managers of its masters, and raise after a
+    load that failed partway. The hooks are global, and stay from the first prepared model or
+    TrainingState of the process on.
     """
     if not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))

@@ -3,7 +3,8 @@
 FSDP2 lays them out by rank, in the dtype of the reduction, by the op `fsdp::chunk_cat`. On a GPU
 that makes a table of thread blocks and copies it to the device. With the gradients of a block of
 Llama 3 8B and two ranks that takes the host 0.9 ms, and the kernel 1.7 times as long as a copy of
-as many bytes. So the backend `cuda` does it in a launch that needs no table, with the same bits.
+the same number of bytes. So the backend `cuda` does it in a launch that needs no table, with the
+same bits.
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,7 @@ class LaidOutReduceScatter:
     """A reduce-scatter of FSDP2, `inner`, whose input is a ReductionInput. It serves one reduction.
 
     That allocates its input first and then its result, which stays a plain tensor: all of it is
-    read by views. In another order the op would run, with the same result.
+    read by views. In a different order the op would run, with the same result.
     """
 
     def __init__(self, inner: Any) -> None:

@@ -57,7 +57,7 @@ from zerocast.weight.validity import Use, Validity, transaction
 
 @dataclass(frozen=True)
 class Stepped:
-    """A parameter that an optimizer steps, by the name that the model has for it."""
+    """A parameter that an optimizer updates, with its name in the model."""
 
     name: str
     parameter: Tensor
@@ -110,14 +110,14 @@ class TrainingState:
 
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name, once the model has
+        """Format and nominal dtype of each quantized weight, keyed by name, once the model has
         gathered.
         """
         return formats(self._model) if is_prepared(self._model) else {}
 
     @property
     def shared_amaxes(self) -> dict[str, SharedAmax]:
-        """The weights that share a tensor amax, by the name of each."""
+        """The groups of weights that share a tensor amax, keyed by the name of each weight."""
         weights = [weight for manager in self._managers() for weight in manager.weights]
         return {weight.name: weight.shared_amax for weight in weights if weight.shared_amax is not None}
 
@@ -125,7 +125,7 @@ class TrainingState:
         """Return the state as it is now. Masters and moments are those in use, step counts copies;
         a shared weight has its first name.
 
-        Raises RuntimeError after a step or a load that raised half-way, since that would save
+        Raises RuntimeError after a step or a load that failed partway, since that would save
         masters and moments of different steps.
         """
         for validity in self._validities():
@@ -170,7 +170,7 @@ class TrainingState:
         """Return the moments of a parameter. If it has none yet, make those that a checkpoint has
         `kept`, for a reader to fill.
         """
-        # Step counts are copies, all other tensors those in use.
+        # Step counts are copies. All other tensors are the ones in use.
         moments = {
             key: value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
             for key, value in stepped.moments.items()
@@ -199,8 +199,8 @@ class TrainingState:
         """Take over a state of the same parameters; the next gather casts its masters.
 
         Raises ValueError on every rank, with nothing changed, for names, shapes, dtypes and values
-        that do not fit. After a step or a load that raised half-way this makes model and optimizers
-        whole again, and forgets the gradients of that step.
+        that do not fit. After a step or a load that failed partway this makes model and optimizers
+        consistent again, and drops the gradients of that step.
         """
         problem = problem_of(lambda: self._check(state), "model")
         group = ONE_PROCESS if self.process_group is None else Group.of(self.process_group)
@@ -209,8 +209,8 @@ class TrainingState:
             self._load(state)
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError, on this rank alone, for step counts and hyper-parameters that cannot
-        be.
+        """Raise ValueError, on this rank only, for step counts and hyper-parameters that are out of
+        range.
         """
         for name, moments in state["optim"]["state"].items():
             if STEP in moments:
@@ -226,7 +226,7 @@ class TrainingState:
         return managers_of(self._model) if is_prepared(self._model) else []
 
     def _check(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError or KeyError, on this rank alone, for a state that does not fit."""
+        """Raise ValueError or KeyError, on this rank only, for a state that does not fit."""
         with _overlooked(self._validities(), self._managers()):
             # Shards parameters that are gathered.
             self._model.state_dict()
@@ -250,7 +250,7 @@ class TrainingState:
         self, stepped: Stepped, by_name: Mapping[str, Stepped], saved: Mapping[str, Any]
     ) -> Collection[str] | None:
         """Return the keys of the moments that the update of a parameter keeps: those it has here,
-        those of Adam, or those of a similar parameter in its group. None if that is not known.
+        Adam's state, or the state of a similar parameter in its group. None if that is not known.
         """
         if stepped.moments:
             return stepped.moments.keys()
@@ -262,8 +262,8 @@ class TrainingState:
         return next((moments.keys() for moments in similar if NEVER_STEPPED not in moments), None)
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the saved hyper-parameters of each group of all optimizers. Those of a group are
-        empty if the state has none.
+        """Return the saved hyper-parameters of each group of all optimizers. The hyper-parameters
+        of a group are empty if the state has none.
         """
         saved = state["optim"].get("param_groups", {})
         names: dict[int, list[str]] = {}
@@ -319,11 +319,11 @@ def load_masters(model: nn.Module, source: AnySource, ignore: Sequence[str] = ()
     """Load parameters and persistent buffers of a prepared model, which `fully_shard` has sharded,
     from high-precision weights.
 
-    `source`, `ignore` and errors are those of `zerocast.optim.load_masters`. Second names of shared
+    `source`, `ignore` and errors are as for `zerocast.optim.load_masters`. Second names of shared
     parameters need not be there. All ranks call it, before the first forward pass or between steps;
     each reads its shards. Delayed scaling is seeded again, with a warning; moments belong to the
     optimizer, which is better built afterwards. Raises ValueError for a model that was not
-    prepared. If a file ends half-way, every gather of the model raises until masters or a state are
+    prepared. If a file is truncated, every gather of the model raises until masters or a state are
     loaded.
     """
     managers = managers_of(model)
@@ -354,7 +354,7 @@ def _overwriting(managers: Sequence[CastManager], validities: Sequence[Validity]
 
 def _overlooked(validities: Iterable[Validity], managers: Iterable[CastManager]) -> contextlib.ExitStack:
     """Allow reads of masters that are partial, or that ranks disagree about. It is for a reader
-    that is going to overwrite everything on all ranks, unless it is refused.
+    that is going to overwrite everything on all ranks, unless that raises first.
     """
     stack = contextlib.ExitStack()
     for manager in managers:
@@ -381,13 +381,13 @@ def _check_names(saved: Mapping[str, Any], needed: Collection[str], known: Colle
 
 
 def _check_fits(name: str, value: Any, like: Tensor) -> None:
-    """Raise ValueError for a tensor that cannot take the place of another."""
+    """Raise ValueError for a tensor that cannot replace another."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} is a {type(value).__name__} in the state, where a tensor belongs")
     if tuple(value.shape) != tuple(like.shape):
-        raise ValueError(f"{name} has shape {tuple(value.shape)} in the state and {tuple(like.shape)} here")
+        raise ValueError(f"{name} has shape {tuple(value.shape)} in the state and {tuple(like.shape)} in this model")
     if value.is_floating_point() != like.is_floating_point():
-        raise ValueError(f"{name} is {value.dtype} in the state and {like.dtype} here")
+        raise ValueError(f"{name} is {value.dtype} in the state and {like.dtype} in this model")
     if isinstance(value, TensorShard) or (
         isinstance(value, DTensor)
         and (
@@ -395,11 +395,11 @@ def _check_fits(name: str, value: Any, like: Tensor) -> None:
             or (value.device_mesh, value.placements) != (like.device_mesh, like.placements)
         )
     ):
-        raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
+        raise ValueError(f"{name} is sharded differently in the state: load it with torch.distributed.checkpoint")
 
 
 def _cut_like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, where the parameter is cut."""
+    """Return this rank's shard of an unsharded tensor, if the parameter is sharded."""
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.shape != parameter.shape:
         return value
     mesh, placements = parameter.device_mesh, parameter.placements

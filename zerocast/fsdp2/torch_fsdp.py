@@ -1,7 +1,7 @@
 """Internals of FSDP2 that differ between versions of torch.
 
-`MasterMemory` allocates the shards of masters. `MasterAddresses` tells a cast whether masters have
-moved or were written to.
+`MasterMemory` allocates the shards of masters. `MasterAddresses` detects masters that have moved or
+were written to.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def reduction_groups(model: nn.Module) -> Iterator[dist.ProcessGroup]:
 
 def replicas(group: Any) -> dist.ProcessGroup | None:
     """Return the process group over which gradients of a parameter group are added up after that.
-    None if there are no replicas of it.
+    None if it has no replicas.
     """
     replicated: dist.ProcessGroup | None = getattr(group.mesh_info, "replicate_process_group", None)
     return replicated
@@ -94,7 +94,7 @@ def reshard(groups: Iterable[Any]) -> None:
 
 
 def discard_gathers(groups: Iterable[Any]) -> None:
-    """Drop the unread results of gathers after a pass that broke off. The next pass would take
+    """Drop the unread results of gathers after a pass that failed partway. The next pass would take
     their bytes and not gather again.
     """
     for group in groups:
@@ -173,22 +173,22 @@ def has_unreduced_gradient(param: Any) -> bool:
 
 class GatheredByGroup(FSDPParam):
     """The FSDPParam of a prepared weight. Its ParamGroup makes the bytes that a gather sends, and
-    handles the gathered bytes, for all its weights at once.
+    handles the gathered bytes, for all its weights together.
 
     FSDP2's hooks do this for one weight at a time. Around each call FSDP2 inspects the hook's
     signature and takes sizes and views, which costs the host more than the hook itself. Only the
     first gather uses hooks: it allocates the memory and the parameter that modules see. Later ones
-    ask the first weight alone (`GroupOfWeights`).
+    ask only the first weight (`GroupOfWeights`).
 
     Attributes:
         memory: the tensor, if any, that has the outputs of all weights, so that one storage is
-            allocated and freed for them. Empty for other weights than the first. None if each
-            output has memory of its own.
+            allocated and freed for them. Empty for weights other than the first. None if each
+            output has separate memory.
         gathered_into: the outputs of all weights, which FSDP2 sees while it copies to them. It sees
-            `memory` in their place while it frees the gathered bytes. None until the first gather
-            has ended.
+            `memory` instead while it frees the gathered bytes. None until the first gather has
+            ended.
         seen_as: the modules that have the parameter, with its name there. Empty if one of them has
-            a `__setattr__` of its own.
+            its own `__setattr__`.
     """
 
     memory: list[Tensor] | None = None
@@ -222,7 +222,7 @@ class GatheredByGroup(FSDPParam):
         return weight.send(self.device)  # type: ignore[no-any-return]
 
     def init_unsharded_param(self) -> None:
-        """Called for each weight in turn, once those of all were gathered."""
+        """Called for each weight in turn, once all weights were gathered."""
         try:
             _, weight = _gathered_before(self)
         except AttributeError:
@@ -265,7 +265,7 @@ class GroupOfWeights(FSDPParamGroup):
 
     Attributes:
         each: all its FSDPParams.
-        prepared: those of prepared weights.
+        prepared: the FSDPParams of prepared weights.
         merged_params: `each` without the prepared ones but the first.
     """
 
@@ -331,11 +331,11 @@ class GroupOfWeights(FSDPParamGroup):
 
 
 class GroupOfInnerShards(GroupOfWeights):
-    """A GroupOfWeights of which some are sharded along another dimension than the first.
+    """A GroupOfWeights of which some are sharded along a dimension other than the first.
 
     FSDP2 joins their shards by views of each gathered tensor as parts of the parameter, but codes
-    of 4 bits and side channels have other sizes. So it is told that their first dimension is
-    sharded, and leaves the gathered bytes in the order of ranks
+    of 4 bits and side channels have different sizes. So zerocast presents their first dimension to
+    it as sharded, and leaves the gathered bytes in the order of ranks
     (`zerocast.distributed.row_shards.InnerShards`).
 
     Attributes:
@@ -431,11 +431,11 @@ def key_graphs_by_local_tensors() -> None:
     key has the mesh and placements only.
 
     Otherwise a step or a layer that was compiled for plain FSDP2 would be taken from the cache for
-    masters and quantized weights, or the other way about, and its kernels would read memory that
-    does not exist. Torch 2.13 has that cache on disk by default.
+    masters and quantized weights, or vice versa, and its kernels would read memory that does not
+    exist. Torch 2.13 has that cache on disk by default.
 
-    This replaces a method of torch for the whole process, since the cache asks the class. A test
-    fails once torch needs it no longer (`tests/fsdp2/test_optimizers.py`).
+    This replaces a method of torch for the process, since the cache asks the class. A test fails
+    once torch needs it no longer (`tests/fsdp2/test_optimizers.py`).
     """
     hashed = getattr(DTensor, _KEY, None)
     if hashed is None or hasattr(hashed, "looks_into"):
@@ -455,11 +455,11 @@ def replicate_as_plain(kind: type[Tensor]) -> None:
     """Let replicated DTensors hold plain tensors if their shards are of class `kind`, for example
     those of `full_tensor`.
 
-    Over one rank torch gathers nothing and returns the shard itself. From now on it returns a copy,
-    as it does over several ranks.
+    Over one rank torch gathers nothing and returns the shard itself. After this call it returns a
+    copy, as it does over several ranks.
 
-    This replaces a method of torch for the whole process: `full_tensor` and torch's own getters of
-    full states call it, and a shard cannot tell their call from one that wants the master. A test
+    This replaces a method of torch for the process: `full_tensor` and torch's own getters of full
+    states call it, and a shard cannot distinguish their call from one that wants the master. A test
     fails once torch needs it no longer (`tests/fsdp2/test_full_state.py`).
     """
     redistribute = DTensor.redistribute
@@ -485,11 +485,11 @@ class MasterMemory:
     """Memory for the shards of a model's masters, side by side in a few tensors, so that kernels
     are given few tensors however many weights there are.
 
-    FSDP2 allocates a shard when it cuts a parameter, and where that was on the meta device when the
+    FSDP2 allocates a shard when it shards a parameter or, if that was on the meta device, when the
     module is given storage. Both ask the parameter for a tensor like it (`parameter.py`), which
     comes from here the first time. A shard that is moved later (to another device, by
-    `load_state_dict(assign=True)`) has other memory. `sizes` are the elements of whole weights by
-    name.
+    `load_state_dict(assign=True)`) has separate memory. `sizes` are the numbers of elements of full
+    weights, keyed by name.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
@@ -566,7 +566,7 @@ class MasterAddresses:
         return not same or list(map(Tensor.data_ptr, map(_plain, locals_))) != self._addresses
 
     def moved_names(self) -> set[str]:
-        """Return the weights whose masters are in other memory now."""
+        """Return the weights whose masters are in different storage now."""
         addresses = [_local_tensor(param()).plain.data_ptr() for param in self._params]
         return {name for name, index in self._index.items() if addresses[index] != self._addresses[index]}
 
@@ -579,7 +579,7 @@ class MasterAddresses:
 
     def note(self) -> None:
         """Remember the version counters. Called after a cast has read the masters. Dispatch sees
-        all writes but those of compiled functions, and autograd counts these.
+        all writes except those of compiled functions, and autograd counts these.
         """
         self._counted = self._count()
 
@@ -588,8 +588,8 @@ class MasterAddresses:
         return self._count() != self._counted
 
     def written(self, names: Sequence[str]) -> set[str]:
-        """Return those of the weights `names` whose masters had a write since `note` that autograd
-        has counted.
+        """Return the weights among `names` whose masters had a write since `note` that autograd has
+        counted.
         """
         written = set()
         for counters, versions in zip(self._counters, self._counted, strict=True):

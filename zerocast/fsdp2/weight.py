@@ -44,8 +44,8 @@ NOT_SHARDED = (
 class Presentation:
     """The tensor that modules see of one weight. Here it is the QuantizedWeight itself.
 
-    A host whose layers compute with another class of tensors overrides this to return one over the
-    same bytes.
+    An integration whose layers compute with a different class of tensors overrides this to return
+    one over the same bytes.
     """
 
     def check(self, fmt: FormatSpec) -> None:
@@ -57,7 +57,7 @@ class Presentation:
     def show(self, weight: QuantizedWeight) -> Tensor:
         """Return a tensor over the buffers of `weight`, for the first gather; nothing is copied.
 
-        FSDP2 makes a parameter of it, which is another object, by `as_strided` and `detach`.
+        FSDP2 makes a parameter of it, a new object, by `as_strided` and `detach`.
         """
         return weight
 
@@ -123,7 +123,7 @@ class WeightHost(Protocol):
 class FSDPWeight:
     """A prepared weight by its parameter `name`. All its MasterParameters refer to this object.
 
-        sharded      `locate` finds the rows of this rank that FSDP2 cut, a cast encodes them
+        sharded      `locate` finds this rank's rows of the sharded weight, a cast encodes them
            │ send         with the first weight of a gather: casts if that is due; codes, scales
            ▼              and headers
         gathering    FSDP2's all-gather of bytes, prefetched or not
@@ -261,7 +261,7 @@ class FSDPWeight:
     @property
     def must_keep_codes(self) -> bool:
         """True if codes must be kept from one cast to the next, even if `keep_codes` is False: a
-        single rank sends all as one output, and masters on the host are cast there.
+        single rank sends all as one output, and masters in CPU memory are cast on the CPU.
         """
         return self.shard_mesh.size() == 1 or bool(self.param().offload_to_cpu)
 
@@ -280,7 +280,7 @@ class FSDPWeight:
         try:
             self._check_dtypes()
             if self.local.is_meta:
-                raise ValueError("the weight is on the meta device: give it storage with to_empty first")
+                raise ValueError("the weight is on the meta device: call to_empty first")
             self.check_format(self.format, weight_mesh)
         except (TypeError, ValueError, RuntimeError) as error:
             return type(error)(f"{self.name}: {error}")
@@ -308,15 +308,15 @@ class FSDPWeight:
         has_one_amax = fmt.has_tensor_amax or fmt.amax_policy is AmaxPolicy.DELAYED
         if has_one_amax and weight_mesh is None:
             raise ValueError(
-                f"a tensor-parallel {fmt} weight has one amax over all its slices: give "
+                f"a tensor-parallel {fmt} weight has one amax over all its slices: pass "
                 "prepare(..., weight_mesh=) the flattened mesh of all ranks that shard the weight"
             )
 
     # -- sharded: this rank's rows
 
     def locate(self) -> None:
-        """Find the rows of this rank in memory. Raises TypeError if `Module.to` has given them
-        another dtype.
+        """Find the rows of this rank in memory. Raises TypeError if `Module.to` has changed their
+        dtype.
         """
         try:
             self._check_dtypes()
@@ -434,8 +434,8 @@ class FSDPWeight:
         group.finish_gather()
 
     def convert(self, fmt: FormatSpec) -> None:
-        """Cast into `fmt` from now on. The next gather is like the first even if the format stays,
-        since another weight of the group is sent in another one.
+        """Cast into `fmt` in later casts. The next gather is like the first even if the format of
+        this weight stays, since the format of another weight of the group changes.
         """
         self.format = fmt
         self.unsharded = None
@@ -453,7 +453,7 @@ class FSDPWeight:
     @property
     def sliced_parameter(self) -> DTensor:
         """The gathered parameter of a weight that tensor parallelism slices. It has the shape of
-        the whole weight and says how it is sliced.
+        the full weight and describes how it is sliced.
         """
         parameter: DTensor = self.param()._unsharded_param
         return parameter
@@ -513,15 +513,15 @@ class ParamGroup:
         received: the number of gathers that have arrived.
         sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
         layout: the layout of the bytes that are sent. Another one after a switch of formats.
-        side: the gathered bytes beside codes. None before the first gather, and after a switch of
-            formats until the next one.
+        side: the gathered bytes other than codes. None before the first gather, and after a switch
+            of formats until the next one.
         headers: the header of each weight, int32 `[2]`, a view of the bytes that are sent.
         is_merged: True if FSDP2 gathers all its weights as the first one (`GroupOfWeights`): after
             the first gather of a layout over several ranks.
         outputs: the tensors that FSDP2 gathers into, of each weight. Empty before the first gather,
             and after a switch of formats until the next one.
         cast_codes: returns the codes of each weight, by direction, for one gather. None if casts
-            keep the codes with the other bytes that are sent.
+            keep the codes with the remaining bytes that are sent.
     """
 
     layout: GatherLayout
@@ -529,7 +529,7 @@ class ParamGroup:
     cast_codes: Callable[[], Sequence[Sequence[Tensor]]] | None
 
     def __init__(self, group: Any, members: Sequence[tuple[FSDPWeight, Any]], status: GatherStatus) -> None:
-        """Gather `members`, weights with their FSDPParams, from now on."""
+        """Take over the gathers of `members`, weights with their FSDPParams."""
         self._group: Callable[[], Any] = weakref.ref(group)
         self._covers_group = torch_fsdp.take_over_group(group, self, [param for _, param in members])
         self._status = status
@@ -540,8 +540,9 @@ class ParamGroup:
         self._last_place = len(members) - 1
         for place, (weight, param) in enumerate(members):
             weight.adopt(self, place, param)
-        # For each weight, from `lay_out` on: the tensors that are sent beside codes that are not
-        # kept, the status that a cast leaves in its header, and the status of the last gather.
+        # For each weight, from `lay_out` on: the tensors that are sent in addition to codes that
+        # are not kept, the status that a cast leaves in its header, and the status of the last
+        # gather.
         self._kept: list[tuple[Tensor, ...]] = []
         self._statuses_of_cast: list[ShardStatus] = []
         self._statuses: list[ShardStatus] = []
@@ -575,8 +576,8 @@ class ParamGroup:
         """Return why quantized weights cannot be gathered by it, if so."""
         if self._group()._use_post_forward_mesh:
             return (
-                "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards plain tensors alone): "
-                "give True or False"
+                "reshard_after_forward=<int> does not work with quantized weights (FSDP2 reshards only plain tensors): "
+                "pass True or False"
             )
         return None
 
@@ -621,7 +622,7 @@ class ParamGroup:
         """
         weights = self.weights
         world = weights[0].geometry.world
-        # The codes of inner shards are joined in other memory, and freed before the rest.
+        # The codes of inner shards are joined in separate memory, and freed before the rest.
         if world == 1 or not self._covers_group or any(weight.geometry.inner_shards for weight in weights):
             return
         specs = [Buffer((world * part.numel(),), dtype_name(part.dtype)) for parts in self._outgoing for part in parts]
@@ -631,8 +632,8 @@ class ParamGroup:
         torch_fsdp.gather_into([weight.param() for weight in weights], outputs, memory)
 
     def take(self, place: int) -> list[Tensor]:
-        """Return the tensors that the current gather sends of the weight at `place`, or of all as
-        the first one. After the last weight only FSDP2 keeps them.
+        """Return the tensors that the current gather sends of the weight with index `place`, or of
+        all as the first one. After the last weight only FSDP2 keeps them.
         """
         outgoing = self._outgoing[place]
         if self.is_merged:
@@ -687,12 +688,12 @@ class ParamGroup:
                 weight.presentation.refill(shown, weight.unsharded)
 
     def buffers_over(self, place: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Return (the buffers of a weight by name, buffers that FSDP2 allocates and frees with it)
-        over the `outputs` of its first gather.
+        """Return (the buffers of a weight keyed by name, buffers that FSDP2 allocates and frees
+        with it) over the `outputs` of its first gather.
 
         Codes and scalars stay where FSDP2 gathered them, but for codes in inner shards. Scales and
-        those get buffers of their own, in the layout that products read; those of all weights are
-        allocated with the first one.
+        these codes get separate buffers, in the layout that products read. The buffers of all
+        weights are allocated with the first one.
         """
         if place == 0:
             self.outputs = [weight.param().all_gather_outputs for weight in self.weights]
@@ -702,8 +703,8 @@ class ParamGroup:
         return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
 
     def note_unsharded(self, place: int) -> None:
-        """Called once the weight at `place` is over the memory of its gathers. After the last one,
-        products can share operands.
+        """Called once the weight with index `place` is over the memory of its gathers. After the
+        last one, products can share operands.
         """
         if place == self._last_place:
             unsharded = [weight.unsharded for weight in self.weights]
@@ -724,7 +725,7 @@ class ParamGroup:
             operands.end_round()
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
-        """Cast weights into other formats, by name, from now on."""
+        """Cast weights into new formats, keyed by name, in later casts."""
         self.side = None
         self._operands = []
         self.outputs = []

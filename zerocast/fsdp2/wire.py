@@ -1,9 +1,10 @@
 """The wire format of a gather: which rows of a weight a rank holds, the bytes that it sends of the
-weights that FSDP2 gathers together, laid out alike on all ranks, and where gathered bytes go.
+weights that FSDP2 gathers together, with the same layout on all ranks, and the destinations of
+gathered bytes.
 
 FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ceil(M / world)`, less
-at the end: a shard may be short or empty, and a boundary may cut a row of blocks. Rows here are
-those of the weight as a matrix. A rank sends:
+at the end: a shard may be short or empty, and a boundary may split a row of blocks. Rows here are
+the rows of the weight as a matrix. A rank sends:
 
     codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | side channels of 0, 1, 2, ...
 
@@ -13,8 +14,8 @@ first weight, since each output costs the host time. A side channel is a header 
 rank and the number of its cast), the scalars of the tensor, and the scales of the block rows that
 the rank owns. Padding and replication of scales (docs/formats/common.md) are added after the
 gather. In a shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to
-2.13), so there the codes of both directions are one output, and the side channels follow those of
-the first weight.
+2.13), so there the codes of both directions are one output, and the side channels follow the codes
+of the first weight.
 
 Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in the
 gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales
@@ -22,8 +23,8 @@ aligned.
 
 A weight may be sharded along another dimension than the first (`Shard(1)` of `shard_placement_fn`).
 Each rank then has an *inner shard*, which it casts as a weight by itself, as a rank casts its slice
-under tensor parallelism. Gathers bring the inner shards one after another, and codes and scales are
-copied to where they belong in the weight.
+under tensor parallelism. Gathers return the inner shards in the order of ranks, and codes and
+scales are copied to where they belong in the weight.
 
 Layouts depend on shapes, formats and ranks only. If codes are cast at each gather
 (`cast_group.py`), a rank keeps side channels between gathers and no codes.
@@ -61,7 +62,7 @@ class GatherLayout:
 
     Attributes:
         keep_codes: True if codes stay in the buffer of the rank between gathers. Otherwise they are
-            cast for each gather, into other memory.
+            cast for each gather, into separate memory.
     """
 
     geometries: tuple[ShardGeometry, ...]
@@ -116,7 +117,9 @@ class GatherLayout:
         return [(*codes_of_first, buffer[-self._side_bytes :]), *(tuple(codes) for codes, _ in parts)]
 
     def gathered_codes(self, place: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the buffers of codes, by name, of the weight at `place` in its `outputs`."""
+        """Return the buffers of codes, keyed by name, of the weight with index `place` in its
+        `outputs`.
+        """
         weight = self.weights[place]
         codes = weight.codes_in(outputs[0].view(-1)) if self._takes_one_output else outputs[: weight.directions]
         return weight.gathered_codes(codes)
@@ -153,7 +156,7 @@ class ScaleFill:
     """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a
     weight's `buffer`.
 
-    All places are found once: FSDP2 gives the same tensors memory at every gather.
+    All addresses are found once: FSDP2 allocates the same tensors at every gather.
     """
 
     def __init__(
@@ -171,7 +174,7 @@ class ScaleFill:
         self._pads = buffer.numel() > blocks * height * across * width
         used = buffer[: blocks * height, : across * width]
         target = used.unflatten(1, (across, width)).unflatten(0, (blocks, height))
-        # The rank and place of each block row. None if no boundary cuts any.
+        # The rank and index of each block row. None if no boundary splits any.
         self._owners: tuple[Tensor, ...] | None = None
         if inner_shards is not None:
             self._copies = [inner_shards.copy_of_scales(target, region.of(side))]
@@ -203,8 +206,8 @@ class ScaleFill:
 
 
 class RowFill:
-    """Fills a `buffer` `[rows, bytes]` with rows of the side channels `side`, whose places
-    `index` says in units.
+    """Fills a `buffer` `[rows, bytes]` with rows of the side channels `side`, whose indices `index`
+    says in units.
     """
 
     def __init__(self, side: Tensor, buffer: Tensor, index: Tensor) -> None:
@@ -222,7 +225,7 @@ class RowFill:
 
 
 def _sources(rows: RowsOfScales, stride: int) -> Tensor:
-    """Return the place of each row of a buffer in the gathered bytes, int64, in units of UNIT
+    """Return the offset of each row of a buffer in the gathered bytes, int64, in units of UNIT
     bytes. The side channels of a rank are `stride` bytes.
     """
     ranks, places = (torch.tensor(owner) for owner in rows.owners)
@@ -235,7 +238,7 @@ _indices: "weakref.WeakValueDictionary[Any, Tensor]" = weakref.WeakValueDictiona
 
 
 def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device) -> Tensor:
-    """Return the places that the rows of some buffers, in order, are copied from, int32
+    """Return the offsets that the rows of some buffers, in order, are copied from, int32
     (`_sources`).
     """
     key = rows, stride, device
@@ -248,8 +251,8 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
 
 @dataclass(frozen=True)
 class InnerShardCodes:
-    """The codes `name` of the weight at `place`, `gathered` in `inner_shards`, which are copied to
-    a buffer `joined`.
+    """The codes `name` of the weight with index `place`, `gathered` in `inner_shards`, which are
+    copied to a buffer `joined`.
     """
 
     place: int
@@ -276,8 +279,8 @@ class GatheredSide:
 
     Attributes:
         headers: the headers of each weight, int32 `[world, 2]`.
-        scalars: the scalars of each weight, by the names of buffers.
-        buffers: the scale buffers of each weight, by name, and the codes of weights in inner
+        scalars: the scalars of each weight, keyed by the names of buffers.
+        buffers: the scale buffers of each weight, keyed by name, and the codes of weights in inner
             shards.
         memory: the memory of all these buffers, one tensor, which FSDP2 allocates and frees. Empty
             if there are no buffers.
@@ -291,7 +294,7 @@ class GatheredSide:
         """`outputs` are the gathered tensors of each weight, codes first."""
         sides = side.split([layout.side_bytes for layout in layouts], 1)
         self.headers = list(map(header_of, sides))
-        # Rank 0 always has rows, so its scalars are those of the weight.
+        # Rank 0 always has rows, so it sends the scalars of the weight.
         self.scalars = [layout.scalars(own[0]) for layout, own in zip(layouts, sides, strict=True)]
         self.buffers: list[dict[str, Tensor]] = [{} for _ in layouts]
         self.memory: list[Tensor] = []
@@ -299,7 +302,7 @@ class GatheredSide:
         self._scale_fills: list[ScaleFill] = []
         self._copies_of_codes: list[tuple[Tensor, Tensor]] = []
         by_length: dict[int, list[RowsOfScales]] = {}
-        # Buffers that are filled one by one: place of the weight, region, and its side channel.
+        # Buffers that are filled one at a time: index of the weight, region, and its side channel.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
         inner_codes = list(_inner_shard_codes(layouts, outputs))

@@ -41,7 +41,7 @@ class MasterView:
 
     def matrices(self) -> "list[MasterView]":
         """Return the views of the matrices that the weight is stored in, in their order. Nearly
-        always this view alone.
+        always this view only.
         """
         count, (rows, columns) = self.weight.stored_matrices
         if count == 1:
@@ -69,7 +69,7 @@ class MasterViews:
         left_out: names of weights that are not included, because some of their elements have no
             master on any rank.
         transient: True if the bytes were gathered for this call only, and are freed after it. A
-            step then gathers into other memory.
+            step then gathers into different storage.
     """
 
     group: Group
@@ -82,7 +82,7 @@ class OwnsMasters(Protocol):
     """An object that `zerocast.verify` accepts besides a model."""
 
     def master_views(self) -> Iterable[MasterViews]:
-        """Yield the present masters. Collective: all ranks iterate together. An item is valid until
+        """Yield the current masters. Collective: all ranks iterate together. An item is valid until
         the next one.
         """
         ...

@@ -54,8 +54,8 @@ class VerifyReport:
         without_masters: quantized weights that were not compared, since some of their elements have
             no known master.
         not_finite: (name, number of NaN and Inf elements) of masters. Formats define the cast of
-            such elements, so their bytes are no difference.
-        allow_nonfinite: True if masters that are not finite are reported but are no failure.
+            such elements, so their bytes do not count as different.
+        allow_nonfinite: True if masters that are not finite are reported but are not a failure.
     """
 
     weights: int
@@ -87,7 +87,7 @@ class VerifyReport:
     def __str__(self) -> str:
         compared = f"{self.weights:,} weights, {self.nbytes:,} bytes on each of {self.ranks} ranks"
         differ = f"{len(self.differences)} buffers differ"
-        result = differ if self.differences else "all are what the masters cast to"
+        result = differ if self.differences else "all equal the cast of the masters"
         masters = [
             f"the master of {name} has {count:,} elements that are NaN or Inf" for name, count in self.not_finite
         ]

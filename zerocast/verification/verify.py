@@ -6,8 +6,8 @@ read. A piece is 512 rows or a million elements, whichever is more, so memory do
 weight. A format with a tensor amax gathers its pieces twice.
 
 Stale columnwise copies are skipped, since reading them raises. The scale of the next delayed cast
-and the amax history do not follow from a master. They are compared with those of rank 0, unless a
-host keeps them.
+and the amax history do not follow from a master. They are compared with the values of rank 0,
+unless a host keeps them.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from zerocast.verification.report import Difference, VerifyReport
 
 # Elements of a piece, if that is more than `ROWS` rows.
 PIECE = 2**20
-# A boundary between pieces is at a multiple of this. It then cuts neither a block nor the padding
+# A boundary between pieces is at a multiple of this. It then splits neither a block nor the padding
 # of a scale buffer.
 ROWS = 512
 # Buffers that do not follow from the master.
@@ -163,7 +163,7 @@ def _compare(view: MasterView, group: Group, shared: Tensor | None) -> _Compared
 
 
 def _pieces(matrix_shape: tuple[int, int]) -> list[Span]:
-    """Cut a matrix at multiples of `ROWS` rows into spans of at least `PIECE` elements or so."""
+    """Split a matrix at multiples of `ROWS` rows into spans of about `PIECE` elements or more."""
     rows, columns = matrix_shape
     step = max(1, PIECE // (ROWS * columns)) * ROWS
     return [Span(first * columns, min(first + step, rows) * columns) for first in range(0, rows, step)]
@@ -186,7 +186,7 @@ def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax
     """Return the tensor amax of each group of weights that share one.
 
     If some members of a group are not among the views, since they are gathered at another time, the
-    `amax` buffer that the last cast wrote stands for theirs.
+    `amax` buffer that the last cast wrote is used as theirs.
     """
     amaxes: dict[SharedAmax | None, Tensor] = {}
     members: dict[SharedAmax, int] = {}
@@ -208,7 +208,7 @@ def _shared_amaxes(views: Sequence[MasterView], group: Group) -> dict[SharedAmax
 
 
 def _tensor_amax(view: MasterView, pieces: Sequence[Span], group: Group) -> Tensor:
-    """Return the amax f32[1] of a whole master, over all slices of a weight under tensor
+    """Return the amax f32[1] of an unsharded master, over all slices of a weight under tensor
     parallelism.
     """
     amax = torch.zeros(1, dtype=torch.float32, device=view.weight.device)
