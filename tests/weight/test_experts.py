@@ -171,18 +171,18 @@ def test_what_is_refused() -> None:
     x, turned = torch.randn(ENDS[-1], K, dtype=BF16), weight.transpose(1, 2)
     with pytest.raises(RuntimeError, match="transposed in its last two dimensions, got 0 and 1"):
         weight.transpose(0, 1)
-    with pytest.raises(RuntimeError, match=r"t\(\) takes a weight of two dimensions, got shape \(3, 160, 64\)"):
+    with pytest.raises(RuntimeError, match=r"t\(\) expects a weight of two dimensions, got shape \(3, 160, 64\)"):
         weight.t()
     with pytest.raises(IndexError, match="index 3 is out of range for a weight of 3 experts"):
         weight[3]
     for call, reason in (
-        (lambda: torch._grouped_mm(x, weight, offs=offsets()), r"takes an input \[rows, K\], a weight"),
+        (lambda: torch._grouped_mm(x, weight, offs=offsets()), r"expects an input \[rows, K\], a weight"),
         (lambda: torch._grouped_mm(x, turned), "offs None"),
-        (lambda: torch._grouped_mm(x.float(), turned, offs=offsets()), "takes an input of that dtype"),
-        (lambda: x @ turned, r"products take a weight of two dimensions.* as weight\[i\]"),
-        (lambda: torch.bmm(x[None], turned), r"takes an input \[E, rows, K\] and a weight"),
+        (lambda: torch._grouped_mm(x.float(), turned, offs=offsets()), "expects an input of that dtype"),
+        (lambda: x @ turned, r"products expect a weight of two dimensions.* as weight\[i\]"),
+        (lambda: torch.bmm(x[None], turned), r"expects an input \[E, rows, K\] and a weight"),
         (lambda: torch.bmm(x.float().view(EXPERTS, ROWS, K), turned), "the input is torch.float32"),
-        (lambda: torch.bmm(weight, turned), "takes one QuantizedWeight"),
+        (lambda: torch.bmm(weight, turned), "expects one QuantizedWeight"),
         (lambda: weight[torch.tensor([0, 1])], "experts_implementation='grouped_mm'"),
         (lambda: torch.func.vmap(lambda row: nn.functional.linear(row, weight[0]))(x), "no products of single experts"),
         (lambda: weight[:1], "call dequantize"),

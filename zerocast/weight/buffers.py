@@ -12,7 +12,9 @@ from zerocast.weight.state import WeightState
 
 
 class WeightBuffers(Tensor):
-    """The buffers of `state` by name. Reading data or scales waits for an all-gather in flight."""
+    """The buffers of `state`, keyed by name. Reading data or scales waits for an all-gather in
+    flight.
+    """
 
     state: WeightState
     expert_of: ExpertOf | None
@@ -29,7 +31,7 @@ class WeightBuffers(Tensor):
 
     @property
     def stored_matrices(self) -> tuple[int, tuple[int, int]]:
-        """(number, shape) of the matrices that are stored one after another, nearly always one."""
+        """(number, shape) of the matrices that are stored consecutively, nearly always one."""
         return self.state.matrices
 
     @property
@@ -43,7 +45,7 @@ class WeightBuffers(Tensor):
     @property
     def rowwise_scale_inv(self) -> Tensor | None:
         """Decode scales of the rowwise data: f32, bf16, or uint8 holding E8M0 or E4M3 codes; None
-        for identity. Waits for a gather in flight, which may bring them.
+        for identity. Waits for a gather in flight, which may fill them.
         """
         # Compiled functions read it twice at every call.
         if self.state.validity.before_read is not None:
@@ -82,7 +84,7 @@ class WeightBuffers(Tensor):
     @property
     def high_precision_init_val(self) -> Tensor | None:
         """The value before it was quantized, until an optimizer made its masters, a plan cast other
-        ones, or other bytes were loaded.
+        ones, or different bytes were loaded.
         """
         return self.state.initial
 

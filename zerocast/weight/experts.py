@@ -6,14 +6,14 @@
     [E, K, M]    x @ W: `grouped_mm` and `bmm` with `W`,  columnwise      rowwise
                  `x @ W[i]`
 
-So the copy whose blocks lie along the dimension that is summed over is read, whichever way a model
-stores its experts.
+So a product reads the copy whose blocks are along the dimension that is summed over, whichever way
+a model stores its experts.
 
-Where a path of `zerocast.gemm` can multiply all experts at once, it does. Otherwise the weight of
+Where a path of `zerocast.gemm` can multiply all experts together, it does. Otherwise the weight of
 all experts is dequantized to the dtype of the input for the duration of one product. autograd keeps
 the input as it is and the quantized weight. `W[i]` is one expert as an operand of the products of
-matrices (`linear.py`), which run on tensor cores like those of other matrices. Its gradient is that
-of the whole weight, zero for the other experts.
+matrices (`linear.py`), which run on tensor cores like the products of other matrices. Its gradient
+is that of the whole weight, zero for the other experts.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from zerocast import gemm
 
 
 class ExpertOf(NamedTuple):
-    """The place of one expert: its number in a weight of three dimensions."""
+    """The index of one expert in a weight of three dimensions."""
 
     weight: Any
     number: int
@@ -124,7 +124,7 @@ def multiply(
     if path in gemm.EXPERTS:
         return gemm.EXPERTS[path].multiply(operands, weight, offs, columnwise, is_gradient)
     (x,) = operands
-    # `read` gives [rows, columns] for either copy, so the orientation depends on the product alone.
+    # `read` gives [rows, columns] for either copy, so the orientation depends on the product only.
     matrices = weight.read(columnwise, x.dtype).view(weight.shape)
     operand = matrices if columnwise else matrices.transpose(-2, -1)
     return gemm.plain.matmul(x, operand) if offs is None else gemm.plain.grouped_mm(x, operand, offs)
@@ -133,7 +133,7 @@ def multiply(
 def _recorded(x: Tensor, weight: Any, offs: Tensor | None, columnwise: bool) -> Tensor:
     """Return the product by the path that was chosen for the weight, recorded by autograd."""
     path = gemm.path_of(weight, x.dtype, transposed=False)
-    # A path of experts has weight gradients in bf16 alone.
+    # The GEMM paths of experts make weight gradients in bf16 only.
     is_bf16 = weight.product_grad_dtype is torch.bfloat16
     way = gemm.weight_gradients_of(weight, path) if is_bf16 else "nominal"
     y: Tensor = _Product.apply(x, weight, offs, columnwise, path, way)  # type: ignore[no-untyped-call]
@@ -159,19 +159,19 @@ def grouped_mm(
     """torch.nn.functional.grouped_mm with a weight `[E, K, M]`, or with `weight.transpose(-2, -1)`
     of one `[E, M, K]`, as the second operand.
 
-    Raises RuntimeError for a bias, for another dtype than the weight's nominal one, or for a weight
-    whose gradients have another dtype.
+    Raises RuntimeError for a bias, for a dtype other than the weight's nominal one, or for a weight
+    whose gradients have a different dtype.
     """
     is_grouped = mat2.dim() == 3 and input.dim() == 2 and offs is not None
     if not hasattr(mat2, "format") or not is_grouped or input.shape[1] != mat2.shape[1]:
         raise RuntimeError(
-            "a grouped product with a QuantizedWeight takes an input [rows, K], a weight [groups, K, M], which may be "
+            "a grouped product with a QuantizedWeight expects an input [rows, K], a weight [groups, K, M], which may be "
             f"weight.transpose(-2, -1), and offs; got {tuple(input.shape)}, {tuple(mat2.shape)}, offs {offs}"
         )
     weight, columnwise = _as_stored(mat2)
     if bias is not None or out_dtype not in (None, weight.dtype) or input.dtype != weight.dtype:
         raise RuntimeError(
-            f"a grouped product with a QuantizedWeight of {weight.dtype} takes an input of that dtype and no bias, got "
+            f"a grouped product with a QuantizedWeight of {weight.dtype} expects an input of that dtype and no bias, got "
             f"{input.dtype}, out_dtype {out_dtype}, bias {None if bias is None else tuple(bias.shape)}"
         )
     if weight.product_grad_dtype is not weight.dtype:
@@ -185,26 +185,26 @@ def bmm(input: Any, mat2: Any) -> Tensor:
     """Run torch.bmm with the experts of a weight as either operand; with the weight second, the
     input is `[E, rows, K]`.
 
-    Raises RuntimeError for other shapes, and for another dtype than the weight's nominal one
+    Raises RuntimeError for other shapes, and for a dtype other than the weight's nominal one
     outside of autocast.
     """
     if hasattr(input, "format") and not hasattr(mat2, "format"):
         return bmm(mat2.mT, input.transposed()).mT
     if not hasattr(mat2, "format") or hasattr(input, "format"):
-        raise RuntimeError("a product of experts takes one QuantizedWeight and a plain tensor")
+        raise RuntimeError("a product of experts expects one QuantizedWeight and a plain tensor")
     weight, columnwise = _as_stored(mat2)
     if mat2.dim() != 3 or input.dim() != 3 or (input.shape[0], input.shape[2]) != tuple(mat2.shape[:2]):
         raise RuntimeError(
-            "a product of experts takes an input [E, rows, K] and a weight [E, K, M], which may be weight.transpose(-2, -1); got "
+            "a product of experts expects an input [E, rows, K] and a weight [E, K, M], which may be weight.transpose(-2, -1); got "
             f"{tuple(input.shape)} and {tuple(mat2.shape)}"
         )
     return in_product_dtype(lambda x: _recorded(x, weight, None, columnwise), input, weight)
 
 
 def in_product_dtype(product: Callable[[Tensor], Tensor], x: Tensor, weight: Any) -> Tensor:
-    """Return `product` of the input in the dtype of autocast, which is off meanwhile.
+    """Return `product` of the input in the dtype of autocast, which is disabled during the call.
 
-    Without autocast RuntimeError for an input of another dtype than the weight's nominal one.
+    Without autocast, raises RuntimeError for an input whose dtype is not the weight's nominal one.
     """
     device = x.device.type
     if torch.is_autocast_enabled(device):
@@ -225,7 +225,7 @@ def select(input: Any, dim: int, index: int) -> Any:
     weight of all experts.
     """
     if input.dim() != 3 or dim % 3 != 0:
-        # The operator itself refuses, with advice.
+        # The operator itself raises, with advice.
         return torch.ops.aten.select.int(input, dim, index)
     count = input.shape[0]
     if not -count <= index < count:
@@ -237,7 +237,7 @@ def select(input: Any, dim: int, index: int) -> Any:
 
 def index(weight: Any, where: Any) -> Any:
     """Return `weight[where]` for the number of an expert, also in a tensor of no dimensions. Other
-    indices are refused.
+    indices raise.
     """
     is_number = isinstance(where, int) and not isinstance(where, bool)
     if isinstance(where, Tensor) and where.dim() == 0 and where.dtype not in (torch.bool, torch.uint8):

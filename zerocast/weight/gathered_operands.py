@@ -2,13 +2,13 @@
 gathered together, made for all of them by one launch.
 
 These are columnwise copies, and the operands in FP8 of formats that are exact there. A product
-needs its own for as long as it runs. Made one by one they cost a step's host a call and a GPU a
+needs its own for as long as it runs. Made one at a time they cost a step's CPU a call and a GPU a
 launch for each weight. So the first product that asks has all of them made, for the weights that
-were asked for last time. Each is given away once, to a product that then owns it alone: a compiled
-graph may write into it. They take at most one byte an element of one gather's weights, and never
-outlive the gathered codes (`end_round`).
+were asked for last time. Each is given to one product, which then owns it: a compiled graph may
+write into it. They take at most one byte per element of one gather's weights, and never outlive the
+gathered codes (`end_round`).
 
-A product finds them by the place of the codes that it reads in their storage. A compiled graph has
+A product finds them by the offset of the codes that it reads in their storage. A compiled graph has
 nothing else: it passes plain tensors, and weights of equal layers share a graph.
 """
 
@@ -29,11 +29,12 @@ from zerocast.weight.state import WeightState
 # (codes, scales): of a weight with one scale per tensor that serves both directions, no scales.
 Operand = tuple[Tensor, Tensor]
 
-# (reference to GatheredOperands, place) of gathered codes. `type(None)` is called like a reference
-# to nothing.
+# (reference to GatheredOperands, index of the weight) of gathered codes. `type(None)` is called
+# like a reference to nothing.
 _Place = tuple[Callable[[], "GatheredOperands | None"], int]
 _NOT_GATHERED: _Place = type(None), 0
-# The attribute of the storage of gathered codes: the places of weights by where their codes begin.
+# The attribute of the storage of gathered codes: a dict from the offset of a weight's codes to its
+# _Place.
 _ATTRIBUTE = "zerocast_operands"
 _NOTHING: dict[int, _Place] = {}
 # The number of the current stream of a device, without a Stream object.
@@ -75,8 +76,8 @@ class _Launch(NamedTuple):
     ends: list[Any]
 
     def check_memory(self) -> None:
-        """Raise ValueError if some memory was freed. A launch for one weight reads those of
-        others.
+        """Raise ValueError if some memory was freed. A launch for one weight reads the memory of
+        others too.
         """
         tensors = self.data + self.scale_inv
         sizes = map(torch.UntypedStorage.nbytes, map(Tensor.untyped_storage, tensors))

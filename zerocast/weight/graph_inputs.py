@@ -1,7 +1,7 @@
 """The plain tensors that a compiled graph gets in place of its quantized weights.
 
 AOTAutograd of torch 2.11 takes each input of a graph apart by a walk in Python, and looks at
-everything that a backward pass was saved, which costs the host 70 calls a weight. Later releases
+everything that a backward pass was saved, which costs the CPU 70 calls per weight. Later releases
 generate code for this.
 """
 
@@ -22,10 +22,10 @@ _PLAIN = {Tensor, nn.Parameter, int}
 
 
 def take_apart_at_once(kind: type[Any]) -> None:
-    """Let compiled graphs ask weights of class `kind` for all their plain tensors at once. Called
-    while a weight is traced, before the first graph runs.
+    """Let compiled graphs ask weights of class `kind` for all their plain tensors in one call.
+    Called while a weight is traced, before the first graph runs.
 
-    This replaces a function of torch 2.11 for the whole process, which is still called for other
+    This replaces a function of torch 2.11 for the process, which is still called for other
     subclasses of Tensor. A test counts the calls (`tests/fsdp2/test_host_work.py`).
     """
     module = sys.modules.get(_MODULE)
@@ -42,7 +42,8 @@ def _by_weight(kind: type[Any], walk: Callable[..., list[Any]]) -> Callable[...,
     ) -> list[Any]:
         plain: list[Any] = []
         for place, argument in enumerate(arguments):
-            # Each call costs here, those of C included. A weight's sizes are constants of a graph.
+            # Each call costs time here, also calls into C. A weight's sizes are constants of a
+            # graph.
             if type(argument) in _PLAIN:
                 plain += (argument,)
             elif type(argument) is kind:

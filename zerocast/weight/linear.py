@@ -1,6 +1,5 @@
 """Products with a QuantizedWeight: the forward product reads the rowwise copy, the input gradient
-reads the columnwise copy. For `x @ W[i]` with an expert as stored it is the other way round
-(`experts.py`).
+reads the columnwise copy. For `x @ W[i]` with an expert as stored it is vice versa (`experts.py`).
 
 A path of `zerocast.gemm` computes both; a backward pass uses the path of its forward pass. The
 weight gradient never needs the weight. It has the nominal dtype, or FP32 if the weight's
@@ -29,9 +28,9 @@ class _Product(torch.autograd.Function):
     """`x @ W.T + bias` for a weight as stored, `x @ W + bias` for a transposed one; `x` is
     `[..., features]`.
 
-    `expert` is the number of the expert that is multiplied, None for a weight of two dimensions.
-    `x @ W + bias` of an expert is `columnwise`: the forward pass is what the input gradient of the
-    other orientation is, and the other way round.
+    `expert` is the number of the expert that is multiplied, None for a weight of two dimensions. `x
+    @ W + bias` of an expert is `columnwise`: its forward pass is the input gradient of the other
+    orientation, and vice versa.
     """
 
     @staticmethod
@@ -183,11 +182,11 @@ def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tens
     stored.
     """
     if not hasattr(weight, "format") or hasattr(x, "format") or hasattr(bias, "format"):
-        raise RuntimeError("a QuantizedWeight is the weight of a product, with plain tensors beside it")
+        raise RuntimeError("a QuantizedWeight is the weight of a product, and the other operands are plain tensors")
     if weight.dim() != 2:
         raise RuntimeError(
-            f"products take a weight of two dimensions, got shape {tuple(weight.shape)}: experts in one weight take part in bmm, "
-            "grouped_mm and, one by one as weight[i], in linear and matmul"
+            f"products expect a weight of two dimensions, got shape {tuple(weight.shape)}: experts in one weight take part in bmm, "
+            "grouped_mm and, one at a time as weight[i], in linear and matmul"
         )
     if weight.transposed_of is not None:
         weight, transposed = weight.transposed_of, not transposed
@@ -233,7 +232,7 @@ def product_below_autograd(x: Tensor, operand: Any, bias: Tensor | None = None) 
     """
     weight = operand if operand.transposed_of is None else operand.transposed_of
     if hasattr(x, "format") or x.dtype != weight.dtype:
-        raise RuntimeError(f"a product with {weight!r} takes a plain tensor of its dtype, got {x.dtype}")
+        raise RuntimeError(f"a product with {weight!r} expects a plain tensor of its dtype, got {x.dtype}")
     path = gemm.path_of(weight, x.dtype, transposed=False)
     if operand is not weight:
         # Without gradients, `use(weight_gradients=...)` has nothing to warn of.
@@ -267,14 +266,14 @@ def mm(input: Any, mat2: Any) -> Tensor:
     """torch.mm with the weight as either operand."""
     for operand in (input, mat2):
         if operand.dim() != 2:
-            raise RuntimeError(f"mm() takes matrices, got an operand of shape {tuple(operand.shape)}")
+            raise RuntimeError(f"mm() expects matrices, got an operand of shape {tuple(operand.shape)}")
     return matmul(input, mat2)
 
 
 def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """torch.addmm with the weight as the last operand and without scaling."""
     if (beta, alpha) != (1, 1):
-        raise RuntimeError(f"addmm with a QuantizedWeight takes beta=1 and alpha=1, got {beta} and {alpha}")
+        raise RuntimeError(f"addmm with a QuantizedWeight expects beta=1 and alpha=1, got {beta} and {alpha}")
     if input.dim() == 1 and mat1.dim() == 2:
         return _product(mat1, mat2, input, transposed=True)
     product = mm(mat1, mat2)
@@ -284,7 +283,7 @@ def addmm(input: Tensor, mat1: Tensor, mat2: Any, *, beta: float = 1, alpha: flo
 def t(weight: Any) -> Any:
     """torch.t: a transposed reading of the same weight, as an operand of the other products."""
     if weight.dim() != 2:
-        raise RuntimeError(f"t() takes a weight of two dimensions, got shape {tuple(weight.shape)}")
+        raise RuntimeError(f"t() expects a weight of two dimensions, got shape {tuple(weight.shape)}")
     return weight.transposed()
 
 

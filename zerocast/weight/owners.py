@@ -9,7 +9,7 @@ a gradient and has no owner is therefore remembered until the next step of any t
 it has a gradient by then, that is an error. An owned weight costs one lookup per read, and nothing
 per step.
 
-The step raises that error, unless ranks share masters: one rank alone may have read such a weight,
+The step raises that error, unless ranks share masters: only one rank may have read such a weight,
 and the others would wait for it in their next cast. So that cast raises it, on all ranks.
 
 An optimizer is given parameters only. From the record of models with quantized weights it learns
@@ -55,7 +55,7 @@ _logged: set[str] = set()
 _models: "weakref.WeakKeyDictionary[nn.Module, None]" = weakref.WeakKeyDictionary()
 # The hook before every step of a torch optimizer. Empty until the first such weight is read.
 _hooks: list[RemovableHandle] = []
-# The hook before every step of a torch optimizer, by which those over weights are refused.
+# The hook before every step of a torch optimizer, which raises for optimizers over weights.
 _refusals: list[RemovableHandle] = []
 
 
@@ -75,7 +75,7 @@ class Claim:
         self.who = who
         self.ended = False
         self._by: Callable[[], object] = (lambda: None) if by is None else weakref.ref(by)
-        # The values keep states and parameters alive, so that their ids are not reused meanwhile.
+        # The values keep states and parameters alive, so that their ids are not reused.
         self._held = {id(state): (state, spans) for state, spans in held}
         parameters = list(parameters)
         self._parameters = {id(parameter): parameter for parameter in parameters}
@@ -126,20 +126,20 @@ def overlapping(held: Held, parameters: Sequence[Tensor] = ()) -> list[Claim]:
 def find_conflict(
     held: Held, is_overridable: Callable[[Claim], bool], parameters: Sequence[Tensor] = ()
 ) -> Claim | None:
-    """Return a claim on any of these elements or parameters that does not give way, or None."""
+    """Return a claim on any of these elements or parameters that is not overridable, or None."""
 
     def conflicts() -> list[Claim]:
         return [claim for claim in overlapping(held, parameters) if not is_overridable(claim)]
 
     if conflicts():
         # An optimizer and its hooks refer to each other, so one that the user deleted may still
-        # wait for the cycle collector. It is no conflict.
+        # wait for the cycle collector. It is not a conflict.
         gc.collect()
     return next(iter(conflicts()), None)
 
 
 def check_unclaimed(held: Held, is_overridable: Callable[[Claim], bool]) -> None:
-    """Raise ValueError, on this rank alone, if an owner that does not give way writes any of these
+    """Raise ValueError, on this rank only, if an owner that is not overridable writes any of these
     elements.
     """
     other = find_conflict(held, is_overridable)
@@ -150,7 +150,7 @@ def check_unclaimed(held: Held, is_overridable: Callable[[Claim], bool]) -> None
 
 
 def refuse_steps(kind: type[Tensor]) -> None:
-    """Let torch's optimizers refuse parameters of this class from now on.
+    """Make torch's optimizers raise on parameters of this class.
 
     The hook is global to the process and is registered once, when the first weight is made. A
     process without weights has no hook.
@@ -196,7 +196,7 @@ def forget_all() -> None:
 
 def forget_read(weight: Any) -> None:
     """Drop the weak reference to a weight that is about to be moved. `torch.utils.swap_tensors`
-    refuses a tensor that has weak references.
+    raises on a tensor that has weak references.
     """
     _read.pop(id(weight), None)
 

@@ -36,11 +36,12 @@ class WeightState:
         format: the format of the bytes. `convert` changes it.
         shape: the logical shape, also for transposed readings.
         dtype: the nominal dtype, which the weight shows to torch.
-        buffers: tensors by the names in `layout.BUFFERS`, None for a buffer that there is not.
+        buffers: tensors keyed by the names in `layout.BUFFERS`, None for a buffer that does not
+            exist.
         validity: whether the bytes may be used; shared by all weights of a plan (`join`).
         columnwise_cast: the number of the cast that this weight's columnwise copy was made from, if
-            it was made apart from the other weights' copies (which `validity.copies` tells).
-        was_cast: True if the bytes were valid before the weight joined its present plan.
+            it was made apart from the other weights' copies (whose cast is `validity.copies`).
+        was_cast: True if the bytes were valid before the weight joined its current plan.
         has_master: True if `validity.casts` counts casts of this weight, that is, if it has a
             master.
         columnwise_on_demand: True if each product makes the columnwise copy that it reads and drops
@@ -55,7 +56,7 @@ class WeightState:
             masters from it.
         is_part: True for buffers that a cast or a reader has of a larger weight. They may have any
             size, and the descriptor table or op that uses them checks the range that it accesses.
-        choices: decisions for the present storage: the GEMM path, and the inner tensors that a
+        choices: decisions for the current storage: the GEMM path, and the inner tensors that a
             compiled function is given. Cleared whenever buffers move or change.
     """
 
@@ -103,7 +104,7 @@ class WeightState:
 
     @property
     def matrices(self) -> tuple[int, Block]:
-        """(number, shape) of the matrices that are stored one after another, nearly always one."""
+        """(number, shape) of the matrices that are stored consecutively, nearly always one."""
         # Every product asks.
         return layout.stored_matrices(self.format, self.shape) if len(self.shape) > 2 else (1, self.matrix_shape)
 
@@ -164,13 +165,13 @@ class WeightState:
         self.columnwise_cast = self.validity.casts
 
     def join(self, validity: Validity, has_master: bool) -> None:
-        """Share the validity of a plan from now on. A fresh columnwise copy stays fresh.
+        """Share the validity of a plan. A fresh columnwise copy stays fresh.
 
         `has_master` says whether the casts of that plan write this weight. Columnwise copies are
-        kept from now on, unless the plan's owner calls `set_columnwise_on_demand`.
+        kept afterwards, unless the plan's owner calls `set_columnwise_on_demand`.
         """
         fresh = self.columnwise_is_fresh()
-        # Tell the old validity first, so that the plan which had this weight notices the loss.
+        # Notify the old validity first, so that the plan which had this weight notices the loss.
         self.validity.moved()
         self._forget()
         # `ever_cast` and the number of the cast are relative to the validity. Carry both over.
@@ -199,12 +200,12 @@ class WeightState:
             self.validity.moved()
 
     def move_to(self, targets: Mapping[str, Tensor]) -> None:
-        """Move buffers, by name, into new storage: same bytes, new place.
+        """Move buffers, keyed by name, into new storage with the same bytes.
 
         Raises ValueError, with nothing moved, unless each target is contiguous and has the shape,
         dtype and device of the buffer that it replaces.
         """
-        # Check all targets before the first copy, so that an error leaves the weight whole.
+        # Check all targets before the first copy, so that an error changes nothing.
         expected = layout.buffers(self.format, self.shape, self.dtype)
         for name, target in targets.items():
             check_tensor(name, target, expected[name], self.format, self.rowwise_data.device)
@@ -218,7 +219,8 @@ class WeightState:
         self.validity.moved()
 
     def set_storage(self, buffers: Mapping[str, Tensor | None]) -> None:
-        """Read and write buffers, by name, in storage into which their owner has moved the bytes.
+        """Read and write buffers, keyed by name, in storage into which their owner has moved the
+        bytes.
 
         Raises TypeError or ValueError, with nothing changed, for buffers that do not fit.
         """
@@ -286,8 +288,8 @@ class WeightState:
         """Return the state of one matrix of a weight of several: the same memory, except for scales
         with a padding that is not in it. It shares the validity.
 
-        A transposed copy is made at each use, since that of all matrices does not hold those of one
-        side by side. It does if they are stored one after another.
+        A transposed copy is made at each use, since the copy of all matrices does not hold the rows
+        of one matrix side by side. It does if the matrices are stored consecutively.
         """
         matrix = self.shape[-2:]
         are_apart = self.matrices[0] > 1
@@ -322,7 +324,7 @@ class WeightState:
         )
 
     def copies(self, copy: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """Return `copy` of every buffer, by name. A stale columnwise copy is left out.
+        """Return `copy` of every buffer, keyed by name. A stale columnwise copy is left out.
 
         `copy` gets the buffer's own view, so a flat buffer around it is not copied.
         """

@@ -24,7 +24,7 @@ class WeightReader:
     Attributes:
         format: the FormatSpec of the stored bytes.
         matrix_shape: (rows, columns) as stored.
-        stored_matrices: (number, shape) of the matrices that are stored one after another.
+        stored_matrices: (number, shape) of the matrices that are stored consecutively.
         amax: f32[1] tensor amax, a part of the decode scale of two-level formats; else None.
         makes_columnwise: True if a columnwise copy is made at each use and not kept.
     """
@@ -99,7 +99,7 @@ class WeightReader:
 
     def upcast(self, columnwise: bool) -> tuple[Tensor, Tensor]:
         """Return (E4M3 codes uint8, scale_inv f32) of the same values, for formats that are exact
-        in FP8. The layout is that of `direction`: for mxfp4 of an fp8_block weight, for nvfp4 of an
+        in FP8. The layout is as in `direction`: for mxfp4 of an fp8_block weight, for nvfp4 of an
         fp8_current weight.
         """
         # A kept copy `[columns, rows]` is read like a rowwise weight of the transposed shape. If

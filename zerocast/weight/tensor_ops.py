@@ -1,4 +1,4 @@
-"""Handlers of the torch operators that take a QuantizedWeight as a whole: views of the same shape,
+"""Handlers of the torch operators that take a full QuantizedWeight: views of the same shape,
 copies, moves to another device, and products below autograd.
 """
 
@@ -53,10 +53,10 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
 
 
 def _set_data(target: Tensor, source: Tensor) -> None:
-    """`target.data = source`: let the target stand for the storage of the source from now on.
+    """Run `target.data = source`: the target shares the storage of the source afterwards.
 
     So code that swaps two weights through `.data` works. An owner that casts into the target
-    notices at its next step that the weight has other storage than its plan knows.
+    detects at its next step that the weight's storage is not the one that its plan knows.
     """
     if not isinstance(target, QuantizedWeight):
         raise RuntimeError(
@@ -76,7 +76,8 @@ def _to_copy(weight: QuantizedWeight, *, dtype: Any = None, device: Any = None, 
         raise RuntimeError(
             f"the nominal dtype of a QuantizedWeight is fixed: {weight.dtype}, cannot become {dtype}; {unsupported.CONVERT}"
         )
-    # Module.to() calls swap_tensors on the original after this copy, which refuses weak references.
+    # Module.to() calls swap_tensors on the original after this copy, which raises on weak
+    # references.
     owners.forget_read(weight)
     return weight.copied(lambda t: t.to(device or t.device, copy=True))
 

@@ -60,7 +60,7 @@ _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_m
 _PRODUCTS = re.compile(
     r"_?(\w*conv|bmm|addb?mm|baddbmm|(add)?mv|v?dot|ger|addr|embedding|b?i?linear|trilinear|einsum|\w*mm$|matmul)"
 )
-# Advice for operators by name, which comes before that for families.
+# Advice for operators, keyed by name, which precedes the advice for families.
 _NAMED = (
     (
         AVERAGE,

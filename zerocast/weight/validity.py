@@ -19,10 +19,10 @@ calls `check`. An event is recorded once for all weights, and a check compares n
                                                       completes
     a write goes on  a `transaction` elsewhere        everything in other threads, until it returns
 
-COPY, READ and SEND also refuse bytes that were never cast, loaded or filled. `add_precheck` adds
+COPY, READ and SEND also raise for bytes that were never cast, loaded or filled. `add_precheck` adds
 checks that only an owner can make, such as for writes of other code to the weights that it gathers.
 
-Two kinds of writes change no version counter: those through `.data`, and those of custom kernels.
+Two kinds of writes change no version counter: writes through `.data`, and writes of custom kernels.
 `zerocast.verify` notices both.
 """
 
@@ -42,14 +42,14 @@ from torch.utils.hooks import RemovableHandle
 
 CAST = "call plan.cast() after the masters change, then all-gather the bytes and call plan.post_all_gather()"
 RELOAD = "masters, moments and weights may be of different steps; {load}, or end the run if ranks have died"
-CAST_AGAIN = "weights are partly of two casts; cast again, which writes them whole, or end the run if ranks have died"
+CAST_AGAIN = "weights are partly of two casts; cast again, which rewrites them, or end the run if ranks have died"
 
 _versions = itertools.count()
 
 
 class Use(enum.Enum):
-    """A use of weights, by its name in errors. The first three are uses of one weight, the others
-    of masters, moments and weights together.
+    """A use of weights. The value is its name in errors. The first three are uses of one weight,
+    the others of masters, moments and weights together.
     """
 
     # A copy takes the bytes as they are, also if the masters have changed since.
@@ -127,9 +127,9 @@ class Validity:
     owner alive.
 
     Args:
-        load: the call that loads a state, for the error of a write of masters that raised
-            half-way; None if only weights are written.
-        recast_remedy: the remedy in the error of a write of weights alone, whose masters are
+        load: the call that loads a state, for the error of a write of masters that raised partway;
+            None if only weights are written.
+        recast_remedy: the remedy in the error of a write of weights only, whose masters are
             complete; None if only a load helps.
         advice: the call that casts and gathers, for the error of stale weights.
 
@@ -138,10 +138,10 @@ class Validity:
             counts the gathers that filled it (`gathered`).
         copies: the cast that the columnwise copies of all weights were made from.
         version: changes with the values of the weights.
-        places: changes when any of the weights is given other storage, for code that keeps
+        places: changes when any of the weights is given different storage, for code that keeps
             addresses.
-        has_masters: True if the weights are cast from masters, so that the parameters that stand
-            for them are trained.
+        has_masters: True if the weights are cast from masters, so that the parameters that
+            represent them are trained.
         sharded: True if other ranks hold masters too.
         owner: gives the object that shows the masters to `zerocast.verify`, while it lives.
         before_read: called with a weight before its bytes are read: completes a gather in flight,
@@ -286,11 +286,13 @@ class Validity:
         self.copies = self.casts
 
     def changed(self) -> None:
-        """Record that the weights have other values: an optimizer has stepped, or loaded."""
+        """Record that the values of the weights have changed: an optimizer has stepped, or
+        loaded.
+        """
         self.version = next(_versions)
 
     def moved(self) -> None:
-        """Record that one of the weights was given other storage, or joined another plan."""
+        """Record that one of the weights was given different storage, or joined another plan."""
         self.places = next(_versions)
 
     def is_cast_from(self, storages: set[int]) -> bool:
@@ -373,7 +375,7 @@ class Validity:
 
     @property
     def partial(self) -> InvalidWeights | None:
-        """The error of a write that broke off, until another one completes; None inside a
+        """The error of a write that failed partway, until another one completes; None inside a
         transaction of this thread.
         """
         broke_off = self._writing.broke_off
@@ -381,7 +383,7 @@ class Validity:
 
     @property
     def has_partial_masters(self) -> bool:
-        """True if a write of masters broke off, which no cast can complete."""
+        """True if a write of masters failed partway, which no cast can complete."""
         return self.partial is not None and self._writing.broke_off_masters
 
     def _check_idle(self) -> None:
@@ -394,7 +396,7 @@ class Validity:
 
 
 def changed(validities: Iterable[Validity]) -> None:
-    """Record that all of these weights have other values, as a step changes them."""
+    """Record that the values of all of these weights have changed, as in a step."""
     version = next(_versions)
     for validity in validities:
         validity.version = version
@@ -458,7 +460,7 @@ def set_debug(enabled: bool) -> None:
 
 
 def _hook_steps(concerns: Callable[[Validity], bool]) -> list[RemovableHandle]:
-    """Let every step of a torch optimizer tell the validity of its masters."""
+    """Make every step of a torch optimizer notify the validity of its masters."""
 
     def tell(optimizer: torch.optim.Optimizer, event: Callable[[Validity], None]) -> None:
         concerned = [validity for validity in list(_watching) if concerns(validity)]

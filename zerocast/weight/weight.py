@@ -2,7 +2,7 @@
 shows its logical shape and nominal dtype to torch.
 
 Linear products read the rowwise copy, their input gradients the columnwise copy (`linear.py`).
-Copies and moves of a whole weight (`tensor_ops.py`, deepcopy, pickling) take its own bytes, not the
+Copies and moves of a full weight (`tensor_ops.py`, deepcopy, pickling) take its own bytes, not the
 flat buffer that the bytes may be a part of. Every other operator raises: nothing dequantizes
 silently.
 """
@@ -28,7 +28,7 @@ from zerocast.weight.validity import Use, described
 
 NOMINAL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# Buffer name -> the attribute through which a compiled graph gets the buffer, if it is another one.
+# Buffer name -> the attribute through which a compiled graph gets the buffer, if the names differ.
 # A graph gets the rowwise data at every call, so that attribute is where the weight is checked.
 _READ = {"rowwise_data": "readable_rowwise_data", "columnwise_data": "readable_columnwise_data"}
 _READ_BY_PRODUCTS = BUFFERS[:5]
@@ -49,7 +49,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         transposed_of: the weight that this object is a transposed reading of; None for a weight as
             stored. Fixed for the lifetime of the object.
         expert_of: the weight of three dimensions that this object is one expert of, and its number;
-            None for a weight of its own. Fixed for the lifetime of the object.
+            None for an independent weight. Fixed for the lifetime of the object.
     """
 
     transposed_of: "QuantizedWeight | None"
@@ -79,7 +79,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         """Return a weight whose bytes are zero and whose scale, for delayed scaling, is 1.
 
         `shape` is logical, `dtype` the nominal dtype (bf16, fp16 or fp32). Raises ValueError for a
-        shape that the format cannot take, TypeError for another nominal dtype.
+        shape that the format cannot take, and TypeError for a nominal dtype that is not supported.
         """
         fmt = get_format(fmt)
         _check_nominal(dtype)
@@ -127,8 +127,8 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @property
     def is_traced(self) -> bool:
-        """True while a compiler traces: the buffers are fake tensors, in place of those of a later
-        call.
+        """True while a compiler traces: the buffers are fake tensors, in place of the buffers of a
+        later call.
         """
         return scaling.is_traced(self.state.rowwise_data)
 
@@ -147,7 +147,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     def direction(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
         """Return (data, scale_inv) of one direction. Raises RuntimeError for a stale or missing
-        columnwise copy, and for bytes that `check` refuses.
+        columnwise copy, and for bytes for which `check` raises.
         """
         self.check(Use.READ)
         return super().direction(columnwise)
@@ -254,7 +254,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return data
 
     def rebind(self, rowwise_data: Tensor | None = None, columnwise_data: Tensor | None = None) -> None:
-        """Move the bytes into new storage, such as a part of a flat buffer: same bytes, new place.
+        """Move the bytes unchanged into new storage, such as a part of a flat buffer.
 
         A given tensor has the shape, dtype and device of the tensor that it replaces and is
         contiguous; else ValueError, nothing moved.
@@ -313,9 +313,9 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return expert
 
     def matrices(self) -> "list[QuantizedWeight]":
-        """Return the matrices that are stored one after another, as weights over their part of the
+        """Return the matrices that are stored consecutively, as weights over their part of the
         buffers; this weight itself if there is one. For code that casts and reads bytes, which
-        checks the whole weight.
+        checks the full weight.
         """
         count, matrix = self.state.matrices
         if count == 1:
@@ -341,7 +341,7 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         return copy
 
     def copied(self, copy: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """Return a new weight with storage of its own: `copy` of each buffer of this weight."""
+        """Return a new weight with its own storage: `copy` of each buffer of this weight."""
         return _restore(*self._payload(copy))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -419,11 +419,11 @@ class QuantizedWeight(WeightReader, WeightBuffers):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the handler for a product (`linear.py`), refuse functions that read memory, and send
-        the rest to the dispatcher.
+        """Run the handler for a product (`linear.py`), raise on functions that read memory, and
+        send the rest to the dispatcher.
 
-        Overrides are disabled meanwhile. Results are then not wrapped as subclasses, and the dozen
-        attributes that a product reads from its weight do not come back here.
+        Overrides are disabled during the call. Results are then not wrapped as subclasses, and the
+        dozen attributes that a product reads from its weight do not come back here.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return _FUNCTIONS.get(func, func)(*args, **(kwargs or {}))
