@@ -93,7 +93,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
         """Apex's norm of all gradients, for clipping and loss scaling.
 
-        RuntimeError after a step that raised half-way.
+        RuntimeError after a step that failed partway.
         """
         self._plan.validity.check(Use.REDUCE)
         norm: Tensor = super().grad_norm(*args, **options)
@@ -103,7 +103,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """Apex's state dict with full FP32 masters, moments and the state of delayed scaling.
 
         It is the same on every rank. Collective. RuntimeError if the masters of the last cast were
-        NaN or Inf, and after a step that raised half-way.
+        NaN or Inf, and after a step that failed partway.
         """
         self._plan.validity.check(Use.SAVE)
         checkpoint.check_format(state_dict_format)
@@ -117,7 +117,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         """Load a state of the same parameters, from any number of ranks and any format, and cast
         its masters. Collective.
 
-        Plain parameters are loaded with the model. After a step that raised half-way this makes the
+        Plain parameters are loaded with the model. After a step that failed partway this makes the
         optimizer usable again, and drops the gradients of that step. ValueError, with nothing
         changed, for the deprecated first format, for another number of parameters and for other
         shapes.

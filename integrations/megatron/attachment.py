@@ -171,7 +171,7 @@ class Attachment:
         """Cast, gather and transpose masters that were written by hand. Collective.
 
         The optimizer does this by itself when it loads a checkpoint or reads its masters from the
-        model. RuntimeError after a step that raised half-way, whose masters are partly old.
+        model. RuntimeError after a step that failed partway, whose masters are partly old.
         """
         self._check_attached()
         self._guard.refresh([each.refresh for each in self._by_optimizer])

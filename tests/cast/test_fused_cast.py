@@ -194,7 +194,7 @@ def test_a_step_that_ends_between_its_codes_and_its_scales_is_partial() -> None:
     with pytest.raises(torch.OutOfMemoryError), NoMemory():
         trainee.plan.cast(update=update)
     assert not np.array_equal(casts.raw(weight.state.rowwise_data), before["rowwise_data"])
-    with pytest.raises(RuntimeError, match="raised half-way"):
+    with pytest.raises(RuntimeError, match="failed partway"):
         trainee.plan.validity.check(Use.STEP)
-    with pytest.raises(RuntimeError, match="raised half-way"):
+    with pytest.raises(RuntimeError, match="failed partway"):
         weight.dequantize()

@@ -150,7 +150,7 @@ def _partial() -> CastPlan:
 REFUSED = {
     "storage of the caller": (_with_storage, "is in storage that the caller laid out"),
     "gaps": (_with_gap, "have no master on any rank"),
-    "partial": (_partial, "a step raised half-way"),
+    "partial": (_partial, "a step failed partway"),
 }
 
 

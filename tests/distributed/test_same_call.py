@@ -169,9 +169,9 @@ def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
         assert "ranks make different calls: rank 0 casts by plan " in rank_0
         for part, expected in zip((rank_0, rank_1), TOLD[mistake], strict=True):
             assert expected in part, told
-        assert all(
-            "raised half-way: masters, moments and weights may be of different steps" in text for text in said
-        ), said
+        assert all("failed partway: masters, moments and weights may be of different steps" in text for text in said), (
+            said
+        )
         assert not partial
 
 
@@ -203,7 +203,7 @@ def after_a_late_answer(then: str) -> None:
     if then == "saves":
         with pytest.raises(RuntimeError, match="ranks make different calls"):
             trained.optimizer.state_dict()
-        with pytest.raises(RuntimeError, match="raised half-way"):
+        with pytest.raises(RuntimeError, match="failed partway"):
             trained.optimizer.state_dict()
     trained.optimizer.load_state_dict(state)
     for group in trained.optimizer.param_groups:

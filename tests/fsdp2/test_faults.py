@@ -172,7 +172,7 @@ def test_a_model_that_was_not_prepared_after_half_a_load() -> None:
     breaks_off = mock.patch.object(model, "load_state_dict", side_effect=torch.OutOfMemoryError("injected"))
     with breaks_off, pytest.raises(torch.OutOfMemoryError):
         state.load_state_dict(saved)
-    with pytest.raises(RuntimeError, match="loading a checkpoint raised half-way"):
+    with pytest.raises(RuntimeError, match="loading a checkpoint failed partway"):
         state.state_dict()
     state.load_state_dict(saved)
     state.state_dict()

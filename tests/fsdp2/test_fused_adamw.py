@@ -295,7 +295,7 @@ def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[i
     for rank, (stepped, gathered, complaints) in enumerate(ranks(2)(lone_numbers, bad_ranks, moment_dtype)):
         assert stepped == "" and complaints == []
         assert (
-            "an optimizer step (lr is out of range: nan) raised half-way" if rank in bad_ranks else "on ranks [1]"
+            "an optimizer step (lr is out of range: nan) failed partway" if rank in bad_ranks else "on ranks [1]"
         ) in gathered
 
 
@@ -316,9 +316,9 @@ def lone_partial_moments(moment_dtype: Any) -> tuple[str, str]:
 def test_moments_that_are_partial_on_one_rank_raise_on_all(ranks: Ranks, moment_dtype: Any) -> None:
     (stepped, gathered), (refused, partial) = ranks(2)(lone_partial_moments, moment_dtype)
     assert stepped == ""
-    assert "raised half-way on ranks [1]" in gathered
-    assert "a load raised half-way" in refused
-    assert "an optimizer step raised half-way" in partial
+    assert "failed partway on ranks [1]" in gathered
+    assert "a load failed partway" in refused
+    assert "an optimizer step failed partway" in partial
 
 
 def lone_failure(moment_dtype: Any) -> tuple[str, str]:
@@ -338,9 +338,9 @@ def lone_failure(moment_dtype: Any) -> tuple[str, str]:
 def test_a_step_that_one_rank_cannot_prepare_raises_on_all(ranks: Ranks, moment_dtype: Any) -> None:
     (stepped, gathered), (refused, partial) = ranks(2)(lone_failure, moment_dtype)
     assert stepped == ""
-    assert "raised half-way on ranks [1]" in gathered
+    assert "failed partway on ranks [1]" in gathered
     assert "no memory for tables" in refused
-    assert "an optimizer step (no memory for tables) raised half-way" in partial
+    assert "an optimizer step (no memory for tables) failed partway" in partial
 
 
 def refused_states() -> list[str]:

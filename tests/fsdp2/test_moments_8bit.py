@@ -138,7 +138,7 @@ def test_resharded_and_resumed(ranks: Ranks, tmp_path: Any) -> None:
 
 
 def broken_load() -> list[str]:
-    """What an optimizer says after a load that raised half-way, until a state is loaded."""
+    """What an optimizer says after a load that failed partway, until a state is loaded."""
     model = plain_model()
     optimizer = fused(model)
     before = train(model, optimizer, range(2))
@@ -154,7 +154,7 @@ def broken_load() -> list[str]:
 def test_a_load_that_raises_half_way_is_told(ranks: Ranks) -> None:
     for first, *others in ranks(2)(broken_load):
         assert "out of it" in first
-        assert all("a load raised half-way" in told for told in others)
+        assert all("a load failed partway" in told for told in others)
 
 
 def through_torch(flat: bool) -> tuple[dict[str, str], dict[str, str], set[torch.dtype]]:

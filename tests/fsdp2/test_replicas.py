@@ -97,7 +97,7 @@ def masters_written_before_a_captured_step(run: Pass) -> str:
 
 
 EVENTS = {
-    number_out_of_range: ("raised half-way on ranks [0]", "or of another replica", "lr is out of range: nan"),
+    number_out_of_range: ("failed partway on ranks [0]", "or of another replica", "lr is out of range: nan"),
     masters_gone: ("ranks [0] of its shard group could not cast", "or of another replica", "their memory is gone"),
     masters_written: ("have made casts that others have not",) * 3,
     masters_written_before_a_captured_step: ("have made casts that others have not",) * 3,

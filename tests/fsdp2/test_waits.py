@@ -193,8 +193,8 @@ def test_a_step_that_broke_off_on_one_rank_reaches_all(ranks: Ranks) -> None:
     """The rank itself says so at once and goes on with the others until they know."""
     first, second = ranks(2)(half_stepped)
     assert first[0] == ""
-    assert "raised half-way on ranks [1] of its shard group" in first[1]
-    assert all("an optimizer step raised half-way" in said for said in second)
+    assert "failed partway on ranks [1] of its shard group" in first[1]
+    assert all("an optimizer step failed partway" in said for said in second)
 
 
 def passes_without_steps() -> list[int]:

@@ -112,7 +112,7 @@ def test_a_gather_that_fails_leaves_weights_partial_until_the_next_refresh() -> 
     with pytest.raises(torch.OutOfMemoryError):
         attached.refresh()
     assert attached.plan.validity.partial
-    with pytest.raises(RuntimeError, match="a cast raised half-way"):
+    with pytest.raises(RuntimeError, match="a cast failed partway"):
         host.weights[1].dequantize()
     host.fails = False
     attached.refresh()

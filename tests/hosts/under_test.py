@@ -21,7 +21,7 @@ from tests import casts
 from zerocast import QuantizedWeight
 
 Calls = dict[str, Callable[[], object]]
-PARTIAL = "raised half-way"  # what every message of a host begins with whose masters or weights are of different steps
+PARTIAL = "failed partway"  # what every message of a host begins with whose masters or weights are of different steps
 
 
 # the variant that `test_matrix.py` builds, with parameters of all kinds, and the same in other formats

@@ -115,4 +115,4 @@ def test_the_second_reader_waits_too(ranks: Ranks, columnwise: bool, second_afte
 def test_the_second_reader_raises_where_the_first_does(ranks: Ranks) -> None:
     for found, _ in ranks(2)(two_readers, True, False, 0.1 * SECONDS):
         (first, _), (second, _) = found
-        assert "injected" in first and "an all-gather raised half-way" in second, found
+        assert "injected" in first and "an all-gather failed partway" in second, found

@@ -86,7 +86,7 @@ def test_every_method_of_the_host_that_writes_is_refused() -> None:
 
 def test_what_is_torn_stays_torn_when_it_is_detached(ranks: Ranks) -> None:
     for detached, again, stale in ranks(2)(unattached.detached_torn, Case(NARROW)):
-        assert all("an optimizer step raised half-way" in error for error in detached + again), (detached, again)
+        assert all("an optimizer step failed partway" in error for error in detached + again), (detached, again)
         assert all("load a checkpoint" in error for error in again) and not stale
 
 

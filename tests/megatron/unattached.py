@@ -145,7 +145,7 @@ def _same(before: casts.Bytes, after: casts.Bytes, name: str) -> bool:
 
 
 def detached_torn(case: Case) -> tuple[list[str], list[str], list[str]]:
-    """After a step that raised half-way: what goes on when it is detached, when it is attached again, and after a load."""
+    """After a step that failed partway: what goes on when it is detached, when it is attached again, and after a load."""
     with host():
         attached = Attached(case)
         attached.run.step(0)

@@ -201,7 +201,7 @@ def test_a_swap_that_dies_leaves_it_partial(leaving):
     with pytest.raises(torch.OutOfMemoryError), OutOfMemory(at=12):
         swap.__exit__(None, None, None) if leaving else swap.__enter__()
     for call in (optimizer.step, optimizer.state_dict, averaged.ema.swapped().__enter__):
-        with pytest.raises(RuntimeError, match="raised half-way"):
+        with pytest.raises(RuntimeError, match="failed partway"):
             call()
     optimizer.load_state_dict(state)
     averaged.ema.load_state_dict({"model": averaged.ema._averages.state.masters_of(averaged.ema._average)})

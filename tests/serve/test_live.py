@@ -297,7 +297,7 @@ REFUSED: dict[str, tuple[Any, str, dict[str, Any], type[Exception], str]] = {
         "q_proj.weight, .* have tensor amaxes of their own",
     ),
     "a head that config.json ties": (lambda _: _untied(), "bf16", {}, ValueError, "lm_head.weight is in no place"),
-    "partial": (lambda _: _partial(), "modelopt", {}, RuntimeError, "a step raised half-way"),
+    "partial": (lambda _: _partial(), "modelopt", {}, RuntimeError, "a step failed partway"),
     "never cast": (lambda _: _never_cast(), "modelopt", {}, RuntimeError, "has never been cast"),
 }
 

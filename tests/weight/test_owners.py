@@ -624,7 +624,7 @@ def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
     product(x, weight)
     with contextlib.suppress(KeyError), weight.state.validity.transaction("a cast"):
         raise KeyError
-    with pytest.raises(RuntimeError, match="raised half-way"):
+    with pytest.raises(RuntimeError, match="failed partway"):
         product(x, weight)
 
 

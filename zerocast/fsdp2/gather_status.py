@@ -126,7 +126,7 @@ class GatherStatus:
         if partial:
             self._validity.check(Use.READ)
             raise InvalidWeights(
-                f"{name}: an optimizer step or a load raised half-way on ranks {partial} of its shard group, which have masters "
+                f"{name}: an optimizer step or a load failed partway on ranks {partial} of its shard group, which have masters "
                 "of different steps",
                 "",
                 "load a checkpoint on all ranks",

@@ -134,7 +134,7 @@ class TrainingState:
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """Return the tensors of `state_dict` for a reader that fills them, also after a write that
-        raised half-way. Moments that no step has made yet are made as those that are `kept`.
+        failed partway. Moments that no step has made yet are made as those that are `kept`.
         """
         with _overlooked(self._validities(), self._managers()):
             return self._as_dict(kept)

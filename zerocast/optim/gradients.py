@@ -164,7 +164,7 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Drop the sum, so that the next round starts from zero, and the state of a backward pass
-        that raised half-way.
+        that failed partway.
         """
         if self._stage == 1 or self._unreduced or self._launched is not None:
             self.gradients.drop_local()

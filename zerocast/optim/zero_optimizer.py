@@ -501,7 +501,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         (`zerocast.optim.state`).
 
         Save it with torch.distributed.checkpoint, which then loads in place, or on one rank with
-        torch.save. RuntimeError after a step that raised half-way, whose masters and moments are of
+        torch.save. RuntimeError after a step that failed partway, whose masters and moments are of
         different steps, and if other code has written parameters, since masters do not have these
         values.
         """
@@ -516,7 +516,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
         """Return the keys and shapes of `state_dict`, for a reader that fills them, also after a
-        step that raised half-way. `kept` tells what the reader has of the moments of each
+        step that failed partway. `kept` tells what the reader has of the moments of each
         parameter.
         """
         return self._state.as_dict(kept)
@@ -549,7 +549,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         from its masters.
 
         ValueError, with nothing changed, for missing names and other shapes. After a step that
-        raised half-way this makes the optimizer whole again, and drops the gradients of that step.
+        failed partway this makes the optimizer whole again, and drops the gradients of that step.
         """
         self._validity.check(Use.LOAD)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():

@@ -99,10 +99,10 @@ class InvalidWeights(RuntimeError):
 @dataclass(eq=False)
 class _Writing:
     """The write in progress over many parts (masters, moments, weights), and the last write that
-    raised half-way. All weights that are written together share one record.
+    failed partway. All weights that are written together share one record.
 
     Attributes:
-        broke_off: the error of a write that raised half-way, until another write completes.
+        broke_off: the error of a write that failed partway, until another write completes.
         broke_off_masters: True if that one wrote masters.
         thread: the thread that is writing; None between writes.
         what: the name of the last write, for errors.
@@ -176,7 +176,7 @@ class Validity:
 
     def part(self) -> "Validity":
         """Return a validity for some of these weights, whose casts are counted separately. All
-        parts share writes in progress, writes that raised half-way, and the checks of
+        parts share writes in progress, writes that failed partway, and the checks of
         `add_precheck`.
         """
         part = Validity(self._load, self._recast_remedy, self.advice)
@@ -360,7 +360,7 @@ class Validity:
         remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
         if not masters and self._recast_remedy is not None:
             remedy = self._recast_remedy
-        self._writing.broke_off = InvalidWeights("", f"{what} raised half-way", remedy)
+        self._writing.broke_off = InvalidWeights("", f"{what} failed partway", remedy)
         self._writing.broke_off_masters = masters
 
     @property

@@ -177,7 +177,7 @@ def test_a_load_that_breaks_off(every: int) -> None:
         if trainer.optimizer._weights.driver.plan.validity.partial:
             left += 1
             for call in (trainer.optimizer.state_dict, trainer.optimizer.step):
-                with pytest.raises(RuntimeError, match="loading a checkpoint raised half-way"):
+                with pytest.raises(RuntimeError, match="loading a checkpoint failed partway"):
                     call()
             optim.load_masters(trainer.optimizer, values(SHAPES, torch.float32))
             assert zerocast.verify(trainer.optimizer).ok
