@@ -107,7 +107,7 @@ def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
 class Hyperparameters:
     """Learning rate, weight decay, betas and eps, f64 `[groups, 5]` on the device.
 
-    `refresh` is the host's part of a step. It fills in the numbers that have changed, by launches
+    `refresh` is the CPU's part of a step. It fills in the numbers that have changed, by launches
     that carry them, and copies tensors on the device. So it neither waits nor uploads anything, and
     a step, or a CUDA graph of one, reads one tensor. Tensors on a GPU are checked one step later.
 

@@ -379,7 +379,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         shards = partition.shards
         with_host_amax = [index for index in cast if shards[index].weight.state.external_scaling_state]
         with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
-        # Amaxes that a host keeps are FP32.
+        # Amaxes that a framework keeps are FP32.
         is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not with_host_amax
         dtype = torch.bfloat16 if with_amaxes and is_bf16 else torch.float32
         super().__init__(layout, dtype, partition.device, group)
@@ -392,8 +392,8 @@ class PlanAmaxes(PackedAmaxes[int]):
         self.reports = CastReports(group, numbers, [names[index] for index in layout.flag_of])
 
     def reduce(self) -> None:
-        """Reduce the measured amaxes over the ranks, with the amaxes that hosts keep, as they have
-        grown so far, and the elements next to odd boundaries.
+        """Reduce the measured amaxes over the ranks, with the amaxes that frameworks keep, as they
+        have grown so far, and the elements next to odd boundaries.
         """
         if self._with_host_amax:
             host_amaxes = torch.cat([weight.amax for weight in self._with_host_amax if weight.amax is not None])

@@ -1,7 +1,7 @@
 """CapturedStep: an optimizer step and its cast as one CUDA graph, for every optimizer.
 
 The graph contains the device's part of a step, at fixed addresses: scalars from learning rates and
-step counts, the update with its amaxes, their all-reduce, scales and codes. The host's part is not
+step counts, the update with its amaxes, their all-reduce, scales and codes. The CPU's part is not
 in the graph and is the one of an ordinary step.
 """
 
@@ -34,7 +34,7 @@ class CapturableStep(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self) -> Any:
-        """Do the host's part before the device's. Raises with nothing changed.
+        """Do the CPU's part before the device's. Raises with nothing changed.
 
         Returns a description of the memory that the device's part reads and writes, for
         `has_same_memory`. None if this rank takes no step; it has then cast as the other ranks do.
@@ -59,7 +59,7 @@ class CapturableStep(abc.ABC):
 
     @abc.abstractmethod
     def launch_context(self) -> contextlib.AbstractContextManager[None]:
-        """Do the host's part right before and right after the device's. An exception inside leaves
+        """Do the CPU's part right before and right after the device's. An exception inside leaves
         masters and weights partial.
         """
 
@@ -79,7 +79,7 @@ def check_capturable(device: torch.device, backend: str) -> None:
             f"only a step on CUDA tensors can be captured, these parameters are on {device}: call step()"
         )
     if "cuda" not in (backends.load(backend).DEVICES or ()):
-        raise RuntimeError(f"the {backend} backend asks the host during a step, which cannot be captured: call step()")
+        raise RuntimeError(f"the {backend} backend needs the CPU during a step, so it cannot be captured: call step()")
 
 
 def cuda_graph(work: Work) -> Work:

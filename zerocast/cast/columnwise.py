@@ -1,6 +1,6 @@
 """ColumnwiseCopies: transposed data and scales that are kept, made from gathered rowwise bytes.
 
-The gathers of all hosts end here: the copies are made, and the weights are marked as gathered.
+The gathers of all frameworks end here: the copies are made, and the weights are marked as gathered.
 """
 
 import functools

@@ -71,7 +71,7 @@ class HostTable(WeightTable):
     Args:
         key: the properties that all weights have in common.
         device: the device of the weights and of the packed amaxes.
-        mirror: a host tensor of the size of the packed amaxes, which all such tables of a plan
+        mirror: a CPU tensor of the size of the packed amaxes, which all such tables of a plan
             share.
     """
 
@@ -96,7 +96,7 @@ class HostTable(WeightTable):
             self.add(matrix.weight, place_in_weight, group, shared)
 
     def freeze(self) -> "HostTable":
-        """Make the table of the device, and the tables by which the host measures and casts."""
+        """Make the table of the device, and the tables by which the CPU measures and casts."""
         super().freeze()
         # Copies of the weights' amaxes and scales, one number for each row.
         self._state = {name: host_tensor(len(self._shards), torch.float32, self.device) for name in ("amax", "scale")}
@@ -201,7 +201,7 @@ class HostTable(WeightTable):
 
 @dataclass
 class _Piece:
-    """Some owned elements that are cast into a staging buffer on the host together.
+    """Some owned elements that are cast together into a staging buffer in CPU memory.
 
     Attributes:
         table: a row for each matrix that has elements here.

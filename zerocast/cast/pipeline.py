@@ -44,7 +44,7 @@ def cast(
             in rows of blocks that a boundary between ranks splits.
         repeat: True to repeat the last cast with its delayed scales. Histories do not roll.
     """
-    # This is torch.no_grad() in half of its host time.
+    # This is torch.no_grad() in half of its CPU time.
     with torch.set_grad_enabled(False):
         amaxes.begin()
         for table in tables if to_measure is None else to_measure:

@@ -37,8 +37,8 @@ _built: Counter[str] = Counter()
 
 
 class Plan(abc.ABC):
-    """A cast of a host's weights, prepared once and repeated after every step. The casts of all
-    hosts run through `ready` and `run`.
+    """A cast of a framework's weights, prepared once and repeated after every step. The casts of
+    all frameworks run through `ready` and `run`.
 
     Attributes:
         validity: the validity of the weights, for as long as the plan lives.
@@ -159,7 +159,7 @@ class CastPlan(Plan):
         model_weights: the QuantizedWeights, the same list on every rank.
         master_weights: for each weight, the flat contiguous master of the elements that this rank
             owns, FP32 or the nominal dtype; None or an empty tensor where it owns none. A master in
-            host memory is cast there, and its codes are copied to the weight. A plan with such
+            CPU memory is cast there, and its codes are copied to the weight. A plan with such
             masters takes no `update` and no `scale_cuts`, and no CUDA graph holds its casts. A cast
             reads them immediately, so wait first for copies that a GPU makes into them.
         start_offsets: for each weight, the row-major position of the master's first element.
@@ -273,15 +273,15 @@ class CastPlan(Plan):
         self.ready(find=functools.partial(self._check_host_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
         # With the first cast that writes, masters replace the values that the weights were
-        # quantized from. The host waits for `skip` until then, unless it captures.
+        # quantized from. The CPU waits for `skip` until then, unless it captures.
         if self._keeps_initial_values and (skip is None or not (self._is_capturing() or bool(skip))):
             self._keeps_initial_values = False
             for index in self._cast:
                 self.weights[index].high_precision_init_val = None
 
     def _is_capturing(self) -> bool:
-        """Return True while a CUDA graph captures this cast, which lets the host wait for
-        nothing.
+        """Return True while a CUDA graph captures this cast, during which the CPU cannot wait for
+        the device.
         """
         return self._partition.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -358,7 +358,7 @@ class CastPlan(Plan):
         """Do the device's part of a cast, between `ready` and `done`. With `update` the masters,
         views of one tensor, take that step first.
 
-        A CUDA graph can hold it: it neither waits for the device nor changes anything on the host.
+        A CUDA graph can hold it: it neither waits for the device nor changes anything in Python.
         """
         tables = self._tables
         self._check_host_masters(update)

@@ -111,7 +111,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """The device for tensors that are made on the host to be sent: the CPU if a backend of the
+        """The device for tensors that are made on the CPU to be sent: the CPU if a backend of the
         group serves it, else this process's GPU.
         """
         kinds = [device.type for device in getattr(self.handle, "_device_types", ())]

@@ -1,4 +1,4 @@
-"""LateCopy: a copy of numbers from the device that the host reads one call later, so that it never
+"""LateCopy: a copy of numbers from the device that the CPU reads one call later, so that it never
 waits for work that it has just issued. LateCopies: repeated copies of one tensor.
 """
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LateCopy:
-    """A copy of the tensor `numbers` as they are now, on the host.
+    """A copy of the tensor `numbers` as they are now, in CPU memory.
 
     On a GPU it is queued behind the work that was issued before it, and `numbers` are kept until it
     is read. On a CPU it is complete immediately.
@@ -87,7 +87,7 @@ class LateCopies:
 
 
 def host_memory(numbers: Tensor) -> Tensor:
-    """Return memory for a copy. A copy from a GPU to memory that is not pinned would make the host
+    """Return memory for a copy. A copy from a GPU to memory that is not pinned would make the CPU
     wait.
     """
     return torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.is_cuda)

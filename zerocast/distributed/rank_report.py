@@ -188,7 +188,7 @@ class CastReports:
 
     def after_reduction(self) -> None:
         """After the all-reduce, compare the calls on a CPU. On a GPU this may be the capture of a
-        graph, during which the host cannot read them.
+        graph, during which the CPU cannot read them.
         """
         self._is_announced = False
         if self.compares_calls and not self.reads_late:

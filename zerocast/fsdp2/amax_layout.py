@@ -156,7 +156,8 @@ class StepAmaxes(PackedAmaxes[str]):
             apart = min(self.casts_apart, MOST_CASTS_APART)
             torch.linspace(apart, -apart, 2, out=self._casts_apart)
             self._reduce_part(self._of_replicas, self._replicas, "the reports of replicas on a cast")
-            # The sum of the two is the difference of the replicas. On a GPU the host does not know.
+            # The sum of the two is the difference of the replicas. On a GPU the CPU does not know
+            # it.
             differ = (self._casts_apart.sum() != 0).to(self.flags.dtype)
             self.flags.copy_(self.flags.maximum(REPLICAS_DIFFER_FLAG * differ))
 

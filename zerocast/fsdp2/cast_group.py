@@ -199,7 +199,7 @@ class CastGroup:
 
     def stamp(self, generation: int | None) -> None:
         """Write the headers of cast number `generation`. None is for the cast after the last one,
-        which a GPU counts by itself in a graph. The host waits for nothing.
+        which a GPU counts by itself in a graph. The CPU waits for nothing.
         """
         self._headers[:, :1] = self._statuses.gather(1, self.amaxes.flags.long().unsqueeze(1))
         if generation is None:
@@ -219,7 +219,7 @@ class CastGroup:
         return codes
 
     def hold_codes(self) -> None:
-        """Keep the codes of the masters as they are now, by the scales of the last cast. The host
+        """Keep the codes of the masters as they are now, by the scales of the last cast. The CPU
         waits for a GPU once, since later gathers run on another stream.
         """
         for _, gather_cast in self._gather_casts:

@@ -490,7 +490,7 @@ class FusedAdamW(torch.optim.Optimizer):
     # -- the parts of a step, for a captured one too
 
     def prepare(self) -> object:
-        """Do the host's part of a step, before the device's.
+        """Do the CPU's part of a step, before the device's.
 
         Return the record of memory that the tables were made for: a new object once anything has
         moved, empty without gradients. None if this rank takes no step. All ranks raise for that at
@@ -807,8 +807,8 @@ class CapturableFusedStep(CapturableStep):
         self._stand_ins: dict[AdamPass, StandIns] = {}
 
     def prepare(self) -> object:
-        """Prepare the step on the host. Return the record of memory that the optimizer's tables
-        were made for.
+        """Prepare the step on the CPU. Return the record of memory that the optimizer's tables were
+        made for.
         """
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
@@ -888,7 +888,7 @@ def _groups_of(mesh: DeviceMesh | None) -> list[Group]:
 
 
 def _steps_taken(states: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the step number of each state. The host waits once for each device."""
+    """Return the step number of each state. The CPU waits once for each device."""
     steps = [state.get("step", 0.0) for state in states]
     by_device: dict[torch.device, list[int]] = {}
     for index, step in enumerate(steps):

@@ -34,10 +34,10 @@ from zerocast.weight.validity import InvalidWeights, Use, Validity
 
 logger = logging.getLogger(__name__)
 
-# The passes and gathers of a step, or of a loop without steps, before the host reads the oldest.
+# The passes and gathers of a step, or of a loop without steps, before the CPU reads the oldest.
 MOST_PASSES = 16
 MOST_GATHERS = 1024
-# How long a process that ends waits for headers on their way to the host.
+# The time that a process that ends waits for headers that are being copied to the CPU.
 EXIT_SECONDS = 1.0
 
 
@@ -62,8 +62,8 @@ class GatherStatus:
         # Headers of gathers that no copy has been started of, with the names of their weights. Each
         # weight has one header per rank.
         self._unsent: list[tuple[tuple[str, ...], Tensor]] = []
-        # Headers with their copies for the host, oldest first. Another stream than theirs may make
-        # the copy, so the headers are kept until the host has read it.
+        # Headers with their copies for the CPU, oldest first. Another stream than theirs may make
+        # the copy, so the headers are kept until the CPU has read it.
         self._sent: deque[tuple[list[tuple[tuple[str, ...], Tensor]], LateCopy]] = deque()
         # Weights whose masters were not finite, with the number of their cast. An error that names
         # them clears this.
@@ -174,7 +174,7 @@ class GatherStatus:
 
     @staticmethod
     def reads_late(headers: Tensor) -> bool:
-        """Return whether the host would have to wait for these headers."""
+        """Return whether the CPU would have to wait for these headers."""
         return headers.is_cuda
 
     def note(self, names: tuple[str, ...], headers: Tensor) -> None:
@@ -187,7 +187,7 @@ class GatherStatus:
             self.end_pass()
 
     def end_pass(self) -> None:
-        """Start the copy of a forward pass's headers to the host."""
+        """Start the copy of a forward pass's headers to the CPU."""
         self._send()
         while len(self._sent) > MOST_PASSES:
             self._read_oldest()

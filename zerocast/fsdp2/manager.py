@@ -277,7 +277,7 @@ class CastManager(Driver[ShardPlan]):
     def note_left_gathered(self) -> None:
         """Remember the groups that a forward pass of the prepared model has left gathered.
 
-        Raises RuntimeError, on all ranks, if they disagreed in a pass without gradients. The host
+        Raises RuntimeError, on all ranks, if they disagreed in a pass without gradients. The CPU
         waits for the device then, since no later step would check the results of such a pass.
         """
         self.plan.param_groups.note_left_gathered()

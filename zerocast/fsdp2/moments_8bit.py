@@ -102,7 +102,7 @@ def _cut_like(local: Tensor, parameter: Tensor) -> Tensor:
     """Return a flat local tensor as a tensor that is sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return local.view(parameter.shape)
-    # DTensor.from_local copies a tensor in host memory to the device of the mesh.
+    # DTensor.from_local copies a CPU tensor to the device of the mesh.
     shared: Any = torch.empty_like(parameter.detach(), dtype=local.dtype)
     shared._local_tensor = local.view(parameter._local_tensor.shape)
     whole: Tensor = shared

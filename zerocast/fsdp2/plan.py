@@ -174,7 +174,7 @@ class ShardPlan(Plan):
             group.stamp(None if in_graph else self.generation + 1)
 
     def done(self, *, repeat: bool = False) -> None:
-        """Do the host's part of a cast, after the device's."""
+        """Do the CPU's part of a cast, after the device's."""
         self.addresses.note()
         self._count_cast()
         if self.status.problem is not None:
@@ -262,7 +262,7 @@ class ShardPlan(Plan):
 
     @property
     def must_seed(self) -> bool:
-        """True if the next cast finds the first scales of delayed scaling, which needs the host."""
+        """True if the next cast finds the first scales of delayed scaling, which needs the CPU."""
         return any(group.delayed.unseeded for group in self.cast_groups)
 
     # -- where masters are

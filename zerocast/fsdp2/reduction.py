@@ -2,7 +2,7 @@
 
 FSDP2 lays them out by rank, in the dtype of the reduction, by the op `fsdp::chunk_cat`. On a GPU
 that makes a table of thread blocks and copies it to the device. With the gradients of a block of
-Llama 3 8B and two ranks that takes the host 0.9 ms, and the kernel 1.7 times as long as a copy of
+Llama 3 8B and two ranks that takes the CPU 0.9 ms, and the kernel 1.7 times as long as a copy of
 the same number of bytes. So the backend `cuda` does it in a launch that needs no table, with the
 same bits.
 """

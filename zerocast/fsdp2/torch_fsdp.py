@@ -176,7 +176,7 @@ class GatheredByGroup(FSDPParam):
     handles the gathered bytes, for all its weights together.
 
     FSDP2's hooks do this for one weight at a time. Around each call FSDP2 inspects the hook's
-    signature and takes sizes and views, which costs the host more than the hook itself. Only the
+    signature and takes sizes and views, which costs more CPU time than the hook itself. Only the
     first gather uses hooks: it allocates the memory and the parameter that modules see. Later ones
     ask only the first weight (`GroupOfWeights`).
 

@@ -1,9 +1,10 @@
 """FSDPWeight, a prepared weight, and ParamGroup, the weights that FSDP2 gathers together: from FP32
 rows of this rank to the QuantizedWeight of all ranks.
 
-Masters keep their weights alive, and weights their group and their host. All other references are
-weak, those to FSDP2's objects too: the garbage collector does not look into all tensors, so a
-circle through masters would keep a dropped model alive, or take it a second collection.
+Masters keep their weights alive, and weights their group and their CastManager (`host`). All other
+references are weak, those to FSDP2's objects too: the garbage collector does not look into all
+tensors, so a circle through masters would keep a dropped model alive, or take it a second
+collection.
 """
 
 import weakref
@@ -618,7 +619,7 @@ class ParamGroup:
     def _place_outputs(self, device: torch.device) -> None:
         """Let the first gather go into one memory. FSDP2 allocates it once the bytes arrive.
 
-        The host allocates and frees a storage in the time of several small launches.
+        Allocating and freeing a storage takes the CPU the time of several small launches.
         """
         weights = self.weights
         world = weights[0].geometry.world

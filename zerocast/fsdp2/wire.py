@@ -10,12 +10,12 @@ the rows of the weight as a matrix. A rank sends:
 
 The codes of each weight and direction are a separate output of its hook, so that gathered codes are
 in the order of the weight and need no copy. All side channels are one output, the last one of the
-first weight, since each output costs the host time. A side channel is a header (the status of the
-rank and the number of its cast), the scalars of the tensor, and the scales of the block rows that
-the rank owns. Padding and replication of scales (docs/formats/common.md) are added after the
-gather. In a shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to
-2.13), so there the codes of both directions are one output, and the side channels follow the codes
-of the first weight.
+first weight, since each output costs CPU time. A side channel is a header (the status of the rank
+and the number of its cast), the scalars of the tensor, and the scales of the block rows that the
+rank owns. Padding and replication of scales (docs/formats/common.md) are added after the gather. In
+a shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to 2.13), so
+there the codes of both directions are one output, and the side channels follow the codes of the
+first weight.
 
 Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in the
 gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales

@@ -7,7 +7,7 @@ weight. A format with a tensor amax gathers its pieces twice.
 
 Stale columnwise copies are skipped, since reading them raises. The scale of the next delayed cast
 and the amax history do not follow from a master. They are compared with the values of rank 0,
-unless a host keeps them.
+unless a framework keeps them.
 """
 
 import dataclasses

@@ -131,7 +131,7 @@ def _multiplied(
     if not weight.is_traced:
         y = gemm.PATHS[path].multiply(operands, weight, *options)
     elif path in gemm.OPERATORS and (direction := weight.direction_in_graph(columnwise, after=operands[0])):
-        # torch's own operator stays visible in the graph, which costs less host time than our op.
+        # torch's own operator stays visible in the graph, which costs less CPU time than our op.
         y = gemm.OPERATORS[path].multiply_codes(operands, direction, weight.format, columnwise, bias, x.dtype)
     else:
         y = torch.ops.zerocast.multiply(operands, *options, path, *weight.as_arguments())

@@ -18,7 +18,7 @@ from zerocast.weight.validity import Validity
 
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors of the same shape and dtype are equal bit by bit, NaN included. On
-    a GPU the host waits for the result.
+    a GPU the CPU waits for the result.
     """
     a_bytes, b_bytes = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a_bytes, b_bytes)
@@ -278,7 +278,7 @@ class WeightState:
         """Return True if the bytes of two weights of the same format and shape differ. Columnwise
         copies that derive from the rowwise bytes are not compared.
 
-        The host waits for the device.
+        The CPU waits for the device.
         """
         names = [name for name in BUFFERS if not name.startswith("columnwise") or self.format.casts_columnwise]
         pairs = [(self.buffers[name], other.buffers[name]) for name in names]

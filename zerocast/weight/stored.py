@@ -2,7 +2,7 @@
 
 A product asks for one direction of a weight: as stored, dequantized, or upcast to FP8. Eager code
 asks the QuantizedWeight. A compiled graph checks the weight before it runs and passes plain buffers
-to an op. Making a tensor subclass from these would take the host longer than the product, so the op
+to an op. Making a tensor subclass from these would take the CPU longer than the product, so the op
 makes a StoredWeight, a plain object with the same methods.
 """
 
