@@ -65,7 +65,7 @@ def test_only_ours_is_measured_without_peers():
 def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
     place = Place(CPU, "cpu", seed=0)
     shard = Shard(SMALL, fmt, place)
-    assert len(shard.plan.packed.offsets) == len(SMALL.shapes)  # amaxes and scales of every weight, owned or not
+    assert len(shard.plan.amaxes.offsets) == len(SMALL.shapes)  # amaxes and scales of every weight, owned or not
     before = [weight.rowwise_data.clone() for weight in shard.weights]
     shard.plan.cast()
     for weight, old, span in zip(shard.weights, before, SMALL.spans(SMALL.rank), strict=True):

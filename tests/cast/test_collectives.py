@@ -74,7 +74,7 @@ def test_ops_a_step_do_not_grow_with_the_weights(backend: str) -> None:
 
 def packed_dtype(cases: tuple[Weight, ...]) -> torch.dtype:
     here = Sharded(cases, dist.get_rank())
-    return CastPlan(here.weights, here.masters, here.starts).packed.buffer.dtype
+    return CastPlan(here.weights, here.masters, here.starts).amaxes.buffer.dtype
 
 
 def test_the_packed_buffer_is_bf16_when_every_nominal_dtype_is(ranks: Ranks) -> None:

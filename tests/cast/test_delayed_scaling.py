@@ -58,7 +58,7 @@ def test_a_seed_is_what_two_casts_found(backend: str, flat: bool) -> None:
     twice.plan.cast()
     twice.plan.cast()
     once.plan.delayed.forget()
-    with mock.patch.object(once.plan.packed, "reduce", wraps=once.plan.packed.reduce) as reduced:
+    with mock.patch.object(once.plan.amaxes, "reduce", wraps=once.plan.amaxes.reduce) as reduced:
         once.plan.cast()
     assert reduced.call_count == 1
     assert not once.plan.delayed.unseeded

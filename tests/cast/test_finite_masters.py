@@ -64,7 +64,7 @@ def test_casts_in_a_row_do_not_wait_for_each_other() -> None:
     weights = [QuantizedWeight.empty(SHAPE, "nvfp4") for _ in range(3)]
     masters = [torch.ones(SHAPE[0] * SHAPE[1]) for _ in weights]
     plan = CastPlan(weights, masters, [0, 0, 0])
-    plan.packed.reports.reads_late = True
+    plan.amaxes.reports.reads_late = True
     for then in (plan.cast, plan.check_call):
         masters[1][7] = torch.nan
         plan.cast()

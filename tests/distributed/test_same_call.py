@@ -177,7 +177,7 @@ def check(found: list[tuple[str, list[str], bool]], mistake: str) -> None:
 
 def _travels(trained: Trained) -> None:
     """On a CPU too, the numbers are looked at before the next step."""
-    trained.optimizer._weights.driver.plan.packed.reports.reads_late = True
+    trained.optimizer._weights.driver.plan.amaxes.reports.reads_late = True
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -223,7 +223,7 @@ def one_rank_cannot_cast(late: bool) -> list[str]:
     part = 32 * 32 // world
     master = torch.randn(part)
     plan = CastPlan([QuantizedWeight.empty((32, 32), "nvfp4")], [master], [rank * part])
-    plan.packed.reports.reads_late = late
+    plan.amaxes.reports.reads_late = late
     plan.cast()
     before = master.data
     if rank == 1:

@@ -114,7 +114,7 @@ def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:
         for parameter in model.parameters():
             nn.init.normal_(parameter)
     zerocast.fsdp2.refresh(model)
-    with mock.patch.object(MasterAddresses, "moved", side_effect=AssertionError("looked at every weight")):
+    with mock.patch.object(MasterAddresses, "has_moved", side_effect=AssertionError("looked at every weight")):
         return calls_of(lambda: zerocast.fsdp2.refresh(model)), models.manager(model)
 
 
@@ -187,8 +187,8 @@ def test_places_are_apart_and_few(part: float) -> None:
     wanted = {name: max(1, int(size * part)) for name, size in sizes.items()}
     # tensors say "cpu", as on GPUs they say "cuda:0" where a caller said "cuda"
     device = torch.device("cpu", 0)
-    places = {name: memory.take(name, (size,), device) for name, size in wanted.items()}
-    assert memory.take("0", (1,), device) is None
+    places = {name: memory.allocate(name, (size,), device) for name, size in wanted.items()}
+    assert memory.allocate("0", (1,), device) is None
     versions: list[int] = []
     for index, place in enumerate(places.values()):
         assert place is not None

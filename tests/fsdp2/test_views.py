@@ -25,7 +25,7 @@ class Recorder(FSDPWeight):
         super().__init__("weight", zerocast.get_format("nvfp4"), manager)
         self.is_located, self.found = True, list[Tensor]()
 
-    def note_write(self, data: Tensor) -> None:
+    def after_write(self, data: Tensor) -> None:
         """Keep what was written to."""
         self.found.append(data)
 

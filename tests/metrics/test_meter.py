@@ -91,7 +91,7 @@ def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:
             expected["alltoall_base_"] += ranks * GradientMessage(bucket.shard_numel).nbytes
         else:
             expected["_reduce_scatter_base_"] += bucket.shard_numel * ranks * bucket.storage.grad_dtype.itemsize
-    packed = optimizer._weights.driver.plan.packed._reduced
+    packed = optimizer._weights.driver.plan.amaxes._reduced
     expected["allreduce_"] += packed.nbytes + 8  # and the norm, f64
     return sample, dict(expected), [call for call in measured if call not in plain]
 

@@ -344,7 +344,7 @@ def swapped_after_foreign_writes(late: bool) -> tuple[str, bool, str]:
     ema = EMA(optimizer, 0.9)
     trainer.step(0)
     state = Trainer(Run(config=EAGER)).optimizer.state_dict()
-    optimizer._driver.plan.packed.reports.reads_late = late  # as on a GPU
+    optimizer._driver.plan.amaxes.reports.reads_late = late  # as on a GPU
     if dist.get_rank() == 1:
         with torch.no_grad():
             next(p for p in trainer.probe.parameters() if type(p) is nn.Parameter).add_(1)

@@ -114,7 +114,7 @@ def one_rank_has_a_weight() -> list[bool]:
             end = end * buffer.numel() // numel
             dist.broadcast(buffer[:end], 0)
             dist.broadcast(buffer[end:], 1)
-    return [verify(plan).ok, plan.packed.buffer.dtype is torch.float32, plan.packed.reports.compares_calls]
+    return [verify(plan).ok, plan.amaxes.buffer.dtype is torch.float32, plan.amaxes.reports.compares_calls]
 
 
 def test_a_weight_that_one_rank_has_alone(ranks: Ranks) -> None:

@@ -259,7 +259,7 @@ def refused_by_one(late: bool) -> list[str]:
     """
     run = dataclasses.replace(EIGHT_BITS, specs=tuple(spec for spec in CUT if spec.fmt == PLAIN))
     trainer, whole = Trainer(run), Trainer(run)
-    trainer.optimizer._weights.driver.plan.packed.reports.reads_late = late
+    trainer.optimizer._weights.driver.plan.amaxes.reports.reads_late = late
     for each in (trainer, whole):
         each.step(0)
     (group,) = trainer.optimizer.param_groups

@@ -58,7 +58,7 @@ def test_rows_of_a_weight_are_its_part_of_every_buffer(fmt, content):
         part = reference.quantize(spec, master[start:stop], bf16, scale, amax)
         for name, expected, origin in verification._expected(spec, part, start, 96):
             if name in comparisons:  # a copy of codes for columns, which a weight of its own has none of
-                comparisons[name].take(expected, origin)
+                comparisons[name].compare(expected, origin)
     for name, comparison in comparisons.items():
         assert comparison.wrong == 0, name
         assert comparison.compared == live[name].numel() * live[name].element_size(), name

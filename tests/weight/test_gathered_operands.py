@@ -94,7 +94,7 @@ def test_a_weight_that_is_read_twice_is_made_alone() -> None:
     with mock.patch.object(ops, "transposed_together", made):
         for _ in range(3):
             for place in (0, 1, 1, 2, 2):
-                operands.take(place, columnwise=True)
+                operands.pop(place, columnwise=True)
             operands.end_round()
     every, (_, second, third) = tuple(SHAPES), SHAPES
     assert [call.args[4] for call in made.call_args_list][5:] == 2 * [every, (second,), (third,)]
@@ -107,7 +107,7 @@ def test_each_operand_belongs_to_one_product() -> None:
     operands = operands_of(weights)
     for _ in range(3):
         operands.end_round()
-        taken = [operands.take(place, columnwise=True) for place in (0, 1, 2)]
+        taken = [operands.pop(place, columnwise=True) for place in (0, 1, 2)]
         assert [casts.sha(codes) for codes, _ in taken] == expected
         for codes, scales in taken:
             codes.zero_()
@@ -120,12 +120,12 @@ def test_another_gather_makes_the_operands_again() -> None:
     operands = operands_of(weights)
     for _ in range(2):
         for place in (0, 1, 2):
-            operands.take(place, columnwise=True)
+            operands.pop(place, columnwise=True)
         operands.end_round()
-    operands.take(0, columnwise=True)  # makes those of all
+    operands.pop(0, columnwise=True)  # makes those of all
     weights[1].rowwise_data.fill_(3)
     operands.end_round()
-    codes, _ = operands.take(1, columnwise=True)
+    codes, _ = operands.pop(1, columnwise=True)
     assert (codes == 3).all()
 
 
@@ -147,9 +147,9 @@ def test_operands_are_freed_with_their_round() -> None:
     operands = operands_of(weights)
     for _ in range(2):
         for place in (0, 1):
-            operands.take(place, columnwise=True)
+            operands.pop(place, columnwise=True)
         operands.end_round()
-    operands.take(0, columnwise=True)
+    operands.pop(0, columnwise=True)
     left = weakref.ref(operands._rounds[True].made[1][0])
     assert left() is not None
     operands.end_round()
@@ -161,11 +161,11 @@ def test_memory_of_another_weight_that_was_freed_is_not_read() -> None:
     operands = operands_of(weights)
     for _ in range(2):
         for place in (0, 1, 2):
-            operands.take(place, columnwise=True)
+            operands.pop(place, columnwise=True)
         operands.end_round()
     weights[1].rowwise_data.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match="it was freed or made smaller"):
-        operands.take(0, columnwise=True)
+        operands.pop(0, columnwise=True)
 
 
 def test_weights_outlive_the_record() -> None:

@@ -84,7 +84,7 @@ class Shard:
     @property
     def packed(self) -> Tensor:
         """The packed buffer of all amaxes."""
-        return self.plan.packed.buffer
+        return self.plan.amaxes.buffer
 
     def written(self) -> list[Tensor]:
         """All buffers of all weights, in a fixed order."""
@@ -96,7 +96,7 @@ class Shard:
         tables = WeightTables(self.flat.device, self.plan.backend)
         for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
             shard = MasterShard(weight, master if span.numel else None, span)
-            tables.of(weight).add_shard(shard, self.plan.packed.offsets[index])
+            tables.of(weight).add_shard(shard, self.plan.amaxes.offsets[index])
         (table,) = tables.freeze()
         return table
 

@@ -36,7 +36,7 @@ def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
     """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
     shard = Shard(workload, fmt, place)
     table, packed = shard.table(), shard.packed
-    shard.plan.packed.begin()
+    shard.plan.amaxes.begin()
     return Job(lambda: table.measure(packed), lambda: [packed])
 
 
@@ -145,7 +145,7 @@ def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
     amaxes, and with the codes of local scales.
     """
     shard = Shard(workload, fmt, place)
-    table, packed, numel = shard.table(), shard.plan.packed, workload.owned
+    table, packed, numel = shard.table(), shard.plan.amaxes, workload.owned
     inputs = Moments(numel, place.device, place.generator())
     parts: list[OwnedPart] = []
     offset = 0
@@ -193,7 +193,7 @@ def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable
     def build(workload: Workload, fmt: str, place: Place) -> Job:
         shard = Shard(workload, fmt, place)
         table = shard.table()
-        packed = shard.plan.packed
+        packed = shard.plan.amaxes
         moments = Moments(shard.flat.numel(), place.device, place.generator())
         update = AdamUpdate(moments.grad, moments.exp_avg, moments.exp_avg_sq, moments.scalars, moments.clip)
 

@@ -128,7 +128,7 @@ class Hyperparameters:
         step.
         """
         check_options(param_groups)
-        for last_values in self._late.take():
+        for last_values in self._late.pop():
             _check_range(last_values.tolist())
         changed, has_tensors = not self.description, False
         for row, group in enumerate(param_groups):

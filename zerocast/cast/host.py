@@ -203,12 +203,12 @@ class StepCollectives(NamedTuple):
     """The collectives of a step before and after its cast, for a rank that cannot step.
 
     It must take part in each of them, or the other ranks would wait for it. Gradients and their
-    norm are reduced by then, on all ranks. The order (`CastDriver.take_part`):
+    norm are reduced by then, on all ranks. The order (`CastDriver.join_collectives`):
 
     1. `before_cast`: the collectives before it. ZeroMuon sends gradients to the ranks that own
         whole matrices.
-    2. The packed amaxes, with the report that this rank cannot cast (`CastPlan.take_part`). On a
-        CPU all ranks raise here.
+    2. The packed amaxes, with the report that this rank cannot cast (`CastPlan.join_collectives`).
+        On a CPU all ranks raise here.
     3. `after_cast`: the reductions after it. Moments in 8 bits have the largest elements of groups
         that a boundary between ranks splits.
     4. The gather of the bytes (`Gather.start`).
@@ -287,14 +287,14 @@ class CastDriver(Driver[CastPlan]):
         leaves masters and weights partial, unless no rank was ready.
         """
         if self.plan.problem is not None:
-            self.take_part("an optimizer step", step_collectives, masters=True)
+            self.join_collectives("an optimizer step", step_collectives, masters=True)
         with self.plan.validity.transaction("an optimizer step"):
             with self.plan.delayed.rollback():
                 launch()
                 self.plan.done()
             self._gather()
 
-    def take_part(self, what: str, step_collectives: StepCollectives, *, masters: bool = False) -> NoReturn:
+    def join_collectives(self, what: str, step_collectives: StepCollectives, *, masters: bool = False) -> NoReturn:
         """Make all collectives of a write that this rank is not ready for, and raise its problem.
 
         `what` names the write in errors. `masters` is True if it leaves masters partly written, not
@@ -306,7 +306,7 @@ class CastDriver(Driver[CastPlan]):
             self._gather()
 
         step_collectives.before_cast()
-        self.plan.take_part(gather, what, masters)
+        self.plan.join_collectives(gather, what, masters)
 
     def move_masters(
         self, masters: Sequence[Tensor | None], shard_data: Sequence[ShardData | None] | None = None

@@ -106,15 +106,15 @@ class Plan(abc.ABC):
         part in it before it raises.
         """
         if self.problem is not None:
-            self.take_part(gather)
+            self.join_collectives(gather)
             return
         with self._writing(masters=update is not None):
             self.launch(skip=skip, update=update, repeat=repeat)
             self.done(repeat=repeat)
-        self._look_back()
+        self._raise_delayed_reports()
 
     @abc.abstractmethod
-    def take_part(self, gather: Callable[[], None] | None = None) -> None:
+    def join_collectives(self, gather: Callable[[], None] | None = None) -> None:
         """Take part in the collectives of a cast that this rank cannot make, so that all ranks
         raise. A CastPlan also takes part in the `gather` after it, and raises here. A ShardPlan
         returns: the header of the next gather, which FSDP2 begins, makes all ranks raise.
@@ -146,7 +146,7 @@ class Plan(abc.ABC):
         were.
         """
 
-    def _look_back(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
+    def _raise_delayed_reports(self) -> None:  # noqa: B027 (nothing to raise where ranks report at once)
         """Raise the errors that ranks reported of casts that the device has completed by now."""
 
 
@@ -305,23 +305,23 @@ class CastPlan(Plan):
         # An optimizer step follows passes that came after the last cast, so waiting for that one
         # costs nothing. Other casts may follow each other immediately: then the CPU waits for the
         # last one only after it has launched the next one.
-        waits = self._is_stepped or not self.packed.reports.reads_late
+        waits = self._is_stepped or not self.amaxes.reports.reads_late
         self._check_reports(casts_in_flight=0 if waits else 1)
         if self._switched and self._switched.check():
             self._switched = None
-        if self.packed.reports.compares_calls:
-            self.packed.reports.announce(self._call.format(self.group.caller) + detail)
+        if self.amaxes.reports.compares_calls:
+            self.amaxes.reports.announce(self._call.format(self.group.caller) + detail)
 
     @contextlib.contextmanager
     def _writing(self, masters: bool) -> Iterator[None]:
         with self.validity.transaction("a cast", masters=masters), self.delayed.rollback():
             yield
 
-    def _look_back(self) -> None:
-        if self.packed.reports.reads_late:
+    def _raise_delayed_reports(self) -> None:
+        if self.amaxes.reports.reads_late:
             self._check_reports(casts_in_flight=1)
 
-    def take_part(
+    def join_collectives(
         self,
         gather: Callable[[], None] | None = None,
         what: str = "a cast that not every rank could make",
@@ -339,10 +339,10 @@ class CastPlan(Plan):
         """
         problem, self.problem = self.problem, None
         assert problem is not None
-        reports = self.packed.reports
+        reports = self.amaxes.reports
         if reports.compares_calls:
             try:
-                self.packed.refuse(problem)
+                self.amaxes.refuse(problem)
             except BaseException:
                 self._broke_off(what, masters)
                 raise
@@ -364,7 +364,7 @@ class CastPlan(Plan):
         self._check_host_masters(update)
         cast(
             tables.owned,
-            self.packed,
+            self.amaxes,
             self.delayed,
             boundary=tables.boundary,
             skip=skip,
@@ -390,7 +390,7 @@ class CastPlan(Plan):
         """Do the CPU's part after a cast: count it, and send the reports of ranks."""
         self.validity.cast()
         self._own_caller.number = self.validity.casts + 1
-        self.packed.reports.send()
+        self.amaxes.reports.send()
 
     def post_all_gather(self) -> None:
         """Make the columnwise copies of all weights from their gathered rowwise bytes, and mark the
@@ -565,12 +565,12 @@ class CastPlan(Plan):
         """Raise RuntimeError, on every rank, if a rank could not make the last cast on a GPU.
         Called before a collective that is not part of a cast, in which that rank would be missing.
         """
-        if self.packed.reports.differ():
+        if self.amaxes.reports.differ():
             self.check_call()
 
     def _check_reports(self, casts_in_flight: int) -> None:
         try:
-            self.packed.reports.check(casts_in_flight)
+            self.amaxes.reports.check(casts_in_flight)
         except InvalidWeights:
             raise
         except (RuntimeError, TypeError, ValueError):
@@ -584,7 +584,7 @@ class CastPlan(Plan):
 
     def forget_call(self) -> None:
         """Forget the reports of the last cast, since every rank overwrites its masters now."""
-        self.packed.reports.forget()
+        self.amaxes.reports.forget()
 
     def _watch(self) -> None:
         masters = [shard.master for shard in self._partition.shards if shard.master is not None]
@@ -606,7 +606,7 @@ class CastPlan(Plan):
         shards, is_alone = self._partition.shards, self.group.size == 1
         cut = CutBlocks.of(self._partition, self._cast)
         layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
-        self.packed = PlanAmaxes(self._partition, self._cast, cut, layout, self.group, self._names)
+        self.amaxes = PlanAmaxes(self._partition, self._cast, cut, layout, self.group, self._names)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)
         self.delayed = DelayedScaling(self._delayed_buffers(), self._partition.device)
         self._bind()
@@ -634,7 +634,7 @@ class CastPlan(Plan):
     def _bind(self) -> None:
         """Make the descriptor tables for the current memory. Local, and raises nothing."""
         self._take_weights()
-        self._tables = CastTables.of(self._partition, self._cast, self.packed, self._param_groups)
+        self._tables = CastTables.of(self._partition, self._cast, self.amaxes, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
         self._places = self.validity.places
 

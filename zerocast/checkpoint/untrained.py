@@ -224,7 +224,7 @@ def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
         # A scale per tensor serves both directions.
         if state.format.block is not None:
             buffers["columnwise_scale_inv"] = column_scale_inv
-    state.take(WeightState(state.format, state.shape, state.dtype, buffers))
+    state.copy_from(WeightState(state.format, state.shape, state.dtype, buffers))
     state.validity.changed()
 
 

@@ -67,7 +67,7 @@ class LateCopies:
         place = 1 - last[0][0] if last else 0
         self._unread = [*last, (place, LateCopy(self._numbers, self._memory[place]))]
 
-    def take(self, in_flight: int = 0) -> list[Tensor]:
+    def pop(self, in_flight: int = 0) -> list[Tensor]:
         """Return the copies that were sent and not taken, the oldest first, without the last
         `in_flight`. Waits for the device to complete them.
         """
@@ -75,8 +75,8 @@ class LateCopies:
         taken, self._unread = self._unread[:end], self._unread[end:]
         return [copy.read() for _, copy in taken]
 
-    def look(self) -> list[Tensor]:
-        """Return the copies that `take()` would return, without removing them. Waits for the
+    def peek(self) -> list[Tensor]:
+        """Return the copies that `pop()` would return, without removing them. Waits for the
         device.
         """
         return [copy.read() for _, copy in self._unread]

@@ -216,7 +216,7 @@ class CastReports:
         """
         if not self.reads_late or not self.compares_calls:
             return False
-        digests = [numbers[len(self._names) :].tolist() for numbers in self._late.look()]
+        digests = [numbers[len(self._names) :].tolist() for numbers in self._late.peek()]
         return not all(Comparison.of_maxima([], each).is_same_call for each in digests)
 
     def check(self, casts_in_flight: int = 0) -> None:
@@ -230,7 +230,7 @@ class CastReports:
             casts_in_flight: the number of the last casts that are not waited for, 0 or 1.
         """
         if self.reads_late:
-            unread = self._late.take(casts_in_flight)
+            unread = self._late.pop(casts_in_flight)
         else:
             unread = [self._numbers] if self._has_unread and not casts_in_flight else []
             self._has_unread = self._has_unread and not unread

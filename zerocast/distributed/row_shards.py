@@ -127,8 +127,8 @@ class ShardGeometry:
 
     The small weight has the block rows that the shard touches, so that the stages need to know
     nothing of FSDP2. The stage of two-level scales takes the largest amax of its weight for the
-    tensor amax. A ghost block row without elements follows at the end. One of its amaxes is the
-    reduced tensor amax, so the stage finds it.
+    tensor amax. An extra block row without elements at the end carries the reduced tensor amax,
+    where the stage finds it.
     """
 
     format: FormatSpec
@@ -139,7 +139,7 @@ class ShardGeometry:
     # The rows of each of the matrices that the weight is stored in, if these are several
     # (docs/formats/experts.md). Shards then consist of whole matrices.
     matrix_rows: int | None = None
-    # The inner shards of a weight that is sharded along another dimension than the first. All else
+    # The inner shards of a weight that is sharded along a dimension other than the first. All else
     # describes the inner shard of this rank, as a weight over one rank.
     inner_shards: InnerShards | None = None
 
@@ -183,7 +183,7 @@ class ShardGeometry:
         return rows // self.matrix_rows, self.matrix_rows, self.columns
 
     @property
-    def has_ghost(self) -> bool:
+    def has_tensor_amax_row(self) -> bool:
         """True if a block row of no elements carries the tensor amax."""
         return self.format.scale_rule is ScaleRule.TWO_LEVEL
 
@@ -199,13 +199,13 @@ class ShardGeometry:
 
     @functools.cached_property
     def cast_rows(self) -> int:
-        """Rows of the small weight, of the ghost too."""
+        """Rows of the small weight, with the extra block row."""
         if self.matrix_rows is not None:
             return self.shards.span(self.rank).numel
         touched = self._touched
         rows = min(self.rows, touched.stop * self._height) - self.first_row if touched.numel else 0
         if self._blocks:
-            return rows + (self._height if self.has_ghost else 0)
+            return rows + (self._height if self.has_tensor_amax_row else 0)
         return max(1, rows)
 
     @property
@@ -251,7 +251,7 @@ class ShardGeometry:
     @property
     def tensor_amaxes(self) -> list[int]:
         """The amaxes of this weight that take the reduced amax of the tensor: its only one if it
-        has one scale, and one in the ghost if it has two-level scales.
+        has one scale, and one in the extra block row if it has two-level scales.
         """
         fmt, (count, _) = self.format, self.amax_counts
         if fmt.scale_rule is ScaleRule.TWO_LEVEL:
@@ -297,14 +297,14 @@ class ScaleRegion:
 
 @dataclass(frozen=True)
 class RowsOfScales:
-    """The rows of the scale buffer `name` of the weight with index `place`, as copies of rows of
+    """The rows of the scale buffer `name` of the weight at `weight_index`, as copies of rows of
     side channels: each block row fills `height` rows of `row_bytes` bytes.
 
     `owners` are (rank, index among the rank's own) of each block row; the block rows of a rank
     follow each other from byte `offset` of all its side channels on.
     """
 
-    place: int
+    weight_index: int
     name: str
     dtype: "torch.dtype"
     row_bytes: int
@@ -428,11 +428,11 @@ class WeightLayout:
         specs = buffers(self.geometry.format, shape, self.geometry.nominal_name)
         return [(region, spec) for region in self.scales if (spec := specs[region.name]) is not None]
 
-    def scale_rows(self, region: ScaleRegion, spec: Buffer, place: int, first: int) -> RowsOfScales | None:
+    def scale_rows(self, region: ScaleRegion, spec: Buffer, weight_index: int, first: int) -> RowsOfScales | None:
         """Return the rows by which one indexed copy fills the buffer of a region. None if the
         buffer has padding, a scale fills several columns, or ranks have inner shards.
 
-        The region is of the weight with index `place`, whose side channel begins at byte `first` of
+        The region is of the weight at `weight_index`, whose side channel begins at byte `first` of
         all.
         """
         if self.geometry.inner_shards is not None:
@@ -445,7 +445,7 @@ class WeightLayout:
             return None
         ranks, places = shards.owners(region.height)
         owners = tuple(ranks), tuple(places)
-        return RowsOfScales(place, region.name, spec.dtype, row_bytes, height, first + region.offset, owners)
+        return RowsOfScales(weight_index, region.name, spec.dtype, row_bytes, height, first + region.offset, owners)
 
 
 @functools.lru_cache(maxsize=1024)  # the weights of a model repeat a few geometries

@@ -51,13 +51,15 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
 
     The reduced ones are the largest amaxes of groups, amaxes of single tensors, and the block rows
     that a boundary splits. A weight with two-level scales that shares its amax with no other is a
-    group by itself: the stages read the reduced amax in its ghost block row.
+    group by itself: the stages read the reduced amax in its extra block row (`ShardGeometry`).
     """
     layout = AmaxLayout[str]()
     counts = {weight.name: weight.geometry.amax_counts for weight in weights}
     groups = groups_cast_together({weight.name: (weight.shared_amax, weight.format) for weight in weights})
     sharing = {name for group in groups for name in group}
-    groups += [[weight.name] for weight in weights if weight.geometry.has_ghost and weight.name not in sharing]
+    groups += [
+        [weight.name] for weight in weights if weight.geometry.has_tensor_amax_row and weight.name not in sharing
+    ]
 
     layout.place_groups(groups, counts)
     for weight in weights:

@@ -184,7 +184,7 @@ class CastGroup:
         finally:
             self._free_scales()
 
-    def take_part(self) -> None:
+    def join_collectives(self) -> None:
         """Reduce amaxes with the ranks that cast. This rank contributes zeros, and flags by which
         the ranks of other slices and replicas know that it could not cast.
         """

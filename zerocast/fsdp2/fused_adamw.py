@@ -413,7 +413,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if not self.prepare_or_take_part():
+        if not self.prepare_or_join_collectives():
             return loss
         for manager in self.managers:
             # Before the launch: even if this rank's step fails partway, all ranks cast before the
@@ -427,7 +427,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 manager.plan.after_step()
         return loss
 
-    def prepare_or_take_part(self) -> object:
+    def prepare_or_join_collectives(self) -> object:
         """Prepare a step and return the result of `prepare`. A rank that takes none takes part in
         the collective of the others.
 
@@ -441,10 +441,10 @@ class FusedAdamW(torch.optim.Optimizer):
             if isinstance(error, RuntimeError) and self._break_off(error):
                 for manager in self._managers:
                     manager.make_due(self)
-            self.take_part()
+            self.join_collectives()
             raise
         if not places:
-            self.take_part()
+            self.join_collectives()
         return places
 
     def _break_off(self, error: Exception) -> bool:
@@ -457,7 +457,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 validity.broke_off(f"an optimizer step ({error})")
         return is_shared
 
-    def take_part(self) -> None:
+    def join_collectives(self) -> None:
         """Take part in the collective of a step that this rank does not take."""
         if self._eight_bit is not None:
             self._eight_bit.begin()
@@ -812,7 +812,7 @@ class CapturableFusedStep(CapturableStep):
         """
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
-        places = self._optimizer.prepare_or_take_part()
+        places = self._optimizer.prepare_or_join_collectives()
         if places is None:
             for manager in self._optimizer.managers:
                 manager.make_due(self._optimizer)

@@ -69,7 +69,7 @@ class GatherStatus:
         # them clears this.
         self._not_finite: dict[str, int] = {}
         # The last cast whose masters an error has reported.
-        self._told_cast = 0
+        self._reported_cast = 0
         self.is_overlooked = False
 
     def compare_headers(self, names: tuple[str, ...], statuses: Sequence[ShardStatus], headers: Tensor) -> bool:
@@ -159,7 +159,7 @@ class GatherStatus:
                 "",
                 "optimizer steps and zerocast.fsdp2.refresh must happen on all of them",
             )
-        if casts[0] > self._told_cast and comparison.ranks(ShardStatus.NOT_FINITE):
+        if casts[0] > self._reported_cast and comparison.ranks(ShardStatus.NOT_FINITE):
             self._not_finite[name] = casts[0]
             _unread.add(self)
         written = comparison.ranks(ShardStatus.WRITTEN)
@@ -208,7 +208,7 @@ class GatherStatus:
         """
         if self._not_finite and not self.is_overlooked:
             names = list(self._not_finite)
-            self._told_cast = max(self._not_finite.values())
+            self._reported_cast = max(self._not_finite.values())
             self._not_finite.clear()
             raise not_finite_error(names, f"{len(names)} weights")
 

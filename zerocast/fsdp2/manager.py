@@ -160,7 +160,7 @@ class CastManager(Driver[ShardPlan]):
         The CPU waits for the cast, which runs on the stream of the products, since FSDP2 reads the
         bytes of later gathers on another stream.
         """
-        with self.plan.apart():
+        with self.plan.single_replica_cast():
             self.cast(repeat=not self._stepped)
         self.plan.synchronize()
 

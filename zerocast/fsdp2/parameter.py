@@ -177,7 +177,7 @@ class MasterParameter(_WrapsPlain):
         result = func(*_map(MasterParameter, unwrap, args), **_map(MasterParameter, unwrap, kwargs))
         if func._schema.is_mutable or func.namespace == "c10d":
             for master in _written(func, args, kwargs):
-                master.weight.note_write(master.plain)
+                master.weight.after_write(master.plain)
             return _map(Tensor, lambda tensor: wrappers.get(id(tensor), tensor), result)
         first = args[0] if args else None
         # Operators return views of their first argument only.
@@ -220,7 +220,7 @@ def _allocated(like: MasterParameter, size: Any = None, **options: Any) -> Maste
     if sum(extent != whole for extent, whole in zip(size, like.shape, strict=True)) > 1:
         return None
     device = torch.device(options.get("device") or like.device)
-    plain = like.weight.host.memory.take(like.weight.name, size, device)
+    plain = like.weight.host.memory.allocate(like.weight.name, size, device)
     return None if plain is None else MasterParameter(plain, like.weight)
 
 

@@ -115,11 +115,11 @@ class ShardPlan(Plan):
 
     # -- events of masters
 
-    def note_operator(self) -> None:
+    def mark_amaxes_old(self) -> None:
         """Called after an operator has written to a master. Measured amaxes are old then."""
         self._amaxes_are_old = True
 
-    def note_written(self, weight: FSDPWeight) -> None:
+    def record_written(self, weight: FSDPWeight) -> None:
         """Called once this rank knows that a master has changed since the last cast."""
         self._written.append(weakref.ref(weight))
 
@@ -188,7 +188,7 @@ class ShardPlan(Plan):
         for weight in self.weights if debugging() else ():
             weight.validity.cast()
 
-    def take_part(self, gather: Callable[[], None] | None = None) -> None:
+    def join_collectives(self, gather: Callable[[], None] | None = None) -> None:
         """Reduce amaxes with the ranks that cast. FSDP2 begins the next gather, whose headers say
         that this rank REFUSED, so that all ranks raise there.
         """
@@ -199,12 +199,12 @@ class ShardPlan(Plan):
         self.status.problem = self.problem
         for group in self.cast_groups:
             self._set_replica_flags(group, is_refused=True)
-            group.take_part()
+            group.join_collectives()
             group.stamp(self.generation + 1)
         self._count_cast()
 
     @contextlib.contextmanager
-    def apart(self) -> Iterator[None]:
+    def single_replica_cast(self) -> Iterator[None]:
         """Cast on this replica only while the context is open. The other replicas detect it in the
         next cast that all ranks make, which compares `casts_apart`.
         """

@@ -478,8 +478,8 @@ def _propagate_partial_state(optimizer: Optimizer, managers: Iterable[CastManage
     for manager in managers:
         if not manager.plan.validity.partial:
             manager.plan.validity.broke_off("an optimizer step")
-    take_part: Callable[[], None] = getattr(optimizer, "take_part", lambda: None)
-    take_part()
+    join_collectives: Callable[[], None] = getattr(optimizer, "join_collectives", lambda: None)
+    join_collectives()
     _after_step(optimizer)
 
 

@@ -228,7 +228,7 @@ class GatheredByGroup(FSDPParam):
         except AttributeError:
             super().init_unsharded_param()  # type: ignore[no-untyped-call]
             return
-        if weight.place == 0:
+        if weight.index == 0:
             for tensor in self._unsharded_inner_tensors:
                 alloc_storage(tensor)
             if self.memory is not None:
@@ -501,7 +501,7 @@ class MasterMemory:
         # The elements of shards on the meta device.
         self._padded: dict[str, int] = {}
 
-    def take(self, name: str, size: Sequence[int], device: torch.device) -> Tensor | None:
+    def allocate(self, name: str, size: Sequence[int], device: torch.device) -> Tensor | None:
         """Return zeros f32 `size` for a shard of a weight. None if the weight has its memory
         already, or needs none.
         """

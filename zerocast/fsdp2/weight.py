@@ -91,10 +91,10 @@ class WeightPlan(Protocol):
     validity: Validity
     addresses: MasterAddresses
 
-    def note_operator(self) -> None:
+    def mark_amaxes_old(self) -> None:
         """Called after an operator has written to a master."""
 
-    def note_written(self, weight: "FSDPWeight") -> None:
+    def record_written(self, weight: "FSDPWeight") -> None:
         """Called once this rank knows that a master has changed since the last cast."""
 
     def mark_rewrapped(self) -> None:
@@ -146,7 +146,7 @@ class FSDPWeight:
         fp8_weight_gradients: the attribute of its WeightState, which `prepare` sets.
         host: the CastManager that casts it, for as long as the weight lives.
         validity: the validity of the gathered bytes.
-        group, place, param: the weights that it is gathered with, its index among them, and its
+        group, index, param: the weights that it is gathered with, its index among them, and its
             FSDPParam. Set once FSDP2 has sharded the model (`adopt`).
         shard_dim: the dimension that FSDP2 shards, set by `adopt`.
         is_located: True once its shard was found. `locate` sets the next four, each time that
@@ -185,7 +185,7 @@ class FSDPWeight:
         self.validity.owner = weakref.ref(host)
         self.validity.has_masters = True
         # Before `adopt`: the first gather of all finds the other weights if this is 0.
-        self.place = 0
+        self.index = 0
         self.is_located = False
         self.addresses = range(0)
         self.is_written = False
@@ -199,10 +199,10 @@ class FSDPWeight:
 
     # -- set by FSDP2
 
-    def adopt(self, group: "ParamGroup", place: int, param: Any) -> None:
+    def adopt(self, group: "ParamGroup", index: int, param: Any) -> None:
         """Called once FSDP2 has sharded the model. `param`, an FSDPParam, holds this weight."""
         self.group = group
-        self.place = place
+        self.index = index
         self.param = weakref.ref(param)
         # Kept, since FSDP2's own attribute is replaced while it copies the gathered bytes out
         # (`GroupOfInnerShards`).
@@ -354,7 +354,7 @@ class FSDPWeight:
 
     # -- written to
 
-    def note_write(self, data: Tensor) -> None:
+    def after_write(self, data: Tensor) -> None:
         """Called after an operator wrote to `data`: this master, or a tensor that FSDP2 or an
         optimizer made like it.
         """
@@ -365,14 +365,14 @@ class FSDPWeight:
         # A view without elements has no address.
         if data.data_ptr() not in self.addresses:
             return
-        self.host.plan.note_operator()
+        self.host.plan.mark_amaxes_old()
         self.mark_written()
 
     def mark_written(self) -> None:
         """Report the change in the header of the next gather, unless a cast comes first."""
         if not self.is_written:
             self.is_written = True
-            self.host.plan.note_written(self)
+            self.host.plan.record_written(self)
             self.validity.before_read = self._refuse
 
     def mark_readable(self) -> None:
@@ -394,9 +394,9 @@ class FSDPWeight:
 
     def send(self, device: torch.device) -> list[Tensor]:
         """Return the bytes of this rank for a gather that begins, flat, on `device`."""
-        if self.place == 0:
+        if self.index == 0:
             self.begin_gather(device)
-        return self.group.take(self.place)
+        return self.group.pop_outgoing(self.index)
 
     def begin_gather(self, device: torch.device) -> None:
         """Called with the first weight of a gather, before FSDP2 takes the bytes of any."""
@@ -408,7 +408,7 @@ class FSDPWeight:
         memory and call only `receive_group`. Return (the weight as its module sees it, buffers that
         FSDP2 allocates and frees with it).
         """
-        buffers, freed_with_it = self.group.buffers_over(self.place, outputs)
+        buffers, freed_with_it = self.group.buffers_over(self.index, outputs)
         unsharded = QuantizedWeight.of_buffers(self.shape, self.format, self.geometry.nominal, buffers)
         unsharded.state.columnwise_on_demand = True
         unsharded.state.name = self.name
@@ -417,8 +417,8 @@ class FSDPWeight:
         unsharded.state.fp8_weight_gradients = self.fp8_weight_gradients
         unsharded.state.host_casts_gradient = True
         self.unsharded = unsharded
-        self.group.note_unsharded(self.place)
-        if self.place == 0:
+        self.group.note_unsharded(self.index)
+        if self.index == 0:
             self.receive_group()
         return self.presentation.show(unsharded), freed_with_it
 
@@ -509,7 +509,7 @@ class ParamGroup:
     """One of FSDP2's parameter groups (an FSDPParamGroup), and the bytes of its weights.
 
     Attributes:
-        names: the names of its prepared weights, in the order of its gather. A weight's `place` is
+        names: the names of its prepared weights, in the order of its gather. A weight's `index` is
             its index.
         received: the number of gathers that have arrived.
         sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
@@ -538,9 +538,9 @@ class ParamGroup:
         self.names = tuple(weight.name for weight, _ in members)
         self.received = 0
         self.sent = -1
-        self._last_place = len(members) - 1
-        for place, (weight, param) in enumerate(members):
-            weight.adopt(self, place, param)
+        self._last_index = len(members) - 1
+        for index, (weight, param) in enumerate(members):
+            weight.adopt(self, index, param)
         # For each weight, from `lay_out` on: the tensors that are sent in addition to codes that
         # are not kept, the status that a cast leaves in its header, and the status of the last
         # gather.
@@ -632,14 +632,14 @@ class ParamGroup:
         torch_fsdp.free([memory])
         torch_fsdp.gather_into([weight.param() for weight in weights], outputs, memory)
 
-    def take(self, place: int) -> list[Tensor]:
-        """Return the tensors that the current gather sends of the weight with index `place`, or of
-        all as the first one. After the last weight only FSDP2 keeps them.
+    def pop_outgoing(self, index: int) -> list[Tensor]:
+        """Return the tensors that the current gather sends of the weight at `index`, or of all as
+        the first one. After the last weight only FSDP2 keeps them.
         """
-        outgoing = self._outgoing[place]
+        outgoing = self._outgoing[index]
         if self.is_merged:
             outgoing = [part for parts in self._outgoing for part in parts]
-        if self.is_merged or place == self._last_place:
+        if self.is_merged or index == self._last_index:
             self._outgoing = []
         return outgoing
 
@@ -688,7 +688,7 @@ class ParamGroup:
             if shown is not None and weight.unsharded is not None:
                 weight.presentation.refill(shown, weight.unsharded)
 
-    def buffers_over(self, place: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
+    def buffers_over(self, index: int, outputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Return (the buffers of a weight keyed by name, buffers that FSDP2 allocates and frees
         with it) over the `outputs` of its first gather.
 
@@ -696,18 +696,18 @@ class ParamGroup:
         these codes get separate buffers, in the layout that products read. The buffers of all
         weights are allocated with the first one.
         """
-        if place == 0:
+        if index == 0:
             self.outputs = [weight.param().all_gather_outputs for weight in self.weights]
             self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs), self.outputs)
         assert self.side is not None
-        scales = self.side.scalars[place] | self.side.buffers[place]
-        return self.layout.gathered_codes(place, outputs) | scales, self.side.memory if place == 0 else []
+        scales = self.side.scalars[index] | self.side.buffers[index]
+        return self.layout.gathered_codes(index, outputs) | scales, self.side.memory if index == 0 else []
 
-    def note_unsharded(self, place: int) -> None:
-        """Called once the weight with index `place` is over the memory of its gathers. After the
-        last one, products can share operands.
+    def note_unsharded(self, index: int) -> None:
+        """Called once the weight at `index` is over the memory of its gathers. After the last one,
+        products can share operands.
         """
-        if place == self._last_place:
+        if index == self._last_index:
             unsharded = [weight.unsharded for weight in self.weights]
             self._operands = GatheredOperands.of([weight.state for weight in unsharded if weight is not None])
             self._merge_params()

@@ -116,11 +116,11 @@ class GatherLayout:
         (codes_of_first, _), *parts = self.parts(buffer)
         return [(*codes_of_first, buffer[-self._side_bytes :]), *(tuple(codes) for codes, _ in parts)]
 
-    def gathered_codes(self, place: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Return the buffers of codes, keyed by name, of the weight with index `place` in its
+    def gathered_codes(self, weight_index: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the buffers of codes, keyed by name, of the weight at `weight_index` in its
         `outputs`.
         """
-        weight = self.weights[place]
+        weight = self.weights[weight_index]
         codes = weight.codes_in(outputs[0].view(-1)) if self._takes_one_output else outputs[: weight.directions]
         return weight.gathered_codes(codes)
 
@@ -251,11 +251,11 @@ def _index_of(rows: tuple[RowsOfScales, ...], stride: int, device: torch.device)
 
 @dataclass(frozen=True)
 class InnerShardCodes:
-    """The codes `name` of the weight with index `place`, `gathered` in `inner_shards`, which are
+    """The codes `name` of the weight at `weight_index`, `gathered` in `inner_shards`, which are
     copied to a buffer `joined`.
     """
 
-    place: int
+    weight_index: int
     name: str
     inner_shards: InnerShards
     gathered: Tensor
@@ -266,11 +266,11 @@ def _inner_shard_codes(
     layouts: Sequence[WeightLayout], outputs: Sequence[Sequence[Tensor]]
 ) -> Iterator[InnerShardCodes]:
     """Yield the codes of each weight in inner shards among the gathered `outputs` of all."""
-    for place, layout in enumerate(layouts):
+    for weight_index, layout in enumerate(layouts):
         inner_shards = layout.geometry.inner_shards
         if inner_shards is not None:
-            for (name, joined), gathered in zip(layout.code_specs(), outputs[place], strict=False):
-                yield InnerShardCodes(place, name, inner_shards, gathered, joined)
+            for (name, joined), gathered in zip(layout.code_specs(), outputs[weight_index], strict=False):
+                yield InnerShardCodes(weight_index, name, inner_shards, gathered, joined)
 
 
 class GatheredSide:
@@ -307,13 +307,13 @@ class GatheredSide:
         specs: list[Buffer] = []
         inner_codes = list(_inner_shard_codes(layouts, outputs))
         first = 0
-        for place, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
+        for weight_index, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
             for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
-                rows = layout.scale_rows(region, spec, place, first)
+                rows = layout.scale_rows(region, spec, weight_index, first)
                 if rows is not None:
                     by_length.setdefault(rows.row_bytes, []).append(rows)
                     continue
-                padded.append((place, region, own_side))
+                padded.append((weight_index, region, own_side))
                 specs.append(spec)
             first += layout.side_bytes
         rows_of_length = [
@@ -325,16 +325,16 @@ class GatheredSide:
         if all_specs:
             self.memory.append(memory)
         for codes in inner_codes:
-            buffer = self.buffers[codes.place][codes.name] = next(parts)
+            buffer = self.buffers[codes.weight_index][codes.name] = next(parts)
             self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
         self.gathered_inner_codes = [codes.gathered for codes in inner_codes]
-        for (place, region, own_side), spec in zip(padded, specs, strict=True):
+        for (weight_index, region, own_side), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
-            self.buffers[place][region.name] = buffer
-            self._scale_fills.append(ScaleFill(region, layouts[place].geometry, own_side, buffer, spec.padding))
+            self.buffers[weight_index][region.name] = buffer
+            self._scale_fills.append(ScaleFill(region, layouts[weight_index].geometry, own_side, buffer, spec.padding))
         for of_length, part in zip(by_length.values(), parts, strict=True):
             for rows, buffer in zip(of_length, part.split([rows.rows for rows in of_length]), strict=True):
-                self.buffers[rows.place][rows.name] = buffer.view(rows.dtype)
+                self.buffers[rows.weight_index][rows.name] = buffer.view(rows.dtype)
             index = _index_of(tuple(of_length), side.shape[1], side.device)
             self.row_fills.append(RowFill(side, part, index))
 

@@ -132,7 +132,7 @@ class Averages:
         self._reducer.check_same_call("swaps an average in")
         self._driver.ready()
         if self._driver.plan.problem is not None:
-            self._driver.take_part("swapping an average in", StepCollectives())
+            self._driver.join_collectives("swapping an average in", StepCollectives())
         version = validity.version
         with torch.no_grad(), validity.transaction("swapping an average in"):
             exchange()

@@ -88,10 +88,10 @@ class DeviceStep:
     def step_collectives(self) -> StepCollectives:
         """The collectives of `launch` around its cast, for a rank that cannot step."""
         eight_bit = self._masters.eight_bit
-        before_cast = functools.partial(self._muon.take_part, self.gradients.flat)
+        before_cast = functools.partial(self._muon.join_collectives, self.gradients.flat)
         if eight_bit is None:
             return StepCollectives(before_cast)
-        return StepCollectives(before_cast, eight_bit.cut_groups.take_part)
+        return StepCollectives(before_cast, eight_bit.cut_groups.join_collectives)
 
     def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
         """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.

@@ -84,7 +84,7 @@ class CutGroups:
             if on_wire is not self.largest:
                 self.largest.copy_(on_wire)
 
-    def take_part(self) -> None:
+    def join_collectives(self) -> None:
         """Take part in the reduction of a step that this rank cannot make."""
         self.begin()
         self.reduce()

@@ -110,7 +110,7 @@ class MuonStep:
         self._exchange.deliver(gradients, lambda gradient: self._step(next(matrices), gradient, clip, skip))
         assert next(matrices, None) is None
 
-    def take_part(self, gradients: Tensor) -> None:
+    def join_collectives(self, gradients: Tensor) -> None:
         """Send this rank's shard of the gradients to the ranks that step, and step nothing."""
         self._exchange.deliver(gradients, lambda gradient: None)
 

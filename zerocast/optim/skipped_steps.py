@@ -36,7 +36,7 @@ class SkippedSteps:
 
     def before_step(self) -> None:
         """Note if the last step was skipped. On a GPU its count arrives only now."""
-        copies = self._late.take()
+        copies = self._late.pop()
         if not copies:
             return
         (taken,) = copies[-1].tolist()

@@ -139,7 +139,7 @@ def _compare(view: MasterView, group: Group, shared: Tensor | None) -> _Compared
     comparisons = {name: _Comparison(tensor) for name, tensor in live.items() if tensor is not None}
     for name in UNDETERMINED:
         if name in comparisons:
-            comparisons[name].take(comparisons[name].of_rank_0(group), (0, 0))
+            comparisons[name].compare(comparisons[name].of_rank_0(group), (0, 0))
     columns = weight.matrix_shape[1]
     pieces = _pieces(weight.matrix_shape)
     # `quantize` takes the amax from its input, unless that is only a part of the tensor.
@@ -154,7 +154,7 @@ def _compare(view: MasterView, group: Group, shared: Tensor | None) -> _Compared
         quantized = quantize(weight.format, master, weight.dtype, view.scale, amax)
         for name, expected, origin in _expected(weight.format, quantized, piece.start // columns, columns):
             if name in comparisons:
-                comparisons[name].take(expected, origin)
+                comparisons[name].compare(expected, origin)
     name, fmt = str(view.name), str(weight.format)
     differences = [
         comparison.difference(name, fmt, buffer) for buffer, comparison in comparisons.items() if comparison.wrong
@@ -263,7 +263,7 @@ class _Comparison:
         group.broadcast(values, "a buffer to verify")
         return values
 
-    def take(self, expected: Tensor, origin: tuple[int, int]) -> None:
+    def compare(self, expected: Tensor, origin: tuple[int, int]) -> None:
         """Compare the part that starts at (row, column) `origin` with its expected values."""
         expected = expected.view(1, -1) if expected.dim() < 2 else expected
         (row, column), (height, width) = origin, expected.shape

@@ -49,7 +49,7 @@ def take_gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
     places = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING)
     reference, place = places.get(data.storage_offset(), _NOT_GATHERED)
     operands = reference()
-    return None if operands is None or data.shape != operands.shapes[place] else operands.take(place, columnwise)
+    return None if operands is None or data.shape != operands.shapes[place] else operands.pop(place, columnwise)
 
 
 def forget_operands(data: Tensor) -> None:
@@ -154,7 +154,7 @@ class GatheredOperands:
                 by_format.setdefault(state.format, []).append(state)
         return [GatheredOperands(fmt, of_format) for fmt, of_format in by_format.items()]
 
-    def take(self, place: int, columnwise: bool) -> Operand:
+    def pop(self, place: int, columnwise: bool) -> Operand:
         """Return the operand of a weight, which belongs to the caller."""
         of_direction = self._rounds[columnwise]
         if self._device.type == "cuda":

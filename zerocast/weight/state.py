@@ -239,7 +239,7 @@ class WeightState:
         self.columnwise_cast, self.initial = -1, None
         self.validity.moved()
 
-    def take(self, other: "WeightState") -> None:
+    def copy_from(self, other: "WeightState") -> None:
         """Copy the bytes of a weight of the same format and shape, as loading a state dict does."""
         for name in BUFFERS:
             ours, theirs = self.buffers[name], other.buffers[name]

@@ -47,7 +47,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Quantiz
     source.check(Use.COPY)
     source.wait()
     owners.forget_read(target)
-    target.state.take(source.state)
+    target.state.copy_from(source.state)
     forget_operands(target.state.rowwise_data)
     return target
 
