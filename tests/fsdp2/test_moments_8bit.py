@@ -210,7 +210,7 @@ def test_what_it_refuses() -> None:
     model = nn.Linear(8, 8)
     with pytest.raises(ValueError, match="or '8bit', got"):
         fused(model, moment_dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="give FusedAdamW model"):
+    with pytest.raises(ValueError, match="pass FusedAdamW model"):
         FusedAdamW(model.parameters(), moment_dtype="8bit")
     optimizer = fused(model)
     model(torch.ones(1, 8)).sum().backward()
