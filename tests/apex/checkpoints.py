@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests import casts
-from tests.apex.host_on_cpu import device, host_on_cpu
+from tests.apex.host_on_cpu import host_on_cpu
 from tests.apex.training import Case, Run
 
 
@@ -57,23 +57,3 @@ def without_delayed() -> list[str]:
                     saved.pop(name, None)
         run.optimizer.load_state_dict(state)
         return run.wrong()
-
-
-def scaled(infinite_at: int) -> tuple[list[bool], list[str]]:
-    """With a GradScaler: whether each step changed anything, and what is wrong with the bytes in the end.
-
-    At one of them rank 0 has a gradient that is not finite.
-    """
-    with host_on_cpu():
-        run, scaler, changed = Run(Case()), torch.amp.GradScaler(device(), init_scale=2.0**8), []
-        for number in range(4):
-            gradients = {spec.name: spec.gradient(number, run.rank) for spec in run.case.specs}
-            if number == infinite_at and run.rank == 0:
-                gradients["nv"][0, 0] = torch.inf
-            before = held(run)
-            scaler.scale(run.probe.loss(gradients)).backward()
-            scaler.step(run.optimizer)
-            scaler.update()
-            run.optimizer.zero_grad()
-            changed.append(bool(different(held(run), before)))
-        return changed, run.wrong()

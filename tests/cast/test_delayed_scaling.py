@@ -10,7 +10,6 @@ from tests import casts
 from zerocast import CastPlan, QuantizedWeight, Recipe, quantize_
 from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.tables import WeightTable
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.quantize import cast_whole
 
@@ -90,64 +89,6 @@ def test_a_repeated_cast_changes_nothing(backend: str, flat: bool) -> None:
     before = here.held()
     here.plan.cast(repeat=True)
     assert here.held() == before
-
-
-@flat
-@pytest.mark.parametrize(
-    ("stage", "kind"),
-    [
-        *((stage, kind) for stage in ("compute_scales", "partial_cast") for kind in ("cast", "repeat", "seed")),
-        ("roll_history", "cast"),
-        ("roll_history", "seed"),
-    ],
-)
-def test_a_cast_that_raises_is_as_if_it_had_never_begun(flat: bool, stage: str, kind: str) -> None:
-    here, other = Held(flat), Held(flat)
-    for each in (here, other):
-        each.step()
-        each.step()
-        for master in each.masters:
-            master.mul_(1.5)  # so that a history that rolled twice differs
-        if kind == "seed":
-            each.plan.delayed.forget(["a"])
-    repeat = kind == "repeat"
-    whole, done = getattr(WeightTable, stage), []
-
-    def raises_after_some(table: WeightTable, *arguments: object) -> None:
-        if len(done) == 2:
-            raise torch.OutOfMemoryError
-        done.append(table)
-        whole(table, *arguments)
-
-    with mock.patch.object(WeightTable, stage, raises_after_some), pytest.raises(torch.OutOfMemoryError):
-        here.plan.cast(repeat=repeat)
-    assert here.plan.validity.partial
-    here.plan.cast(repeat=repeat)
-    other.plan.cast(repeat=repeat)
-    assert here.held() == other.held()
-    assert not here.plan.validity.partial
-
-
-@flat
-def test_a_state_goes_on_elsewhere(flat: bool) -> None:
-    first, second = Held(flat), Held(not flat)
-    first.step()
-    first.step()
-    saved = {
-        name: {key: t.clone() for key, t in held.items()} for name, held in first.plan.delayed.state_dict().items()
-    }
-    assert second.plan.delayed.load_state_dict(saved) == []
-    for ours, theirs in zip(second.masters, first.masters, strict=True):
-        ours.copy_(theirs)
-    second.plan.cast(repeat=True)
-    assert second.held() == first.held()
-    first.step()
-    second.step()
-    assert second.held() == first.held()
-    saved["b"] = {"scale": saved["b"]["scale"], "amax_history": torch.zeros(7)}
-    del saved["c"]
-    assert second.plan.delayed.load_state_dict(saved) == ["b", "c"]
-    assert second.plan.delayed.unseeded == {"b", "c"}
 
 
 def test_the_scale_of_a_host_is_read_and_never_written() -> None:

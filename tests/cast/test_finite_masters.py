@@ -59,64 +59,6 @@ def test_one_element_of_any_weight(backend_anywhere: str, fmt: str, stepped: boo
         cast()
 
 
-def test_casts_in_a_row_do_not_wait_for_each_other() -> None:
-    """Read as on a GPU, flags are told of once the next cast is on its way, or as soon as somebody asks."""
-    weights = [QuantizedWeight.empty(SHAPE, "nvfp4") for _ in range(3)]
-    masters = [torch.ones(SHAPE[0] * SHAPE[1]) for _ in weights]
-    plan = CastPlan(weights, masters, [0, 0, 0])
-    plan.amaxes.reports.reads_late = True
-    for then in (plan.cast, plan.check_call):
-        masters[1][7] = torch.nan
-        plan.cast()
-        masters[1][7] = 1.0
-        with pytest.raises(RuntimeError, match=TOLD):
-            then()
-        casts = plan.validity.casts
-        plan.cast()
-        plan.cast()
-        assert plan.validity.casts == casts + 2
-    assert not plan.validity.partial
-    assert casts == 5  # with the one that told, which was complete
-
-
-def told_on_ranks(culprit: int) -> list[str]:
-    """What each rank is told of a NaN that one of them writes: by a cast, and by an optimizer's step, state and load."""
-    rank, told = dist.get_rank(), []
-    half = 32 * 64 // 2
-    weights = [QuantizedWeight.empty((32, 64), "nvfp4") for _ in range(3)]
-    masters = [torch.ones(half) for _ in weights]
-    plan = CastPlan(weights, masters, [rank * half] * 3)
-    if rank == culprit:
-        masters[1][7] = torch.nan
-    plan.cast()
-    with pytest.raises(RuntimeError, match=TOLD) as caught:
-        plan.cast()
-    told.append(str(caught.value))
-
-    model = nn.Linear(64, 32).bfloat16()
-    zerocast.quantize_(model, {"*": "nvfp4"})
-    optimizer = ZeroAdamW(model.named_parameters())
-    state = optimizer.state_dict()
-    for then in (optimizer.step, optimizer.state_dict):
-        if rank == culprit:
-            optimizer._masters.master[500] = torch.inf  # of the weight, not of the bias
-        model(torch.ones(4, 64).bfloat16()).sum().backward()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="NaN or Inf in the last cast") as caught:
-            then()
-        told.append(str(caught.value))
-        optimizer._masters.master.nan_to_num_(posinf=0)
-        optimizer.zero_grad()
-        optimizer.step()
-    if rank == culprit:
-        optimizer._masters.master[500] = torch.inf  # of the weight, not of the bias
-    optimizer.step()
-    optimizer._masters.master.nan_to_num_(posinf=0)  # of which the state is made of views
-    optimizer.load_state_dict(state)
-    optimizer.step()
-    return told
-
-
 OPTIMIZERS = {
     "ZeroAdamW": lambda net: ZeroAdamW(net.named_parameters(), lr=1e-3),
     "ZeroMuon": lambda net: ZeroMuon(
@@ -174,10 +116,3 @@ def all_gathered(value: int) -> list[int]:
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 def test_plain_parameters_too(ranks, kind):
     assert ranks(2)(told_of_each, kind, 1) == [[], []]
-
-
-def test_all_ranks_are_told(ranks):
-    for culprit in (0, 1):
-        first, second = ranks(2)(told_on_ranks, culprit)
-        assert first == second
-        assert "weight" in first[1]

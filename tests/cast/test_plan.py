@@ -15,7 +15,6 @@ from zerocast.distributed.group import ONE_PROCESS
 
 SHAPE = (32, 64)
 NUMEL = 32 * 64
-BLOCKED = ("fp8_block", "mxfp8", "nvfp4")
 
 
 def master_of(seed: int = 0) -> Tensor:
@@ -65,36 +64,6 @@ def test_an_empty_master_owns_nothing() -> None:
     for start in (None, 0, NUMEL, -1, 10 * NUMEL):
         CastPlan([weight], [torch.empty(0)], [start], ONE_PROCESS).cast()
     casts.assert_same_bytes(casts.bytes_of(weight), before)
-
-
-@pytest.mark.parametrize("fmt", BLOCKED)
-def test_a_rebound_weight_is_followed(backend: str, fmt: str) -> None:
-    weight, master = QuantizedWeight.empty(SHAPE, fmt), master_of()
-    plan = CastPlan([weight], [master], [0], ONE_PROCESS, backend=backend)
-    plan.cast()
-    plan.post_all_gather()
-    old_row, flat = weight.rowwise_data, torch.full((5 * NUMEL,), 0x5A, dtype=torch.uint8)
-    old = old_row.clone()
-    inner = flat[NUMEL : NUMEL + old.numel()].view(old.shape)
-    weight.rebind(rowwise_data=inner)
-    assert weight.rowwise_data.data_ptr() == inner.data_ptr()
-    assert torch.equal(weight.rowwise_data, old)
-    master.copy_(master_of(9))
-    plan.cast()
-    plan.post_all_gather()
-    assert_is_cast_of(weight, master)
-    assert torch.equal(old_row, old)
-    assert (flat[:NUMEL] == 0x5A).all()
-    assert (flat[NUMEL + old.numel() :] == 0x5A).all()
-
-
-def test_a_master_whose_storage_was_replaced_is_followed(backend: str) -> None:
-    weight, parameter = QuantizedWeight.empty(SHAPE, "nvfp4"), torch.nn.Parameter(master_of())
-    plan = CastPlan([weight], [parameter], [0], ONE_PROCESS, backend=backend)
-    plan.cast()
-    parameter.data = master_of(4)
-    plan.cast()
-    assert_is_cast_of(weight, parameter.detach())
 
 
 @pytest.mark.parametrize(
@@ -189,15 +158,6 @@ def test_buffers_that_a_host_moved_are_written_there(backend: str) -> None:
     weight.state.set_storage({"rowwise_data": moved})
     plan.cast()
     assert torch.equal(moved, expected) and not old.any()
-
-
-def test_masters_in_one_flat_buffer(backend: str) -> None:
-    flat = torch.cat([torch.full((3,), 1e9), master_of(1), torch.full((5,), 1e9), master_of(2), torch.full((2,), 1e9)])
-    masters = [flat[3 : 3 + NUMEL], flat[8 + NUMEL : 8 + 2 * NUMEL]]
-    weights = [QuantizedWeight.empty(SHAPE, fmt) for fmt in ("nvfp4", "fp8_block")]
-    CastPlan(weights, masters, [0, 0], ONE_PROCESS, backend=backend).cast()
-    for weight, master in zip(weights, masters, strict=True):
-        assert_is_cast_of(weight, master)
 
 
 def test_attach_casts_after_every_step() -> None:

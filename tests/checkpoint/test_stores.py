@@ -239,27 +239,6 @@ def test_the_store_goes_away_during_an_export(tmp_path: Path, leaves_half: bool)
         assert tensors_of(index.parent) == wanted
 
 
-def gone_at(folder: str, rank: int, after: int) -> tuple[str, list[int]]:
-    """One rank loses the store in the middle of a save."""
-    plain_store.register(folder)
-    run = Training().train(1)
-    Checkpoints(URL).save(run.optimizer, 1)
-    run.train(1, first=1)
-    with going_away(after if dist.get_rank() == rank else None, True):
-        said = error_of(lambda: Checkpoints(URL).save(run.optimizer, 2))
-    dist.barrier()
-    reader = Training()
-    return said, [Checkpoints(URL).load(reader.optimizer), *Checkpoints(URL).steps()]
-
-
-@pytest.mark.parametrize(("rank", "after"), [(0, 0), (0, 1), (0, 4), (1, 0)])
-def test_one_rank_loses_the_store(ranks: Ranks, tmp_path: Path, rank: int, after: int) -> None:
-    """All ranks raise; a half-written checkpoint is not there."""
-    for said, steps in ranks(2)(gone_at, str(tmp_path), rank, after):
-        assert "the store is gone" in said and "was not written" in said
-        assert steps == [1, 1]
-
-
 def test_files_that_differ(plain: Path) -> None:
     checkpoints, run = Checkpoints(URL), Training().train(1)
     checkpoints.save(run.optimizer, 1)

@@ -191,32 +191,6 @@ def test_out_of_step(ranks: Ranks, mistake: str, late: bool) -> None:
     check(ranks(2)(out_of_step, mistake, late), mistake)
 
 
-def after_a_late_answer(then: str) -> None:
-    """Nobody has looked yet at what a mistaken step sent: a save is told of it, a load makes whole at once."""
-    trained = Trained()
-    for _ in range(2):
-        trained.step()
-    state = {name: _copy(value) for name, value in trained.optimizer.state_dict().items()}
-    MISTAKES["schedules_alone"](trained)
-    _travels(trained)
-    trained.optimizer.step()
-    if then == "saves":
-        with pytest.raises(RuntimeError, match="ranks make different calls"):
-            trained.optimizer.state_dict()
-        with pytest.raises(RuntimeError, match="failed partway"):
-            trained.optimizer.state_dict()
-    trained.optimizer.load_state_dict(state)
-    for group in trained.optimizer.param_groups:
-        group["lr"] = LR
-    trained.step()
-    trained.optimizer.state_dict()
-
-
-@pytest.mark.parametrize("then", ["saves", "loads"])
-def test_what_comes_before_the_next_step(ranks: Ranks, then: str) -> None:
-    ranks(2)(after_a_late_answer, then)
-
-
 def one_rank_cannot_cast(late: bool) -> list[str]:
     """What a rank is told of a master of another rank that no cast takes, and of casts once it is as it was."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,22 +1,14 @@
 """Experts that are stored one after another, since a block would span two: readers of their bytes find each of them."""
 
-import copy
-import io
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import zerocast
 from tests import casts
 from tests.matrices import lcg_matrix
-from zerocast import QuantizedWeight, ZeroAdamW, get_format
-from zerocast.checkpoint.sources import open_source
-from zerocast.checkpoint.untrained import own_buffers, take_buffers
+from zerocast import QuantizedWeight, ZeroAdamW
 from zerocast.formats.layout import Span
-from zerocast.inspection import cast_statistics
 from zerocast.metrics import owned_part
 from zerocast.serve.piece import Piece
 from zerocast.serve.stored_tensor import of_weight
@@ -70,32 +62,6 @@ def test_measured_values_are_those_of_products(fmt: str, monkeypatch: pytest.Mon
     found = torch.cat([owned.values(piece) for piece in pieces])
     expected = weight.read(columnwise=False, dtype=torch.float32).view(-1)[span.start : span.stop]
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_statistics_of_a_cast(fmt: str, tmp_path: Path) -> None:
-    save_file({"w": master()}, tmp_path / "model.safetensors")
-    source = open_source(tmp_path / "model.safetensors")
-    found = cast_statistics.measure(source, "w", get_format(fmt), torch.float32)
-    values = casts.cast_whole(fmt, master(), torch.float32).dequantize()
-    error = (values - master()).square().sum() / master().square().sum()
-    assert found.error == pytest.approx(float(error.sqrt()), rel=1e-6)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_copies_hold_the_same(fmt: str) -> None:
-    weight, other = cast(fmt, master()), cast(fmt, master() / 3)
-    expected = casts.bytes_of(weight)
-    take_buffers(other, own_buffers(weight))
-    for found in (other, copy.deepcopy(weight), torch.load(_saved(weight))):
-        casts.assert_same_bytes(casts.bytes_of(found), expected)
-
-
-def _saved(weight: QuantizedWeight) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(weight, file)
-    file.seek(0)
-    return file
 
 
 def test_a_switch_changes_how_experts_are_stored() -> None:

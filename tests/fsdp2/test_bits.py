@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp2 import models
@@ -58,41 +58,12 @@ def test_any_shape(ranks: Ranks, world: int, data: st.DataObject) -> None:
     check(ranks, world, (fmt,), width, hidden, {}, 1)
 
 
-def filled_by_rows(mixed: bool) -> tuple[list[str], set[int]]:
-    """Complaints where scale buffers have no padding, and the lengths of the rows that indexed
-    copies fill; `mixed` gives the two weights of a block different formats.
-    """
-    net = Net(("nvfp4", "fp8_block", "mxfp8:block=32x32", "mxfp4"), 512, 384)
-    turned = dict(zip(net.recipe, reversed(net.recipe.values()), strict=True))
-    recipe = {
-        name.replace("*", place): fmt for place, of in (("1", net.recipe), ("3", turned)) for name, fmt in of.items()
-    }
-    model = models.sharded(net, recipe if mixed else net.recipe)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    models.train(model, optimizer, range(2), 512)
-    found = models.complaints(model, "without padding")
-    fills = [fill for _, weight in models.masters(model).values() for fill in weight.group.side.row_fills]
-    return found, {fill.buffer.shape[1] for fill in fills}
-
-
-@pytest.mark.parametrize(("world", "mixed"), [(2, True), (3, False), slow(2, False), slow(3, True)])
-def test_scales_without_padding(ranks: Ranks, world: int, mixed: bool) -> None:
-    """On two ranks a boundary cuts blocks of 128 rows, on three it does not."""
-    for complaints, lengths in ranks(world)(filled_by_rows, mixed):
-        assert complaints == []
-        assert lengths == {16, 24, 32}  # those of 12 are no multiple of 8
-
-
 @pytest.mark.parametrize(
     ("dtype", "reshard"), [(None, False), (torch.float16, True), slow(None, True), slow(torch.float16, False)]
 )
 def test_reshard_and_dtype(ranks: Ranks, reshard: bool, dtype: torch.dtype | None) -> None:
     options = {"reshard_after_forward": reshard, "mp_policy": MixedPrecisionPolicy(param_dtype=dtype)}
     check(ranks, 2, SOME, 64, 96, options)
-
-
-def test_cpu_offload(ranks: Ranks) -> None:
-    check(ranks, 2, SOME, 64, 96, {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
 
 def on_mesh(shape: tuple[int, int]) -> list[str]:
@@ -137,20 +108,6 @@ def gradients(make: type[nn.Module], reshard: bool, micro_batches: int) -> tuple
         optimizer.step()
         optimizer.zero_grad()
     return models.complaints(model, "accumulated"), grads
-
-
-def test_recomputed_forward_passes_change_nothing(ranks: Ranks) -> None:
-    """A checkpointed forward runs again on weights that were gathered for the backward."""
-    plain = ranks(2)(gradients, Net, True, 1)
-    for reshard in (True, False):
-        for (_, expected), (found, grads) in zip(plain, ranks(2)(gradients, Checkpointed, reshard, 1), strict=True):
-            assert not found
-            assert all(torch.equal(grads[name], grad) for name, grad in expected.items())
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_accumulation(ranks: Ranks, reshard: bool) -> None:
-    assert [found for found, _ in ranks(2)(gradients, Net, reshard, 3)] == [[], []]
 
 
 def from_meta() -> list[str]:

@@ -16,8 +16,6 @@ from tests.fsdp2.models import FORMATS, Net
 from tests.workers import Ranks, error_of
 from zerocast import fsdp2, verify
 from zerocast.fsdp2.cast_group import CastGroup
-from zerocast.fsdp2.torch_fsdp import MasterAddresses
-from zerocast.fsdp2.weight import FSDPWeight
 
 
 def trained(formats: tuple[str, ...] = FORMATS) -> Any:
@@ -70,32 +68,6 @@ def begun_halfway() -> list[str]:
 
 def test_a_first_scale_that_is_not_found(ranks: Ranks) -> None:
     assert ranks(2)(begun_halfway) == [[], []]
-
-
-def cannot_cast(what: str) -> tuple[list[str], list[str]]:
-    """Rank 1 cannot cast, since it does not find its masters: what two passes say, and complaints once that is put right."""
-    model, _ = trained(("nvfp4", "mxfp8"))
-    plan = models.manager(model).plan
-    error = mock.Mock(side_effect=ValueError("their memory is gone"))
-    method = {
-        "memory": (MasterAddresses, "check_memory"),
-        "place": (FSDPWeight, "locate"),
-        "tables": (CastGroup, "build_tables"),
-    }[what]
-    plan._must_bind = what != "memory"
-    with mock.patch.object(*method, error) if dist.get_rank() == 1 else contextlib.nullcontext():
-        said = [error_of(lambda: model(models.batch(3, 64))) for _ in range(2)]
-    fsdp2.refresh(model)
-    return said, models.complaints(model, what)
-
-
-@pytest.mark.parametrize("what", ["memory", "place", "tables"])
-def test_a_rank_that_cannot_cast_raises_on_all(ranks: Ranks, what: str) -> None:
-    """In the gather of that cast and in the next one, and none waits for another."""
-    for rank, (said, found) in enumerate(ranks(3)(cannot_cast, what)):
-        assert all("ranks [1] of its shard group could not cast" in text for text in said), said
-        assert all(("their memory is gone" in text) == (rank == 1) for text in said), said
-        assert found == []
 
 
 def steps_alone() -> tuple[str, bool]:

@@ -1,11 +1,9 @@
 """FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +21,6 @@ from tests.optim.runs import ADAM
 from tests.workers import Ranks, error_of
 from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import FusedAdamW, TrainingState
-from zerocast.fsdp2.manager import validity_of
 
 WIDTH, HIDDEN, STEPS = 64, 96, 3
 
@@ -178,41 +175,6 @@ def test_amaxes_come_from_the_step(ranks: Ranks, keep_codes: bool) -> None:
     assert ranks(2)(stepped, keep_codes) == [[], []]
 
 
-def ops_of_a_step(keep_codes: bool, within: bool) -> tuple[list[str], list[int], int]:
-    """Complaints about bytes, the ops of the second step, with codes and without, and those that write codes in its cast."""
-    model = models.sharded(Net(("fp8_block", "mxfp8:block=32x32", "mxfp4"), 128, 256), keep_codes=keep_codes)
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    fused_step(model, optimizer, 0)
-    found = models.complaints(model, "first")
-    put_gradients(model, 1)
-    x = torch.ones((), requires_grad=True)
-    x.register_hook(lambda _: optimizer.step())
-    with Dispatched() as step:
-        if within:
-            (2 * x).backward()
-        else:
-            optimizer.step()
-    with Dispatched() as cast:
-        models.manager(model).before_gather()
-    found += models.complaints(model, "second")
-    stages = [step.stages.count(name) for name in ("adam_cast", "adam_amax")]
-    return found, stages, cast.stages.count("partial_cast")
-
-
-@pytest.mark.parametrize(
-    ("keep_codes", "within", "expected"),
-    [
-        (True, False, ([], [3, 3], 2)),  # two ranks cut the 128 rows of one weight of a format: its 128x128 blocks
-        (False, False, ([], [0, 4], 0)),  # each gather casts its codes
-        (True, True, ([], [0, 4], 3)),  # the rest of a backward pass would gather codes by other scales than theirs
-    ],
-)
-def test_codes_come_from_the_step_where_they_are_kept(
-    ranks: Ranks, keep_codes: bool, within: bool, expected: Any
-) -> None:
-    assert ranks(2)(ops_of_a_step, keep_codes, within) == [expected] * 2
-
-
 def trained_as_torch() -> float:
     """The largest difference to torch's AdamW over some steps, beside the largest element of the master."""
     ours, theirs = (models.sharded(Net(FORMATS[-3:], WIDTH, HIDDEN)) for _ in range(2))
@@ -297,80 +259,6 @@ def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[i
         assert (
             "an optimizer step (lr is out of range: nan) failed partway" if rank in bad_ranks else "on ranks [1]"
         ) in gathered
-
-
-def lone_partial_moments(moment_dtype: Any) -> tuple[str, str]:
-    """Where a load has broken off on rank 1: the errors of the step and of the gather after it."""
-    model = models.sharded(Net(models.FEW, 64, 96))
-    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
-    models.train(model, optimizer, range(1), 64)
-    if dist.get_rank() == 1:
-        validity_of(optimizer).broke_off("a load")
-    model(models.batch(1, 64)).float().square().mean().backward()
-    stepped = error_of(optimizer.step)
-    with torch.no_grad():
-        return stepped, error_of(lambda: model(models.batch(2, 64)))
-
-
-@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
-def test_moments_that_are_partial_on_one_rank_raise_on_all(ranks: Ranks, moment_dtype: Any) -> None:
-    (stepped, gathered), (refused, partial) = ranks(2)(lone_partial_moments, moment_dtype)
-    assert stepped == ""
-    assert "failed partway on ranks [1]" in gathered
-    assert "a load failed partway" in refused
-    assert "an optimizer step failed partway" in partial
-
-
-def lone_failure(moment_dtype: Any) -> tuple[str, str]:
-    """Where rank 1 cannot prepare a step: the errors of the step and of the gather after it."""
-    model = models.sharded(Net(models.FEW, 64, 96))
-    optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
-    models.train(model, optimizer, range(1), 64)
-    model(models.batch(1, 64)).float().square().mean().backward()
-    fails = mock.patch.object(FusedAdamW, "_bind", side_effect=RuntimeError("no memory for tables"))
-    with fails if dist.get_rank() == 1 else contextlib.nullcontext():
-        stepped = error_of(optimizer.step)
-    with torch.no_grad():
-        return stepped, error_of(lambda: model(models.batch(2, 64)))
-
-
-@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
-def test_a_step_that_one_rank_cannot_prepare_raises_on_all(ranks: Ranks, moment_dtype: Any) -> None:
-    (stepped, gathered), (refused, partial) = ranks(2)(lone_failure, moment_dtype)
-    assert stepped == ""
-    assert "failed partway on ranks [1]" in gathered
-    assert "no memory for tables" in refused
-    assert "an optimizer step (no memory for tables) failed partway" in partial
-
-
-def refused_states() -> list[str]:
-    """The errors of loading states of which one rank's do not fit."""
-    model = models.sharded(Net(("nvfp4",), 64, 96))
-    optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    models.train(model, optimizer, range(1), 64)
-    changes = {
-        "a negative square": lambda state: state["state"][0].update(exp_avg_sq=state["state"][0]["exp_avg_sq"] - 1),
-        "no step": lambda state: state["state"][1].pop("step"),
-        "half a step": lambda state: state["state"][1].update(step=torch.tensor(1.5)),
-        "a learning rate": lambda state: state["param_groups"][0].update(lr=-1.0),
-        "fewer parameters": lambda state: state["param_groups"][0]["params"].pop(),
-        "no groups": lambda state: state.pop("param_groups"),
-    }
-    found = []
-    for change in changes.values():
-        state = optimizer.state_dict()
-        if dist.get_rank() == 1:
-            change(state)
-        found.append(error_of(lambda state=state: optimizer.load_state_dict(state)))
-    optimizer.load_state_dict(optimizer.state_dict())
-    models.train(model, optimizer, range(1, 2), 64)
-    return found
-
-
-def test_a_state_that_one_rank_refuses_is_loaded_on_none(ranks: Ranks) -> None:
-    told, refused = ranks(2)(refused_states)
-    assert told == refused
-    assert all(error.startswith("ValueError: rank 1: ") for error in told), told
 
 
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])

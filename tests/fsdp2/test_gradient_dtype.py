@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor import distribute_tensor
 
 import zerocast
 from tests.fsdp2 import models, traffic
@@ -44,58 +43,6 @@ def reduced(prepared: bool, reduce_dtype: torch.dtype | None) -> list[float]:
 def test_bytes_of_a_reduction(ranks: Ranks, prepared: bool, reduce_dtype: torch.dtype | None, nbytes: int) -> None:
     """`reduce_dtype` says it, in any torch; without one they are FSDP2's, prepared or not."""
     assert ranks(2)(reduced, prepared, reduce_dtype) == [[nbytes]] * 2
-
-
-def accumulated(micro_batches: int) -> tuple[Tensor, Tensor]:
-    """The gradient of micro-batches that are reduced once, and the sum of those of each, rounded to
-    bf16 as a product rounds them. All ranks have the same input, whose mean is exact.
-    """
-    found = []
-    for parts in ([range(micro_batches)], [[index] for index in range(micro_batches)]):
-        layer, total = one_layer(True, models.BF16), torch.zeros(64, 96, device=models.place())
-        for indices in parts:
-            for index in indices:
-                layer.set_requires_gradient_sync(index == indices[-1])
-                layer(models.batch(index, 96, rank=0)).float().square().sum().backward()
-            total += layer.weight.grad.full_tensor()
-            layer.weight.grad = None
-        found.append(total.cpu())
-    return found[0], found[1]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_accumulated_gradients_are_rounded_by_their_product(ranks: Ranks, world: int) -> None:
-    """As those of plain modules: no product is taken in FP32 since FSDP2 accumulates in it."""
-    for together, one_by_one in ranks(world)(accumulated, 3):
-        assert torch.equal(together, one_by_one)
-
-
-def stepped(dtypes: tuple[torch.dtype, ...]) -> tuple[list[str], list[Tensor]]:
-    """Complaints and masters after steps of FusedAdamW over gradients that bf16 holds, those of the
-    i-th parameter in step s in `dtypes[i + s]`, and so on from the beginning.
-    """
-    model = models.sharded(models.Net(models.FEW, 64, 96))
-    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        for index, parameter in enumerate(model.parameters()):
-            seed = torch.Generator().manual_seed(100 * step + index)
-            whole = torch.randn(parameter.shape, generator=seed).to(BF16)
-            dtype = dtypes[(index + step) % len(dtypes)]
-            parameter.grad, parameter.grad_dtype = None, dtype
-            parameter.grad = distribute_tensor(
-                whole.to(dtype).to(models.place()), parameter.device_mesh, parameter.placements, src_data_rank=None
-            )
-        optimizer.step()
-    found = models.complaints(model, "stepped")
-    return found, [parameter.full_tensor().cpu() for parameter in models.held(model)]
-
-
-@pytest.mark.parametrize("dtypes", [(BF16,), (BF16, FP32), (FP32, FP32, BF16)])
-def test_an_optimizer_reads_each_gradient_in_its_dtype(ranks: Ranks, dtypes: tuple[torch.dtype, ...]) -> None:
-    """Which `grad_dtype` of its parameter chooses; one launch read all by the dtype of the first."""
-    for (none, expected), (found, masters) in zip(ranks(2)(stepped, (FP32,)), ranks(2)(stepped, dtypes), strict=True):
-        assert none == found == []
-        assert all(map(torch.equal, expected, masters))
 
 
 def refused() -> tuple[str, bool]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import zerocast
 from tests.formats import model as formats
 from tests.fsdp2.models import place
 from tests.optim.traffic import recorded
@@ -88,37 +87,6 @@ def test_gradients_are_the_mean_of_messages(ranks: Ranks, world: int, reduce_dty
     for kinds, equal in ranks(world)(reduced, reduce_dtype, replicas):
         assert equal
         assert Counter(kinds)["all-to-all"] == 1 and "reduce-scatter" not in kinds
-
-
-def trained(grad_wire: str | None) -> tuple[list[float], int]:
-    """Losses of a prepared model, and the bytes of the last step's messages."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64))
-    zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": "nvfp4"}))
-    for layer in (model[0], model[2]):
-        fully_shard(layer, mp_policy=POLICY)
-    fully_shard(model, mp_policy=POLICY)
-    set_grad_wire(model, grad_wire)
-    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
-    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
-    losses = []
-    for _ in range(8):
-        with recorded() as log:
-            loss = (model(x) - x).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, sum(nbytes for kind, nbytes in log if kind == "all-to-all")
-
-
-def test_prepared_models_train(ranks: Ranks) -> None:
-    """A quarter of the bytes of FP32, which None sends as FSDP2 does by itself."""
-    (plain, plain_bytes), (losses, nbytes) = (ranks(2)(trained, wire)[0] for wire in (None, FP8))
-    assert losses[0] == plain[0] and losses != plain
-    assert losses[-1] == pytest.approx(plain[-1], rel=0.02) and losses[-1] < 0.8 * losses[0]
-    elements = 2 * 64 * 128 + 128 + 64
-    assert plain_bytes == 0 and nbytes == pytest.approx(elements * 33 / 32, rel=0.01)
 
 
 def overflowed(value: float) -> tuple[bool, bool]:

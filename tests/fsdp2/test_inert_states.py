@@ -32,14 +32,7 @@ from zerocast.optim import Checkpoints
 WIDTH = 32
 RECIPE = {"0.weight": "nvfp4", "2.weight": "fp8_delayed:amax_history_len=4"}
 OURS, TORCHS = ("ZeroAdamW", "ZeroMuon"), ("AdamW", "SGD")
-FUSED = ("FusedAdamW", "8-bit moments")
-OPTIMIZERS = (*OURS, *FUSED, *TORCHS)
 FROZEN = "2.bias"
-QUICK = (("ZeroAdamW", False), ("ZeroMuon", False), ("FusedAdamW", True), ("AdamW", False))
-CASES = [
-    *QUICK,
-    *(models.slow(*case) for case in itertools.product(OPTIMIZERS, (False, True)) if case not in QUICK),
-]
 
 
 class Training:
@@ -132,9 +125,6 @@ def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return found
 
 
-MOMENTS = ("fresh", "accumulating", "before the step", "after a step", "after a skipped step")
-
-
 def run(training: Training, steps: range, moment: str = "", look: Callable[[Training], None] | None = None) -> None:
     """Steps, with a look at each such moment of them."""
 
@@ -159,32 +149,6 @@ def broadcast(text: str) -> str:
     texts = [text]
     dist.broadcast_object_list(texts)
     return texts[0]
-
-
-def resumed(kind: str, is_partly_frozen: bool) -> list[str]:
-    """The moments at which a run was saved and that go on as another one: from a file, in a new model or one that was trained."""
-    different = []
-    for moment, is_new in itertools.product(MOMENTS, (True, False)):
-        folder = broadcast(tempfile.mkdtemp())
-        first = Training(kind, is_partly_frozen)
-        if moment != "fresh":
-            run(first, range(1))
-        run(first, range(1, 2), moment, lambda training, folder=folder: Checkpoints(folder).save(training.state, 1))
-        second = Training(kind, is_partly_frozen)
-        if not is_new:
-            run(second, range(5, 6))
-        Checkpoints(folder).load(second.state)
-        if moment in ("fresh", "accumulating", "before the step"):
-            run(second, range(1, 2))
-        found, wanted = second.contents(), first.contents()
-        if found != wanted:
-            different.append(f"{moment}, new {is_new}: {[key for key in wanted if found.get(key) != wanted[key]][:3]}")
-    return different
-
-
-@pytest.mark.parametrize(("kind", "is_partly_frozen"), CASES)
-def test_saved_at_any_moment(ranks: Ranks, kind: str, is_partly_frozen: bool) -> None:
-    assert ranks(1)(resumed, kind, is_partly_frozen) == [[]]
 
 
 def across() -> list[str]:

@@ -113,30 +113,6 @@ def trained_on_the_host() -> list[str]:
     return [name for name, digest in states[0].items() if states[1][name] != digest]
 
 
-def saved(path: str, steps: int) -> dict[str, str]:
-    """The state after one step more than what is saved."""
-    model = plain_model()
-    optimizer = fused(model)
-    train(model, optimizer, range(steps))
-    zerocast.optim.save(TrainingState(model, optimizer), path)
-    return train(model, optimizer, range(steps, steps + 1))
-
-
-def resumed(path: str, steps: int) -> dict[str, str]:
-    """The same, loaded over a step of another run."""
-    model = plain_model()
-    optimizer = fused(model)
-    train(model, optimizer, range(7, 8))
-    zerocast.optim.load(TrainingState(model, optimizer), path)
-    return train(model, optimizer, range(steps, steps + 1))
-
-
-def test_resharded_and_resumed(ranks: Ranks, tmp_path: Any) -> None:
-    """From four ranks to three, to the bit."""
-    expected, *_ = ranks(4)(saved, str(tmp_path / "it"), 3)
-    assert ranks(3)(resumed, str(tmp_path / "it"), 3) == [expected] * 3
-
-
 def broken_load() -> list[str]:
     """What an optimizer says after a load that failed partway, until a state is loaded."""
     model = plain_model()

@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 import zerocast
-from tests import casts
 from tests.fsdp2 import models
-from tests.fsdp2.models import FEW, Net
+from tests.fsdp2.models import Net
 from tests.workers import Ranks
 
 CLASSES: dict[str, Any] = {
@@ -169,27 +168,3 @@ def keys() -> list[tuple[str, str, str, set[str]]]:
         plain, again, prepared = map(key, parameters)
         found.append((plain, again, prepared, {key(weight) for weight in weights[:3:2]}))
     return found
-
-
-def with_closure() -> list[str]:
-    """L-BFGS moves masters and computes losses in turns within one step."""
-    model = models.sharded(Net(FEW, 64, 96))
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    found: list[str] = []
-    seen = set()
-
-    def closure() -> Any:
-        optimizer.zero_grad()
-        found.extend(models.complaints(model, f"after {len(seen)} moves"))
-        seen.add(tuple(casts.sha(p.full_tensor()) for p, _ in models.masters(model).values()))
-        loss = model(models.batch(0, 64, rank=0)).float().square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        optimizer.step(closure)
-    return found + models.complaints(model, "after") + (["it did not move"] if len(seen) < 4 else [])
-
-
-def test_losses_within_a_step(ranks: Ranks) -> None:
-    assert ranks(2)(with_closure) == [[], []]

@@ -9,15 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FORMATS, Net, largest, slow
-from tests.fsdp2.slices import complaints
-from tests.fsdp2.test_tensor_parallel import MLP, WIDTH
 from tests.workers import Ranks, error_of
 from zerocast.fsdp2 import FusedAdamW
 
@@ -120,25 +116,6 @@ def experts(formats: tuple[str, ...], optimizer: Optimizer) -> list[str]:
 def test_fewer_experts_than_ranks(ranks: Ranks, world: int, optimizer: Optimizer) -> None:
     """Rows of every expert on each rank, and columns of every expert."""
     assert ranks(world)(experts, FORMATS, optimizer) == [[]] * world
-
-
-def of_slices(fmt: str) -> list[str]:
-    """Columns of what tensor parallelism has cut by rows and by columns."""
-    model = MLP(256).to(models.place())
-    mesh = models.mesh((2, 2), ("dp", "tp"))
-    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    zerocast.fsdp2.prepare(model, {"*.weight": fmt}, weight_mesh=mesh["dp", "tp"]._flatten("all"))
-    fully_shard(model, mesh=mesh["dp"], mp_policy=models.BF16, shard_placement_fn=columns)
-    optimizer = fused(model)
-    found = complaints(model, "at the start")
-    model(models.batch(0, WIDTH, rank=0)).float().square().mean().backward()
-    optimizer.step()
-    return found + complaints(model, "after a step")
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", slow("mxfp8"), slow(DELAYED)])
-def test_slices_of_slices(ranks: Ranks, fmt: str) -> None:
-    assert ranks(4)(of_slices, fmt) == [[]] * 4
 
 
 def switched() -> list[str]:

@@ -194,10 +194,6 @@ def refused() -> None:
     assert formats(model) == before
 
 
-def test_recipes_that_cannot_be(ranks):
-    ranks(2)(refused)
-
-
 def runs_out() -> list[str]:
     """Of memory, on one rank, as the new bytes are given storage: all go back, and go on."""
     model, adam = started()

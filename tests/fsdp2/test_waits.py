@@ -177,26 +177,6 @@ def test_a_load_that_is_refused_leaves_a_disagreement(ranks: Ranks, tmp_path: Pa
             assert "was changed on ranks [1] of its shard group and not on ranks [0]" in after
 
 
-def half_stepped() -> list[str]:
-    """One rank's masters are partial: what a step and the next one say there and on the other."""
-    with as_on_a_gpu():
-        model = models.sharded(Net(FORMATS, 64, 96))
-        optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-        step(model, optimizer, 0)
-        if dist.get_rank() == 1:
-            for validity in (zerocast.fsdp2.manager.validity_of(optimizer), models.manager(model).plan.validity):
-                validity.broke_off("an optimizer step")
-        return [error_of(lambda number=number: step(model, optimizer, number)) for number in (1, 2)]
-
-
-def test_a_step_that_broke_off_on_one_rank_reaches_all(ranks: Ranks) -> None:
-    """The rank itself says so at once and goes on with the others until they know."""
-    first, second = ranks(2)(half_stepped)
-    assert first[0] == ""
-    assert "failed partway on ranks [1] of its shard group" in first[1]
-    assert all("an optimizer step failed partway" in said for said in second)
-
-
 def passes_without_steps() -> list[int]:
     """After how many passes with gradients, and without, a change on one rank is told."""
     counts = []

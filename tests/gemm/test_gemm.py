@@ -217,16 +217,6 @@ def test_a_stale_columnwise_copy_is_not_read() -> None:
         y.sum().backward()
 
 
-def test_a_compiled_layer_takes_the_same_path() -> None:
-    layer = nn.Linear(64, 48).to(BF16)
-    layer.weight = cast("fp8_current")
-    x = torch.randn(4, 64).to(BF16)
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(x), layer(x))
-    with gemm.use("scaled_mm"):
-        assert torch.equal(compiled(x), layer(x))
-
-
 # --- what the other paths hand to torch -------------------------------------------------------------------------------------------
 
 

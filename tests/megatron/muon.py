@@ -21,7 +21,6 @@ from tests.megatron.host_on_cpu import WHY_NOT
 from tests.megatron.ranks_host import device
 from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
-from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
 from zerocast.integrations.megatron.offload import HostMaster
@@ -160,23 +159,6 @@ def offloaded(case: Case) -> tuple[list[str], dict[str, int], bool]:
         attachment.detach()
         attachment = integration.attach(run.optimizer, run.ddp)
         return hosted, wrong | training.trained(run)[1], zerocast.verify(attachment).ok
-
-
-def reduced(case: Case) -> list[tuple[int, bool]]:
-    """(ranks of the group, whether it is the default group) of each all-reduce of a step's casts."""
-    with host(case):
-        run, _ = build_attached(case)
-        run.step(0)
-        groups: list[Any] = []
-        reduce = Group.all_reduce_max
-
-        def record(self: Group, *args: Any) -> Any:
-            groups.append(self)
-            return reduce(self, *args)
-
-        with mock.patch.object(Group, "all_reduce_max", record):
-            run.step(1)
-        return [(group.size, group.handle is parallel_state.get_expert_data_parallel_group()) for group in groups]
 
 
 def owned(case: Case) -> list[tuple[str, str, int, int]]:

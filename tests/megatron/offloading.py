@@ -226,25 +226,6 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
         return [name for name in expected if not (expected[name] == found[name]).all()], back, left
 
 
-def without_room(case: Case) -> tuple[str, str, list[str]]:
-    """A detachment for whose masters the device has no memory: the error, what a step says then, and what differs from an
-    uninterrupted run two steps after the next attachment.
-    """
-    with case.host():
-        straight, broken = Attached(case), Attached(case)
-        straight.run.step(0)
-        broken.run.step(0)
-        with mock.patch.object(offload.torch, "empty", side_effect=MemoryError("no memory")):
-            failed = error_of(broken.attachment.detach)
-        refused = error_of(lambda: broken.run.step(1))
-        broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)
-        for number in range(1, 3):
-            straight.run.step(number)
-            broken.run.step(number)
-        expected, found = straight.everything(), broken.everything()
-        return failed, refused, [name for name in expected if not (expected[name] == found[name]).all()]
-
-
 def finetuned(case: Case, with_state: bool) -> tuple[bool, dict[str, int]]:
     """Masters from values that are loaded into the model, or of a state dict: whether they are those values; and stale bytes."""
     with case.host():
@@ -256,22 +237,6 @@ def finetuned(case: Case, with_state: bool) -> tuple[bool, dict[str, int]]:
         expected = values if with_state else {**values, **cast}
         masters = run.masters()
         return all(torch.equal(masters[name], expected[name].float()) for name in masters), run.stale_bytes()
-
-
-def moments_on_the_host(case: Case) -> tuple[set[bool], set[bool]]:
-    """Whether moments lie on the host once inner optimizers have loaded their own state: of offloaded masters, and of others."""
-    found: tuple[set[bool], set[bool]] = (set(), set())
-    with case.host():
-        run, _ = build_attached(case)
-        run.step(0)
-        for one in run.optimizer.chained_optimizers:
-            one.optimizer.load_state_dict(one.optimizer.state_dict())
-            for master, state in one.optimizer.state.items():
-                offloads = master in seams.host_copies(one.optimizer)
-                found[not offloads].update(on_host(state[key]) for key in ("exp_avg", "exp_avg_sq"))
-        run.step(1)
-        assert not run.stale_bytes()
-    return found
 
 
 def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:

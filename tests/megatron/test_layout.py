@@ -52,14 +52,6 @@ def test_what_a_rank_owns_is_what_it_sends(
     assert covered == {id(weight): weight.numel() for weight in weights}
 
 
-def test_fp8_alone_keeps_the_layout_of_the_host() -> None:
-    weights = [QuantizedWeight.empty(shape, "fp8_current").requires_grad_() for shape, _ in TWO_WIDTHS]
-    config = DistributedDataParallelConfig(use_distributed_optimizer=True)
-    theirs = DistributedOptimizer._compute_per_buffer_param_layout(weights, 10_000, 3, config, [])
-    with quantized_params():
-        assert DistributedOptimizer._compute_per_buffer_param_layout(weights, 10_000, 3, config, []) == theirs
-
-
 def test_a_bucket_of_two_widths_is_refused() -> None:
     weights = [QuantizedWeight.empty((16, 16), fmt).requires_grad_() for fmt in ("nvfp4", "fp8_current")]
     places = {weight: (256 * i, 256 * (i + 1), 0) for i, weight in enumerate(weights)}

@@ -141,11 +141,6 @@ def test_masters_from_the_model_and_from_a_state_dict(ranks: Ranks, experts: boo
     assert ranks(2)(muon.finetuned, Case("fp8_block", experts=experts)) == [[{}, {}]] * 2
 
 
-def test_one_all_reduce_for_each_group_that_has_quantized_weights(ranks: Ranks) -> None:
-    assert ranks(2)(muon.reduced, Case("nvfp4", experts=True)) == [[(2, False), (2, True)]] * 2
-    assert ranks(2)(muon.reduced, Case("other half", experts=True)) == [[(2, True)]] * 2
-
-
 @pytest.mark.parametrize(
     ("formats", "kind"),
     [("delayed", "dp_reshardable"), *(pytest.param(f, "dp_reshardable", marks=SLOW) for f in ("mixed", "nvfp4"))],

@@ -7,16 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
-from torch import nn
 
 import zerocast
 from tests import casts
 from tests.matrices import matrix
 from tests.metrics import numpy_counts
 from tests.optim.runs import Run, Trainer
-from tests.optim.undistributed import Undistributed, mean
 from tests.workers import Ranks
 from zerocast import QuantizedWeight, get_format
 from zerocast.distributed.group import Group
@@ -164,44 +161,6 @@ def test_the_cases_have_something_to_count(expected: Any) -> None:
             assert counts["saturated"] > 0, case
 
 
-def trained(steps: int) -> list[tuple[dict[str, CastCounts], dict[str, dict[str, float]]]]:
-    """Steps of a ZeroAdamW with counts after each, beside those of the undistributed masters."""
-    run = Run()
-    trainer, reference = Trainer(run), Undistributed(run.specs)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    quantized = {spec.name: spec for spec in run.specs if spec.fmt != "plain"}
-    weights: dict[str, Any] = {name: trainer.probe.get_parameter(name) for name in quantized}
-    meter, before = CastMeter(trainer.optimizer), {name: numpy_counts.buffers_of(w) for name, w in weights.items()}
-    found = []
-    for step in range(steps):
-        trainer.step(step)
-        gradients = {
-            spec.name: [mean([spec.gradient(step, rank) for rank in range(ranks)], spec)] for spec in run.specs
-        }
-        reference.step(gradients, run.options_at(step), run.max_norm)
-        now = {name: numpy_counts.buffers_of(weight) for name, weight in weights.items()}
-        expected = {
-            name: numpy_counts.counts(spec.fmt, reference.master[name].reshape(spec.shape), before[name], now[name])
-            for name, spec in quantized.items()
-        }
-        found.append((meter.measure(), expected))
-        before = now
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_counts_of_an_optimizer_are_those_of_its_unsharded_masters(ranks: Ranks, world: int) -> None:
-    for steps in ranks(world)(trained, 4):
-        assert len(steps) == 4
-        for step, (found, expected) in enumerate(steps):
-            assert set(found) == set(expected)
-            for name, counts in found.items():
-                agrees(counts, dict(expected[name]), f"{name} after step {step}")
-        shares = {name: counts.scalars()["unchanged_percent"] for name, counts in steps[-1][0].items()}
-        assert shares["unused"] > 99  # it decays, and so does its scale
-        assert shares["nv"] < 90
-
-
 def test_parts_add_up_and_become_shares() -> None:
     parts = [CastCounts(100, 1, 2, 3, 40, 9.0, 100.0, 5.0), CastCounts(300, 0, 2, 1, 60, 16.0, 300.0, 7.0)]
     together = CastCounts.together(parts)
@@ -223,18 +182,6 @@ def test_where_a_code_type_ends(element: str, top: int) -> None:
     assert fp8
     assert owned_part.largest_code(fp8) == top
     assert owned_part.overshoot(fp8) * fp8.max == pytest.approx(numpy_counts.LIMITS[element])
-
-
-def test_weights_of_several_plans_are_counted_apart() -> None:
-    """Plans know no names, and number their weights alike."""
-    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 64, bias=False)).to(torch.bfloat16)
-    zerocast.quantize_(model, {"*": "fp8_block"})
-    weights = [model[0].weight, model[1].weight]
-    plans = [zerocast.CastPlan([w], [torch.randn(w.numel())], [0]) for w in weights]
-    for plan in plans:
-        plan.cast()
-    counts = CastMeter(model).measure()
-    assert sorted(count.elements for count in counts.values()) == [w.numel() for w in weights]
 
 
 def test_a_switch_of_formats_changes_every_code():

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.dispatched import Dispatched
 from tests.optim.probe import MIXED, Probe, Spec
 from tests.optim.runs import Run, Trainer
 from tests.optim.traffic import recorded
@@ -43,31 +42,6 @@ def test_every_so_many_steps_are_measured(ranks: Ranks) -> None:
         assert [sample is not None for sample in found] == [False, False, True, False, False, True, False]
         for sample in filter(None, found):
             assert set(sample.weights) == {spec.name for spec in MIXED if spec.fmt != "plain"}
-
-
-def quiet() -> tuple[Any, Any]:
-    """Operators and collectives of three steps with a meter that does not measure them, and of three without."""
-    seen = []
-    for metered in (True, False):
-        trainer = Trainer(Run())
-        meter = Meter(trainer.optimizer, every=100)
-        list(train(trainer, meter, 1))
-        with recorded() as collectives, Dispatched() as operators:
-            if metered:
-                list(train(trainer, meter, 3))
-            else:
-                for step in range(3):
-                    trainer.backward(step)
-                    trainer.optimizer.clip_grad_norm_(1.0)
-                    trainer.optimizer.step()
-                    trainer.optimizer.zero_grad()
-        seen.append((collectives, operators.counts))
-    return seen[0], seen[1]
-
-
-def test_steps_that_are_not_measured_do_nothing_more(ranks: Ranks) -> None:
-    for metered, plain in ranks(2)(quiet):
-        assert metered == plain
 
 
 def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:

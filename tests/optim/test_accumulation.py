@@ -119,64 +119,6 @@ def test_no_gradient_at_all(ranks):
     ranks(2)(no_gradient_at_all)
 
 
-def forgotten(stage: int, set_to_none: bool) -> None:
-    """A backward pass, or a clipped one, that zero_grad has thrown away leaves no trace."""
-    trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    for step in range(3):
-        with trainer.optimizer.no_sync():
-            trainer.probe.backward(30 + step, trainer.rank)
-        trainer.probe.backward(40 + step, trainer.rank)
-        trainer.optimizer.clip_grad_norm_(1e-6)
-        trainer.optimizer.zero_grad(set_to_none)
-        trainer.step(step)
-        reference.step({s.name: trainer.run.rounds(s, step, ranks) for s in MIXED}, trainer.run.options)
-        assert_equals(trainer, reference, f"step {step}")
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_zero_grad_forgets(ranks, stage, set_to_none):
-    forgotten(stage, set_to_none)
-    ranks(2)(forgotten, stage, set_to_none)
-
-
-def taken_off(config: ZeroConfig) -> None:
-    """A gradient that was taken off between two passes that are reduced: only the second counts there."""
-    run = Run(accumulate=2, no_sync=False, config=config)
-    trainer, reference = Trainer(run), Undistributed(run.specs)
-    trainer.probe.backward(0, trainer.rank)
-    trainer.probe.get_parameter("nv").grad = None
-    trainer.probe.backward(1, trainer.rank)
-    rounds = {spec.name: run.rounds(spec, 0, dist.get_world_size()) for spec in run.specs}
-    rounds["nv"] = rounds["nv"][1:]
-    reference.step(rounds, run.options)
-    trainer.optimizer.step()
-    assert_equals(trainer, reference, f"rank {trainer.rank}")
-
-
-@pytest.mark.parametrize("config", [OVERLAP, FP8_WIRE], ids=["as it lies", "fp8 wire"])
-def test_taken_off_between_passes(ranks, config):
-    ranks(2)(taken_off, config)
-
-
-def model_zero_grad(stage: int) -> None:
-    """`model.zero_grad()` between steps serves as well."""
-    trainer, reference = Trainer(Run(stage=stage)), Undistributed(MIXED)
-    for step in range(3):
-        trainer.probe.zero_grad()
-        trainer.backward(step)
-        trainer.optimizer.step()
-        gradients = {s.name: trainer.run.rounds(s, step, dist.get_world_size()) for s in MIXED}
-        reference.step(gradients, trainer.run.options)
-        assert_equals(trainer, reference, f"step {step}")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_model_zero_grad(ranks, stage):
-    ranks(2)(model_zero_grad, stage)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_what_is_left_on_the_parameters(stage):
     """A reduced gradient on every parameter, those that took no part included, until zero_grad."""

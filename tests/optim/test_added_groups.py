@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.optim.captured_runs import run_again
-from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import BF16, FP32, MIXED, Spec
 from tests.optim.runs import (
     ADAM,
@@ -30,7 +29,7 @@ from tests.optim.test_muon import MUON
 from tests.optim.undistributed import Undistributed, UndistributedMuon
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of
-from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, optim, verify
+from zerocast import ZeroConfig, ZeroMuon, optim, verify
 from zerocast.cast import captured_step
 from zerocast.optim import EMA
 
@@ -212,27 +211,6 @@ def test_parameters_that_were_added_need_a_group_of_their_own(tmp_path: Any) -> 
     casts.assert_same_bytes(snapshot(other), before)
 
 
-@pytest.mark.parametrize("state", ["fp32", "compact"])
-def test_a_load_numbers_steps_again(ranks: Ranks, state: str) -> None:
-    """A state of before the addition, by a run that has added since: each group goes on from its own count."""
-    ranks(2)(loads_older, state)
-
-
-def loads_older(state: str) -> None:
-    run = Run(config=dataclasses.replace(EIGHT_BIT_MOMENTS, state=state))
-    trainer, other = grow(run, steps=4), Growing(run)
-    other.add()
-    other.optimizer.load_state_dict(trainer.optimizer.state_dict())
-    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
-    assert other.optimizer._counts.before == [0, 0, 2]
-    for step in range(4, 7):
-        for each in (trainer, other):
-            if step == 4:
-                each.add()
-            each.step(step)
-    casts.assert_same_bytes(snapshot(other), snapshot(trainer))
-
-
 def averaged(run: Run) -> None:
     """The average of an added parameter begins at its master, and those of the others go on."""
     trainer = Growing(run)
@@ -289,37 +267,6 @@ def test_captured_steps_are_captured_again(config: ZeroConfig) -> None:
 
 
 # -- what it looks like to users
-
-
-def test_frozen_layers_are_unfrozen_one_after_the_other() -> None:
-    """What was given while it was frozen may be added once it is not. Until then the step says so."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-    zerocast.quantize_(model, {"*.weight": "nvfp4"})
-    model[:2].requires_grad_(False)
-    optimizer = ZeroAdamW(model.named_parameters(), lr=1e-2)
-    for layer in (1, 0):
-        before = model[layer].weight.dequantize()
-        train(model, optimizer)
-        assert torch.equal(model[layer].weight.dequantize(), before)
-        model[layer].requires_grad_(True)
-        model(torch.randn(4, 32)).square().mean().backward()
-        assert "no optimizer trains them" in error_of(optimizer.step) or "were frozen" in error_of(optimizer.step)
-        optimizer.zero_grad()
-        model.zero_grad()
-        added = [(f"{layer}.{name}", parameter) for name, parameter in model[layer].named_parameters()]
-        optimizer.add_param_group({"params": added, "lr": 1e-3})
-        assert not [name for name in optimizer.frozen if name.startswith(f"{layer}.")]
-        train(model, optimizer)
-        assert not torch.equal(model[layer].weight.dequantize(), before)
-    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 1e-3, 1e-3]
-    assert optimizer.frozen == {}
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.randn(4, 32)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def test_groups_of_frozen_parameters() -> None:
@@ -479,31 +426,6 @@ def test_ranks_that_add_others(ranks: Ranks, index: int) -> None:
     for error in ranks(2)(adds_other, index):
         assert error.startswith("ValueError: ")
         assert DIFFERENT[index][1] in error
-
-
-def without_memory(at: int) -> str:
-    """On rank 1 memory runs out while the larger masters are made."""
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    goes_on(trainer, reference)
-    lay_out = trainer.optimizer._lay_out
-
-    def dies(named: Any) -> Any:
-        with OutOfMemory(at):
-            return lay_out(named)
-
-    late = ("late", nn.Parameter(torch.zeros(3)))
-    with mock.patch.object(trainer.optimizer, "_lay_out", dies if trainer.rank else lay_out):
-        error = error_of(lambda: trainer.optimizer.add_param_group({"params": [late]}))
-    assert len(trainer.optimizer.param_groups) == 2
-    goes_on(trainer, reference, 1)
-    trainer.optimizer.add_param_group({"params": [late]})
-    return error
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_memory_that_runs_out_on_one_rank(ranks: Ranks, at: int) -> None:
-    for error in ranks(2)(without_memory, at):
-        assert "rank 1: injected" in error
 
 
 def test_a_group_of_muon_says_what_updates_it() -> None:

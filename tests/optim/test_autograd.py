@@ -162,34 +162,6 @@ def test_a_pass_that_dies_under_no_sync():
     assert_equals(trainer, reference, "after no_sync")
 
 
-def repeated() -> None:
-    """backward(retain_graph=True) twice is two passes."""
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    gradients = {spec.name: spec.gradient(1, trainer.rank) for spec in MIXED}
-    loss = trainer.probe.loss(gradients)
-    loss.backward(retain_graph=True)
-    loss.backward()
-    trainer.optimizer.step()
-    once = {s.name: trainer.run.rounds(s, 1, dist.get_world_size())[0] for s in MIXED}
-    reference.step({name: [g, g] for name, g in once.items()}, trainer.run.options)
-    assert_equals(trainer, reference, "twice")
-
-
-def partial() -> None:
-    """backward(inputs=...) and autograd.grad: only what was asked for arrives, and the rest in another pass."""
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    gradients = {spec.name: spec.gradient(1, trainer.rank) for spec in MIXED}
-    parameters = dict(trainer.probe.named_parameters())
-    used = [name for name, gradient in gradients.items() if gradient is not None]
-    loss = trainer.probe.loss(gradients)
-    torch.autograd.grad(loss, [parameters[name] for name in used], retain_graph=True)
-    loss.backward(inputs=[parameters[name] for name in used[:3]], retain_graph=True)
-    loss.backward(inputs=[parameters[name] for name in used[3:]])
-    trainer.optimizer.step()
-    reference.step({s.name: trainer.run.rounds(s, 1, dist.get_world_size()) for s in MIXED}, trainer.run.options)
-    assert_equals(trainer, reference, "partial")
-
-
 def toggled(config: ZeroConfig) -> None:
     """A parameter frozen for a while counts as one without a gradient: the others go on, no rank waits."""
     trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from tests.optim.probe import FP16, FP32, Spec
 from tests.optim.runs import ADAM, MIXED, Run, Trainer, check
-from tests.optim.slow_gathers import slow_gathers
 from tests.optim.traffic import recorded
 from tests.selection import some, worlds
 from tests.workers import Ranks, error_of
@@ -98,30 +97,6 @@ def test_wrong_cuts_raise_on_all_ranks(ranks: Ranks) -> None:
         assert "these scales cannot be gathered in parts" in padded
 
 
-def one_rank_has_a_weight() -> list[bool]:
-    """A weight of another nominal dtype, which rank 1 has nothing of, beside one that is cut within a row of blocks."""
-    rank, numel = dist.get_rank(), 128 * 128
-    cut_at = 40 * 128
-    weights = [QuantizedWeight.empty((128, 128), "mxfp8"), QuantizedWeight.empty((128, 128), "mxfp8", FP16)]
-    halves = torch.randn(numel, generator=torch.Generator().manual_seed(0)).split([cut_at, numel - cut_at])
-    masters = [halves[rank].clone(), torch.randn(numel) if rank == 0 else None]
-    cuts = [range(cut_at, numel, numel), range(numel, numel, numel)]
-    plan = CastPlan(weights, masters, [cut_at * rank, 0], scale_cuts=cuts)
-    plan.cast()
-    for name in ("rowwise_data", "columnwise_data", "rowwise_scale_inv", "columnwise_scale_inv"):
-        for weight, end in zip(weights, (cut_at, numel), strict=True):
-            buffer = getattr(weight, name).view(-1)
-            end = end * buffer.numel() // numel
-            dist.broadcast(buffer[:end], 0)
-            dist.broadcast(buffer[end:], 1)
-    return [verify(plan).ok, plan.amaxes.buffer.dtype is torch.float32, plan.amaxes.reports.compares_calls]
-
-
-def test_a_weight_that_one_rank_has_alone(ranks: Ranks) -> None:
-    """All agree on the dtype of the buffer, whoever has what."""
-    assert ranks(2)(one_rank_has_a_weight) == [[True, True, True]] * 2
-
-
 def moved_scales(world: int) -> bool:
     """Scale buffers that somebody moved are brought back before the next gather writes them."""
     trainer = Trainer(Run(specs=WHOLE, options=(ADAM,)))
@@ -135,20 +110,3 @@ def moved_scales(world: int) -> bool:
 
 def test_moved_scales(ranks: Ranks) -> None:
     assert all(ranks(2)(moved_scales, 2))
-
-
-def scales_in_flight(name: str) -> list[bool]:
-    """Whether scales that are read first, before any codes, are those of the last step."""
-    with slow_gathers():
-        trainer = Trainer(RUNS["overlap"])
-        trainer.train(range(2))
-        weights = [trainer.probe.get_parameter(spec.name) for spec in WHOLE]
-        read = [getattr(weight, name).clone() for weight in weights]
-        for weight in weights:
-            weight.wait()
-        return [torch.equal(getattr(w, name), scales) for w, scales in zip(weights, read, strict=True)]
-
-
-@pytest.mark.parametrize("name", ["rowwise_scale_inv", "columnwise_scale_inv"])
-def test_scales_in_flight_are_waited_for(ranks: Ranks, name: str) -> None:
-    assert all(map(all, ranks(2)(scales_in_flight, name)))

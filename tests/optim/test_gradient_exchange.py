@@ -20,23 +20,19 @@ from torch import Tensor, nn
 import zerocast
 from tests import casts
 from tests.hosts.stopping import FAULTS, Place, check
-from tests.hosts.under_test import PARTIAL
 from tests.optim.memory import live_bytes, settled_bytes
 from tests.optim.probe import BF16, FP32, Spec
-from tests.optim.runs import DETERMINISTIC, Run, Trainer, assert_equals, snapshot
+from tests.optim.runs import DETERMINISTIC, Run, Trainer, snapshot
 from tests.optim.runs import check as check_bits
 from tests.optim.test_memory import SMALL
 from tests.optim.test_muon import MUON, OPTIONS, RUN, TUNED
 from tests.optim.traffic import recorded, sent_in_exchanges
-from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import Layout, flat_numel, lay_out
 from zerocast.distributed.group import Group
 from zerocast.distributed.owned_matrices import most_sent, rounds
-from zerocast.optim import load as load_checkpoint
-from zerocast.optim import save
 from zerocast.optim.gradient_exchange import GradientExchange
 
 Named = list[tuple[str, Tensor, int]]
@@ -261,57 +257,6 @@ def test_one_rank_exchanges_and_copies_nothing() -> None:
     assert not log and not sent
 
 
-def fails_in_a_round(number: int, when: str, folder: str) -> tuple[str, list[str], bool]:
-    """What a step says in which a round fails on every rank, what comes after it, and whether masters are those of before."""
-    run = dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, bucket_size=1), max_norm=0.1)
-    straight, trainer = Trainer(run), Trainer(run)
-    for each in (straight, trainer):
-        each.train(range(2))
-    save(trainer.optimizer, folder)
-    masters = trainer.optimizer._masters
-    held = masters.master, masters.momentum_buffer
-    before = [tensor.clone() for tensor in held]
-    original, calls = GradientExchange._exchange, [0]
-
-    def failing(*args: Any) -> None:
-        calls[0] += 1
-        if calls[0] - 1 == number and when == "before":
-            raise torch.OutOfMemoryError("injected")
-        original(*args)
-        if calls[0] - 1 == number and when == "after":
-            raise torch.OutOfMemoryError("injected")
-
-    with mock.patch.object(GradientExchange, "_exchange", failing):
-        said = error_of(lambda: trainer.step(2))
-    is_as_before = all(torch.equal(now, then) for now, then in zip(held, before, strict=True))
-    optimizer = trainer.optimizer
-    after = [
-        error_of(call)
-        for call in (
-            optimizer.state_dict,
-            optimizer.step,
-            lambda: save(optimizer, f"{folder}-partial"),
-            lambda: trainer.probe.get_parameter("nv").dequantize(),
-        )
-    ]
-    load_checkpoint(optimizer, folder)
-    for step in (2, 3):
-        for each in (straight, trainer):
-            each.step(step)
-        casts.assert_same_bytes(snapshot(trainer), snapshot(straight), f"step {step} after a load")
-    return said, after, is_as_before
-
-
-@pytest.mark.parametrize(("number", "when"), [(0, "before"), (0, "after"), (2, "before")])
-def test_a_round_that_fails(ranks: Ranks, tmp_path: Path, number: int, when: str) -> None:
-    """Nobody goes on from it but from a checkpoint; a first round that fails leaves masters and momentum as they were."""
-    for said, after, is_as_before in ranks(2)(fails_in_a_round, number, when, str(tmp_path / "checkpoint")):
-        assert said == "OutOfMemoryError: injected"
-        assert all(PARTIAL in each for each in after), after
-        assert is_as_before == (number == 0)
-    assert not (tmp_path / "checkpoint-partial").exists()
-
-
 EXCHANGE = "zerocast.optim.gradient_exchange:GradientExchange"
 
 
@@ -328,34 +273,6 @@ def test_a_rank_that_fails_alone_in_a_round(tmp_path: Path, when: str, fault: st
     """The others raise in time, and name the round."""
     said = check(tmp_path, "ZeroAdamW", "Muon", Place(EXCHANGE, "_exchange", when), fault, 2)
     assert any("gradients for the owners of matrices, round" in line for line in said) or fault == "SIGSTOP", said
-
-
-def out_of_step(clips: int, debug: bool) -> tuple[str, bool]:
-    """What a rank says where one alone clips; whether nothing has changed, and then a step of all."""
-    trainer, reference = Trainer(RUN), UndistributedMuon(RUN.specs)
-    before = snapshot(trainer)
-    zerocast.set_debug(debug)
-    try:
-        trainer.backward(1)
-        if trainer.rank == clips:
-            said = error_of(lambda: (trainer.optimizer.clip_grad_norm_(0.1), trainer.optimizer.step()))
-        else:
-            said = error_of(trainer.optimizer.step)
-        casts.assert_same_bytes(snapshot(trainer), before, f"rank {trainer.rank}")
-        trainer.optimizer.zero_grad()
-        trainer.step(0)
-        reference.step({spec.name: RUN.rounds(spec, 0, dist.get_world_size()) for spec in RUN.specs}, RUN.options)
-        assert_equals(trainer, reference, "together again")
-    finally:
-        zerocast.set_debug(False)
-    return said, True
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=(3,)))
-def test_ranks_out_of_step(ranks: Ranks, world: int) -> None:
-    """In debug mode nothing is exchanged, and nothing written, where ranks make other calls."""
-    for said, _ in ranks(world)(out_of_step, world - 1, True):
-        assert said.startswith("RuntimeError: ranks make different calls: rank 0 ")
 
 
 def reads_and_writes() -> None:

@@ -11,11 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from tests import casts
 from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot, weight_bytes
-from tests.selection import worlds
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot
 from tests.workers import error_of
 from zerocast import optim
 
@@ -32,40 +30,6 @@ def moments(trainer: Trainer) -> dict[str, Tensor]:
     return {f"{key} {where}": part.clone() for key, value in fields.items() for where, part in boxes(value)}
 
 
-def through_files(path: str, saved: torch.dtype, loaded: torch.dtype) -> tuple[bool, bool]:
-    """Save after three steps and load elsewhere; whether moments are those that were saved, and the next step too."""
-    first, second = trainer_of(saved), trainer_of(loaded)
-    first.train(range(3))
-    optim.save(first.optimizer, path)
-    second.step(0)
-    optim.load(second.optimizer, path)
-    theirs, mine = moments(first), moments(second)
-    assert {part.dtype for part in mine.values()} == {loaded}
-    assert all(torch.equal(part, theirs[name].to(loaded)) for name, part in mine.items())
-    _assert_same(weight_bytes(second.probe), weight_bytes(first.probe))
-    exact = all(torch.equal(part.float(), theirs[name].float()) for name, part in mine.items())
-    second.scheduler.load_state_dict(first.scheduler.state_dict())
-    first.step(3)
-    second.step(3)
-    after = zip(moments(first).values(), moments(second).values(), strict=True)
-    return exact, all(torch.equal(a.to(b.dtype), b) for a, b in after)
-
-
-def _assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    for name, wanted in expected.items():
-        casts.assert_same_bytes(found[name], wanted, name)
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=[1]))
-@pytest.mark.parametrize(
-    ("saved", "loaded", "exact"), [(BF16, BF16, True), (BF16, FP32, True), (FP32, FP32, True), (FP32, BF16, False)]
-)
-def test_either_loads_into_either(ranks, tmp_path, world, saved, loaded, exact):
-    for unchanged, same_next_step in ranks(world)(through_files, str(tmp_path), saved, loaded):
-        assert unchanged == exact
-        assert same_next_step or saved is not loaded
-
-
 # Weights whose groups of moments are cut by any number of ranks: rows of 200 and 40 elements.
 CUT = (Spec("wide", (24, 200), dtype=BF16), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,), dtype=FP32))
 EIGHT_BITS = Run(specs=CUT, options=(ADAM,), config=EIGHT_BIT_MOMENTS, assign=True)
@@ -79,17 +43,6 @@ def saved_after(path: str, steps: int, run: Run) -> dict[str, Any]:
     trainer.train(range(steps))
     optim.save(trainer.optimizer, path)
     return snapshot(trainer)
-
-
-def saved_again(path: str, again: str, run: Run) -> None:
-    """Load over a step of another run, load what that is once more from memory, and save."""
-    trainer = Trainer(run)
-    trainer.step(0)
-    optim.load(trainer.optimizer, path)
-    before = snapshot(trainer)
-    trainer.optimizer.load_state_dict(trainer.optimizer.state_dict())
-    _assert_same_snapshots(snapshot(trainer), before)
-    optim.save(trainer.optimizer, again)
 
 
 def _assert_same_snapshots(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -135,16 +88,6 @@ def test_a_step_with_moments_in_8_bits_writes_the_codes_of_local_scales():
 
 def cut_groups() -> int:
     return len(Trainer(EIGHT_BITS).optimizer._masters.eight_bit.cut_groups)
-
-
-@pytest.mark.parametrize("run", [EIGHT_BITS, COMPACT], ids=["FP32", "compact"])
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
-def test_moments_in_8_bits_load_on_other_ranks(ranks, tmp_path, before, after, run):
-    """Loading and saving changes no bit, however many ranks do it."""
-    first, second = str(tmp_path / "first"), str(tmp_path / "second")
-    ranks(before)(saved_after, first, 3, run)
-    ranks(after)(saved_again, first, second, run)
-    _assert_same_snapshots(whole_state(second), whole_state(first))
 
 
 def saved_both_ways(path: str) -> None:
@@ -220,36 +163,6 @@ def loaded_in_two_kinds() -> str:
 
 def test_ranks_load_one_kind_of_moments(ranks):
     assert all("moments as codes" in error for error in ranks(2)(loaded_in_two_kinds))
-
-
-class Alike(Spec):
-    """A parameter whose gradients are the same on all ranks, and so short that their mean is exact."""
-
-    def gradient(self, step: int, rank: int) -> Tensor | None:
-        return super().gradient(step, 0).to(torch.float8_e5m2).to(self.dtype)
-
-
-ALIKE = tuple(Alike(**vars(spec)) for spec in CUT)
-
-
-def trained_alike(run: Run, steps: range, loaded: str, saved: str) -> None:
-    """Load over a step of another run, take these steps and save."""
-    trainer = Trainer(dataclasses.replace(run, specs=ALIKE))
-    if loaded:
-        trainer.step(7)
-        optim.load(trainer.optimizer, loaded)
-    trainer.train(steps)
-    optim.save(trainer.optimizer, saved)
-
-
-@pytest.mark.parametrize("run", [EIGHT_BITS, COMPACT], ids=["FP32", "compact"])
-def test_a_resharded_run_is_the_run(ranks, tmp_path, run):
-    """Saved by four ranks, and resumed by three, to the bit."""
-    expected, middle, end = (str(tmp_path / name) for name in ("expected", "middle", "end"))
-    trained_alike(run, range(5), "", expected)
-    ranks(4)(trained_alike, run, range(3), "", middle)
-    ranks(3)(trained_alike, run, range(3, 5), middle, end)
-    _assert_same_snapshots(whole_state(end), whole_state(expected))
 
 
 def refused_by_one(late: bool) -> list[str]:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-import zerocast
 from tests import casts
 from tests.hosts.under_test import gathered
 from tests.optim.probe import BF16, FP32, Spec
@@ -35,10 +34,10 @@ from tests.optim.test_skipped_steps import everything
 from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
 from tests.workers import Ranks, error_of
-from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon, verify
+from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import lay_out
 from zerocast.distributed.whole import newton_schulz_flops
-from zerocast.optim import EMA, Checkpoints, full_state_dict, load, load_masters, save
+from zerocast.optim import Checkpoints, load, save
 
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}
 NS = (3.4445, -4.7750, 2.0315)
@@ -265,10 +264,6 @@ def resumed(folder: str) -> None:
     casts.assert_same_bytes(snapshot(other), snapshot(straight), "after another step")
 
 
-def test_resumes(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2)(resumed, str(tmp_path / "dcp"))
-
-
 def whole_after(
     folder: str, steps: range, resumes: bool, by_torch: bool, config: ZeroConfig = DETERMINISTIC
 ) -> dict[str, Any]:
@@ -359,31 +354,6 @@ def test_states_of_another_update(ranks: Ranks, tmp_path: Path, world: int) -> N
         assert "ValueError" in files and "optim.state.nv.momentum_buffer is missing" in files
         assert "ValueError" in back and "optim.state.block.exp_avg is missing" in back
         assert "nv has ['exp_avg', 'exp_avg_sq', 'step'] there, and its update here keeps ['momentum_buffer']" in memory
-
-
-def masters_in_and_out() -> None:
-    """Masters of somebody, an average of them, other formats, and masters given away."""
-    trainer, given = Trainer(SMALL), {spec.name: spec.initial() + 1 for spec in SMALL.specs}
-    average = EMA(trainer.optimizer, 0.5)
-    trainer.step(0)
-    load_masters(trainer.optimizer, given)
-    average.reset()
-    found = full_state_dict(trainer.probe, trainer.optimizer, FP32)
-    for name, value in found.items():
-        assert torch.equal(value, given[name])
-    for held in trainer.optimizer.state_dict()["optim"]["state"].values():
-        assert not any(part.any() for value in held.values() for _, part in boxes(value))
-    trainer.step(1)
-    with average.swapped():
-        verify(trainer.optimizer).raise_for_differences()
-    zerocast.switch(trainer.optimizer, zerocast.Recipe({"nv": "fp8_block", "cut": "fp8_block", "block": "fp8_block"}))
-    trainer.step(2)
-    verify(trainer.optimizer).raise_for_differences()
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
-def test_masters_averages_and_switches(ranks: Ranks, world: int) -> None:
-    ranks(world)(masters_in_and_out)
 
 
 class Net(nn.Module):

@@ -146,24 +146,3 @@ def test_a_read_waits(ranks, read, config):
         overlapped = ranks(2)(read_in_flight, config, read, steps)
         for rank in range(2):
             casts.assert_same_bytes(overlapped[rank], eager[rank], f"{read} after {steps} steps, rank {rank}")
-
-
-def lazily() -> list[int]:
-    """Bytes that have been gathered after each of three first reads."""
-    with slow_gathers() as landed:
-        trainer = Trainer(Run(config=ZeroConfig(bucket_size=1, overlap_all_gather=True)))
-        trainer.step(0)
-        counts = [sum(landed)]
-        for name in ("nv", "block"):
-            _ = trainer.probe.get_parameter(name).rowwise_data
-            counts.append(sum(landed) - sum(counts))
-        trainer.optimizer.state_dict()
-        counts.append(sum(landed) - sum(counts))
-        _ = weight_bytes(trainer.probe)
-    return counts[1:]
-
-
-def test_a_read_waits_for_its_own_bucket_only(ranks):
-    """Sizes are those of the padded shards; the optimizer's own state needs no weights."""
-    nv, block = 2 * 128 * -(-48 * 112 // 256) // 2, 2 * 128 * -(-130 * 33 // 256)
-    assert ranks(2)(lazily) == [[nv, block, 0]] * 2

@@ -12,13 +12,12 @@ from torch import nn
 
 import zerocast
 from tests import casts
-from tests.optim.probe import FP16, MIXED, Probe
-from tests.optim.runs import ADAM, Run, Trainer, assert_equals, weight_bytes
+from tests.optim.probe import FP16, MIXED
+from tests.optim.runs import Run, Trainer, assert_equals, weight_bytes
 from tests.optim.slow_gathers import slow_gathers
 from tests.optim.undistributed import Undistributed
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 
-SMALL = ZeroConfig(bucket_size=4096, deterministic=True)
 OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
 
 
@@ -32,34 +31,6 @@ def go_on(trainer: Trainer, reference: Undistributed, steps: range) -> None:
         trainer.step(step)
         reference.step({s.name: trainer.run.rounds(s, step, ranks_here()) for s in MIXED}, trainer.run.options)
         assert_equals(trainer, reference, f"rank {trainer.rank}, step {step}")
-
-
-def taken_over(config: ZeroConfig) -> None:
-    """The last optimizer built over a parameter has it; the one before says so when it is asked to step."""
-    trainer, other = Trainer(Run(config=config)), Trainer(Run(config=config))
-    trainer.step(0)
-    state = trainer.optimizer.state_dict()
-    other.optimizer.load_state_dict(state)
-    reference = Undistributed(MIXED)
-    reference.step({s.name: trainer.run.rounds(s, 0, ranks_here()) for s in MIXED}, trainer.run.options)
-    first = trainer.optimizer
-    trainer.optimizer = ZeroAdamW(trainer.probe.param_groups(trainer.run.options), config=config)
-    trainer.optimizer.load_state_dict(other.optimizer.state_dict())
-    go_on(trainer, reference, range(1, 3))
-    trainer.backward(3)
-    with pytest.raises(RuntimeError, match="another optimizer"):
-        first.step()
-    with pytest.raises(RuntimeError, match="another optimizer"):
-        first.clip_grad_norm_(1.0)
-    trainer.optimizer.step()
-    reference.step({s.name: trainer.run.rounds(s, 3, ranks_here()) for s in MIXED}, trainer.run.options)
-    assert_equals(trainer, reference, "after the first one was refused")
-
-
-@pytest.mark.parametrize("config", [SMALL, OVERLAP], ids=["eager", "overlap"])
-def test_a_second_optimizer_takes_over(ranks, config):
-    taken_over(config)
-    ranks(2)(taken_over, config)
 
 
 def test_an_optimizer_is_freed_with_its_last_reference():
@@ -111,37 +82,6 @@ def test_a_converted_parameter_is_refused():
     parameter.data = parameter.data.to(FP16)
     with pytest.raises(RuntimeError, match="float16"):
         trainer.optimizer.step()
-
-
-def two_optimizers(config: ZeroConfig) -> None:
-    """Each over half of the parameters of one model, stepping at its own pace."""
-    probe, rank = Probe(MIXED), dist.get_rank() if dist.is_initialized() else 0
-    always = tuple(spec for spec in MIXED if spec.used == "always")
-    halves = [tuple(s for i, s in enumerate(always) if i % 2 == half) for half in (0, 1)]
-    optimizers, references = [], [Undistributed(half) for half in halves]
-    for half in halves:
-        named = [(spec.name, probe.get_parameter(spec.name)) for spec in half]
-        optimizers.append(ZeroAdamW(named, **ADAM, config=config))
-    for step in range(4):
-        gradients = {s.name: s.gradient(step, rank) if s in always else None for s in MIXED}
-        probe.loss(gradients).backward()  # type: ignore[no-untyped-call]
-        for index, (half, optimizer, reference) in enumerate(zip(halves, optimizers, references, strict=True)):
-            if index == 1 and step % 2 == 0:  # accumulates two passes
-                continue
-            passes = [step] if index == 0 else [step - 1, step]
-            rounds = {s.name: [Run().rounds(s, p, ranks_here())[0] for p in passes] for s in half}
-            options = [ADAM, ADAM]
-            optimizer.step()
-            reference.step(rounds, options)
-            found = weight_bytes(probe)
-            for spec in half:
-                casts.assert_same_bytes(found[spec.name], reference.bytes[spec.name], f"step {step}, {spec.name}")
-
-
-@pytest.mark.parametrize("config", [SMALL, OVERLAP], ids=["eager", "overlap"])
-def test_two_optimizers_over_one_model(ranks, config):
-    two_optimizers(config)
-    ranks(2)(two_optimizers, config)
 
 
 def test_an_optimizer_is_not_copied():

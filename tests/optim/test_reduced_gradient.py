@@ -301,25 +301,3 @@ def test_gradients_hold_no_model():
     del trainer
     gc.collect()
     assert all(reference() is None for reference in parameters + gradients)
-
-
-def debugged(stage: int) -> str:
-    """In debug mode one rank clips while the others step."""
-    zerocast.set_debug(True)
-    try:
-        trainer = trained(stage)
-        if dist.get_rank():
-            trainer.optimizer.step()
-        else:
-            nn.utils.clip_grad_norm_(trainer.probe.parameters(), 1.0)
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        zerocast.set_debug(False)
-    return ""
-
-
-def test_debug_mode_names_a_reading_that_others_do_not_make(ranks):
-    for said in ranks(2)(debugged, 2):
-        assert "ranks make different calls" in said
-        assert "reads norms of gradients" in said

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.optim.probe import FP32, PLAIN, Spec
+from tests.optim.probe import FP32, Spec
 from tests.optim.runs import ADAM, Run, Trainer, boxes
 from tests.optim.undistributed import mean
 from zerocast import ZeroConfig
@@ -57,10 +57,3 @@ def test_within_ulps_of_torch(ranks, world, fused, max_norm):
     for first, last in ranks(world)(compare, fused, max_norm):
         assert first <= FIRST
         assert last <= STEPS * EACH
-
-
-def test_plain_parameters_are_their_masters():
-    """An FP32 parameter is trained in place of its copy: no rounding lies between."""
-    trainer = Trainer(Run((Spec("w", (50,), PLAIN, FP32),), options=(ADAM,)))
-    trainer.step(0)
-    assert torch.equal(trainer.probe.get_parameter("w"), trainer.optimizer.state_dict()["model"]["w"])

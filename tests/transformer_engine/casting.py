@@ -127,23 +127,3 @@ def grow_amax(cases: tuple[Weight, ...], before: tuple[float, ...]) -> list[Any]
         casting.cast()
         casting.gather()
         return [history.numpy(), float(weight._quantizer.scale), bytes_of(weight)]
-
-
-def cast_into_shards(cases: tuple[Weight, ...]) -> list[tuple[int, list[Any], casts.Bytes, casts.Bytes]]:
-    """For each weight: its first owned byte, the guarded storage of each direction, and its own bytes before and after."""
-    with host_on_cpu():
-        casting, shards, storages = Casting(cases), [], []
-        for index in range(len(cases)):
-            owned, count = casting.owned_bytes(index), len(casting.payloads(index))
-            guarded = [torch.full((owned.stop - owned.start + 16,), POISON, dtype=torch.uint8) for _ in range(count)]
-            dtype = casting.payloads(index)[0].dtype
-            inner = [storage[8:-8].view(dtype) for storage in guarded]
-            storages.append(guarded)
-            shards.append(None if owned.start == owned.stop else tuple(inner) if count == 2 else inner[0])
-        before = [bytes_of(one) for one in casting.tensors]
-        casting.cast(0, shards)
-        after = [bytes_of(one) for one in casting.tensors]
-        return [
-            (casting.owned_bytes(i).start, [s.numpy() for s in storages[i]], before[i], after[i])
-            for i in range(len(cases))
-        ]

@@ -3,14 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests import casts, sharded
 from tests.selection import worlds
 from tests.sharded import Weight
-from tests.strategies import models
 from tests.transformer_engine import casting, tensors
 from tests.transformer_engine.host_on_cpu import needs_te
 from tests.transformer_engine.tensors import HELD
@@ -40,12 +37,6 @@ def check(ranks: Ranks, world: int, cases: tuple[Weight, ...], columnwise: bool)
             if not case.owned().any():
                 expected = {name: expected[name] for name in ("rowwise_data", "columnwise_data") if name in expected}
             casts.assert_same_bytes(found, expected, f"rank {rank}, {case}")
-
-
-@given(world=st.sampled_from([1, 2, 3]), columnwise=st.booleans(), data=st.data())
-def test_bytes_are_those_of_the_unsharded_cast(ranks: Ranks, world: int, columnwise: bool, data: st.DataObject) -> None:
-    """Shapes, cuts (odd ones, empty shards, gaps), formats mixed in a call, nominal dtypes, special values."""
-    check(ranks, world, data.draw(models(world, HELD)), columnwise)
 
 
 @pytest.mark.shows(host="TransformerEngine", parallel="data", formats=HELD)

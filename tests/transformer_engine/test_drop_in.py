@@ -7,16 +7,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests import casts, sharded
-from tests.sharded import POISON, Weight
-from tests.strategies import models
+from tests.sharded import Weight
 from tests.transformer_engine import casting, tensors
 from tests.transformer_engine.casting import Casting
 from tests.transformer_engine.host_on_cpu import integration, needs_te
-from tests.transformer_engine.tensors import HELD, buffers, bytes_of
+from tests.transformer_engine.tensors import buffers, bytes_of
 from tests.workers import Ranks
 
 pytestmark = needs_te
@@ -73,27 +70,6 @@ def test_by_default_columnwise_copies_are_dropped() -> None:
 
 
 @pytest.mark.usefixtures("te")
-def test_copies_are_written_where_they_lie() -> None:
-    """And made where there are none, one tensor or a list, plain tensors passed over."""
-    kept, made = Casting(cases(1), columnwise=True), Casting(cases(1))
-    places = [[b.data_ptr() for b in buffers(one).values()] for one in kept.tensors]
-    for here in (kept, made):
-        here.cast(manual_post_all_gather_processing=True)
-    integration().post_all_gather_processing([torch.zeros(3), *kept.tensors])
-    assert [[b.data_ptr() for b in buffers(one).values()] for one in kept.tensors] == places
-    for one in made.tensors:
-        integration().post_all_gather_processing(one)
-    for case, *both in zip(kept.cases, kept.tensors, made.tensors, strict=True):
-        expected = sharded.expected(case)
-        for one in both:
-            found = bytes_of(one)
-            casts.assert_same_bytes(found, {name: expected[name] for name in found if name in expected}, str(case))
-            assert getattr(one, "_transpose_invalid", False) is False
-        assert [b.shape for b in buffers(both[0]).values()] == [b.shape for b in buffers(both[1]).values()]
-    assert torch.equal(made.tensors[-2]._amax_columnwise, made.tensors[-2]._amax_rowwise)
-
-
-@pytest.mark.usefixtures("te")
 def test_no_transpose_where_products_read_none() -> None:
     """A Blackwell GPU's FP8 products read the rowwise codes in both directions; the other formats keep two copies."""
     here = Casting(cases(1))
@@ -114,27 +90,6 @@ def test_one_all_reduce_a_call(ranks: Ranks, offset: int) -> None:
         assert all("gather" in name for name in first)
         assert later == [{"c10d.allreduce_": 1}] * 2
         assert processing == {}
-
-
-@pytest.mark.usefixtures("te")
-@pytest.mark.parametrize("fmt", [fmt for fmt in (*FORMATS, TILES, "identity") if fmt != "mxfp8"])
-def test_raw_data_moves_and_is_cast_where_it_is(fmt: str) -> None:
-    (case,) = cases(1, formats=(fmt,))
-    here = Casting((case,))
-    (weight,) = here.tensors
-    here.cast()
-    before, old = bytes_of(weight), buffers(weight)["rowwise_data"]
-    flat = torch.zeros(old.numel() + 64, dtype=old.dtype)
-    integration().replace_raw_data(weight, flat[32:-32].view(old.shape))
-    casts.assert_same_bytes(bytes_of(weight), before)
-    assert fmt != TILES or weight._columnwise_data is weight._rowwise_data
-    here.cast(1)
-    expected = sharded.expected(case, step=1)
-    casts.assert_same_bytes({"rowwise_data": casts.raw(flat[32:-32])}, {"rowwise_data": expected["rowwise_data"]}, fmt)
-    casts.assert_same_bytes(
-        {"rowwise_data": casts.raw(old)}, {"rowwise_data": before["rowwise_data"]}, "the old storage"
-    )
-    assert not flat[:32].any() and not flat[-32:].any()
 
 
 @pytest.mark.usefixtures("te")
@@ -208,22 +163,6 @@ def test_delayed_scaling_is_left_to_the_host(ranks: Ranks) -> None:
             casts.assert_same_bytes(found, {name: wanted[name] for name in ("rowwise_data", "rowwise_scale_inv")})
 
 
-@given(data=st.data())
-def test_shards_in_storage_of_their_own(ranks: Ranks, data: st.DataObject) -> None:
-    """Nothing but the shard's codes is written: not the bytes around it, not the weight's own codes."""
-    drawn = data.draw(models(2, HELD))
-    for rank, found in enumerate(ranks(2)(casting.cast_into_shards, drawn)):
-        for case, (first, storages, before, after) in zip(drawn, found, strict=True):
-            expected = sharded.expected(case)
-            for name, storage in zip(("rowwise_data", "columnwise_data"), storages, strict=False):
-                part = {name: storage[8:-8]}
-                casts.assert_same_bytes(
-                    part, {name: expected[name][first : first + storage.size - 16]}, f"{rank}: {case}"
-                )
-                assert (storage[:8] == POISON).all() and (storage[-8:] == POISON).all()
-                casts.assert_same_bytes(after, {name: before[name]}, f"{rank}: the weight of {case}")
-
-
 @pytest.mark.usefixtures("te")
 def test_shards_may_be_tensors_of_transformer_engine() -> None:
     """A Float8Tensor, an MXFP8Tensor with both directions, an IdentityTensor."""
@@ -245,34 +184,6 @@ def test_the_high_precision_init_value_is_cleared() -> None:
     here.tensors[0].clear_high_precision_init_val = lambda: cleared.append(True)
     here.cast()
     assert cleared == [True]
-
-
-@pytest.mark.usefixtures("te")
-def test_nothing_is_kept_alive() -> None:
-    """A model that goes takes its plans, twins and masters along; `release` does that for one that stays."""
-    import gc
-    import weakref
-
-    here = Casting(cases(1, formats=("fp8_block", "nvfp4")))  # per-tensor FP8 keeps its transposes, marked invalid
-    here.cast(manual_post_all_gather_processing=True)
-    integration().post_all_gather_processing(here.tensors)
-    copies = [weakref.ref(one._columnwise_data.untyped_storage()) for one in here.tensors]
-    assert all(copy() is not None for copy in copies)
-    here.cast()
-    assert not any(copy() is not None for copy in copies)  # dropped by default, and nobody else holds them
-    here = Casting(cases(1))
-    masters, starts = here.masters()
-    integration().quantize_master_weights(here.tensors, masters, starts, None)
-    codes = [weakref.ref(b) for one in here.tensors for b in buffers(one).values()]
-    held: list[Any] = [weakref.ref(m) for m in masters if m is not None]
-    masters.clear()
-    assert all(master() is not None for master in held)
-    integration().release(here.tensors)
-    assert not any(master() is not None for master in held)
-    here.cast()
-    del here
-    gc.collect()
-    assert not any(buffer() is not None for buffer in codes)
 
 
 @pytest.mark.usefixtures("te")

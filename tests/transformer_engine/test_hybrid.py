@@ -58,15 +58,6 @@ def test_codes_in_a_transpose_from_masters_cut_anywhere(ranks: Ranks, world: int
 
 
 @pytest.mark.usefixtures("te")
-def test_one_direction_from_a_part_of_the_master() -> None:
-    weight = hybrids.hybrid(case("fp8_current"), None)
-    master = case("fp8_current").master().view(-1)
-    row, column = hybrids.cast(weight, master[100:200].clone(), 100)
-    assert not column
-    assert (row["rowwise_data"][:100] == POISON).all() and (row["rowwise_data"][200:] == POISON).all()
-
-
-@pytest.mark.usefixtures("te")
 @pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8", "nvfp4"])
 def test_formats_that_are_no_direction(fmt: str) -> None:
     for both in ((case(fmt), case("identity")), (case("identity"), case(fmt))):

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import zerocast
 from tests.sharded import Weight
@@ -13,7 +12,6 @@ from tests.transformer_engine.host_on_cpu import host_on_cpu, integration
 from tests.transformer_engine.hybrids import hybrid
 from tests.transformer_engine.tensors import buffers
 from tests.workers import error_of
-from zerocast.metrics import Meter
 
 
 class Run:
@@ -91,25 +89,6 @@ def stale(cases: tuple[Weight, ...]) -> list[list[str]]:
         return found
 
 
-def moved(cases: tuple[Weight, ...]) -> list[Any]:
-    """Verified where buffers lie by then, which changes nothing for the calls that follow."""
-    with host_on_cpu():
-        run, found = Run(cases), []
-        for weight in run.tensors:
-            moved: dict[int, Tensor] = {}
-            for name, value in list(vars(weight).items()):
-                if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.float32, torch.bfloat16):
-                    setattr(weight, name, moved.setdefault(value.data_ptr(), value.clone()))
-                    value.view(torch.uint8).fill_(0x55)
-        found.append(str(run.report()))
-        for master in run.masters:
-            if master is not None:
-                master.mul_(-0.5)  # the amax of delayed scaling stays what it was
-        run.step()
-        found.append(str(run.report()))
-        return found
-
-
 def directions(cases: tuple[Weight, ...]) -> list[str]:
     """A Hybrid tensor whose codes by columns are in a transpose: right, and with a stale byte there."""
     with host_on_cpu():
@@ -149,17 +128,3 @@ def not_known(cases: tuple[Weight, ...]) -> list[str]:
         integration().release(run.tensors)
         verify(run.tensors)
         return said
-
-
-def metered(cases: tuple[Weight, ...]) -> list[Any]:
-    """A Meter's counts after a step that changed half of each master: elements, unchanged codes, names."""
-    with host_on_cpu():
-        run = Run(cases)
-        meter = Meter(integration().masters_of(run.tensors), every=1)
-        with meter.step() as measured:
-            for master in run.masters:
-                if master is not None:
-                    master[: master.numel() // 2].neg_()
-            run.step()
-        assert measured.sample is not None
-        return [(name, c.elements, c.unchanged, c.nonfinite) for name, c in measured.sample.weights.items()]

@@ -93,23 +93,6 @@ def test_the_public_name() -> None:
     assert torch.equal(found, grouped(x, weight.dequantize().transpose(-2, -1)))
 
 
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8:block=32x32"])
-@pytest.mark.parametrize("is_as_stored", [False, True])
-def test_an_expert_takes_the_path_of_a_matrix(fmt: str, is_as_stored: bool) -> None:
-    """The codes of one expert are multiplied as those of a weight of its own, where torch has such a product for the CPU."""
-    weight: Any = experts(fmt)
-    with zerocast.gemm.use("scaled_mm"):
-        if zerocast.gemm.choice_of(weight[1], BF16).path is None:
-            pytest.skip(zerocast.gemm.choice_of(weight[1], BF16).reason)
-        x = torch.randn(ROWS, M if is_as_stored else K, dtype=BF16, requires_grad=True)
-        y = x @ weight[1] if is_as_stored else nn.functional.linear(x, weight[1])
-        y.backward(torch.ones_like(y))
-    value = weight.dequantize()[1]
-    expected = x.detach() @ (value if is_as_stored else value.mT)
-    assert not torch.equal(y, expected)  # the input was quantized
-    torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1 * float(expected.abs().max()))
-
-
 def test_a_gradient_in_fp32_is_not_rounded() -> None:
     x = torch.randn(EXPERTS, ROWS, K, dtype=BF16)
     for product in (lambda weight: x.bmm(weight.mT), lambda weight: nn.functional.linear(x[1], weight[1])):

@@ -142,15 +142,6 @@ def test_a_gradient_that_nobody_takes(build: Callable[[nn.Sequential], torch.opt
     assert all(torch.equal(a, b) for a, b in zip(before, (layer.bias for layer in model), strict=True))
 
 
-@pytest.mark.parametrize("build", [assigned, of_biases])
-def test_a_compiled_model_is_seen_too(build: Callable[[nn.Sequential], torch.optim.Optimizer]) -> None:
-    model = network()
-    optimizer = build(model)
-    backward(torch.compile(model, backend="aot_eager", fullgraph=True))
-    with pytest.raises(RuntimeError, match=ORPHANS):
-        optimizer.step()
-
-
 def test_a_step_without_torchs_hooks_looks_too() -> None:
     """As a captured step does."""
     model = network()
@@ -595,22 +586,6 @@ def test_a_weight_without_a_value_is_not_read(read: str, fmt: str, tmp_path: Pat
         READS[read](weight, tmp_path)
 
 
-FILLS: dict[str, Callable[[QuantizedWeight], QuantizedWeight]] = {
-    "a plan": lambda w: (CastPlan([w], [torch.randn(32 * 32)], [0], ONE_PROCESS).cast(), w)[1],
-    "a call": lambda w: (zerocast.quantize_master_weights([w], [torch.randn(32 * 32)], [0], ONE_PROCESS), w)[1],
-    "copy_": lambda w: w.copy_(casts.cast_whole(w.format, torch.randn(32, 32))),
-    "its own buffers": lambda w: QuantizedWeight.of_buffers(
-        w.shape, w.format, w.dtype, {n: b for n, b in w.state.buffers.items() if b is not None}
-    ),
-    "pickle": lambda w: pickle.loads(pickle.dumps(FILLS["a plan"](w))),
-}
-
-
-@pytest.mark.parametrize("fill", FILLS)
-def test_a_weight_with_a_value_is_read(fill: str) -> None:
-    assert FILLS[fill](QuantizedWeight.empty((32, 32), "nvfp4")).dequantize().isfinite().all()
-
-
 def test_masters_may_start_from_a_value_that_was_never_cast() -> None:
     w = QuantizedWeight.empty((32, 32), "nvfp4")
     w.high_precision_init_val = torch.randn(32, 32)
@@ -626,24 +601,6 @@ def test_a_torn_weight_is_not_read_by_a_compiled_product_either() -> None:
         raise KeyError
     with pytest.raises(RuntimeError, match="failed partway"):
         product(x, weight)
-
-
-def test_a_compiled_backward_pass_reads_no_stale_copy() -> None:
-    """The graph gets the columnwise copy with the forward pass, which so is where it is refused."""
-    weight = nn.Parameter(QuantizedWeight.empty((32, 32), "nvfp4"))
-    plan = CastPlan([weight], [torch.randn(32 * 32)], [0], ONE_PROCESS)
-    product = torch.compile(nn.functional.linear, backend="aot_eager")
-    x = torch.randn(2, 32, dtype=weight.dtype, requires_grad=True)
-    plan.cast()
-    plan.post_all_gather()
-    product(x, weight).float().sum().backward()
-    plan.cast()
-    with torch.no_grad():
-        product(x, weight)
-    with pytest.raises(RuntimeError, match="older than its last cast"):
-        product(x, weight)
-    plan.post_all_gather()
-    product(x, weight).float().sum().backward()
 
 
 # Two owners of one weight
@@ -708,15 +665,6 @@ def test_an_unattached_plan_gives_way() -> None:
     handle = second.attach()
     handle.remove()
     first.attach()
-
-
-def test_dropping_an_optimizer_frees_its_weights() -> None:
-    w = weight()
-    first, second = Plan(w), Plan(w)
-    first.attach()
-    first.optimizer.cycle = first.optimizer  # type: ignore[attr-defined]  # as schedulers make
-    del first.optimizer
-    second.attach()
 
 
 @pytest.mark.notices(
@@ -844,15 +792,6 @@ def two_optimizers() -> tuple[CastPlan, list[torch.optim.Optimizer]]:
     return plan, [torch.optim.SGD([master]) for master in masters]
 
 
-def test_several_optimizers_may_share_the_masters(caplog: pytest.LogCaptureFixture) -> None:
-    plan, optimizers = two_optimizers()
-    for optimizer in optimizers:
-        plan.attach(optimizer)
-    for optimizer in optimizers:
-        optimizer.step()
-    assert not caplog.records
-
-
 def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) -> None:
     plan, optimizers = two_optimizers()
     plan.attach(optimizers[0])
@@ -864,57 +803,7 @@ def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) 
     ]
 
 
-def attached_on_ranks() -> list[str]:
-    """Rank 1 alone attaches another optimizer; then rank 2 owns nothing, which is no mistake; last
-    rank 0 alone has let its optimizer go, and all build another plan.
-    """
-    group = Group.of(None)
-    w = weight()
-    first, last = [(0, 512), (512, 1024), (0, 0)][group.rank]
-    master = nn.Parameter(torch.randn(last - first))
-    plan = CastPlan([w], [master], [first], group)
-    wrong = torch.optim.SGD([nn.Parameter(torch.randn(4))]) if group.rank == 1 else torch.optim.SGD([master])
-    said = [error_of(lambda: plan.attach(wrong))]
-    optimizer = torch.optim.SGD([master])
-    plan.attach(optimizer)
-    if group.rank == 0:
-        del optimizer
-        gc.collect()
-    said.append(error_of(lambda: CastPlan([w], [master], [first], group)))
-    return said
-
-
-def test_every_rank_raises_what_one_has_found(ranks: Ranks) -> None:
-    (said,) = {tuple(said) for said in ranks(3)(attached_on_ranks)}
-    assert len(said) == 2
-    assert said[0].startswith("ValueError: rank 1: this CastPlan casts 1 masters")
-    assert said[1].startswith("ValueError: rank 1: a CastPlan that is attached to SGD writes weights of this CastPlan")
-
-
 # A ZeroAdamW that was taken over
-
-
-@pytest.mark.parametrize("through", ["load_state_dict", "load", "load_masters", "step", "capture", "replay"])
-def test_an_optimizer_that_was_taken_over_writes_no_weights(through: str, tmp_path: Path) -> None:
-    model = network()
-    first = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    zerocast.optim.save(first, tmp_path / "state")
-    state, masters = copy.deepcopy(first.state_dict()), {n: torch.randn(p.shape) for n, p in model.named_parameters()}
-    second = ZeroAdamW(model.named_parameters(), group=ONE_PROCESS)
-    steps(model, second, 1)
-    before = bytes_of(model)
-    calls: dict[str, Callable[[], object]] = {
-        "load_state_dict": lambda: first.load_state_dict(state),
-        "load": lambda: zerocast.optim.load(first, tmp_path / "state"),
-        "load_masters": lambda: zerocast.optim.load_masters(first, masters),
-        "step": first.step,
-        "capture": first.capture,
-        "replay": first._prepare,  # the host's part, which comes first
-    }
-    with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
-        calls[through]()
-    assert all(torch.equal(a, b) for a, b in zip(before, bytes_of(model), strict=True))
-    steps(model, second, 1)
 
 
 def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too() -> None:
@@ -925,21 +814,6 @@ def test_a_newer_optimizer_over_other_objects_for_the_same_bytes_takes_over_too(
     with pytest.raises(RuntimeError, match="another optimizer was built over these parameters"):
         first.step()
     steps(model, second)
-
-
-def test_masters_start_from_what_a_plan_has_cast() -> None:
-    """Not from the value before quantization, once a plan has cast other masters."""
-    layer = quantize_(nn.Linear(32, 32, bias=False), {"weight": "nvfp4"})
-    master = layer.weight.high_precision_init_val.float().flatten() + 1.0
-    plan = CastPlan([layer.weight], [master], [0])
-    plan.cast()
-    plan.post_all_gather()
-    assert layer.weight.high_precision_init_val is None
-    value = layer.weight.dequantize()
-    del plan
-    (views,) = ZeroAdamW(layer.named_parameters(), lr=1.0).master_views()
-    (view,) = views.masters
-    assert torch.equal(view.master.view(32, 32), value.float())
 
 
 def test_a_skipped_cast_leaves_what_weights_were_quantized_from() -> None:

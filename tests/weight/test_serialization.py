@@ -91,23 +91,6 @@ def test_a_view_of_a_flat_buffer_takes_only_its_own_bytes(how: str, tmp_path: Pa
     assert (tmp_path / "file.pt").stat().st_size < 2 * weight.numel() + 4096
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("assign", [False, True])
-def test_state_dict_into_another_model(fmt: str, assign: bool) -> None:
-    source, target = model(fmt, 1), model(fmt, 2)
-    target.load_state_dict(through_torch(source.state_dict()), assign=assign)
-    assert len(weights_of(target)) == len(weights_of(source)) == (0 if fmt == "identity" else 3)
-    x = torch.randn(3, 64, dtype=torch.bfloat16)
-    for mine, theirs in zip(weights_of(target), weights_of(source), strict=True):
-        casts.assert_same_bytes(casts.bytes_of(mine), casts.bytes_of(theirs))
-        assert mine.rowwise_data.data_ptr() != theirs.rowwise_data.data_ptr()
-        assert isinstance(mine, nn.Parameter)
-    inputs = [x.clone().requires_grad_() for _ in range(2)]
-    for module, leaf in zip((source, target), inputs, strict=True):
-        module(leaf).sum().backward()
-    assert torch.equal(inputs[0].grad, inputs[1].grad)
-
-
 def test_loading_copies_into_the_storage_that_is_there() -> None:
     """A plan keeps casting into a weight after load_state_dict."""
     weight, master = QuantizedWeight.empty(SHAPE, "nvfp4"), torch.randn(32 * 64)

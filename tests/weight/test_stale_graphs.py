@@ -75,31 +75,6 @@ def test_a_graph_of_other_weights(case: str) -> None:
     trained.step()
 
 
-def test_an_average_that_is_looked_at_in_between() -> None:
-    """The weights are those of before again, to the bit."""
-    trained, grads = Trained(), []
-    for look in (False, True):
-        x = torch.ones(4, 32).bfloat16().requires_grad_()
-        loss = trained.loss(x)
-        if look:
-            with trained.average.swapped(), torch.no_grad():
-                trained.loss()
-        loss.backward()
-        trained.optimizer.zero_grad()
-        grads.append(x.grad)
-    assert torch.equal(*grads)
-
-
-def test_what_another_optimizer_trains() -> None:
-    """As two networks that train against each other: what one has made is used once more after a step of the other."""
-    maker, judge = Trained(), Trained()
-    made = maker.model(torch.randn(4, 32).bfloat16())
-    judge.model(made.detach()).float().mean().backward()
-    judge.optimizer.step()
-    judge.model(made).float().mean().backward()
-    maker.optimizer.step()
-
-
 def test_a_product_that_does_not_read_the_weight_again() -> None:
     trained = Trained()
     loss = trained.model[0](torch.randn(4, 32).bfloat16()).float().square().mean()
