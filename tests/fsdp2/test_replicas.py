@@ -2,6 +2,7 @@
 reduction of gradients, or go on with other masters.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ from tests.workers import Ranks, error_of
 from zerocast.cast.captured_step import CapturedStep
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
+from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 from zerocast.weight.validity import transaction
 
@@ -104,26 +106,29 @@ EVENTS = {
 }
 
 
-def told(event: Any, shape: tuple[int, int]) -> tuple[str, list[str]]:
+def told(event: Any, shape: tuple[int, int], late: bool) -> tuple[str, list[str]]:
     """What a pass says on this rank, and complaints once that is put right."""
-    run = Pass(shape)
-    run.backward()
-    said = event(run)
-    zerocast.fsdp2.refresh(run.model)
-    run.optimizer.zero_grad()
-    models.train(run.model, run.optimizer, range(4, 5), WIDTH)
-    return said, models.complaints(run.model, "put right")
+    reads_late = mock.patch.object(GatherStatus, "reads_late", staticmethod(lambda headers: True))
+    with reads_late if late else contextlib.nullcontext():
+        run = Pass(shape)
+        run.backward()
+        said = event(run)
+        zerocast.fsdp2.refresh(run.model)
+        run.optimizer.zero_grad()
+        models.train(run.model, run.optimizer, range(4, 5), WIDTH)
+        return said, models.complaints(run.model, "put right")
 
 
-def check(ranks: Ranks, event: Any, shape: tuple[int, int], timeout: float = 60.0) -> None:
+def check(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool, timeout: float = 60.0) -> None:
     """All raise after an event, and go on once it is put right."""
     in_its_replica, elsewhere, on_rank_0 = EVENTS[event]
-    for rank, (said, complaints) in enumerate(ranks(shape[0] * shape[1])(told, event, shape, timeout=timeout)):
+    for rank, (said, complaints) in enumerate(ranks(shape[0] * shape[1])(told, event, shape, late, timeout=timeout)):
         assert (on_rank_0 if rank == 0 else in_its_replica if rank < shape[1] else elsewhere) in said
         assert complaints == []
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1)])
+@pytest.mark.parametrize(("shape", "late"), [((2, 2), False), ((2, 1), False), ((2, 1), True)])
 @pytest.mark.parametrize("event", EVENTS)
-def test_all_replicas_raise(ranks: Ranks, event: Any, shape: tuple[int, int]) -> None:
-    check(ranks, event, shape)
+def test_all_replicas_raise(ranks: Ranks, event: Any, shape: tuple[int, int], late: bool) -> None:
+    """Also where headers are read late, as on a GPU."""
+    check(ranks, event, shape, late)

@@ -154,7 +154,7 @@ def test_slices(gpu_ranks, fmt, hidden):
 
 @pytest.mark.parametrize("event", test_replicas.EVENTS)
 def test_all_replicas_raise(gpu_ranks, event):
-    test_replicas.check(gpu_ranks, event, (2, 1), timeout=SECONDS)
+    test_replicas.check(gpu_ranks, event, (2, 1), late=False, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -291,8 +291,10 @@ class CastManager(Driver[ShardPlan]):
         disagreed in any gather so far or if masters were NaN or Inf in a cast that was gathered.
         Waits for the device.
         """
-        self.plan.validity.check(use)
+        # Headers first, or a rank that raises for its own masters keeps them, and raises again by
+        # itself once the masters were put right.
         self.plan.status.check()
+        self.plan.validity.check(use)
         self.plan.status.check_finite()
 
     def exchange_status(self) -> None:
