@@ -7,6 +7,7 @@ in the graph and is the one of an ordinary step.
 
 import abc
 import contextlib
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -88,6 +89,8 @@ def cuda_graph(work: Work) -> Work:
 
     Other threads, such as NCCL's watchdog, may use CUDA in the meantime.
     """
+    # An earlier graph that is garbage would invalidate this one if it were collected meanwhile.
+    gc.collect()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         work()
