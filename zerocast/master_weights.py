@@ -28,8 +28,8 @@ def quantize_master_weights(
     This is for QuantizedWeights; `zerocast.integrations.transformer_engine` has the call for
     TransformerEngine's own tensors. Arguments and errors are as for `CastPlan`, which compares the
     arguments of all ranks. Masters that are NaN or Inf raise here, on every rank, after the weights
-    are written: a plan would tell of them at its next cast, and this one has none. On a GPU the
-    call waits for that. A training loop should keep a plan and call `plan.cast()` instead. With
+    are written: a plan would report them at its next cast, and this one has none. On a GPU the call
+    waits for that. A training loop should keep a plan and call `plan.cast()` instead. With
     `manual_post_all_gather_processing=False` columnwise copies are dropped and rebuilt by the first
     backward pass that reads one, which must come after the all-gather.
     """

@@ -66,7 +66,9 @@ FSDP2 = (
     PrivateName("_fsdp_param_group", "", "the parameter group of a module", _GROUPS, last=(2, 12)),
     PrivateName("_fsdp_param_groups", "", "the parameter groups of a module", _GROUPS, first=(2, 13)),
     PrivateName("_training_state", "", "whether a group is within a pass", _GROUPS),
-    PrivateName("_to_sharded", "", "free what a forward pass left gathered", "FSDPModule.reshard for one group"),
+    PrivateName(
+        "_to_sharded", "", "free the groups that a forward pass left gathered", "FSDPModule.reshard for one group"
+    ),
     PrivateName("_to_unsharded", "", "read attributes of gathered weights without __torch_function__", _EXTENSIONS),
     PrivateName("_all_reduce_hook", "", "a user's hook runs as without zerocast", _GROUPS),
     PrivateName("_post_accumulate_grad_hooks", "torch:Tensor", "the same", "a public query of hooks"),
@@ -126,7 +128,9 @@ OTHERS = (
     PrivateName(
         "_parameters", "", "put a parameter of a different class into a module", "register_parameter with a class"
     ),
-    PrivateName("_non_persistent_buffers_set", "", "what a state dict leaves out", "a public query of a module"),
+    PrivateName(
+        "_non_persistent_buffers_set", "", "the entries that a state dict leaves out", "a public query of a module"
+    ),
     PrivateName("_ConvNd", "torch.nn.modules.conv", "raise on kernels of convolutions", "a public base class"),
     PrivateName("_opt_called", "", "schedulers know of a captured step", "a public mark"),
     PrivateName("_optimizer_step_post_hooks", "", "the last hook of a step casts", "an order of hooks"),
@@ -148,7 +152,7 @@ OTHERS = (
     PrivateName("_dispatch_has_kernel_for_dispatch_key", "torch._C", "which products a CPU has", "a public query"),
     PrivateName("_cuda_getCurrentRawStream", "", "the stream of a launch, faster", "torch.cuda.current_stream"),
     PrivateName("_schema", "", "which arguments an operator writes", "torch.library schemas"),
-    PrivateName("_overloadname", "", "tell overloads of an operator apart", "torch.library schemas"),
+    PrivateName("_overloadname", "", "distinguish overloads of an operator", "torch.library schemas"),
     PrivateName("_world", "torch.distributed.distributed_c10d", "the options of a process group", "public options"),
     PrivateName("_get_backend", "torch.distributed:ProcessGroup", "the options of a process group", "public options"),
     PrivateName("_device_types", "torch.distributed:ProcessGroup", "the devices of a process group", "public options"),

@@ -42,13 +42,13 @@ class MomentGroups:
 
 
 class AdamInputs(NamedTuple):
-    """What Adam reads and writes besides masters, as lists of flat tensors, one for each base of a
-    table.
+    """The tensors that Adam reads and writes besides masters, as lists of flat tensors, one for
+    each base of a table.
 
     Attributes:
         grads: FP32 or bf16.
         exp_avgs, exp_avg_sqs: the moments, written in place: FP32 or bf16, or i8 and u8 codes.
-        scalars, clip, groups: those of an AdamUpdate.
+        scalars, clip, groups: as in an AdamUpdate.
     """
 
     grads: list[Tensor]
@@ -124,8 +124,8 @@ class Hyperparameters:
 
     def refresh(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Read the current hyperparameters of the parameter groups. Raises ValueError for options
-        that `check_options` refuses, and for tensors on a GPU that were out of range in the last
-        step.
+        for which `check_options` raises, and for tensors on a GPU that were out of range in the
+        last step.
         """
         check_options(param_groups)
         for last_values in self._late.pop():

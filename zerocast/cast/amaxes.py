@@ -20,7 +20,7 @@ describes. The layout of a plan, whose ranks hold any spans of a weight (`layout
   to offsets that all ranks know, reduced, and copied back.
 * boundary: elements next to odd NVFP4 boundaries (`BoundaryElements`).
 * flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
-  weights without amaxes have a flag too: the step measures them, and their amaxes go to one place
+  weights without amaxes have a flag too: the step measures them, and their amaxes go to one element
   at the end, which nothing reads.
 * call: two numbers that differ if ranks are in different calls (`CastReports`).
 
@@ -333,8 +333,8 @@ def layout_of_plan(
 def _reduce_cut_rows(
     layout: AmaxLayout[int], index: int, shard: MasterShard, grids: Sequence[CutRows], places: Sequence[Span]
 ) -> None:
-    """Reduce the amaxes of the cut rows of blocks that this rank has a part of, at the `places` of
-    each grid.
+    """Reduce the amaxes of the shared rows of blocks that this rank has a part of, at the offsets
+    `places` of each grid.
     """
     columns = shard.weight.matrix_shape[1]
     for rows, first, place in zip(grids, layout.offsets[index], places, strict=False):

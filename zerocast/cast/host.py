@@ -357,7 +357,7 @@ class CastDriver(Driver[CastPlan]):
             self._gather()
 
     def finish_cast(self, repeat: bool) -> None:
-        """Tell autograd, and round the masters of plain parameters."""
+        """Notify autograd of the changed weights, and round the masters of plain parameters."""
         # The optimizers of a host step together, so all weights have changed.
         self.plan.validity.changed()
         if self.host.is_saved_by_autograd:

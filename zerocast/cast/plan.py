@@ -473,9 +473,9 @@ class CastPlan(Plan):
     def switch_part(self) -> SwitchPart:
         """Return the part of this plan in `zerocast.switch`, which gathers the new bytes once.
 
-        The weights get new buffers, into which the caller has to gather from then on. If it
-        continues to with the old ones, the cast after a gather raises RuntimeError on every rank.
-        Weights without a master on any rank keep their formats.
+        The weights get new buffers, into which the caller has to gather afterwards. If it continues
+        to with the old ones, the cast after a gather raises RuntimeError on every rank. Weights
+        without a master on any rank keep their formats.
         """
         names = self._names if self._is_named else [w.state.name for w in self.weights]
         unique_names = names if all(names) and len({*names}) == len(names) else self._names

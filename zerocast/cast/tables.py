@@ -165,7 +165,7 @@ class WeightTable:
 
     def add_row(self, shape: Block, place: Sequence[int], group: int = 0, shared: int = -1) -> list[int]:
         """Append a row without addresses, for a matrix of this shape with its amaxes at `place`.
-        Returns it to be filled in.
+        Return the row, to be filled in.
 
         Args:
             shape: of the matrix.
@@ -187,8 +187,8 @@ class WeightTable:
     def add(
         self, weight: QuantizedWeight, place: Sequence[int] = (0, 0), group: int = 0, shared: int = -1
     ) -> list[int]:
-        """Append a weight that is stored as one matrix, of which this rank owns nothing; returns
-        its row, for `set_span`.
+        """Append a weight that is stored as one matrix, of which this rank owns nothing. Return its
+        row, for `set_span`.
         """
         row = self.add_row(weight.matrix_shape, place, group, shared)
         for name, (base, offset) in BUFFER_COLUMNS.items():
@@ -225,8 +225,9 @@ class WeightTable:
         flag: int,
         codes: Tensor | None = None,
     ) -> None:
-        """Append a flat master of the elements `span` of a weight of `shape`, with a base of its
-        own, for `adam_each`. A pass that casts needs its own `codes`, u8.
+        """Append a flat master of the elements `span` of a weight of `shape`, with its own base,
+        for `adam_each`. A pass that casts needs its own `codes`, u8. For FusedAdamW, like
+        `add_span`. Plans call `add_shard`.
         """
         at = self.masters.add_whole(master)
         stored = None if codes is None else self.buffers["rowwise_data"].add(codes)
@@ -421,13 +422,13 @@ class WeightTable:
         self._transpose()
 
     def adam_each(self, inputs: AdamInputs, packed: Tensor, skip: Tensor | None = None, casts: bool = False) -> None:
-        """Step masters that have gradients and moments of their own, as large as they are, by Adam.
+        """Step masters that have separate gradients and moments, as large as they are, by Adam.
         Their amaxes go into `packed`.
 
         If it `casts`, which a format must allow (`FormatSpec.casts_in_one_pass`), the same pass
-        writes the codes of the rows of blocks that are owned in whole. `rest_of_rows` get their
-        codes once amaxes are reduced. Moments in 8 bits have groups, and then `finish_moments`
-        follows.
+        writes the codes of the rows of blocks that this rank owns completely. `rest_of_rows` get
+        their codes once amaxes are reduced. Moments in 8 bits have groups, and then
+        `finish_moments` follows.
         """
         grads, exp_avgs, exp_avg_sqs, scalars, clip, groups = inputs
         state: dict[str, Any] = {"grads": grads, "exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs}

@@ -70,8 +70,8 @@ def validate_across_ranks(
     smallest, largest = range_over_ranks(mesh, words, f"digests as this rank {what}")
     if smallest == largest and not largest[0]:
         return
-    # The class is sent to the other ranks, which raise it with a text alone, so a subclass with a
-    # constructor of its own would not work.
+    # The class is sent to the other ranks, which raise it with a text alone, so a subclass with its
+    # own constructor would not work.
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
     described_problem = None if problem is None else (kind, str(problem))
     _raise_difference(mesh, Reply(what, described_problem, digest, shown), lines)

@@ -453,7 +453,7 @@ def key_graphs_by_local_tensors() -> None:
 
 def replicate_as_plain(kind: type[Tensor]) -> None:
     """Let replicated DTensors hold plain tensors if their shards are of class `kind`, for example
-    those of `full_tensor`.
+    the result of `full_tensor`.
 
     Over one rank torch gathers nothing and returns the shard itself. After this call it returns a
     copy, as it does over several ranks.

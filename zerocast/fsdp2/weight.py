@@ -98,7 +98,7 @@ class WeightPlan(Protocol):
         """Called once this rank knows that a master has changed since the last cast."""
 
     def mark_rewrapped(self) -> None:
-        """Called when a master gets another wrapper, which may be over other memory."""
+        """Called when a master gets a new wrapper, which may be over different storage."""
 
 
 class WeightHost(Protocol):
@@ -133,11 +133,19 @@ class FSDPWeight:
            │              all ranks, casts and gathers again if all were written to, copies scales
            ▼
         unsharded    `unsharded` is the QuantizedWeight over the bytes of all ranks, which the
-           │         module sees as what `presentation` makes of it
+           │         module sees through `presentation`
            │              FSDP2 reshards: it frees the storage of codes and of scale buffers
            ▼
         freed        sharded again; `unsharded` stays, and the next gather fills the same
                      storage, which autograd or a compiled graph may have saved
+
+    Its tensors:
+
+        local        the MasterParameter inside FSDP2's sharded parameter
+        master       the plain FP32 rows inside `local`
+        unsharded    the QuantizedWeight over the gathered bytes
+        shown        the tensor that modules see, which FSDP2 made of `presentation.show(unsharded)`
+        live         the QuantizedWeight that products with `shown` read
 
     Attributes:
         format: the format that it is gathered in, until a switch.

@@ -85,7 +85,7 @@ def _verify(views: MasterViews, ranks: Group, names: Mapping[int, str]) -> Verif
     shared = _shared_amaxes(named, views.group)
     compared = [_compare_matrices(view, views.group, shared.get(view.weight.state.shared_amax)) for view in named]
     own_differences = [dataclasses.replace(d, rank=ranks.rank) for weight in compared for d in weight.differences]
-    by_rank = ranks.all_gather_object(own_differences, "what ranks found as they verify")
+    by_rank = ranks.all_gather_object(own_differences, "the results of verify")
     counts = [(str(view.name), weight.not_finite) for view, weight in zip(named, compared, strict=True)]
     return VerifyReport(
         weights=len(named),

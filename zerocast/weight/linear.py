@@ -124,6 +124,7 @@ def _multiplied(
 
     `operands` is empty for an input without elements, which has no amax. The product is then empty.
     """
+    # The weight as stored is `[M, K]`: K features if exactly one of the two is True, else M.
     shape = *x.shape[:-1], weight.matrix_shape[columnwise != transposed]
     if not operands:
         return x.new_empty(shape)
