@@ -15,7 +15,7 @@ from tests import sharded
 from tests.sharded import Outcome, Weight
 from zerocast import CastPlan
 from zerocast.backends import ops
-from zerocast.cast import host_masters, partition
+from zerocast.cast import cpu_masters, partition
 
 DEVICE, HOST = "reference", "cpu"
 
@@ -64,8 +64,8 @@ def apart(piece: int = 1 << 22, mixed: bool = False) -> Iterator[Apart]:
     """Inside, plans take every master for one on the host, or every other, cast in pieces of so many elements."""
     found, sides = Apart(), {"side_effect": EveryOther()} if mixed else {"return_value": True}
     with (
-        mock.patch.object(partition, "lies_on_host", **sides),
-        mock.patch.object(host_masters, "PIECE", piece),
+        mock.patch.object(partition, "is_on_cpu", **sides),
+        mock.patch.object(cpu_masters, "PIECE", piece),
         mock.patch.object(ops, "_implementation", found.watching(ops._implementation)),
     ):
         yield found
@@ -92,7 +92,7 @@ def as_on_the_device(cases: tuple[Weight, ...], piece: int) -> list[str]:
         for step in range(3):
             for held, plan in zip(pairs, plans, strict=True):
                 held.set_masters(step)
-                with mock.patch.object(partition, "lies_on_host", return_value=plan is plans[1]):
+                with mock.patch.object(partition, "is_on_cpu", return_value=plan is plans[1]):
                     plan.cast(skip=torch.tensor([step == 1]))
             for ours, theirs in zip(pairs[1].weights, pairs[0].weights, strict=True):
                 for name, expected in theirs.state.buffers.items():

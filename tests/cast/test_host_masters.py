@@ -13,8 +13,7 @@ from tests.matrices import lcg_matrix
 from tests.sharded import Weight
 from tests.workers import Ranks
 from zerocast import CastPlan, QuantizedWeight, quantize_master_weights, verify
-from zerocast.cast import host_masters as host_tables
-from zerocast.cast import partition
+from zerocast.cast import cpu_masters, partition
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.distributed.group import ONE_PROCESS
 
@@ -61,7 +60,7 @@ def test_shard_storage_of_the_caller(fmt: str) -> None:
         dtype = weight.rowwise_data.dtype
         parts = [torch.full((700,), sharded.POISON, dtype=torch.uint8).to(dtype) for _ in range(2)]
         storage = (parts[0], parts[1]) if fmt == "mxfp8" else parts[0]
-        with host_masters.apart(100), mock.patch.object(partition, "lies_on_host", return_value=on_host):
+        with host_masters.apart(100), mock.patch.object(partition, "is_on_cpu", return_value=on_host):
             plan = CastPlan(
                 [weight], [master], [33], ONE_PROCESS, fsdp_shard_model_weights=[storage], backend="reference"
             )
@@ -101,7 +100,7 @@ def test_masters_on_both_sides_that_change_sides() -> None:
     weights = [QuantizedWeight.empty((16, 32), "nvfp4") for _ in range(2)]
     first, second = (torch.from_numpy(lcg_matrix(16, 32, seed)).view(-1).clone() for seed in (1, 2))
     hosted = [first]
-    with mock.patch.object(partition, "lies_on_host", side_effect=lambda master, _: any(master is h for h in hosted)):
+    with mock.patch.object(partition, "is_on_cpu", side_effect=lambda master, _: any(master is h for h in hosted)):
         plan = CastPlan(weights, [first, second], [0, 0], ONE_PROCESS)
         for masters in ([first, second], [2 * first, second], [first, 3 * second], [first, second]):
             hosted[:] = [masters[1]]
@@ -178,7 +177,7 @@ def test_storage_of_the_caller_is_followed() -> None:
         master = torch.from_numpy(lcg_matrix(32, 64, 1)).view(-1).clone()
         weight = QuantizedWeight.empty((32, 64), "fp8_current")
         part = torch.zeros(2048, dtype=weight.rowwise_data.dtype)
-        with host_masters.apart(), mock.patch.object(partition, "lies_on_host", return_value=on_host):
+        with host_masters.apart(), mock.patch.object(partition, "is_on_cpu", return_value=on_host):
             plan = CastPlan([weight], [master], [0], ONE_PROCESS, fsdp_shard_model_weights=[part], backend="reference")
             plan.cast()
             part.data = torch.zeros_like(part)
@@ -200,7 +199,7 @@ def test_plain_masters_are_rounded_in_pieces(device: str) -> None:
     """As torch rounds them; the master may be written once the call returns."""
     master = torch.from_numpy(lcg_matrix(300, 512, 3)).view(-1)
     expected, rounded = master.bfloat16(), torch.full((master.numel(),), torch.nan, dtype=torch.bfloat16, device=device)
-    with mock.patch.object(host_tables, "PIECE", 1000):
-        host_tables.write_rounded(master, rounded)
+    with mock.patch.object(cpu_masters, "PIECE", 1000):
+        cpu_masters.write_rounded(master, rounded)
     master.fill_(torch.nan)
     assert torch.equal(rounded.cpu(), expected)

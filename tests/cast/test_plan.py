@@ -99,7 +99,7 @@ def test_each_of_several_masters_in_one_storage_is_followed(backend: str, on_hos
     flat = torch.from_numpy(lcg_matrix(32, 32, 0)).view(-1)
     masters = [torch.nn.Parameter(flat[:512]), torch.nn.Parameter(flat[512:])]
     weights = [QuantizedWeight.empty((16, 32), "nvfp4") for _ in masters]
-    with mock.patch.object(partition, "lies_on_host", return_value=on_host):
+    with mock.patch.object(partition, "is_on_cpu", return_value=on_host):
         plan = CastPlan(weights, masters, [0, 0], ONE_PROCESS, backend=backend)
         plan.cast()
         masters[1].data = torch.from_numpy(lcg_matrix(16, 32, 5)).view(-1)

@@ -47,7 +47,7 @@ class HostMemory(TorchFunctionMode):
 @contextlib.contextmanager
 def host_memory() -> Iterator[None]:
     """Inside, tensors and masters of plans are told apart as on a host and a device."""
-    with mock.patch.object(partition, "lies_on_host", lambda master, device: on_host(master)), HostMemory():
+    with mock.patch.object(partition, "is_on_cpu", lambda master, device: on_host(master)), HostMemory():
         yield
 
 

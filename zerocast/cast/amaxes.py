@@ -76,7 +76,7 @@ class AmaxLayout(Generic[Weight]):
         # One element per group, where its largest amax is reduced.
         self.maxima = Span(0, 0)
         # (offset, maximum): offsets that receive the reduced maximum of their group.
-        self.takers: list[tuple[int, int]] = []
+        self.receivers: list[tuple[int, int]] = []
         # Offsets of own amaxes, and the offsets where these are reduced.
         self._sources: list[Tensor] = []
         self._targets: list[Tensor] = []
@@ -136,7 +136,8 @@ class PackedAmaxes(Generic[Weight]):
         dtype: of the buffer.
         device: of the buffer.
         group: the ranks of the reduction.
-        wire: the type of the device that the group reduces on, by default the type of `device`.
+        comm_device_type: the type of the device that the group reduces on, by default the type of
+            `device`.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class PackedAmaxes(Generic[Weight]):
         dtype: torch.dtype,
         device: torch.device,
         group: Group,
-        wire: str | None = None,
+        comm_device_type: str | None = None,
     ) -> None:
         self._group = group
         # None if the buffer is on it.
-        self._wire = None if wire in (None, device.type) else wire
+        self._comm_device_type = None if comm_device_type in (None, device.type) else comm_device_type
         self.offsets, self.flag_of, self.shared = layout.offsets, layout.flag_of, layout.shared
         self.buffer = torch.zeros(layout.size, dtype=dtype, device=device)
         self.flags = self._part(layout.flags)
@@ -159,8 +160,8 @@ class PackedAmaxes(Generic[Weight]):
         bounds = layout.group_bounds
         self._grouped = self._part(Span(bounds[0], bounds[-1]))
         self._group_bounds = _index([bound - bounds[0] for bound in bounds], device)
-        self._takers = _index([place for place, _ in layout.takers], device)
-        self._taken = _index([maximum for _, maximum in layout.takers], device)
+        self._receivers = _index([place for place, _ in layout.receivers], device)
+        self._received = _index([maximum for _, maximum in layout.receivers], device)
         self._sources, self._targets = (places.to(device) for places in layout.exchanged)
 
     def begin(self) -> None:
@@ -180,17 +181,17 @@ class PackedAmaxes(Generic[Weight]):
             self.buffer[self._targets] = self.buffer[self._sources]
         if self._reduced.numel():
             self._reduce_part(self._reduced, self._group, "the packed amaxes of a cast")
-        if self._takers.numel():
-            self.buffer[self._takers] = self.buffer[self._taken]
+        if self._receivers.numel():
+            self.buffer[self._receivers] = self.buffer[self._received]
         if self._sources.numel():
             self.buffer[self._sources] = self.buffer[self._targets]
 
     def _reduce_part(self, part: Tensor, group: Group, what: str) -> None:
         """Take the maxima over the ranks of a group, on the device that it reduces on."""
-        on_wire = part if self._wire is None else part.to(self._wire)
-        group.all_reduce_max(on_wire, what)
-        if on_wire is not part:
-            part.copy_(on_wire)
+        to_reduce = part if self._comm_device_type is None else part.to(self._comm_device_type)
+        group.all_reduce_max(to_reduce, what)
+        if to_reduce is not part:
+            part.copy_(to_reduce)
 
     def _part(self, span: Span) -> Tensor:
         return self.buffer[span.start : span.stop]
@@ -312,7 +313,7 @@ def layout_of_plan(
     for index, place in layout.shared.items():
         # Two-level scales read the shared amax at its offset.
         if shards[index].weight.format.block is None:
-            layout.takers.append((layout.offsets[index][0], place))
+            layout.receivers.append((layout.offsets[index][0], place))
     places_of_rows = {index: [layout.reserve(rows.numel) for rows in grids] for index, grids in cut.rows.items()}
     layout.boundary = layout.reserve(4 * len(cut.bytes))
     with_flags = cast if is_stepped else with_amaxes
@@ -377,14 +378,14 @@ class PlanAmaxes(PackedAmaxes[int]):
         names: Sequence[str],
     ) -> None:
         shards = partition.shards
-        with_host_amax = [index for index in cast if shards[index].weight.state.external_scaling_state]
+        with_kept_amax = [index for index in cast if shards[index].weight.state.external_scaling_state]
         with_amaxes = [shards[index].weight for index in cast if _has_amaxes(shards[index])]
         # Amaxes that a framework keeps are FP32.
-        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not with_host_amax
+        is_bf16 = all(weight.dtype == torch.bfloat16 for weight in with_amaxes) and not with_kept_amax
         dtype = torch.bfloat16 if with_amaxes and is_bf16 else torch.float32
         super().__init__(layout, dtype, partition.device, group)
-        self._with_host_amax = [shards[index].weight for index in with_host_amax]
-        self._host_places = _index([layout.offsets[index][0] for index in with_host_amax], partition.device)
+        self._with_kept_amax = [shards[index].weight for index in with_kept_amax]
+        self._kept_places = _index([layout.offsets[index][0] for index in with_kept_amax], partition.device)
         self.boundary: BoundaryElements | None = None
         if cut.bytes:
             self.boundary = BoundaryElements(shards, cut.bytes, group.rank, self._part(layout.boundary))
@@ -395,9 +396,9 @@ class PlanAmaxes(PackedAmaxes[int]):
         """Reduce the measured amaxes over the ranks, with the amaxes that frameworks keep, as they
         have grown so far, and the elements next to odd boundaries.
         """
-        if self._with_host_amax:
-            host_amaxes = torch.cat([weight.amax for weight in self._with_host_amax if weight.amax is not None])
-            self.buffer[self._host_places] = self.buffer[self._host_places].maximum(host_amaxes)
+        if self._with_kept_amax:
+            kept_amaxes = torch.cat([weight.amax for weight in self._with_kept_amax if weight.amax is not None])
+            self.buffer[self._kept_places] = self.buffer[self._kept_places].maximum(kept_amaxes)
         if self.boundary:
             self.boundary.enter()
         super().reduce()

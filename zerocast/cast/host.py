@@ -19,8 +19,8 @@ from typing import Generic, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from zerocast.cast.cpu_masters import write_rounded
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.host_masters import write_rounded
 from zerocast.cast.partition import ShardData
 from zerocast.cast.plan import CastPlan, Plan
 from zerocast.distributed.group import Group
@@ -262,7 +262,7 @@ class CastDriver(Driver[CastPlan]):
         ]
         # Pairs on one device are copied by one foreach launch, masters in CPU memory one at a time.
         self._plain = [pair for pair in plain if pair[0].device == pair[1].device]
-        self._plain_of_host = [pair for pair in plain if pair[0].device != pair[1].device]
+        self._plain_on_cpu = [pair for pair in plain if pair[0].device != pair[1].device]
         self._watch_masters()
 
     def after_step(self) -> None:
@@ -365,7 +365,7 @@ class CastDriver(Driver[CastPlan]):
         if self._plain:
             rounded, masters = map(list, zip(*self._plain, strict=True))
             torch._foreach_copy_(rounded, masters)
-        for on_device, master in self._plain_of_host:
+        for on_device, master in self._plain_on_cpu:
             write_rounded(master, on_device)
 
     def _flatten_delayed_scaling(self) -> None:
@@ -398,7 +398,7 @@ class CastDriver(Driver[CastPlan]):
 
     def _watch_masters(self) -> None:
         """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
-        of_plain = [master for _, master in (*self._plain, *self._plain_of_host)]
+        of_plain = [master for _, master in (*self._plain, *self._plain_on_cpu)]
         self.plan.validity.watch([*self._flat, *of_plain], sharded=self.plan.group.size > 1)
 
 

@@ -48,9 +48,9 @@ class MasterShard:
     cuts: range | None = None
 
     @property
-    def on_host(self) -> bool:
+    def on_cpu(self) -> bool:
         """True if the master is in CPU memory, and the weight on another device."""
-        return self.master is not None and lies_on_host(self.master, self.weight.device)
+        return self.master is not None and is_on_cpu(self.master, self.weight.device)
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
@@ -145,7 +145,7 @@ class Partition:
                     f"weight {index} ({_fingerprint(shard.weight)}): this plan was built for a master of {shard.span.numel} "
                     f"elements from {shard.span.start} on, got {moved[-1].span.numel}; ranks agree on spans when they build a plan"
                 )
-        _check_host_masters(moved)
+        _check_cpu_masters(moved)
         self.shards[:] = moved
 
     def check_again(self) -> None:
@@ -187,16 +187,16 @@ def partition(
     return Partition(shards, exchange_spans(group, items, [shard.span for shard in shards]), device, chosen)
 
 
-def lies_on_host(master: Tensor, device: torch.device) -> bool:
+def is_on_cpu(master: Tensor, device: torch.device) -> bool:
     """Return True for a master in CPU memory of a weight on another device."""
     return master.device.type == "cpu" and device.type not in ("cpu", "meta")
 
 
-def _check_host_masters(shards: Sequence[MasterShard]) -> None:
+def _check_cpu_masters(shards: Sequence[MasterShard]) -> None:
     """Raise ValueError or RuntimeError if masters are in CPU memory and no cast can read them
     there.
     """
-    if not any(shard.on_host for shard in shards):
+    if not any(shard.on_cpu for shard in shards):
         return
     if any(shard.cuts is not None for shard in shards):
         raise ValueError(
@@ -248,7 +248,7 @@ def _check(
         raise ValueError(
             "the weights are on the meta device: allocate their storage (to_empty) before the plan is built"
         )
-    _check_host_masters(shards)
+    _check_cpu_masters(shards)
     return shards
 
 
@@ -293,7 +293,7 @@ def _check_shard(
         raise ValueError(
             f"the master is flat and contiguous, got shape {tuple(master.shape)} and strides {master.stride()}"
         )
-    if master.device != weight.device and not lies_on_host(master, weight.device):
+    if master.device != weight.device and not is_on_cpu(master, weight.device):
         raise ValueError(f"the master is on {master.device} and the weight on {weight.device}")
     if master.numel() == 0:
         return MasterShard(weight, None, Span(0, 0))

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.amaxes import CutBlocks, PlanAmaxes, layout_of_plan
 from zerocast.cast.columnwise import ColumnwiseCopies
+from zerocast.cast.cpu_masters import CpuTable, cpu_tensor
 from zerocast.cast.delayed_scaling import DelayedScaling
-from zerocast.cast.host_masters import HostTable, host_tensor
 from zerocast.cast.partition import Partition, ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
@@ -270,7 +270,7 @@ class CastPlan(Plan):
         raises it now and the others in their next cast. If that rank continues, it must first take
         part in the gather of the others.
         """
-        self.ready(find=functools.partial(self._check_host_masters, update))
+        self.ready(find=functools.partial(self._check_cpu_masters, update))
         self.run(skip=skip, update=update, repeat=repeat)
         # With the first cast that writes, masters replace the values that the weights were
         # quantized from. The CPU waits for `skip` until then, unless it captures.
@@ -361,7 +361,7 @@ class CastPlan(Plan):
         A CUDA graph can hold it: it neither waits for the device nor changes anything in Python.
         """
         tables = self._tables
-        self._check_host_masters(update)
+        self._check_cpu_masters(update)
         cast(
             tables.owned,
             self.amaxes,
@@ -372,9 +372,9 @@ class CastPlan(Plan):
             repeat=repeat,
         )
 
-    def _check_host_masters(self, update: AdamUpdate | None) -> None:
+    def _check_cpu_masters(self, update: AdamUpdate | None) -> None:
         """Raise RuntimeError if this cast is not supported with masters in CPU memory."""
-        if not self._tables.on_host:
+        if not self._tables.on_cpu:
             return
         if update is not None:
             raise RuntimeError(
@@ -647,12 +647,12 @@ class CastTables:
         owned: the weights that this rank computes scales of, with the elements that it owns.
         boundary: the elements of other ranks that this rank writes, since they share a byte with an
             own element.
-        on_host: True if any masters are in CPU memory, and the weights on another device.
+        on_cpu: True if any masters are in CPU memory, and the weights on another device.
     """
 
     owned: list[WeightTable]
     boundary: list[WeightTable]
-    on_host: bool = False
+    on_cpu: bool = False
 
     @staticmethod
     def of(
@@ -660,16 +660,16 @@ class CastTables:
     ) -> "CastTables":
         """Make the tables of the weights `cast`. Local, and raises nothing."""
         device, backend = partition.device, partition.backend
-        on_host = any(shard.on_host for shard in partition.shards)
-        mirror = host_tensor(amaxes.buffer.numel() if on_host else 0, amaxes.buffer.dtype, device)
+        on_cpu = any(shard.on_cpu for shard in partition.shards)
+        mirror = cpu_tensor(amaxes.buffer.numel() if on_cpu else 0, amaxes.buffer.dtype, device)
         of_device = WeightTables(device, backend)
-        of_host = WeightTables(device, backend, lambda key, device: HostTable(key, device, mirror))
+        of_cpu = WeightTables(device, backend, lambda key, device: CpuTable(key, device, mirror))
         for index in cast:
             if index not in amaxes.offsets:
                 continue  # Other ranks compute its scales.
             shard, group = partition.shards[index], param_groups[index]
             master = torch.float32 if shard.master is None else shard.master.dtype
-            tables = of_host if shard.on_host else of_device
+            tables = of_cpu if shard.on_cpu else of_device
             table = tables.of(shard.weight, master, takes_updates=group is not None)
             shared, flag = amaxes.shared.get(index, -1), amaxes.flag_of.get(index, -1)
             table.add_shard(shard, amaxes.offsets[index], group or 0, shared, flag)
@@ -684,4 +684,4 @@ class CastTables:
                 table = boundary.of(shard.weight)
                 row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
                 table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
-        return CastTables([*of_device.freeze(), *of_host.freeze()], boundary.freeze(), on_host)
+        return CastTables([*of_device.freeze(), *of_cpu.freeze()], boundary.freeze(), on_cpu)

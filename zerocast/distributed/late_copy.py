@@ -19,7 +19,7 @@ class LateCopy:
 
     def __init__(self, numbers: Tensor, memory: Tensor | None = None) -> None:
         self._numbers = numbers
-        self._copy = host_memory(numbers) if memory is None else memory
+        self._copy = cpu_memory(numbers) if memory is None else memory
         self._copy.copy_(numbers, non_blocking=True)
         self._arrived = self._record()
 
@@ -56,7 +56,7 @@ class LateCopies:
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
         self.is_late = numbers.is_cuda
-        self._memory = [host_memory(numbers) for _ in range(2)]
+        self._memory = [cpu_memory(numbers) for _ in range(2)]
         # The copies that were sent and not taken, the oldest first, each with its index in
         # `_memory`.
         self._unread: list[tuple[int, LateCopy]] = []
@@ -86,7 +86,7 @@ class LateCopies:
         self._unread = []
 
 
-def host_memory(numbers: Tensor) -> Tensor:
+def cpu_memory(numbers: Tensor) -> Tensor:
     """Return memory for a copy. A copy from a GPU to memory that is not pinned would make the CPU
     wait.
     """

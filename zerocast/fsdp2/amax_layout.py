@@ -77,7 +77,7 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
     for weight in weights:
         places = [layout.offsets[weight.name][0] + index for index in weight.geometry.tensor_amaxes]
         if weight.name in layout.shared:
-            layout.takers += [(place, layout.shared[weight.name]) for place in places]
+            layout.receivers += [(place, layout.shared[weight.name]) for place in places]
         elif weight.geometry.has_tensor_amax:
             target = layout.reserve(1).start
             for place in places:

@@ -82,7 +82,7 @@ class CastGroup:
             self._cut_rows_of = TablesOfSets(
                 lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
             )
-            self._tables = self._tables_without.of(frozenset())
+            self._tables = self._tables_without.tables_for(frozenset())
         finally:
             self._free_scales()
 
@@ -172,11 +172,11 @@ class CastGroup:
         """
         # Before any table is built, since that checks the buffers of its weights.
         self._allocate_scales()
-        to_measure = self._tables_without.of(self.amaxes.measured)
+        to_measure = self._tables_without.tables_for(self.amaxes.measured)
         to_code: list[WeightTable] = []
         if self.keep_codes:
             coded = self.amaxes.coded
-            to_code = [*self._tables_without.of(coded), *self._cut_rows_of.of(coded)]
+            to_code = [*self._tables_without.tables_for(coded), *self._cut_rows_of.tables_for(coded)]
         try:
             cast(self._tables, self.amaxes, self.delayed, to_measure=to_measure, to_code=to_code, repeat=repeat)
             if self._targets:
@@ -267,7 +267,7 @@ class TablesOfSets:
         self.held = {frozenset[str](): make(frozenset())}
         self._recent: dict[frozenset[str], list[WeightTable]] = {}
 
-    def of(self, names: frozenset[str]) -> list[WeightTable]:
+    def tables_for(self, names: frozenset[str]) -> list[WeightTable]:
         """Return the tables of a set."""
         if names in self.held:
             return self.held[names]
@@ -279,7 +279,7 @@ class TablesOfSets:
 
     def hold(self, names: frozenset[str]) -> None:
         """Keep the tables of a set."""
-        self.held[names] = self.of(names)
+        self.held[names] = self.tables_for(names)
 
 
 class GatherCast:

@@ -27,7 +27,7 @@ from zerocast.formats.layout import Span, amax_counts, byte_range
 PIECE = 1 << 22
 
 
-def host_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def cpu_tensor(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate CPU memory, page-locked if that lets copies to `device` run without a wait."""
     return torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
 
@@ -38,13 +38,13 @@ def write_rounded(master: Tensor, rounded: Tensor) -> None:
     The device rounds. `rounded.copy_(master)` would round on the host, into memory that is not
     page-locked.
     """
-    for on_device, on_host in zip(rounded.view(-1).split(PIECE), master.view(-1).split(PIECE), strict=True):
-        on_device.copy_(on_host.to(on_device.device, non_blocking=True))
+    for on_device, on_cpu in zip(rounded.view(-1).split(PIECE), master.view(-1).split(PIECE), strict=True):
+        on_device.copy_(on_cpu.to(on_device.device, non_blocking=True))
     if rounded.is_cuda:
         torch.cuda.current_stream(rounded.device).synchronize()
 
 
-class _HostShard(NamedTuple):
+class _CpuShard(NamedTuple):
     """A matrix whose master is in CPU memory, with its offsets in the packed amaxes.
 
     Attributes:
@@ -61,7 +61,7 @@ class _HostShard(NamedTuple):
     flag: int
 
 
-class HostTable(WeightTable):
+class CpuTable(WeightTable):
     """A table of weights whose masters are in CPU memory. The other weights of a plan are in tables
     of the device.
 
@@ -78,7 +78,7 @@ class HostTable(WeightTable):
     def __init__(self, key: TableKey, device: torch.device, mirror: Tensor) -> None:
         super().__init__(key, device)
         self._mirror = mirror
-        self._shards: list[_HostShard] = []
+        self._shards: list[_CpuShard] = []
 
     def add_shard(
         self,
@@ -92,14 +92,14 @@ class HostTable(WeightTable):
         assert shard.cuts is None, shard
         for number, matrix in enumerate(shard.matrices()):
             place_in_weight = place_of_matrix(shard.weight.format, shard.weight.shape, place, number)
-            self._shards.append(_HostShard(matrix, place_in_weight, shared, flag))
+            self._shards.append(_CpuShard(matrix, place_in_weight, shared, flag))
             self.add(matrix.weight, place_in_weight, group, shared)
 
-    def freeze(self) -> "HostTable":
+    def freeze(self) -> "CpuTable":
         """Make the table of the device, and the tables by which the CPU measures and casts."""
         super().freeze()
         # Copies of the weights' amaxes and scales, one number for each row.
-        self._state = {name: host_tensor(len(self._shards), torch.float32, self.device) for name in ("amax", "scale")}
+        self._state = {name: cpu_tensor(len(self._shards), torch.float32, self.device) for name in ("amax", "scale")}
         self._masters_table = self._host_table()
         for number, host_shard in enumerate(self._shards):
             self._add_host_row(self._masters_table, number, host_shard.shard.span)
@@ -110,7 +110,7 @@ class HostTable(WeightTable):
         self._reduced = [*self._measured, *shared]
         self._pieces = list(self._cut_into_pieces())
         size = max((piece.nbytes for piece in self._pieces), default=0)
-        staging = [host_tensor(size, torch.uint8, self.device) for _ in range(min(2, len(self._pieces)))]
+        staging = [cpu_tensor(size, torch.uint8, self.device) for _ in range(min(2, len(self._pieces)))]
         for number, piece in enumerate(self._pieces):
             piece.stage_in(staging[number % 2])
         # For each staging buffer, an event behind the last copy out of it.
@@ -138,11 +138,11 @@ class HostTable(WeightTable):
         # These copies wait for the device, and for the copies that `measure` began.
         for span in self._reduced:
             self._mirror[span.start : span.stop].copy_(packed[span.start : span.stop])
-        for name, on_host in self._state.items():
+        for name, on_cpu in self._state.items():
             buffers = [each.shard.weight.state.buffers[name] for each in self._shards]
             on_device = [buffer.view(-1) for buffer in buffers if buffer is not None]
             if on_device:
-                on_host.copy_(torch.cat(on_device))
+                on_cpu.copy_(torch.cat(on_device))
         for number, piece in enumerate(self._pieces):
             copied = self._copied[number % 2]
             if copied is not None:
@@ -171,10 +171,10 @@ class HostTable(WeightTable):
         if shard.master is not None:
             base, offset = table.add_to_masters(shard.master)
             row[Column.MASTER_BASE], row[Column.MASTER_OFFSET] = base, offset + span.start - shard.span.start
-        for name, on_host in self._state.items():
+        for name, on_cpu in self._state.items():
             if shard.weight.state.buffers[name] is not None:
                 base_at, offset_at = BUFFER_COLUMNS[name]
-                row[base_at], row[offset_at] = table.buffers[name].add(on_host[number : number + 1])
+                row[base_at], row[offset_at] = table.buffers[name].add(on_cpu[number : number + 1])
         return row
 
     def _cut_into_pieces(self) -> Iterator["_Piece"]:
