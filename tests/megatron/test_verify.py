@@ -33,7 +33,7 @@ def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
 
 def test_debug_mode(ranks: Ranks) -> None:
     for said in ranks(2)(verifying.stale_reads):
-        assert "an optimizer has stepped over its masters since its last cast" in said["between step and cast"]
+        assert "an optimizer has updated its masters since its last cast" in said["between step and cast"]
         assert "holds this rank's part of the last cast only" in said["before the gather"]
         assert "its masters have been written since its last cast" in said["by hand"]
         assert all("call attachment.refresh()" in text and "force_sync=True" in text for text in said.values())

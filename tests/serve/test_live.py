@@ -227,7 +227,7 @@ def from_a_plan() -> None:
     plan.post_all_gather()  # masters are observed from here on
     master.grad = torch.ones_like(master)
     optimizer.step()
-    with pytest.raises(RuntimeError, match="an optimizer has stepped over its masters since its last cast"):
+    with pytest.raises(RuntimeError, match="an optimizer has updated its masters since its last cast"):
         collected(plan, "modelopt")
     cast()
     plan.post_all_gather()

@@ -766,7 +766,7 @@ def with_master_in_state(master: Tensor) -> torch.optim.Optimizer:
 def test_an_optimizer_of_something_else(build: str) -> None:
     plan = Plan(weight())
     optimizer = ELSEWHERE[build](plan.master)
-    with pytest.raises(ValueError, match=r"this CastPlan casts 1 masters and this SGD steps over \d+ other storages"):
+    with pytest.raises(ValueError, match=r"this CastPlan casts 1 masters and this SGD updates \d+ other storages"):
         plan.plan.attach(optimizer)
     assert not optimizer._optimizer_step_post_hooks
 
@@ -799,7 +799,7 @@ def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) 
         optimizers[0].step()
         optimizers[0].step()
     assert [r.getMessage() for r in caplog.records] == [
-        "no attached optimizer steps over the masters of weights [1]: they stay as they are"
+        "no attached optimizer updates the masters of weights [1]: they stay as they are"
     ]
 
 

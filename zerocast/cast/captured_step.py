@@ -1,8 +1,8 @@
 """CapturedStep: an optimizer step and its cast as one CUDA graph, for every optimizer.
 
 The graph contains the device's part of a step, at fixed addresses: scalars from learning rates and
-step counts, the update with its amaxes, their all-reduce, scales and codes. The CPU's part is not
-in the graph and is the one of an ordinary step.
+step counts, the update with its amaxes, their all-reduce, scales and codes. The CPU's part is
+outside the graph, and is the same as in an ordinary step.
 """
 
 import abc

@@ -3,8 +3,8 @@
 All backends make the same bytes, so the CPU backend measures and casts the elements. The device
 reduces amaxes, computes scales and rolls histories. Amaxes are copied to the device before the
 reduction and back after it. Codes are copied in pieces of at most `PIECE` elements through two
-buffers on the host: one is filled while the other is copied. So one byte per element or half of one
-crosses the bus, and the device stores no master.
+buffers in CPU memory: one is filled while the other is copied. So one byte per element or half of
+one crosses the bus, and the device stores no master.
 
 If a rank owns one of the two codes of a byte, the byte is read from the device first.
 """

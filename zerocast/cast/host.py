@@ -114,7 +114,7 @@ class Host:
         group: the ranks that share the masters.
         weights: the quantized weights, the same list on every rank.
         masters: for each weight, the contiguous FP32 master of the elements that this rank owns, on
-            the weights' device or in host memory, the host's own tensor, which is followed to
+            the weights' device or in CPU memory, the host's own tensor, which is followed to
             different storage; None where it owns none.
         starts: for each weight, the row-major position of the master's first element; None where
             this rank owns none.
@@ -125,8 +125,8 @@ class Host:
         validity: the validity of the weights. Several Hosts of weights that are written together
             get parts of one.
         claim: the owner's claim on the weights; None to let the driver take it.
-        live_weight: gives a weight, by its index, as the model reads it now, where that may be
-            another object than in `weights`; None where it is not.
+        live_weight: returns the weight at an index as the model reads it now, if that may be a
+            different object from the one in `weights`. None otherwise.
         is_saved_by_autograd: True if autograd functions of the host save weights for a backward
             pass. They notice a cast by the version counter.
     """

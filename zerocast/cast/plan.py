@@ -431,8 +431,8 @@ class CastPlan(Plan):
         """Cast after every `step()` of a torch optimizer over the masters, until `remove()` of the
         returned handle. Collective.
 
-        Several optimizers may each step over some of the masters. Raises ValueError on every rank,
-        with nothing changed, for an optimizer that steps over none of this plan's masters, for one
+        Several optimizers may each update some of the masters. Raises ValueError on every rank,
+        with nothing changed, for an optimizer that updates none of this plan's masters, for one
         that this plan is attached to already, and if another owner that still exists (an attached
         plan, a ZeroAdamW) writes any of these elements.
         """

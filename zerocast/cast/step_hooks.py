@@ -1,7 +1,7 @@
 """StepHooks: the optimizers after whose steps a plan casts, and the plan's claim on its weights.
 
-An optimizer that steps over none of a plan's masters would silently leave its weights as they are.
-So `attach` raises, and the first step logs the masters that no attached optimizer updates.
+An optimizer that updates none of a plan's masters would silently leave its weights as they are. So
+`attach` raises, and the first step logs the masters that no attached optimizer updates.
 """
 
 import logging
@@ -41,7 +41,7 @@ class StepHooks:
     def attach(self, optimizer: torch.optim.Optimizer, cast: Callable[[], None]) -> RemovableHandle:
         """Call `cast` after every step of the optimizer. Collective.
 
-        Raises ValueError on every rank for an optimizer that steps over none of the masters or that
+        Raises ValueError on every rank for an optimizer that updates none of the masters or that
         has this hook, and for weights that another owner writes.
         """
         problem: ValueError | None = None
@@ -60,7 +60,7 @@ class StepHooks:
 
     @property
     def has_one_optimizer(self) -> bool:
-        """True if the plan is attached to a single optimizer, which then steps over all masters."""
+        """True if the plan is attached to a single optimizer, which then updates all masters."""
         return len(self._hooks) == 1
 
     def claim(self, who: str) -> Claim:
@@ -79,10 +79,10 @@ class StepHooks:
         return claim is self._owner or claim.is_by(self)
 
     def report_masters_without_step(self) -> None:
-        """Log which masters no attached optimizer steps over."""
+        """Log the masters that no attached optimizer updates."""
         idle = self._without_step({storage for hook in self._hooks for storage in hook.stepped})
         if idle:
-            logger.warning("no attached optimizer steps over the masters of weights %s: they stay as they are", idle)
+            logger.warning("no attached optimizer updates the masters of weights %s: they stay as they are", idle)
 
     def _elements(self) -> list[tuple[WeightState, list[Span]]]:
         """Return the elements of each weight that casts of this plan write on any rank."""
@@ -90,9 +90,7 @@ class StepHooks:
         return [(shards[i].weight.state, ownership.spans(i)) for i in self._cast]
 
     def _check_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError for an optimizer that has this hook, or steps over none of the
-        masters.
-        """
+        """Raise ValueError for an optimizer that has this hook, or updates none of the masters."""
         for hook in optimizer._optimizer_step_post_hooks.values():
             if isinstance(hook, _CastAfterStep) and hook.hooks is self:
                 raise ValueError(f"this CastPlan is attached to this {type(optimizer).__name__} already")
@@ -100,7 +98,7 @@ class StepHooks:
         masters = [shard.master for shard in self.partition.shards if shard.master is not None]
         if masters and len(self._without_step(stepped)) == len(masters):
             raise ValueError(
-                f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} steps over {len(stepped)} "
+                f"this CastPlan casts {len(masters)} masters and this {type(optimizer).__name__} updates {len(stepped)} "
                 "other storages, none of which holds any of them: attach the optimizer of the tensors that were passed as "
                 "master_weights"
             )

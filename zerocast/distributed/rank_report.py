@@ -8,9 +8,8 @@ two encodings:
   rank reads the reports of all.
 * **Numbers next to the packed amaxes** of a plan, whose maximum every rank gets: a flag for each
   weight, which is 1 for NOT_FINITE, then a digest of the call and its negative. The maxima of the
-  two are the largest digest of all ranks and the negative of the smallest, so they show whether the
-  reports of the two ranks that differ most. The buffer may be bf16, which has every integer only up
-  to 256.
+  two are the largest digest of all ranks and the negative of the smallest, which are the reports of
+  the two ranks that differ most. The buffer may be bf16, which has every integer only up to 256.
 """
 
 import enum

@@ -145,12 +145,12 @@ class AdamPass:
 
 
 class Adam8bitPass(AdamPass):
-    """The same over shards whose moments are in 8 bits.
+    """An AdamPass over shards whose moments are in 8 bits.
 
     Args:
         eight_bit: the moments.
-        cut_groups: where the largest values of the groups of these shards are that several ranks
-            have parts of. None if there are no such groups.
+        cut_groups: the groups of these shards that several ranks have parts of, with their largest
+            values. None without such groups.
     """
 
     def __init__(

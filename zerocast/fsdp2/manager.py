@@ -74,8 +74,8 @@ class CastManager(Driver[ShardPlan]):
         # True if the next gather casts, and True if it casts because of an optimizer step.
         self._is_due = True
         self._stepped = True
-        # The optimizers that have stepped over masters so far. If there are several, a step does
-        # not show which weights it has changed.
+        # The optimizers that have updated masters so far. If there are several, a step does not
+        # show which weights it has changed.
         self._steppers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.measuring: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

@@ -1,7 +1,7 @@
 """TrainingState: checkpoints of an FSDP2 model under the keys of `zerocast.optim.state`.
 
     model.<name>                              f32 master, logical shape
-    optim.state.<name>.{exp_avg,...,step}     what the optimizers keep
+    optim.state.<name>.{exp_avg,...,step}     states of the optimizers
     optim.state.<name>.never_stepped          bool[], in place of moments that no step has made
     optim.param_groups.<name>.{lr,...}        f64[]
     zerocast.<name>.{scale,amax_history,cast_scale}

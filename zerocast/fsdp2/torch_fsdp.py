@@ -1,7 +1,8 @@
 """Internals of FSDP2 that differ between versions of torch.
 
-`MasterMemory` allocates the shards of masters. `MasterAddresses` detects masters that have moved or
-were written to.
+`GatheredByGroup` and `GroupOfWeights` replace the classes of FSDP2's own objects. `MasterMemory`
+allocates the shards of masters. `MasterAddresses` detects masters that have moved or were written
+to.
 """
 
 import contextlib

@@ -3,7 +3,7 @@ rows of this rank to the QuantizedWeight of all ranks.
 
 Masters keep their weights alive, and weights their group and their CastManager (`host`). All other
 references are weak, those to FSDP2's objects too: the garbage collector does not look into all
-tensors, so a circle through masters would keep a dropped model alive, or take it a second
+tensors, so a reference cycle through masters would keep a dropped model alive, or need a second
 collection.
 """
 

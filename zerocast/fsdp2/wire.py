@@ -21,7 +21,7 @@ Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a ran
 gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales
 aligned.
 
-A weight may be sharded along another dimension than the first (`Shard(1)` of `shard_placement_fn`).
+A weight may be sharded along a dimension other than the first (`Shard(1)` of `shard_placement_fn`).
 Each rank then has an *inner shard*, which it casts as a weight by itself, as a rank casts its slice
 under tensor parallelism. Gathers return the inner shards in the order of ranks, and codes and
 scales are copied to where they belong in the weight.

@@ -13,7 +13,7 @@ Where a path of `zerocast.gemm` can multiply all experts together, it does. Othe
 all experts is dequantized to the dtype of the input for the duration of one product. autograd keeps
 the input as it is and the quantized weight. `W[i]` is one expert as an operand of the products of
 matrices (`linear.py`), which run on tensor cores like the products of other matrices. Its gradient
-is that of the whole weight, zero for the other experts.
+has the shape of the full weight, and is zero for the other experts.
 """
 
 from collections.abc import Callable, Sequence

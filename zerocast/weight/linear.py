@@ -1,5 +1,6 @@
 """Products with a QuantizedWeight: the forward product reads the rowwise copy, the input gradient
-reads the columnwise copy. For `x @ W[i]` with an expert as stored it is vice versa (`experts.py`).
+reads the columnwise copy. For `x @ W[i]` with an expert as stored the copies are swapped
+(`experts.py`).
 
 A path of `zerocast.gemm` computes both; a backward pass uses the path of its forward pass. The
 weight gradient never needs the weight. It has the nominal dtype, or FP32 if the weight's

@@ -4,20 +4,20 @@ One `Validity` is shared by all weights of a plan, or of a model that is prepare
 that steps, casts, gathers or loads reports the event to it, and code that is about to use bytes
 calls `check`. An event is recorded once for all weights, and a check compares numbers.
 
-    event            reported by                      `check` refuses afterwards
+    event            reported by                      `check` raises afterwards for
 
     stepped          hooks of all torch optimizers    SEND, and READ in debug mode, until `cast`
     written          version counters of masters      the same
-    cast             what casts                       columnwise copies until `copied`; READ in
+    cast             every cast                       columnwise copies until `copied`; READ in
                                                       debug mode, where ranks share masters
-    copied           what gathers, at its end         nothing
+    copied           the end of a gather              nothing
     changed          a step, a load, a swapped-in     the backward pass of a forward pass before
-                     average, casts of hosts and      it (`check_recorded`)
-                     of FSDP2
-    moved            a weight that is given storage   nothing; casts and gathers take the new place
+                     average, casts of frameworks     it (`check_recorded`)
+                     and of FSDP2
+    moved            a weight that is given storage   nothing; casts and gathers use the new storage
     broke off        a `transaction` that raises      everything, until a transaction of as much
                                                       completes
-    a write goes on  a `transaction` elsewhere        everything in other threads, until it returns
+    a write runs     a `transaction` elsewhere        everything in other threads, until it returns
 
 COPY, READ and SEND also raise for bytes that were never cast, loaded or filled. `add_precheck` adds
 checks that only an owner can make, such as for writes of other code to the weights that it gathers.
@@ -261,7 +261,7 @@ class Validity:
         text.
         """
         if self._has_stepped:
-            return "an optimizer has stepped over its masters since its last cast"
+            return "an optimizer has updated its masters since its last cast"
         for master, counter in zip(self._masters, self._counters or (), strict=False):
             alive = master()
             if alive is not None and alive._version != counter:
