@@ -524,7 +524,7 @@ class WeightTable:
 
 def place_of_matrix(fmt: FormatSpec, shape: Sequence[int], place: Sequence[int], number: int) -> tuple[int, int]:
     """Return the offsets of the amaxes of one of the matrices that a weight is stored in; the first
-    one has the weight's offset.
+    one has the weight's offsets.
     """
     _, matrix = stored_matrices(fmt, shape)
     rowwise, columnwise = amax_counts(fmt, *matrix)

@@ -1,8 +1,8 @@
 """FusedAdamW: the fused step of ZeroAdamW for FSDP2: AdamW over local shards, with the amaxes of
 the next cast in the same pass.
 
-Any optimizer works under FSDP2. With this one the cast need not read all masters again. It gives
-the bits of ZeroAdamW's step, and its state has the keys of torch.optim.AdamW, so that a checkpoint
+Any optimizer works under FSDP2. With this one the cast need not read all masters again. Its results
+equal ZeroAdamW's bit for bit, and its state has the keys of torch.optim.AdamW, so that a checkpoint
 of one can be loaded into the other.
 """
 

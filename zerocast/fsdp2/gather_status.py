@@ -1,15 +1,15 @@
 """GatherStatus: detects, on every rank, gathered bytes of different casts and masters that were
 written after their cast.
 
-Every rank begins its bytes with a header, a `RankReport` with the number of its cast. A CPU reads
-the headers of all ranks together. On a GPU the CPU never waits for work that it has just launched:
-headers are kept on the device, copied to pinned memory when a forward pass ends and before a cast,
-and are read before the next cast. So ranks that disagree raise up to a step later than on a CPU,
-and all of them at the same point of the program: before a cast that none of them takes part in. A
-forward pass without gradients, a state dict and `zerocast.verify` read the unread headers, and wait
-for them.
+Every rank begins its bytes with a header, a `RankReport` with the number of its cast. Headers in
+CPU memory are read immediately. With headers on a GPU the CPU never waits for work that it has just
+launched: they are kept on the device, copied to pinned memory when a forward pass ends and before a
+cast, and are read before the next cast. So ranks that disagree raise up to a step later than on a
+CPU, and all of them at the same point of the program: before a cast that none of them takes part
+in. A forward pass without gradients, a state dict and `zerocast.verify` read the unread headers,
+and wait for them.
 
-No gather comes for weights that a forward pass left gathered. Before the next forward pass the
+Weights that a forward pass left gathered are not gathered again. Before the next forward pass the
 ranks exchange their statuses in a separate collective (`GatherStatus.exchange`).
 
 A header also says that the cast's masters were NaN or Inf. That is kept until the next cast, or

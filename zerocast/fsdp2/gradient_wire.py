@@ -1,8 +1,9 @@
 """FSDP2's gradients as FP8 on the wire, through the interface that torch has for it.
 
-`FSDPModule.set_custom_reduce_scatter` takes an object that FSDP2 asks for memory and calls in place
-of its reduce-scatter, on the stream of its reductions. All that ours needs is in that call: the
-gradients of a unit in `reduce_dtype`, one part a rank, the group, and whether to average.
+`FSDPModule.set_custom_reduce_scatter` takes an object that allocates memory for FSDP2, and that
+FSDP2 calls in place of its reduce-scatter, on the stream of its reductions. That call has all
+arguments that ours needs: the gradients of a unit in `reduce_dtype`, one part per rank, the group,
+and whether to average.
 """
 
 from collections.abc import Sequence

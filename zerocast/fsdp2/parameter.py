@@ -1,5 +1,5 @@
 """MasterParameter: a thin wrapper around an FP32 shard. It gives FSDP2 the all-gather hooks of the
-parameter, and notes writes to it.
+parameter, and detects writes to it.
 
 Operators compute with the plain FP32 tensor inside. Their results are plain too, with two
 exceptions. Torch replaces a parameter by an empty twin at times, which must have the two hooks as
