@@ -33,10 +33,10 @@ def sources() -> dict[str, str]:
 
 
 def for_the_site(markdown: str, source: str, places: dict[str, str]) -> str:
-    """The text of the page `source` with links that hold in the site; what is inside fences and
-    comments stays.
+    """Return the text of the page `source` with links that hold in the site; what is inside fences
+    and comments stays.
 
-    ValueError for a link or a picture that leads nowhere in the repository.
+    Raises ValueError for a link or a picture that leads nowhere in the repository.
     """
 
     def link(match: re.Match[str]) -> str:

@@ -3,9 +3,8 @@ DistributedFusedAdam.
 
     torchrun --nproc-per-node 2 examples/minimal_apex.py
 
-It needs GPUs, and Apex with its extensions (integrations/apex/README.md); the lines that Apex alone
-would not have are those with zerocast. Masters and moments are sharded; what ranks gather are NVFP4
-bytes.
+It needs GPUs, and Apex with its extensions (integrations/apex/README.md); only the lines with
+zerocast differ from plain Apex. Masters and moments are sharded; ranks gather NVFP4 bytes.
 """
 
 import os
@@ -47,7 +46,7 @@ def train(device: str, steps: int = 200) -> list[float]:
 
 
 def main() -> None:
-    """Train on a GPU a rank."""
+    """Train on one GPU per rank."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     train("cuda")

@@ -3,8 +3,8 @@ torch.
 
     torchrun --nproc-per-node 2 examples/minimal_fsdp2.py
 
-The lines that FSDP2 alone would not have are those with zerocast. Parameters stay FP32, sharded;
-what ranks gather are NVFP4 bytes.
+Only the lines with zerocast differ from plain FSDP2. Parameters stay FP32, sharded; ranks gather
+NVFP4 bytes.
 """
 
 import torch
@@ -18,7 +18,7 @@ import zerocast
 
 
 def main() -> None:
-    """Train on as many processes as torchrun started."""
+    """Train on all processes that torchrun started."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 

@@ -18,7 +18,7 @@ import zerocast
 
 
 def main() -> None:
-    """Train on one process, or on as many as torchrun started."""
+    """Train on one process, or on all that torchrun started."""
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     rank = dist.get_rank() if dist.is_initialized() else 0

@@ -32,7 +32,7 @@ def build_model(config: TrainConfig, device: torch.device) -> GPT:
 
 
 def recipe(name: Format) -> zerocast.Recipe:
-    """The matrices of the blocks in a format, or all in bf16."""
+    """Return the matrices of the blocks in a format, or all in bf16."""
     return zerocast.Recipe({"blocks.*.weight": "identity" if name == "bf16" else name})
 
 

@@ -1,7 +1,8 @@
-"""Checkpoints: the optimizer's FP32 state through torch.distributed.checkpoint, one folder a step.
+"""Checkpoints: the optimizer's FP32 state through torch.distributed.checkpoint, one folder per
+step.
 
-Only masters are saved; loading casts them again. So a run can continue with another number of ranks
-or another weight format, and FSDP2 can continue what ZeRO began, or the reverse.
+Only masters are saved; loading casts them again. So a run can continue with a different number of
+ranks or weight format, and FSDP2 can continue a ZeRO run, or the reverse.
 """
 
 from pathlib import Path

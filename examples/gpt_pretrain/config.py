@@ -57,7 +57,7 @@ class TrainConfig:
     """random: sequences from anywhere. once: no byte of the text is trained on twice."""
     model: GPTConfig = field(default_factory=GPTConfig)
     gemm: Literal["auto", "dequantize", "scaled_mm"] = "auto"
-    """Path of products with quantized weights: auto takes tensor cores if there are any, which
+    """Path of products with quantized weights: auto uses tensor cores if there are any, which
     also quantizes inputs.
     """
     weight_gradients: Literal["nominal", "fp8"] = "nominal"
@@ -88,7 +88,7 @@ class TrainConfig:
     beta2: float = 0.95
     eps: float = 1e-8
     moments: Literal["fp32", "8bit"] = "fp32"
-    """What AdamW keeps its moments in: 8 bytes a parameter, or 2."""
+    """Precision of AdamW's moments: 8 bytes per parameter, or 2."""
     grad_clip: float = 1.0
     """Largest global gradient norm."""
 
@@ -99,7 +99,7 @@ class TrainConfig:
     bucket_size: int = 1 << 20
     """Parameters in one communication bucket."""
     grad_wire: Literal["fp8_1x128"] | None = None
-    """How gradients travel between ranks: as they are added, or as FP8 with one scale for 128."""
+    """How ranks send gradients: in the dtype of the sum, or as FP8 with 128 elements per scale."""
     deterministic: bool = False
     """Repeat bit for bit at the same number of ranks, with any communication library."""
 
@@ -118,11 +118,11 @@ class TrainConfig:
     resume: bool = False
     """Continue from the newest checkpoint in `out`, at any number of ranks."""
     elastic: bool = False
-    """The same, and begin where there is none: for `torchrun --max-restarts`, whose restarts have
-    the arguments of the first start.
+    """Like `resume`, but start from step 0 without a checkpoint: for `torchrun --max-restarts`,
+    whose restarts have the arguments of the first start.
     """
     timeout: float = 1800.0
-    """Seconds after which a collective gives a rank up that has not come."""
+    """Seconds that a collective waits for a rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto is CUDA when there is a GPU for every rank of this host, else CPU."""
 
@@ -136,20 +136,20 @@ class TrainConfig:
         if not self.timeout > 0:
             raise ValueError(f"timeout must be positive, got {self.timeout}")
         if not 0 <= self.late_share <= 1:
-            raise ValueError(f"late_share lies between 0 and 1, got {self.late_share}")
+            raise ValueError(f"late_share must be in [0, 1], got {self.late_share}")
         if self.format == "bf16" and not self.keep_masters:
-            raise ValueError("keep_masters is about quantized weights, and with format bf16 there are none")
+            raise ValueError("keep_masters=False needs a quantized format, got bf16")
         self._check_parallel()
 
     def _check_parallel(self) -> None:
         if self.parallel != "zero" and not self.keep_masters:
-            raise ValueError(f"keep_masters is about the masters of ZeroAdamW, not of {self.parallel}")
+            raise ValueError(f"keep_masters=False needs parallel=zero, got {self.parallel}")
         if self.parallel != "zero" and self.optimizer == "muon":
             raise ValueError(
-                f"muon is ZeroMuon, which shards over all ranks by itself: parallel=zero, not {self.parallel}"
+                f"optimizer=muon needs parallel=zero, got {self.parallel}: ZeroMuon shards over all ranks by itself"
             )
         if self.parallel != "hsdp" and self.shard_ranks:
-            raise ValueError(f"shard_ranks is about the replicas of hsdp, and {self.parallel} has none")
+            raise ValueError(f"shard_ranks needs parallel=hsdp, got {self.parallel}")
 
     @property
     def slices(self) -> int:
@@ -158,7 +158,7 @@ class TrainConfig:
 
     @property
     def moment_dtype(self) -> torch.dtype | Literal["8bit"]:
-        """`moments` as zerocast takes it."""
+        """`moments` as an argument of zerocast."""
         return torch.float32 if self.moments == "fp32" else "8bit"
 
     @property
@@ -172,12 +172,12 @@ class TrainConfig:
         return self.late_format if self.format == "bf16" and self.late_steps else self.format
 
     def format_at(self, step: int) -> Format:
-        """The format of the weights during a step, counted from 0."""
+        """Return the format of the weights during a step, counted from 0."""
         return self.late_format if step >= self.steps - self.late_steps else self.format
 
 
 def options(arguments: Sequence[str] | None = None) -> TrainConfig:
-    """The options of a command line, by default of this process; ends the process with status 2 for
-    those that cannot be.
+    """Return the options of a command line, by default this process's. Invalid options end the
+    process with status 2.
     """
     return tyro.cli(TrainConfig, prog=PROGRAM, args=arguments)

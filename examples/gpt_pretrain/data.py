@@ -4,8 +4,8 @@ runs it.
 Every machine that can run the example has it: some megabytes of real text, with a structure that a
 small model learns in minutes. `--data` takes other files instead. The text is used as bytes.
 
-A batch is a pure function of (seed, step, micro-step, rank). There is no reader whose place must be
-saved: a resumed run sees exactly the batches of the uninterrupted one.
+A batch is a pure function of (seed, step, micro-step, rank). There is no reader whose position must
+be saved: a resumed run sees exactly the batches of the uninterrupted one.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def standard_library_files() -> list[Path]:
 
 
 def read_files(paths: Sequence[Path]) -> bytes:
-    """Read all files in the given order; a folder stands for the files below it, sorted by name."""
+    """Read all files in the given order; a folder means all files below it, sorted by name."""
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     return b"\n".join(file.read_bytes() for file in files if not file.is_dir())
 
@@ -49,7 +49,7 @@ class Batch:
     targets: Tensor
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the same batch on another device."""
+        """Return the same batch on `device`."""
         return Batch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
 
 
@@ -57,7 +57,7 @@ class Corpus:
     """Text as two strings of bytes, one to train on and one to validate on.
 
     Validation takes every twentieth chunk rather than the end of the text: files are sorted by
-    name, and the last are not like the first. The cut depends on the text alone.
+    name, and the last are not like the first. The split depends only on the text.
     """
 
     def __init__(self, text: bytes, context: int) -> None:
@@ -68,7 +68,7 @@ class Corpus:
         for name, side in (("training", train), ("validation", validation)):
             if len(side) <= context:
                 raise ValueError(
-                    f"the {name} text has {len(side)} bytes, too few for context {context}: give more --data"
+                    f"the {name} text has {len(side)} bytes, too few for context {context}: pass more --data"
                 )
         self.context = context
         self._orders: dict[int, list[int]] = {}  # of the windows of `batch_once`, by seed
@@ -88,15 +88,15 @@ class Corpus:
         return self._cut(self.train, [places.randrange(len(self.train) - self.context) for _ in range(sequences)])
 
     def batch_once(self, sequences: int, *, seed: int, index: int) -> Batch:
-        """Cut batch number `index` of a run that sees no byte twice: its own ones of the windows
-        into which the text is cut, in an order that `seed` decides. ValueError past their end.
+        """Return batch number `index` of a run that sees no byte twice: its windows of the text, in
+        an order that `seed` decides. Raises ValueError past the last window.
         """
         order = self._order(seed)
         mine = order[index * sequences : (index + 1) * sequences]
         if len(mine) < sequences:
             raise ValueError(
                 f"{len(self.train):,} bytes of text make {len(order):,} sequences of {self.context}, and batch {index} wants "
-                f"those up to {(index + 1) * sequences:,}: give more --data, or fewer --steps"
+                f"those up to {(index + 1) * sequences:,}: pass more --data, or fewer --steps"
             )
         return self._cut(self.train, mine)
 

@@ -5,9 +5,9 @@ speed. Then kill and resume a short run, and show that its weights have the same
     python -m examples.gpt_pretrain.demo --steps 1000 --lr 1e-3     # other options go to train.py
 
 Each run is torchrun with two ranks on this host, the same seed and the same text. Written to
-`demo_out`: loss.png, results.json and a folder a run with its metrics, TensorBoard files and
-console. On a slow machine all runs get fewer steps, at least 100, and where these take too long,
-fewer sequences a step; said aloud after a few steps. A run is ended for silence only, and the
+`demo_out`: loss.png, results.json and a folder per run with its metrics, TensorBoard files and
+console. On a slow machine all runs get fewer steps, at least 100, and if these take too long, fewer
+sequences per step; this is printed after a few steps. A run is ended only if it is silent, and the
 runs that ended well are shown.
 """
 
@@ -58,7 +58,7 @@ class DemoConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
     def share(self, elapsed: float = 0.0) -> float:
-        """Seconds that the first run may take, so that all fit into what is left."""
+        """Seconds that the first run may take, so that all fit into the time limit."""
         costs = [1.0 if name == "bf16" else QUANTIZED_COST for name in self.formats]
         return START_SECONDS + (self.seconds - elapsed - len(costs) * START_SECONDS) * costs[0] / sum(costs)
 
@@ -67,8 +67,8 @@ class TooSlowError(Exception):
     """The first run will exceed its share of the time.
 
     Attributes:
-        pace: seconds a step.
-        batch_size: sequences a step and rank, as `train.py` takes them.
+        pace: seconds per step.
+        batch_size: sequences per step and rank, the option of `train.py`.
     """
 
     def __init__(self, pace: float, batch_size: int) -> None:
@@ -78,15 +78,16 @@ class TooSlowError(Exception):
 
 
 def affordable_steps(pace: float, seconds: float) -> int:
-    """The steps of a run that takes that long, from its launch to its end."""
+    """Return the number of steps of a run that takes `seconds` from its launch to its end."""
     return int((seconds - START_SECONDS) / pace)
 
 
 def affordable_run(pace: float, batch_size: int, seconds: float) -> tuple[int, int]:
-    """(steps, sequences a step and rank) of a run that takes at most `seconds`.
+    """Return (steps, sequences per step and rank) of a run that takes at most `seconds`.
 
-    A run has at least LEAST_STEPS steps. Sequences are halved until so many fit, and then there are
-    no more: half the sequences take more than half the time. A single one may still take longer.
+    A run has at least LEAST_STEPS steps. Sequences are halved until that many steps fit, and steps
+    are not increased again: half the sequences take more than half the time. A single sequence may
+    still take longer.
     """
     steps = max(affordable_steps(pace, seconds), LEAST_STEPS)
     while batch_size > 1 and affordable_steps(pace, seconds) < LEAST_STEPS:
@@ -107,7 +108,7 @@ def check_pace(records: Sequence[Record], seconds: float) -> None:
 
 
 class Demo:
-    """All runs of the demo, one after the other."""
+    """All runs of the demo, one at a time."""
 
     def __init__(
         self, config: DemoConfig, train_arguments: Sequence[str], progress: Progress, console: Console
@@ -118,7 +119,7 @@ class Demo:
         self._seconds: dict[str, float] = {}
 
     def results(self) -> report.Results | None:
-        """The results of the runs that ended well, None if there are none."""
+        """Return the results of the runs that ended well, None if there are none."""
         return report.collect(self._records, self._seconds) if self._records else None
 
     def run(self) -> None:
@@ -131,7 +132,7 @@ class Demo:
             except TooSlowError as slow:
                 left = self._config.share(time.monotonic() - began)
                 steps, batch_size = affordable_run(slow.pace, slow.batch_size, left)
-                fewer = f" of {batch_size} sequences a rank" if batch_size < slow.batch_size else ""
+                fewer = f" of {batch_size} sequences per rank" if batch_size < slow.batch_size else ""
                 self._console.print(f"slow machine, {slow.pace:.2f} s a step: {steps} steps a run{fewer}")
                 self._arguments += ["--steps", str(steps), "--batch-size", str(batch_size)]
                 records[name], seconds[name] = self._train(name, check_pace_within=None)

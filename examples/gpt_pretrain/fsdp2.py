@@ -1,6 +1,6 @@
 """The GPT under FSDP2, with an optimizer that the training loop calls like a ZeroAdamW.
 
-Quantized weights, update and checkpoints are those of the ZeRO run, so each can continue from the
+Quantized weights, update and checkpoints equal those of the ZeRO run, so each can continue from the
 checkpoints of the other.
 """
 
@@ -31,7 +31,7 @@ def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
     mesh = _mesh(config, device)
     weight_mesh = None
     if "tp" in (mesh.mesh_dim_names or ()):
-        # attention stays whole: the rows of its qkv are not sorted by head
+        # attention stays unsliced: the rows of its qkv are not sorted by head
         for block in model.blocks:
             parallelize_module(block, mesh["tp"], {"mlp.up": ColwiseParallel(), "mlp.down": RowwiseParallel()})
         weight_mesh = mesh["shard", "tp"]._flatten("weight")
@@ -47,7 +47,7 @@ def shard(model: GPT, config: TrainConfig, device: torch.device) -> GPT:
 
 
 def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
-    """The mesh of all ranks: shards, replicas by shards, or shards by slices.
+    """Return the mesh of all ranks: shards, replicas by shards, or shards by slices.
 
     Raises ValueError for a number of ranks that does not divide.
     """
@@ -67,8 +67,8 @@ def _mesh(config: TrainConfig, device: torch.device) -> DeviceMesh:
 def _with_timeout(
     config: TrainConfig, device: torch.device, rows: int, columns: int, names: tuple[str, str]
 ) -> DeviceMesh:
-    """A mesh whose groups give up after `config.timeout`, as the default group does. Those of
-    `init_device_mesh` wait for as long as torch does by default: half an hour over gloo.
+    """Return a mesh whose groups time out after `config.timeout`, like the default group. Groups of
+    `init_device_mesh` have torch's default timeout: half an hour over gloo.
     """
     mesh = torch.arange(dist.get_world_size()).view(rows, columns)
     timeout = timedelta(seconds=config.timeout)
@@ -93,7 +93,7 @@ class Fsdp2AdamW(zerocast.fsdp2.TrainingState):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The present groups, which loading a state replaces."""
+        """The current groups, which loading a state replaces."""
         groups: list[dict[str, Any]] = self._adamw.param_groups
         return groups
 

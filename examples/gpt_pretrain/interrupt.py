@@ -49,7 +49,7 @@ def held() -> Iterator[list[bool]]:
 
 
 def _started_here() -> bool:
-    """True if this process was started as `python -m examples.gpt_pretrain...`."""
+    """Return True if this process was started as `python -m examples.gpt_pretrain...`."""
     return sys.argv[0] == "-m" and sys.orig_argv[-len(sys.argv)].startswith("examples.gpt_pretrain")
 
 

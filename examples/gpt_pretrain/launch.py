@@ -27,9 +27,9 @@ class Run:
     the run.
 
     The console goes to `folder`/console.log. Each rank computes on one thread, so that two ranks
-    share two cores in peace. The rendezvous port is chosen by the system, on the loopback
-    interface. Without `torchrun` it is one process and no process group, which starts sooner.
-    `environment` is added to that of this process.
+    share two cores. The rendezvous port is chosen by the system, on the loopback interface. Without
+    `torchrun` it is one process and no process group, which starts sooner. `environment` is added
+    to the environment of this process.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Run:
         return self.folder / "console.log"
 
     def records(self) -> list[Record]:
-        """Read what the run has logged so far."""
+        """Read the records of the run so far."""
         return read_records(self.folder / "metrics.jsonl")
 
     def is_over(self) -> bool:
-        """Tell whether the run has ended well. Raises RunFailedError if it ended otherwise or
-        has neither logged nor said anything for `timeout` seconds; a slow run may go on.
+        """Return True if the run has ended well. Raises RunFailedError if it failed or has neither
+        logged nor printed anything for `timeout` seconds; a slow run may continue.
         """
         code = self._process.poll()
         if code is None and not self._is_silent():
@@ -75,7 +75,9 @@ class Run:
         raise RunFailedError(f"the run in {self.folder} {reason}; from {self._console}:\n\n{self._last_words()}")
 
     def _is_silent(self) -> bool:
-        """True if neither the console nor the log has grown within the last `timeout` seconds."""
+        """Return True if neither the console nor the log has grown within the last `timeout`
+        seconds.
+        """
         files = (self._console, self.folder / "metrics.jsonl")
         said = [path.stat().st_size if path.exists() else 0 for path in files]
         if said != self._said:
@@ -83,8 +85,8 @@ class Run:
         return time.monotonic() - self._heard > self._timeout
 
     def _last_words(self) -> str:
-        """Give the end of what the ranks said, and which one failed, without the long report
-        that torchrun adds.
+        """Return the last lines that the ranks printed, and which one failed, without the long
+        report that torchrun adds.
         """
         lines = self._console.read_text(errors="replace").splitlines()
         end = next((i + 1 for i, line in enumerate(lines) if "failed (exitcode" in line), len(lines))
@@ -103,7 +105,7 @@ class Run:
 
     def kill(self) -> None:
         """Kill every process of the run, which gets no chance to save anything."""
-        # torchrun may start its ranks in sessions of their own.
+        # torchrun may start its ranks in separate sessions.
         for pid in (*_descendants(self._process.pid), self._process.pid) if not self.has_ended else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -139,7 +141,7 @@ class Run:
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and that these have started."""
+    """Return the processes that a process has started, and their descendants."""
     children = [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]

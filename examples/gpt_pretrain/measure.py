@@ -19,7 +19,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def parameters_as_read(model: nn.Module) -> Iterator[Tensor]:
-    """Yield every parameter as products read it; under FSDP2 modules are gathered one by one."""
+    """Yield every parameter as products read it; under FSDP2 modules are gathered one at a time."""
     sharded: list[tuple[str, Any]] = [(name, m) for name, m in model.named_modules() if isinstance(m, FSDPModule)]
     if not sharded:
         yield from model.parameters()
@@ -53,7 +53,7 @@ def resident_buffers(parameter: Tensor) -> list[Tensor]:
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """The SHA-256 of all bytes that the forward pass reads of the parameters."""
+    """Return the SHA-256 of all bytes that the forward pass reads of the parameters."""
     digest = hashlib.sha256()
     for parameter in parameters_as_read(model):
         for buffer in forward_buffers(parameter):
@@ -64,7 +64,7 @@ def digest_of_weights(model: nn.Module) -> str:
 
 
 def bytes_per_parameter(model: nn.Module) -> dict[str, float]:
-    """The mean bytes a parameter that the forward pass reads, and that are resident."""
+    """Return the mean bytes per parameter that the forward pass reads, and that are resident."""
     count = forward = resident = 0
     for parameter in parameters_as_read(model):
         count += parameter.numel()

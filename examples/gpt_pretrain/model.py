@@ -62,8 +62,8 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear layer whose products are FP32 ones on a CPU without bf16 instructions, where bf16
-    ones are many times slower. Those of quantized weights are so by themselves.
+    """A linear layer that multiplies in FP32 on a CPU without bf16 instructions, where bf16 is many
+    times slower. Quantized weights do this by themselves.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -175,5 +175,5 @@ class GPT(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy in nats a byte, in FP32."""
+        """Return the mean cross-entropy in nats per byte, in FP32."""
         return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())

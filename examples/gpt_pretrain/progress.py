@@ -11,7 +11,7 @@ from examples.gpt_pretrain.run_log import Record
 
 
 class Progress:
-    """One bar for each run, or ten lines for each if the console is no terminal."""
+    """One bar for each run, or ten lines for each if the console is not a terminal."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
@@ -32,7 +32,7 @@ class Progress:
             self._bars.stop()
 
     def start(self, name: str) -> None:
-        """Start the clock of a run, anew if it ran before."""
+        """Start the clock of a run, or restart it."""
         self._bars.reset(self._tasks[name], note="starts")
 
     def update(self, name: str, records: Sequence[Record]) -> None:

@@ -1,5 +1,5 @@
-"""The same bits: of a run that is killed and resumed, and of its checkpoint on another number of
-ranks, shown as digests of the weights side by side.
+"""Proof of equal bits: digests of the weights of an uninterrupted run, of one that is killed and
+resumed, and of its checkpoint on a different number of ranks.
 """
 
 import shutil
@@ -21,8 +21,8 @@ Digests = dict[str, str]
 
 
 def prove(folder: Path, arguments: Sequence[str], ranks: int, timeout: float) -> Digests:
-    """Train a few steps without a break, and again with a kill in the middle. Returns the digests
-    of the final weights by what was done. RunFailedError for a run that failed.
+    """Train a few steps without a break, and again with a kill in the middle. Returns the digest of
+    the final weights of each run, keyed by its description. Raises RunFailedError if a run failed.
     """
     arguments = [*arguments, *ARGUMENTS]
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo
@@ -43,7 +43,7 @@ def prove(folder: Path, arguments: Sequence[str], ranks: int, timeout: float) ->
 
 
 def _digest_of_checkpoint(folder: Path, arguments: Sequence[str]) -> str:
-    """The digest of the weights that this process, a single rank, casts from a checkpoint."""
+    """Return the digest of the weights that this single rank casts from a checkpoint."""
     # They import torch, which the demo itself does not wait for.
     import torch  # noqa: PLC0415
 

@@ -14,7 +14,7 @@ from examples.gpt_pretrain.run_log import Record
 
 BASELINE = "bf16"
 COLORS = ("#555555", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
-# What three seeds of each format gave once (`study/README.md`).
+# The recorded results of three seeds of each format (`study/README.md`).
 STUDY = Path(__file__).with_name("study") / "cpu/results.json"
 STYLES = ("-", "--", ":", "-.", "--", ":")
 Results = dict[str, Any]
@@ -51,12 +51,12 @@ def _run(records: Sequence[Record], seconds: float) -> Record:
 
 
 def curve(records: Sequence[Record], event: str) -> list[tuple[int, float]]:
-    """(step, loss) of every record of one kind."""
+    """Return (step, loss) of every record of one kind."""
     return [(record["step"], record["loss"]) for record in records if record["event"] == event]
 
 
 def table(results: Results) -> Table:
-    """Lay the results out for 80 columns, a row a format."""
+    """Lay the results out for 80 columns, one row per format."""
     title = "{parameters:,} parameters, {ranks} ranks on {device}".format(**results["settings"])
     out = Table(
         title=f"{title}, {results['seconds']:.0f} s in all", caption=_CAPTION, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
@@ -82,7 +82,7 @@ def table(results: Results) -> Table:
 _CAPTION = """\
 Bytes are measured, over all parameters. gathered: a step. resident:
 with copies for the backward pass. forward: read by a forward pass.
-Loss in nats a byte; the gap is between validation losses."""
+Loss in nats per byte; the gap is between validation losses."""
 
 
 def plot(results: Results, path: Path) -> None:
@@ -101,7 +101,7 @@ def _plot_losses(axes: Axes, runs: Mapping[str, Record]) -> None:
         axes.plot(steps, losses, color=color, alpha=0.15, linewidth=0.8)
         axes.plot(steps, smooth(losses), style, color=color, label=name)
         axes.plot(*zip(*run["validation_curve"], strict=True), "o", color=color, fillstyle="none")
-    axes.set(xlabel="step", ylabel="nats a byte", title="training loss, smoothed; circles: validation")
+    axes.set(xlabel="step", ylabel="nats per byte", title="training loss, smoothed; circles: validation")
     axes.legend()
     axes.grid(alpha=0.3)
 
@@ -118,8 +118,8 @@ def _plot_gaps(axes: Axes, runs: Mapping[str, Record]) -> None:
         if name in study["variants"] and name != BASELINE:
             gap, deviation = (study["variants"][name][key] for key in ("gap", "gap_deviation"))
             axes.axhspan(gap - deviation, gap + deviation, color=color, alpha=0.1)
-    title = f"loss minus that of {BASELINE}; circles: validation\nbands: three seeds, {study['dates'][0][:10]}"
-    axes.set(xlabel="step", ylabel="nats a byte", title=title)
+    title = f"loss minus the loss of {BASELINE}; circles: validation\nbands: three seeds, {study['dates'][0][:10]}"
+    axes.set(xlabel="step", ylabel="nats per byte", title=title)
     axes.grid(alpha=0.3)
 
 
@@ -137,7 +137,7 @@ def _plot_bytes(axes: Axes, runs: Mapping[str, Record]) -> None:
     axes.set_yticks([row + 0.4 - height / 2 for row in range(len(kinds))], list(kinds))
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set(xlabel="bytes a parameter", title="measured on buffers and collectives")
+    axes.set(xlabel="bytes per parameter", title="measured on buffers and collectives")
 
 
 def smooth(values: Sequence[float], keep: float = 0.9) -> list[float]:

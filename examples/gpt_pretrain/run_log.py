@@ -1,7 +1,7 @@
 """The log of a run: records in metrics.jsonl, curves in TensorBoard, lines on the console.
 
 Only rank 0 writes. metrics.jsonl is complete: the demo makes its progress bars, table and plot from
-it alone.
+it only.
 """
 
 import json
@@ -25,7 +25,7 @@ class RunLog:
     """The log of one run on rank 0; on other ranks every method does nothing.
 
     A resumed run keeps the records up to the step that it resumes from and rewrites the later ones,
-    in a new file: a rank 0 that stood still meanwhile still holds the old one.
+    in a new file: a stalled rank 0 of the earlier run may still have the old one open.
     """
 
     def __init__(self, folder: Path, *, resumed_at: int, enabled: bool) -> None:

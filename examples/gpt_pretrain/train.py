@@ -5,8 +5,7 @@ CPU or CUDA.
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --checkpoint-every 100
     torchrun --nproc-per-node 2 -m examples.gpt_pretrain.train --format nvfp4 --parallel fsdp2
 
-Quantized training shows in `build.py`, FSDP2 in `fsdp2.py`. The rest is the loop that one would
-write anyway.
+`build.py` shows quantized training, and `fsdp2.py` FSDP2. The rest is an ordinary training loop.
 """
 
 import dataclasses
@@ -44,8 +43,8 @@ FINAL_WINDOW = 20  # training losses whose mean is the final loss; that of a sin
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Warm up linearly, then follow half a cosine down to `lr * min_lr_ratio`. Needs the step
-    alone, so it resumes.
+    """Warm up linearly, then follow half a cosine down to `lr * min_lr_ratio`. A function of the
+    step only, so a run can be resumed.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -136,7 +135,7 @@ class Trainer:
         return self._summarize()
 
     def _switch(self) -> None:
-        """Go on in the late format, from the same masters."""
+        """Continue in the late format, from the same masters."""
         switch(self.model, self.config, self.step)
         self._make_meter()
 
@@ -253,12 +252,12 @@ def make_deterministic() -> None:
 
 
 class CannotBeginError(ValueError):
-    """What the options ask for is not there, or cannot be."""
+    """The options are invalid on this machine, or for this text or checkpoint."""
 
 
 @contextmanager
 def beginning() -> Iterator[None]:
-    """Raise CannotBeginError for what is wrong before the first step."""
+    """Raise CannotBeginError for errors before the first step."""
     try:
         yield
     except (OSError, ValueError) as error:

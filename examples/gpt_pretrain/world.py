@@ -19,9 +19,9 @@ class World:
 
     @classmethod
     def join(cls, device: str, timeout: float = 1800.0) -> "World":
-        """Join the ranks that torchrun started, over NCCL for CUDA or gloo; without torchrun,
-        stay alone. A collective waits `timeout` seconds for a rank. ValueError where CUDA is asked
-        for and there are fewer GPUs than ranks.
+        """Join the ranks that torchrun started, over NCCL for CUDA or gloo; without torchrun, use
+        one process. A collective waits `timeout` seconds for a rank. Raises ValueError where CUDA
+        is asked for and there are fewer GPUs than ranks.
         """
         rank, size, local_rank, local_size = (
             int(os.environ.get(name, default))
@@ -30,7 +30,7 @@ class World:
         has_gpus = torch.cuda.device_count() >= local_size
         if device == "cuda" and not has_gpus:
             raise ValueError(
-                f"--device cuda wants a GPU for each of {local_size} ranks here, torch {torch.__version__} finds "
+                f"--device cuda needs a GPU for each of the {local_size} ranks of this machine, torch {torch.__version__} finds "
                 f"{torch.cuda.device_count()}"
             )
         use_cuda = device != "cpu" and has_gpus

@@ -1,7 +1,7 @@
 """GPT pre-training on megatron-core's own model, DistributedDataParallel and DistributedOptimizer,
 with quantized weights.
 
-    torchrun --nproc-per-node 8 -m examples.megatron.pretrain_gpt --format nvfp4  # a GPU a rank
+    torchrun --nproc-per-node 8 -m examples.megatron.pretrain_gpt --format nvfp4  # one GPU per rank
     torchrun --nproc-per-node 2 -m examples.megatron.pretrain_gpt --format nvfp4 --cpu
 
 The text is drawn from a first-order Markov chain, so that there is something to learn and nothing
@@ -31,7 +31,7 @@ VOCABULARY = 64
 
 
 def arguments() -> argparse.Namespace:
-    """The command line: what to train, where and for how long."""
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--format", default="nvfp4", help="fp8_current, fp8_block, nvfp4, or bf16 for none")
     parser.add_argument("--layers", type=int, default=2)
@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument(
-        "--overlap", action="store_true", help="reduce gradients and gather weights beside the computation"
+        "--overlap", action="store_true", help="overlap gradient reduction and weight gathers with computation"
     )
     parser.add_argument("--cpu", action="store_true", help="gloo and the CPU, by the stand-ins of tests/megatron")
     return parser.parse_args()
@@ -67,7 +67,7 @@ def ranks(cpu: bool) -> Iterator[torch.device]:
 
 
 def build(args: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:
-    """(DistributedDataParallel, optimizer) over a model whose attention and MLP weights are
+    """Return (DistributedDataParallel, optimizer) over a model whose attention and MLP weights are
     quantized.
     """
     config = TransformerConfig(
@@ -118,7 +118,7 @@ def text(args: argparse.Namespace, step: int, device: torch.device) -> Tensor:
 
 
 def train(args: argparse.Namespace, device: torch.device) -> list[float]:
-    """The loss of each step, the mean over all ranks."""
+    """Return the loss of each step, the mean over all ranks."""
     torch.manual_seed(1)
     ddp, optimizer = build(args, device)
     positions = torch.arange(args.sequence, device=device).expand(args.batch, -1)

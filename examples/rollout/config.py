@@ -10,7 +10,7 @@ class RolloutConfig:
     """A trainer and a generator on the CPU."""
 
     format: Literal["fp8_block", "nvfp4"] = "fp8_block"
-    """What the trainer computes with, and the generator in the first run."""
+    """The weight format of the trainer, and of the generator in the first run."""
     steps: int = 60
     """Steps, each with a refit before."""
     batch_size: int = 64
@@ -20,7 +20,7 @@ class RolloutConfig:
     seed: int = 1
     """Of the answers that are drawn."""
     requantize: bool = False
-    """The control alone: send bf16 weights, which are quantized again by another rule."""
+    """Run only the control: send bf16 weights, which are quantized again by a different rule."""
     vllm: Path = Path("build/hosts/vllm/bin/python")
     """The Python of an environment with vLLM. Where there is none, transformers generate."""
     plot: Path | None = None

@@ -1,4 +1,4 @@
-"""The generator with vLLM: a server in an environment of its own, which the plugin refits.
+"""The generator with vLLM: a server in its own environment, which the plugin refits.
 
 In the control it is a server of bf16 weights, which are quantized again and reloaded from a folder.
 """
@@ -33,7 +33,7 @@ class Engine:
     """The generator as its trainer sees it. `close` ends it.
 
     Attributes:
-        passes: what its distributions over answers are computed by.
+        passes: names of the passes that compute its distributions over answers.
     """
 
     def __init__(self, model: Any, group: Any, config: RolloutConfig, folder: Path) -> None:
@@ -49,7 +49,7 @@ class Engine:
         self._engine: EngineSender | None = None
 
     def refit(self) -> int:
-        """Send all weights, later what changed. Returns the bytes that were sent."""
+        """Send all weights, later only changes. Returns the number of bytes that were sent."""
         if not self._config.requantize:
             self._engine = self._engine or EngineSender(self._sender, self._client, self._folder)
             self._engine.refit()
@@ -68,8 +68,8 @@ class Engine:
         return sum(value.nbytes for value in values.values())
 
     def sample(self, step: int) -> tuple[Tensor, Tensor]:
-        """(sequences, i64 `[count, 5]`; the log-probabilities of their answers, f32 `[1, count,
-        tokens]`).
+        """Return (sequences, i64 `[count, 5]`; the log-probabilities of their answers, f32 `[1,
+        count, tokens]`).
         """
         prompts = toy.prompts(step, self._config.batch_size)
         answers, logits = self._server.complete(prompts.tolist())
@@ -110,8 +110,8 @@ class Server:
             )
         try:
             self._wait()
-            # vLLM's attention takes AMX for granted, which larger products than those of one of our
-            # prompts prepare. Without it the first request would be an illegal instruction.
+            # vLLM's attention assumes that AMX is initialized, which only products larger than
+            # those of our prompts do. Without it the first request would be an illegal instruction.
             self.complete([[0] * 12])
         except BaseException:
             self.close()
@@ -129,7 +129,9 @@ class Server:
         raise RuntimeError(f"vLLM did not start:\n{self._log.read_text()[-3000:]}")
 
     def complete(self, prompts: list[list[int]]) -> tuple[list[int], list[list[float]]]:
-        """A token after each prompt, and the log-probabilities of all that it was drawn from."""
+        """Return a token after each prompt, and the log-probabilities of all that it was drawn
+        from.
+        """
         names = [f"token_id:{token}" for token in range(toy.VOCABULARY)]
         asked = {"model": NAME, "prompt": prompts, "max_tokens": 1, "logprobs": toy.VOCABULARY}
         form = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -138,7 +140,7 @@ class Server:
         return [choice["token_ids"][0] for choice in choices], [[each[name] for name in names] for each in found]
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The answer of a route."""
+        """Return the answer of a route."""
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{self.url}/{path}", json.dumps(body).encode(), headers)  # noqa: S310
         with urllib.request.urlopen(request, timeout=300) as response:  # noqa: S310
@@ -151,5 +153,5 @@ class Server:
 
 
 def has_product(fmt: str) -> bool:
-    """True if vLLM has a product of weights of a format on this CPU."""
+    """Return True if vLLM has a product of weights of a format on this CPU."""
     return fmt == "fp8_block" and "amx_tile" in Path("/proc/cpuinfo").read_text()

@@ -1,7 +1,7 @@
 """The generator without vLLM: a plain model of transformers in another process.
 
 It samples answers, and holds either the trainer's own bytes, or bf16 weights that it has quantized
-by a rule of its own.
+by its own rule.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ class Peer:
     """The generator as its trainer sees it.
 
     Attributes:
-        passes: what its distributions over answers are computed by.
+        passes: names of the passes that compute its distributions over answers.
     """
 
     passes: tuple[str, ...] = ("same pass", "decoding")
@@ -31,7 +31,7 @@ class Peer:
         self._sender = Sender(model, "bf16" if config.requantize else toy.NAMINGS[config.format], group=group)
 
     def refit(self) -> int:
-        """Send all weights, later what changed. Returns the bytes that were sent."""
+        """Send all weights, later only changes. Returns the number of bytes that were sent."""
         sender, nbytes = self._sender, 0
         for message in sender.named_deltas(since=sender.refit) if sender.refit else sender.named_tensors():
             nbytes += message.nbytes
@@ -39,7 +39,9 @@ class Peer:
         return nbytes
 
     def sample(self, step: int) -> tuple[Tensor, Tensor]:
-        """(sequences, i64 `[count, 5]`; the logits of their answers, f32 `[2, count, tokens]`)."""
+        """Return (sequences, i64 `[count, 5]`; the logits of their answers, f32 `[2, count,
+        tokens]`).
+        """
         sequences = torch.zeros(self._config.batch_size, 5, dtype=torch.int64)
         logits = torch.zeros(len(self.passes), self._config.batch_size, toy.VOCABULARY)
         dist.recv(sequences, GENERATOR)
@@ -47,7 +49,7 @@ class Peer:
         return sequences, logits
 
     def close(self) -> None:
-        """Nothing: the other process ends after as many steps."""
+        """Do nothing: the other process ends after the same number of steps."""
 
 
 def run(config: RolloutConfig) -> None:
@@ -67,8 +69,8 @@ def run(config: RolloutConfig) -> None:
 
 @torch.no_grad()
 def sample(model: nn.Module, prompts: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """(prompts with an answer, the logits that it was drawn from): decoding with a cache, as
-    engines do, whose sums are added in another order than those of a whole forward pass.
+    """Return (prompts with an answer, the logits that it was drawn from): decoding with a cache, as
+    engines do, which adds in a different order than a forward pass over full sequences.
     """
     before = model(prompts[:, :-1], use_cache=True)
     logits = model(prompts[:, -1:], past_key_values=before.past_key_values).logits[:, -1].float()

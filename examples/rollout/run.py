@@ -3,9 +3,9 @@
     python -m examples.rollout.run --format nvfp4
 
 On the CPU: a trainer, and a generator that is refitted before every step. First with the trainer's
-bytes, by what changed since the step before; then, as a control, with bf16 weights that are
-quantized again by another rule. vLLM generates where `make vllm` has built its
-environment, else a model of transformers.
+bytes, as changes since the previous step; then, as a control, with bf16 weights that are quantized
+again by a different rule. vLLM generates where `make vllm` has built its environment, else a model
+of transformers.
 """
 
 import sys
@@ -26,7 +26,7 @@ from examples.rollout.config import RolloutConfig
 
 
 def run(config: RolloutConfig) -> list[trainer.Step]:
-    """The steps of one run, whose generator is another process."""
+    """Return the steps of one run, whose generator is a second process."""
     with tempfile.TemporaryDirectory() as folder:
         if config.vllm.is_file():
             return trainer.run(config, partial(engine.Engine, folder=Path(folder)))
@@ -55,7 +55,7 @@ def _join(rank: int, store: str) -> None:
 
 
 def show(name: str, steps: Sequence[trainer.Step]) -> None:
-    """A line for the first and every tenth step."""
+    """Print a line for the first and every tenth step."""
     heads = ["step", "reward", *(f"KL, {each}" for each in steps[0].kl), "most of |dlog p|", "refit, of full"]
     print(f"\n{name}\n{'  '.join(heads)}")
     for number, step in enumerate(steps):
@@ -85,7 +85,7 @@ def plot(runs: dict[str, list[trainer.Step]], path: Path) -> None:
 
 
 def main(config: RolloutConfig) -> None:
-    """Both runs, or the control alone."""
+    """Run both runs, or only the control."""
     has_vllm = config.vllm.is_file()
     print("vLLM generates" if has_vllm else f"transformers generate, since there is no {config.vllm} (make vllm)")
     names = {False: f"the trainer's own {config.format} bytes", True: "bf16 weights, quantized again"}

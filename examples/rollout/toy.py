@@ -17,12 +17,12 @@ RECIPES = {
     "fp8_block": zerocast.Recipe({f"*{QUANTIZED}": "fp8_block"}),
     "nvfp4": zerocast.Recipe({f"*{QUANTIZED}": "nvfp4"}, share_amax="llama"),
 }
-NAMINGS = {"fp8_block": "deepseek", "nvfp4": "compressed-tensors"}  # what engines call the stored tensors
+NAMINGS = {"fp8_block": "deepseek", "nvfp4": "compressed-tensors"}  # names of stored tensors, by engine
 
 
 def build() -> Any:
-    """A model of transformers in bf16; its buffers, in which rotary embeddings keep frequencies,
-    stay FP32.
+    """Return a model of transformers in bf16; its buffers, in which rotary embeddings keep
+    frequencies, stay FP32.
     """
     import transformers  # noqa: PLC0415
 
@@ -41,8 +41,8 @@ def build() -> Any:
         parameter.data = parameter.data.bfloat16()
     for module in model.modules():
         if type(module) is nn.Linear:
-            # plain weights are then multiplied as quantized ones are, also on a CPU without bf16
-            # instructions: what the generator computes is what the trainer computes
+            # plain weights are then multiplied like quantized ones, also on a CPU without bf16
+            # instructions, so that generator and trainer compute the same values
             module.__class__ = Linear
     return model
 
@@ -56,19 +56,23 @@ def prompts(step: int, count: int) -> Tensor:
 
 
 def reward(sequences: Tensor) -> Tensor:
-    """1 where the token after the prompt is the last digit of the sum, else 0; f32 `[count]`."""
+    """Return 1 where the token after the prompt is the last digit of the sum, else 0; f32
+    `[count]`.
+    """
     return (sequences[:, 4] == (sequences[:, 0] + sequences[:, 2]) % DIGITS).float()
 
 
 def answer_logits(model: nn.Module, sequences: Tensor) -> Tensor:
-    """The logits of the answer in one forward pass over whole sequences, f32 `[count, tokens]`."""
+    """Return the logits of the answer in one forward pass over full sequences, f32 `[count,
+    tokens]`.
+    """
     logits: Tensor = model(sequences).logits
     return logits[:, 3].float()
 
 
 def requantized(value: Tensor) -> Tensor:
-    """What an engine makes of bf16 weights by itself: FP8 with an FP32 scale for each row, where
-    the trainer computes with blocks.
+    """Quantize bf16 weights like an engine by itself: FP8 with an FP32 scale per row, where the
+    trainer uses blocks.
     """
     scale = (value.float().abs().amax(1, keepdim=True) / 448.0).clamp(min=1e-12)
     codes = (value.float() / scale).to(torch.float8_e4m3fn)

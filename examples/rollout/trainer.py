@@ -1,6 +1,7 @@
 """The trainer: REINFORCE over a ZeroAdamW, which refits the generator before every step.
 
-Beside the loss it notes how far the generator's distribution over answers is from its own.
+In addition to the loss it records how far the generator's distribution over answers is from its
+own.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,10 @@ from examples.rollout.config import RolloutConfig
 
 
 class Generator(Protocol):
-    """What answers, with the weights of the trainer.
+    """The generator of answers, with the weights of the trainer.
 
     Attributes:
-        passes: what its distributions over answers are computed by.
+        passes: names of the passes that compute its distributions over answers.
     """
 
     passes: tuple[str, ...]
@@ -29,7 +30,9 @@ class Generator(Protocol):
         ...
 
     def sample(self, step: int) -> tuple[Tensor, Tensor]:
-        """(sequences, i64 `[count, 5]`; logits of their answers, f32 `[passes, count, tokens]`)."""
+        """Return (sequences, i64 `[count, 5]`; logits of their answers, f32 `[passes, count,
+        tokens]`).
+        """
         ...
 
     def close(self) -> None:
@@ -85,7 +88,7 @@ def run(config: RolloutConfig, made: Callable[[Any, Any, RolloutConfig], Generat
 
 @torch.no_grad()
 def compared(ours: Tensor, theirs: Tensor) -> tuple[list[float], float]:
-    """(mean KL divergence of each of the generator's passes from the trainer's, the largest
+    """Return (mean KL divergence of each of the generator's passes from the trainer's, the largest
     difference of a log-probability in the first), in FP64.
     """
     p, q = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)

@@ -1,7 +1,7 @@
-"""Stand-ins for vLLM's products of quantized weights, of which it has none on most CPUs.
+"""Stand-ins for vLLM's products of quantized weights, which it does not support on most CPUs.
 
-They dequantize what vLLM's loaders leave in a layer, and multiply in bf16. Everything before a
-product is vLLM's own. As a plugin of vLLM (`vllm_site`) every process has them.
+They dequantize the parameters that vLLM's loaders leave in a layer, and multiply in bf16.
+Everything before a product is vLLM's own. As a plugin of vLLM (`vllm_site`) every process has them.
 """
 
 import os
@@ -17,8 +17,8 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def spread(scales: Tensor, shape: torch.Size) -> Tensor:
-    """Scales of equal blocks, or of all, over the elements of a matrix, f32 `shape`. Those of one
-    byte are biased exponents.
+    """Return the scales of equal blocks, or one scale, expanded to the elements of a matrix, f32
+    `shape`. Scales of one byte are biased exponents.
     """
     scales = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
     scales = scales.reshape(scales.shape[0], -1) if scales.dim() > 1 else scales.reshape(-1, 1)
@@ -28,12 +28,12 @@ def spread(scales: Tensor, shape: torch.Size) -> Tensor:
 
 
 def flipped(codes: Tensor) -> Tensor:
-    """A matrix of bytes from its last row and column to the first."""
+    """Return a matrix of bytes from its last row and column to the first."""
     return codes.view(torch.uint8).flip(0, 1).view(codes.dtype)
 
 
 def decoded(layer: nn.Module) -> Tensor:
-    """The matrix [out, in] that the parameters of a layer stand for."""
+    """Return the matrix [out, in] that the parameters of a layer represent."""
     weight: Any = getattr(layer, "weight", None)
     weight = layer.weight_packed if weight is None else weight
     weight = flipped(weight.data) if getattr(layer, "is_packed", False) else weight
@@ -54,9 +54,7 @@ def decoded(layer: nn.Module) -> Tensor:
 
 
 class Dequantizing(NvFp4LinearKernel):  # a kernel as vLLM knows one
-    """In the place of each kernel of quantized products. It reads weights where they were
-    loaded.
-    """
+    """Replaces each kernel of quantized products. It reads the loaded weights in place."""
 
     layers: ClassVar[list[nn.Module]] = []
 
@@ -79,7 +77,7 @@ class Dequantizing(NvFp4LinearKernel):  # a kernel as vLLM knows one
         self.layers.append(layer)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """The product with the decoded matrix, as the dtype of `x`."""
+        """Return the product with the decoded matrix, as the dtype of `x`."""
         return nn.functional.linear(x, decoded(layer).to(x.dtype), bias)
 
 
@@ -103,23 +101,23 @@ class Buffering(Packing):
     """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """The same, with a copy of the codes."""
+        """Like the base class, with a copy of the codes."""
         super().process_weights_after_loading(layer)
         layer.register_buffer("codes", layer.weight.data.clone(), persistent=False)
 
 
 def use(kernel: type[Dequantizing]) -> None:
-    """Put a stand-in in the place of all kernels."""
+    """Replace all kernels by a stand-in."""
     for name, table in vars(linear).items():
         if name.startswith("_POSSIBLE_"):
             table[PlatformEnum.CPU] = [kernel]
-    # Weights alone are given it without a choice.
+    # vLLM always uses this kernel for weight-only formats.
     linear.MarlinNvFp4LinearKernel = kernel
 
 
 def register() -> None:
-    """The plugin: the stand-in that ZEROCAST_STAND_IN names, known to the refits of zerocast as
-    what it is.
+    """Register the stand-in that ZEROCAST_STAND_IN names, and its memory layout for refits of
+    zerocast.
     """
     from zerocast.integrations.vllm import layers  # noqa: PLC0415, since `use` needs no zerocast
 

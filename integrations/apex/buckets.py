@@ -13,7 +13,9 @@ from zerocast.distributed.group import Group
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.weight.validity import Validity
 
-ADVICE = "masters that were written by hand are taken over by optimizer.refresh(), loaded ones by optimizer.load_state_dict(...)"
+ADVICE = (
+    "masters that were written by hand are cast by optimizer.refresh(), loaded ones by optimizer.load_state_dict(...)"
+)
 
 
 class QuantizedBucket:
@@ -35,7 +37,9 @@ class QuantizedBucket:
         self._packed: Tensor | None = None
 
     def all_gather_tensors(self) -> tuple[Tensor, Tensor]:
-        """The input and the output of an all-gather: this rank's part, a view, and all parts."""
+        """Return the input and the output of an all-gather: this rank's part, a view, and all
+        parts.
+        """
         flats, ranks, rank = self.bytes.flats, self._group.size, self._group.rank
         if len(flats) == 1:
             return flats[0].view(ranks, -1)[rank], flats[0]
@@ -55,7 +59,7 @@ class QuantizedBucket:
             self._packed = None
 
     def _parts(self) -> list[Tensor]:
-        """The bytes of each flat buffer, uint8 `[ranks, bytes]`."""
+        """Return the bytes of each flat buffer, uint8 `[ranks, bytes]`."""
         return [flat.view(torch.uint8).view(self._group.size, -1) for flat in self.bytes.flats]
 
 
@@ -99,7 +103,7 @@ class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
         )
 
     def prepare(self) -> None:
-        """Move weights that were given other storage back into their bucket."""
+        """Move weights that were given a different storage back into their bucket."""
         for bucket in self.values():
             bucket.bytes.foreign_writes.reclaim()
 

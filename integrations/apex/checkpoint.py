@@ -30,7 +30,7 @@ class PlainZeros(TorchFunctionMode):
 
 
 def check_format(state_dict_format: int | None) -> None:
-    """ValueError for the deprecated first format.
+    """Raise ValueError for the deprecated first format.
 
     It replaces the buckets that weights are cast from.
     """
@@ -39,7 +39,7 @@ def check_format(state_dict_format: int | None) -> None:
 
 
 def _format_of(state_dict: Mapping[str, Any]) -> int | None:
-    """The format of a state dict, by the same test as Apex's.
+    """Return the format of a state dict, by the same test as Apex's.
 
     The first format has no entry "format".
     """
@@ -50,7 +50,7 @@ def _format_of(state_dict: Mapping[str, Any]) -> int | None:
 
 
 def problem_of(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]) -> Exception | None:
-    """The error if a state does not fit these parameters, or None.
+    """Return the error if a state does not fit these parameters, or None.
 
     Apex would only notice after it has overwritten some of them.
     """
@@ -73,13 +73,15 @@ def _check_entries(state_dict: Mapping[str, Any], param_groups: Sequence[Mapping
     for key, parameter in zip(keys, parameters, strict=True):
         shapes = {name: tuple(state_dict["state"][key][name].shape) for name in MASTER_AND_MOMENTS}
         if any(shape != tuple(parameter.shape) for shape in shapes.values()):
-            raise ValueError(f"parameter {key} has shapes {shapes} in the state and {tuple(parameter.shape)} here")
+            raise ValueError(
+                f"parameter {key} has shapes {shapes} in the state and {tuple(parameter.shape)} in this optimizer"
+            )
 
 
 def add_delayed(state: Mapping[Any, Any], delayed: DelayedScaling, keys: Mapping[str, Any]) -> None:
     """Add CPU copies of delayed scaling to the state entry of each weight.
 
-    `keys` are the keys of Apex's state by the name of the weight.
+    `keys` maps the name of a weight to its key in Apex's state.
     """
     for name, tensors in delayed.state_dict().items():
         state[keys[name]].update({field: tensor.detach().cpu().clone() for field, tensor in tensors.items()})

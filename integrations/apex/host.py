@@ -50,8 +50,9 @@ _OF_AN_OPTIMIZER = (
 def optimizer_class() -> Any:
     """Apex's DistributedFusedAdam.
 
-    ImportError if there is no Apex, another project of that name, or one without its compiled
-    extensions; RuntimeError that names what is missing if the class has another shape.
+    Raises ImportError if Apex is missing, a different project of that name is installed, or its
+    compiled extensions are missing; RuntimeError with the missing names if the class has an
+    unsupported API.
     """
     spec = importlib.util.find_spec("apex")
     if spec is None:
@@ -67,24 +68,24 @@ def optimizer_class() -> Any:
         kind = getattr(importlib.import_module(MODULE), "DistributedFusedAdam", None)
     except ImportError as error:
         raise ImportError(
-            f"{MODULE} is there and cannot be imported: {error}. Build Apex with the extensions amp_C and distributed_adam_cuda"
+            f"{MODULE} is installed and cannot be imported: {error}. Build Apex with the extensions amp_C and distributed_adam_cuda"
         ) from error
     if kind is None:
-        raise RuntimeError(f"{MODULE} has no DistributedFusedAdam: this Apex has another shape")
+        raise RuntimeError(f"{MODULE} has no DistributedFusedAdam: this Apex has an API that zerocast does not support")
     require(kind, _OF_THE_CLASS)
     return kind
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """RuntimeError unless an optimizer has the attributes that are read and set here."""
+    """Raise RuntimeError unless an optimizer has the attributes that are read and set here."""
     require(optimizer, _OF_AN_OPTIMIZER)
 
 
 def require(owner: Any, names: Iterable[str]) -> None:
-    """RuntimeError that names what is missing, unless `owner` has all of `names`."""
+    """Raise RuntimeError with the missing names, unless `owner` has all of `names`."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(
-            f"DistributedFusedAdam has no {', '.join(missing)}: this Apex has another shape than the one that zerocast knows, "
-            "of July 2026"
+            f"DistributedFusedAdam has no {', '.join(missing)}: this Apex has an API that zerocast does not support (supported: "
+            "July 2026)"
         )

@@ -35,15 +35,15 @@ _Host: Any = host.optimizer_class()
 class DistributedFusedAdam(_Host):  # type: ignore[misc]
     """Apex's ZeRO-2 Adam for models whose weights `zerocast.quantize_` has replaced.
 
-    It takes what Apex's class takes: `model.named_parameters()`, or parameters alone, all of them
-    trainable. Rank 0's initial values, before quantization, become the masters on all ranks. After
-    a step the weights have the bytes of the unsharded cast on all ranks. Apex updates and gathers
-    plain parameters by itself.
+    It accepts the arguments of Apex's class: `model.named_parameters()`, or only parameters, all of
+    them trainable. Rank 0's initial values, before quantization, become the masters on all ranks.
+    After a step the weights have the bytes of the unsharded cast on all ranks. Apex updates and
+    gathers plain parameters by itself.
 
     Raises, on every rank if on any: ValueError for options that are not supported, with the reason,
     for a parameter that is listed twice and for a quantized weight that is not trained; TypeError
-    for a parameter of a class that zerocast does not know; RuntimeError for a weight that has an
-    owner, and for an Apex of another shape.
+    for a parameter of an unsupported class; RuntimeError for a weight that has an owner, and for an
+    Apex with an unsupported API.
     """
 
     # Attributes of Apex's class: the alignment of parameters and the size of a rank's part of a
@@ -82,8 +82,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         self._driver.refresh()
 
     def param_sync(self) -> None:
-        """Do nothing, since a step ends with its gather. RuntimeError after a step that raised
-        half-way.
+        """Do nothing, since a step ends with its gather. Raises RuntimeError after a step that
+        failed partway.
         """
         if self._is_built:
             self._plan.validity.check(Use.STEP)
@@ -93,7 +93,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def grad_norm(self, *args: Any, **options: Any) -> Tensor:
         """Apex's norm of all gradients, for clipping and loss scaling.
 
-        RuntimeError after a step that failed partway.
+        Raises RuntimeError after a step that failed partway.
         """
         self._plan.validity.check(Use.REDUCE)
         norm: Tensor = super().grad_norm(*args, **options)
@@ -102,8 +102,8 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def state_dict(self, *, state_dict_format: int | None = None, gather_on_root: bool | None = None) -> Any:
         """Apex's state dict with full FP32 masters, moments and the state of delayed scaling.
 
-        It is the same on every rank. Collective. RuntimeError if the masters of the last cast were
-        NaN or Inf, and after a step that failed partway.
+        It is the same on every rank. Collective. Raises RuntimeError if the masters of the last
+        cast were NaN or Inf, and after a step that failed partway.
         """
         self._plan.validity.check(Use.SAVE)
         checkpoint.check_format(state_dict_format)
@@ -118,9 +118,9 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         its masters. Collective.
 
         Plain parameters are loaded with the model. After a step that failed partway this makes the
-        optimizer usable again, and drops the gradients of that step. ValueError, with nothing
-        changed, for the deprecated first format, for another number of parameters and for other
-        shapes.
+        optimizer usable again, and drops the gradients of that step. Raises ValueError, with
+        nothing changed, for the deprecated first format, for a wrong number of parameters and for
+        wrong shapes.
         """
         problem = checkpoint.problem_of(state_dict, self.param_groups)
         validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
@@ -132,22 +132,24 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             self._driver.refresh()
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """The masters of the quantized weights, for `zerocast.verify`."""
+        """Return the masters of the quantized weights, for `zerocast.verify`."""
         return tuple(self._driver.master_views())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group in the constructor. RuntimeError later, since buckets are laid out once."""
+        """Add a group in the constructor. Raises RuntimeError later, since buckets are laid out
+        once.
+        """
         if self._is_built:
             raise RuntimeError(
-                "this optimizer cannot take more parameters: build a new one and load the state of this one"
+                "parameters cannot be added to this optimizer: build a new one and load the state of this one"
             )
         super().add_param_group(param_group)
 
     def _broadcast_params(self) -> None:
         """Validate the parameters, then broadcast the plain ones. Apex's constructor calls it.
 
-        It is the first collective of the constructor, and so the place where all ranks can raise
-        together. The values of quantized weights are broadcast one by one, in `_init_param_state`.
+        It is the first collective of the constructor, so all ranks can raise together in it. The
+        values of quantized weights are broadcast one at a time, in `_init_param_state`.
         """
         host.check_optimizer(self)
         named = [(name, parameter) for _, name, parameter in self._named()]
@@ -204,7 +206,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
     def _lay_out(self, bucket: Bucket) -> int:
         """Let Apex make a bucket with the layout of `bucket`. Returns Apex's number for it.
 
-        RuntimeError if the layouts differ: the cast would write to the wrong elements.
+        Raises RuntimeError if the layouts differ: the cast would write to the wrong elements.
         """
         index = len(self.state["buckets"])
         with self._layout(bucket.shard_numel):
@@ -216,7 +218,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         if actual != expected or sizes != [bucket.shard_numel]:
             raise RuntimeError(
                 f"DistributedFusedAdam laid a bucket of shards of {bucket.shard_numel} elements out as {sizes}, its weights at "
-                f"{actual[:4]} and not {expected[:4]}: this Apex has another layout than the one that zerocast knows"
+                f"{actual[:4]} and not {expected[:4]}: this Apex has a layout that zerocast does not support"
             )
         return index
 
@@ -234,13 +236,13 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
             self.alignment, self.default_shard_size = before
 
     def _named(self) -> Iterator[tuple[int, str, Tensor]]:
-        """(group, name, parameter) in order. Without names they are called `group.position`."""
+        """Yield (group, name, parameter) in order. A name defaults to `group.position`."""
         for index, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"{index}.{position}" for position in range(len(group["params"]))]
             yield from ((index, name, parameter) for name, parameter in zip(names, group["params"], strict=True))
 
     def _keys(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a state dict by the names of the parameters."""
+        """Return a dict from name of a parameter to its key in a state dict."""
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         return {name: key for (_, name, _), key in zip(self._named(), keys, strict=True)}
 

@@ -20,9 +20,9 @@ from zerocast.optim import full_state_dict
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _FOLDER = "zerocast"
-# What to do with a URL in place of a folder.
+# The remedy for a URL in place of a folder.
 CHECKPOINTS = "save with zerocast.optim.Checkpoints(url), or copy the folder once it is written"
-# What accelerate would shard models with.
+# The plugins with which accelerate would shard models.
 SHARDED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
@@ -31,16 +31,16 @@ class Accelerator(accelerate.Accelerator):
 
     ZeroAdamW averages gradients over the ranks and gathers weights, so DistributedDataParallel must
     not. The rest of accelerate stays: data loaders, `accumulate`, `clip_grad_norm_`, `autocast`,
-    schedulers, trackers, `save_state` and `load_state`. Models without QuantizedWeights and other
-    optimizers are prepared as ever.
+    schedulers, trackers, `save_state` and `load_state`. Models without QuantizedWeights and all
+    other optimizers are prepared as by accelerate.
 
     Args:
         fsdp2_recipe: with accelerate configured for `fsdp_version: 2`, the formats in which FSDP2
             gathers the weights of the model that is prepared (`zerocast.fsdp2.prepare`). The model
             is not quantized beforehand, and the optimizer is any of torch, or
-            `zerocast.fsdp2.FusedAdamW`. ValueError without that configuration, and with
-            `cpu_ram_efficient_loading`, which makes other parameters.
-        args, kwargs: those of accelerate's.
+            `zerocast.fsdp2.FusedAdamW`. Raises ValueError without that configuration, and with
+            `cpu_ram_efficient_loading`, which replaces the parameters.
+        args, kwargs: the arguments of accelerate's Accelerator.
     """
 
     # True if `check_owners` has passed since the last model or optimizer was prepared.
@@ -53,25 +53,25 @@ class Accelerator(accelerate.Accelerator):
             return
         if not self.is_fsdp2:
             raise ValueError(
-                f"fsdp2_recipe is for accelerate configured with fsdp_version: 2, here it is for {self.distributed_type.value}: "
-                "call zerocast.quantize_ and give the parameters to ZeroAdamW"
+                f"fsdp2_recipe needs accelerate configured with fsdp_version: 2, got {self.distributed_type.value}: "
+                "call zerocast.quantize_ and pass the parameters to ZeroAdamW"
             )
         if self.state.fsdp_plugin.cpu_ram_efficient_loading:
             raise ValueError(
-                "cpu_ram_efficient_loading makes other parameters than those that zerocast.fsdp2.prepare has prepared: set "
+                "cpu_ram_efficient_loading replaces the parameters that zerocast.fsdp2.prepare has prepared: set "
                 "fsdp_cpu_ram_efficient_loading: false"
             )
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects like accelerate. Under `fsdp_version: 2` the model is first prepared by
-        `fsdp2_recipe`. RuntimeError there for a model that `quantize_` has changed, and for an
-        optimizer that is laid out for unsharded parameters: ZeroAdamW, ZeroMuon, and FusedAdamW
+        `fsdp2_recipe`. Raises RuntimeError then for a model that `quantize_` has changed, and for
+        an optimizer that is laid out for unsharded parameters: ZeroAdamW, ZeroMuon, and FusedAdamW
         with moments in 8 bits.
         """
         for item in args if self.is_fsdp2 else ():
             if isinstance(item, nn.Module) and is_quantized(item):
                 raise RuntimeError(
-                    "accelerate is configured for FSDP2, which cannot shard what quantize_ has made: give this Accelerator "
+                    "accelerate is configured for FSDP2, which cannot shard the weights of quantize_: pass this Accelerator "
                     "fsdp2_recipe=recipe and a model in FP32"
                 )
             if isinstance(item, ZeroOptimizer) or getattr(getattr(item, "state", None), "eight_bit", None) is not None:
@@ -89,8 +89,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Prepare a model like accelerate, without DistributedDataParallel if it is quantized.
 
-        RuntimeError if such a model is on another device than this process trains on, and if
-        accelerate is configured to shard models by FSDP, DeepSpeed or Megatron-LM.
+        Raises RuntimeError if such a model is on a different device than this process trains on,
+        and if accelerate is configured to shard models by FSDP, DeepSpeed or Megatron-LM.
         """
         self._owners_checked = False
         if not is_quantized(model):
@@ -98,7 +98,7 @@ class Accelerator(accelerate.Accelerator):
         if self.distributed_type in SHARDED:
             raise RuntimeError(
                 f"accelerate is configured for {self.distributed_type.value}, and ZeroAdamW shards quantized models by itself: "
-                "configure no such plugin; for FSDP2 set fsdp_version: 2 and give this Accelerator fsdp2_recipe"
+                "configure no such plugin; for FSDP2 set fsdp_version: 2 and pass fsdp2_recipe to this Accelerator"
             )
         check_place(model, self.device)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
@@ -115,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward pass like accelerate.
 
-        RuntimeError, on several ranks, for a parameter of a quantized model that requires a
+        Raises RuntimeError, on several ranks, for a parameter of a quantized model that requires a
         gradient and that no prepared ZeroAdamW has: its gradient would not be reduced.
         """
         if self.num_processes > 1 and not self._owners_checked:
@@ -130,8 +130,8 @@ class Accelerator(accelerate.Accelerator):
             yield
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
-        """The state dict of a model. For a quantized model it has the masters, on rank 0 alone
-        (`zerocast.optim.full_state_dict`).
+        """Return the state dict of a model. For a quantized model it has the masters, on rank 0
+        only (`zerocast.optim.full_state_dict`).
         """
         if not is_quantized(model):
             return super().get_state_dict(model, unwrap)
@@ -141,8 +141,8 @@ class Accelerator(accelerate.Accelerator):
         """Save like accelerate. The folder `zerocast` gets each rank's part of masters and moments,
         and the buffers of the models that ZeroAdamWs train.
 
-        ValueError for a quantized model whose ZeroAdamW was not prepared: it has the masters; and
-        for a URL, since accelerate writes local files.
+        Raises ValueError for a quantized model whose ZeroAdamW was not prepared: it has the
+        masters; and for a URL, since accelerate writes local files.
         """
         check_together(self._zero, self._quantized)
         local_path(output_dir or self.project_dir or "", CHECKPOINTS)
@@ -155,7 +155,7 @@ class Accelerator(accelerate.Accelerator):
         """Load a folder that `save_state` wrote, on any number of ranks.
 
         Without `input_dir` it is the newest one where accelerate names checkpoints by itself, as in
-        accelerate. ValueError as from `zerocast.optim.load`.
+        accelerate. Raises the errors of `zerocast.optim.load`.
         """
         local_path(input_dir or "", "copy the folder that save_state wrote to one")
         check_together(self._zero, self._quantized)
@@ -187,8 +187,8 @@ class Accelerator(accelerate.Accelerator):
         """Hide ZeroAdamWs and the models that have masters from accelerate while the context is
         open.
 
-        accelerate saves and loads whole tensors, and safetensors refuses parameters that are parts
-        of one buffer, as those of ZeroAdamW are.
+        accelerate saves and loads unsharded tensors, and safetensors raises on parameters that are
+        parts of one buffer, as in ZeroAdamW.
         """
         models, optimizers, hidden = self._models, self._optimizers, self._with_masters
         self._models = [model for model in models if not any(model is other for other in hidden)]
@@ -200,12 +200,12 @@ class Accelerator(accelerate.Accelerator):
 
 
 def inner_of(optimizer: Any) -> Any:
-    """The optimizer that accelerate may have wrapped."""
+    """Return the optimizer that accelerate may have wrapped."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def one_of(optimizers: list[ZeroOptimizer]) -> ZeroOptimizer:
-    """The only one; RuntimeError if there are none or several."""
+    """Return the only one. Raises RuntimeError if there are none or several."""
     if len(optimizers) != 1:
         raise RuntimeError(
             f"{len(optimizers)} ZeroAdamW were prepared: call zerocast.optim.full_state_dict(model, optimizer)"

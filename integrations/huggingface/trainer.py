@@ -33,12 +33,12 @@ REFUSED = {
     "ddp_bucket_cap_mb": f"{_NO_DDP} (bucket_size)",
     "ddp_static_graph": _NO_DDP,
     "deepspeed": _SHARDS,
-    "fsdp": f"{_SHARDS}; for FSDP2 call zerocast.fsdp2.prepare in a loop of your own",
-    "parallelism_config": "models are data-parallel here",
+    "fsdp": f"{_SHARDS}; for FSDP2 call zerocast.fsdp2.prepare in your own loop",
+    "parallelism_config": "this Trainer is data-parallel",
 }
-# Those of an optimizer that the Trainer builds.
+# Arguments of an optimizer that the Trainer builds.
 REFUSED_OF_OPTIMIZER = {
-    "optim_args": "build the optimizer and give it to the Trainer: optimizers=(optimizer, None)",
+    "optim_args": "build the optimizer and pass it to the Trainer: optimizers=(optimizer, None)",
     "optim_target_modules": "all trained parameters are ZeroAdamW's",
 }
 
@@ -46,18 +46,18 @@ REFUSED_OF_OPTIMIZER = {
 class Trainer(transformers.Trainer):
     """transformers.Trainer for a model that `zerocast.quantize_` was called on.
 
-    Give it a ZeroAdamW in `optimizers=(optimizer, None)`, or none: it then builds one from the
+    Pass it a ZeroAdamW in `optimizers=(optimizer, None)`, or none: it then builds one from the
     learning_rate, adam_beta1, adam_beta2, adam_epsilon and weight_decay of TrainingArguments, with
-    transformers' own choice of what decays. Gradients are clipped and accumulated by transformers.
-    A checkpoint holds masters and moments in the folder `zerocast`, which any number of ranks
-    resumes, and `model.safetensors` with the masters in the dtypes of their parameters, for
-    `from_pretrained`.
+    transformers' own choice of parameters that decay. Gradients are clipped and accumulated by
+    transformers. A checkpoint holds masters and moments in the folder `zerocast`, which any number
+    of ranks resumes, and `model.safetensors` with the masters in the dtypes of their parameters,
+    for `from_pretrained`.
 
-    Raises ValueError for TrainingArguments that it cannot obey (`REFUSED`); when training begins,
+    Raises ValueError for unsupported TrainingArguments (`REFUSED`); when training begins,
     ValueError for a model without QuantizedWeights, for an `optim` that is not AdamW where it
-    builds the optimizer, and TypeError for another optimizer; ValueError for several GPUs in one
-    process, which transformers would give to DataParallel, when training or an evaluation begins.
-    `save_model` gathers masters: all ranks call it.
+    builds the optimizer, and TypeError for an optimizer of any other class; when training or an
+    evaluation begins, ValueError for several GPUs in one process, which transformers would wrap in
+    DataParallel. `save_model` gathers masters: all ranks call it.
     """
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -72,7 +72,7 @@ class Trainer(transformers.Trainer):
             super().create_accelerator_and_postprocess()
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The ZeroAdamW that was given, or one from TrainingArguments."""
+        """Return the ZeroAdamW that was given, or one from TrainingArguments."""
         model, args = model or self.model, self.args
         if not is_quantized(model):
             raise ValueError("no weight of the model is quantized: call zerocast.quantize_(model, recipe) before this")
@@ -81,7 +81,7 @@ class Trainer(transformers.Trainer):
             if args.optim not in _ADAMW:
                 raise ValueError(
                     f"optim={str(args.optim)!r} in TrainingArguments, and this Trainer builds a ZeroAdamW: set optim='adamw_torch' "
-                    "or give it a ZeroMuon in optimizers=(optimizer, None)"
+                    "or pass a ZeroMuon in optimizers=(optimizer, None)"
                 )
             decaying = set(self.get_decay_parameter_names(model))
             named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -130,7 +130,7 @@ class Trainer(transformers.Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load nothing: weights are cast from the masters, which come with the optimizer's state.
-        ValueError for a URL, since transformers reads local files.
+        Raises ValueError for a URL, since transformers reads local files.
         """
         local_path(resume_from_checkpoint, "copy the checkpoint to one")
 
@@ -140,7 +140,7 @@ class Trainer(transformers.Trainer):
             self._load_state(best)
         else:
             # With save_only_model a checkpoint has the masters rounded to the dtypes of their
-            # parameters, as that of the stock Trainer.
+            # parameters, like a checkpoint of the stock Trainer.
             zero = self._zero()
             trained = {name for group in zero.param_groups for name in group["param_names"]}
             load_masters(zero, best, ignore=[name for name in self.model.state_dict() if name not in trained])
@@ -152,13 +152,13 @@ class Trainer(transformers.Trainer):
         optimizer = inner_of(self.optimizer)
         if not isinstance(optimizer, ZeroOptimizer):
             raise TypeError(
-                f"give the Trainer a zerocast.ZeroAdamW or ZeroMuon, or no optimizer, not {type(optimizer).__name__}"
+                f"pass the Trainer a zerocast.ZeroAdamW or ZeroMuon, or no optimizer, not {type(optimizer).__name__}"
             )
         return optimizer
 
 
 def _check_unset(arguments: transformers.TrainingArguments, refused: Mapping[str, str]) -> None:
-    """ValueError for a field of `refused` that is set."""
+    """Raise ValueError if a field of `refused` is set."""
     for name, why in refused.items():
         value = getattr(arguments, name, None)
         if value:
@@ -166,5 +166,5 @@ def _check_unset(arguments: transformers.TrainingArguments, refused: Mapping[str
 
 
 def _has_state(checkpoint: str) -> bool:
-    """True if a checkpoint has masters and moments."""
+    """Return True if a checkpoint has masters and moments."""
     return (Path(checkpoint) / _FOLDER).is_dir()

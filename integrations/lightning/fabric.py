@@ -15,7 +15,7 @@ from zerocast.integrations.zero_run import check_owners, check_place, check_toge
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
-# The key in `lightning.ckpt` of a text that the folder beside it has too.
+# The key in `lightning.ckpt` of a text that the folder next to it has too.
 _SAVE_ID = "zerocast_save_id"
 
 
@@ -25,9 +25,9 @@ class FabricZeroStrategy(DDPStrategy):
 
     Processes are started and joined as by DDPStrategy, whose arguments it takes; a quantized model
     stays as it is, since ZeroAdamW averages gradients and gathers weights. `clip_gradients` and
-    `no_backward_sync` are Fabric's. `save` writes a folder: `lightning.ckpt` with what is neither a
-    quantized model nor a ZeroAdamW, and `zerocast` with each rank's part of masters and moments,
-    which any number of ranks loads. Paths may be URLs that fsspec opens.
+    `no_backward_sync` are Fabric's. `save` writes a folder: `lightning.ckpt` with all state that is
+    neither a quantized model nor a ZeroAdamW, and `zerocast` with each rank's part of masters and
+    moments, which any number of ranks loads. Paths may be URLs that fsspec opens.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +42,8 @@ class FabricZeroStrategy(DDPStrategy):
     def setup_module(self, module: nn.Module) -> Any:
         """Leave a quantized module unwrapped, and set up others like DDPStrategy.
 
-        RuntimeError if a quantized module is on another device than this process trains on.
+        Raises RuntimeError if a quantized module is on a different device than this process trains
+        on.
         """
         if not is_quantized(module):
             return super().setup_module(module)
@@ -52,7 +53,9 @@ class FabricZeroStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Set an optimizer up like DDPStrategy. A ZeroAdamW is then saved and loaded by rank."""
+        """Set an optimizer up like DDPStrategy. Each rank then saves and loads its part of a
+        ZeroAdamW.
+        """
         self._owners_checked = False
         if isinstance(optimizer, ZeroOptimizer):
             self._zero.append(optimizer)
@@ -61,7 +64,7 @@ class FabricZeroStrategy(DDPStrategy):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass like DDPStrategy.
 
-        RuntimeError, on several ranks, for a parameter of a quantized model that requires a
+        Raises RuntimeError, on several ranks, for a parameter of a quantized model that requires a
         gradient and that no ZeroAdamW has that was set up: its gradient would not be reduced.
         """
         if self.world_size > 1 and not self._owners_checked:
@@ -79,7 +82,8 @@ class FabricZeroStrategy(DDPStrategy):
         """Save a folder with `lightning.ckpt` and `zerocast`, or a file if nothing in `state` is a
         quantized model or a ZeroAdamW.
 
-        ValueError for a quantized model without its ZeroAdamW in `state`, which has the masters.
+        Raises ValueError for a quantized model without its ZeroAdamW in `state`, which has the
+        masters.
         """
         models, optimizers, rest = _parts(state)
         if not models and not optimizers:
@@ -95,7 +99,7 @@ class FabricZeroStrategy(DDPStrategy):
     ) -> dict[str, Any]:
         """Load a checkpoint that `save_checkpoint` wrote, on any number of ranks.
 
-        ValueError as from `zerocast.optim.load`.
+        Raises the errors of `zerocast.optim.load`.
         """
         place = as_place(self.broadcast(path))
         if not isinstance(state, dict) or not place.is_dir():

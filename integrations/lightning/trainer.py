@@ -19,7 +19,7 @@ from zerocast.optim.pretrained import names_in
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
-# The key in `lightning.ckpt` of a text that the folder beside it has too.
+# The key in `lightning.ckpt` of a text that the folder next to it has too.
 _SAVE_ID = "zerocast_save_id"
 
 
@@ -31,14 +31,13 @@ class ZeroStrategy(DDPStrategy):
     it is, since ZeroAdamW averages gradients and gathers weights. Clipping and
     `accumulate_grad_batches` are Lightning's. A checkpoint is a folder: `lightning.ckpt` with
     everything of Lightning's and the FP32 masters as its state dict, which
-    `LightningModule.load_state_dict` of a model without QuantizedWeights takes, and `zerocast` with
-    each rank's part of masters and moments, which any number of ranks resumes. A checkpoint of
-    weights alone is a file, as ever. Paths may be URLs that fsspec opens.
+    `LightningModule.load_state_dict` of a model without QuantizedWeights accepts, and `zerocast`
+    with each rank's part of masters and moments, which any number of ranks resumes. A checkpoint of
+    weights only is a file, as in Lightning. Paths may be URLs that fsspec opens.
 
-    `validate`, `test` and `predict` need no optimizer: of a checkpoint they cast the masters into
+    `validate`, `test` and `predict` need no optimizer: they cast the masters of a checkpoint into
     the weights of the module. Scales of delayed scaling then start again from the masters. Without
-    a checkpoint each rank takes the module as it is there; DDPStrategy would broadcast that of rank
-    0.
+    a checkpoint each rank uses its own module; DDPStrategy would broadcast the module of rank 0.
     """
 
     strategy_name = "zerocast"
@@ -63,8 +62,8 @@ class ZeroStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def configure_ddp(self) -> None:
-        """Check the model in place of wrapping it. ValueError for a model without QuantizedWeights,
-        whose gradients would not be reduced.
+        """Check the model in place of wrapping it. Raises ValueError for a model without
+        QuantizedWeights, whose gradients would not be reduced.
         """
         assert self.lightning_module is not None
         if not is_quantized(self.lightning_module):
@@ -75,9 +74,9 @@ class ZeroStrategy(DDPStrategy):
         check_place(self.lightning_module, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Set up optimizers like DDPStrategy. TypeError for an optimizer that is no ZeroAdamW, and
-        RuntimeError, on several ranks, for a parameter that requires a gradient and that no
-        optimizer has: its gradient would not be reduced.
+        """Set up optimizers like DDPStrategy. Raises TypeError for an optimizer that is not a
+        ZeroAdamW, and RuntimeError, on several ranks, for a parameter that requires a gradient and
+        that no optimizer has: its gradient would not be reduced.
         """
         super().setup_optimizers(trainer)
         others = [type(optimizer).__name__ for optimizer in self.optimizers if not isinstance(optimizer, ZeroOptimizer)]
@@ -102,20 +101,22 @@ class ZeroStrategy(DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole FP32 masters on rank 0. Collective. ValueError with several optimizers."""
+        """Return the full FP32 masters on rank 0. Collective. Raises ValueError with several
+        optimizers.
+        """
         assert self.lightning_module is not None
         if not self._zero:
             return super().lightning_module_state_dict()
         if len(self._zero) > 1:
-            raise ValueError("ZeroStrategy saves one ZeroAdamW: give it all parameters, in groups")
+            raise ValueError("ZeroStrategy saves one ZeroAdamW: pass it all parameters, in groups")
         return full_state_dict(self.lightning_module, self._zero[0], dtype=torch.float32)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """An empty state: each rank saves its own part (`save_checkpoint`)."""
+        """Return an empty state: each rank saves its own part (`save_checkpoint`)."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Save a folder with `lightning.ckpt` and `zerocast`, or a file of weights alone."""
+        """Save a folder with `lightning.ckpt` and `zerocast`, or a file of weights only."""
         if "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -128,7 +129,7 @@ class ZeroStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint that `save_checkpoint` wrote, on any number of ranks.
 
-        ValueError as from `zerocast.optim.load`.
+        Raises the errors of `zerocast.optim.load`.
         """
         path = as_place(self.broadcast(checkpoint_path))
         self._masters_loaded = False
@@ -146,7 +147,7 @@ class ZeroStrategy(DDPStrategy):
         """Cast the weights from the checkpoint's masters, unless `load_checkpoint` has loaded them
         into the module's optimizer already.
 
-        The module's optimizer casts, or a temporary one for weights without an optimizer.
+        The module's optimizer casts, or a temporary one for weights without an optimizer. Raises
         ValueError on every rank for masters that are missing or do not fit.
         """
         module = self.lightning_module
@@ -173,7 +174,7 @@ class ZeroStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         """Tear down like DDPStrategy, but leave model and optimizer on their device: quantized
-        weights are views of the optimizer's buffers and cannot be moved alone.
+        weights are views of the optimizer's buffers and cannot be moved separately.
         """
         module, optimizers = self._lightning_module, self.optimizers
         self._lightning_module, self.optimizers = None, []
@@ -184,14 +185,16 @@ class ZeroStrategy(DDPStrategy):
 
     @property
     def _zero(self) -> list[ZeroOptimizer]:
-        """The ZeroAdamWs of this module. The strategy may still have those of an earlier module."""
+        """The ZeroAdamWs of this module. The strategy may still have optimizers of an earlier
+        module.
+        """
         assert self.lightning_module is not None
         zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroOptimizer)]
         return of_model(zero, self.lightning_module)
 
 
 def _made_for(owners: list[ZeroOptimizer], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroOptimizer]:
-    """A temporary optimizer that casts the quantized weights which have none.
+    """Yield a temporary optimizer that casts the quantized weights which have none.
 
     ZeroAdamW takes trained parameters only, so frozen weights require a gradient until `stack` is
     closed.

@@ -1,10 +1,10 @@
 """Megatron-Core: zerocast casts QuantizedWeights in its byte buffers after its optimizer's step.
 
-`install(recipe)` before `pretrain()` of megatron.training is all that a run of its needs. For other
-loops, `quantized_params()` is a context around the construction of model, DDP and
-optimizer; `attach(optimizer, ddp_chunks)` takes over the cast; `dequantize_` prepares a sharded
-state dict for a checkpoint. `square_mxfp8()` gives TransformerEngine's MXFP8 weights the tiles
-whose one byte an element serves both directions.
+A run of megatron.training needs `install(recipe)` before `pretrain()` and nothing else. For other
+loops, `quantized_params()` is a context around the construction of model, DDP and optimizer;
+`attach(optimizer, ddp_chunks)` takes over the cast; `dequantize_` prepares a sharded state dict for
+a checkpoint. `square_mxfp8()` gives TransformerEngine's MXFP8 weights tiles, in which one byte per
+element serves both directions.
 """
 
 from .attachment import Attachment, attach

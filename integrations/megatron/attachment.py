@@ -1,9 +1,34 @@
 """attach(): zerocast casts the masters of Megatron's DistributedOptimizer after its step.
 
-`attach` replaces methods on the optimizer's and the bucket groups' instances. The method that
-copies masters into the model becomes zerocast's cast, and the methods that start and finish an
-all-gather also make the columnwise copies. All methods that step, save or load are guarded
-(`guard.py`): weights that an interrupted call left half-written are neither used nor saved.
+`attach` replaces methods of instances, from top to bottom, so that a method that is named twice is
+wrapped twice. Everything depends on the first: Megatron's step calls it after the inner step.
+
+    each distributed optimizer inside `optimizer`
+      _copy_main_params_to_model...   is the cast; then Megatron starts the gathers
+      _copy_model_params_to_main...,  read masters from the model, then cast and gather
+        reload_model_params
+      state_dict, restore_from_cpu    under CPU offload: drops settings; leaves offloaded moments
+      offload_to_cpu                  also drops references to the masters' device memory
+      sharded_state_dict,             also save and load the state of delayed scaling
+        load_state_dict
+    each bucket group
+      start_param_sync,               make columnwise copies when the bytes have arrived, one thread
+        finish_param_sync             at a time
+      _post_param_sync                does nothing: the copies of TransformerEngine's tensors exist
+    each distributed optimizer that saves shards
+      _set_main_param_and_...,        keep step numbers; moments are saved without their scale
+        _get_main_param_and_...
+      sharded_state_dict              corrects offsets in `fully_reshardable` checkpoints
+    `optimizer` and each distributed optimizer
+      step_with_ready_grads           an exception in it leaves the weights partial
+      step, state_dict, save_...      raise unless the weights are valid for it
+      sharded_state_dict              raises as well, or prepares the template of a load
+      load_...                        also cast and gather the loaded masters
+    each model chunk
+      sharded_state_dict              entries raise if saved or loaded without `dequantize_`
+      hooks of modules                cast loaded values; check weights before a forward pass
+
+Weights that an interrupted call left partly written are neither used nor saved (`guard.py`).
 """
 
 import weakref
@@ -57,11 +82,11 @@ class ShareDriver(CastDriver):
         detached = shards.detached
         earlier_scaling = None if detached is None else detached.delayed.get(shards.share.suffix)
         if earlier_scaling is None:
-            # A first attachment: every rank goes on with the scales of one rank, since the bytes
-            # of different ranks are gathered into one weight with one scale.
+            # First attachment: all ranks use the scales of rank 0, since the bytes of different
+            # ranks are gathered into one weight with one scale.
             self.plan.delayed.broadcast(shards.group)
         else:
-            # Attached again: go on with the scales and histories of the detached attachment, so
+            # Attached again: continue with the scales and histories of the detached attachment, so
             # that detach() and attach() between two steps change no byte.
             self.plan.delayed.load_state_dict(earlier_scaling.state_dict())
             self.plan.delayed.unseeded = earlier_scaling.unseeded
@@ -72,7 +97,7 @@ class ShareDriver(CastDriver):
         read_masters(self.shards)
 
     def patches(self) -> Iterator[Patch]:
-        """The methods that gather, and delayed scaling in the optimizer's states."""
+        """Yield patches of the methods that gather, and that save and load delayed scaling."""
         optimizer, share = self.shards.optimizer, self.shards.share
         delayed, rank = self.plan.delayed, self.plan.group.rank
         is_preparing = lambda: self._guard.is_preparing  # noqa: E731
@@ -98,7 +123,7 @@ class OptimizerDrivers:
         self._guard = guard
 
     def cast(self) -> None:
-        """Cast all masters as they are now; the host gathers the bytes. Collective."""
+        """Cast all masters. The host gathers the bytes. Collective."""
         for driver in self.drivers:
             driver.cast()
 
@@ -108,12 +133,12 @@ class OptimizerDrivers:
             driver.refresh()
 
     def leave_memory(self) -> None:
-        """Drop the references to device memory that the host has moved masters out of."""
+        """Drop the references to device memory from which the host has moved masters."""
         for driver in self.drivers:
             driver.leave_memory()
 
     def patches(self) -> Iterator[Patch]:
-        """The methods that cast, gather and overwrite the masters with the model's values."""
+        """Yield the patches that cast, gather and overwrite the masters with the model's values."""
         optimizer, guard = self.optimizer, self._guard
         owns = ownership.of(optimizer)
         copy_model = guard.writing(self._copying_model(), Use.STEP, "reading masters from the model", masters=True)
@@ -130,7 +155,8 @@ class OptimizerDrivers:
             yield from driver.patches()
 
     def _copying_model(self) -> Callable[..., None]:
-        """The host's method that reads masters from the model or from a state dict, then `refresh`.
+        """Wrap the host's method that reads masters from the model or from a state dict: `refresh`
+        follows.
 
         The refresh makes the weights the cast of the new masters: quantizing a dequantized value
         again need not give the same bytes.
@@ -162,7 +188,7 @@ class Attachment:
         self._guard = guard
         self.plans: list[CastPlan] = [driver.plan for driver in self._drivers()]
         # The optimizer given to `attach` and those inside it. Empty before `patch` and after
-        # `detach`, which is how `_check_attached` tells.
+        # `detach`, which `_check_attached` relies on.
         self._optimizers: list[Any] = []
         # The replaced methods of the host. Closing it gives them back.
         self._patches = Patches()
@@ -171,16 +197,16 @@ class Attachment:
         """Cast, gather and transpose masters that were written by hand. Collective.
 
         The optimizer does this by itself when it loads a checkpoint or reads its masters from the
-        model. RuntimeError after a step that failed partway, whose masters are partly old.
+        model. Raises RuntimeError after a step that failed partway: some masters are still old.
         """
         self._check_attached()
         self._guard.refresh([each.refresh for each in self._by_optimizer])
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of all parameters, one source an optimizer, for `zerocast.verify`.
+        """Yield the masters of all parameters, one source per optimizer, for `zerocast.verify`.
 
-        Bytes that no gather has brought since the last cast are gathered first, as the next forward
-        pass would.
+        Bytes that were not gathered since the last cast are gathered first, as in the next forward
+        pass.
         """
         self._check_attached()
         self._guard.check(Use.VERIFY)
@@ -203,8 +229,8 @@ class Attachment:
         try:
             self._patches.close()
         finally:
-            # Closing brings offloaded masters back to the device and may run out of memory there.
-            # Even then the host's own copy must not write over the quantized weights.
+            # Closing copies offloaded masters back to the device, which may run out of memory. Even
+            # then the host's own copy must not overwrite the quantized weights.
             for optimizer in self._optimizers:
                 if unattached.owns_quantized_weights(optimizer):
                     state = unattached.DetachedState(delayed[id(optimizer)], self._guard.validity)
@@ -229,7 +255,7 @@ class Attachment:
         verify_every: int | None,
     ) -> None:
         """Replace the methods of the host; `detach` gives them back."""
-        # An optimizer that is no chain is also its only distributed optimizer.
+        # An optimizer that is not a chain is also its only distributed optimizer.
         self._optimizers = list({id(owner): owner for owner in (optimizer, *distributed)}.values())
         # The load hooks of a chunk look claims up here. Values are weak, so that the hooks keep no
         # claim alive once its attachment is gone.
@@ -247,7 +273,7 @@ class Attachment:
                 *check_before_forward(chunk, lambda: self._guard.check(Use.READ)),
             ):
                 patches.callback(remove)
-        # The refusing methods go first: the patches below wrap the host's own methods.
+        # The methods that raise are removed first: the patches below wrap the host's own methods.
         unattached.lift(patches, self._optimizers)
         for of_optimizer in self._by_optimizer:
             patches.apply(of_optimizer.patches())
@@ -258,7 +284,8 @@ class Attachment:
         self._patches = patches.pop_all()
 
     def _after_step(self, verify_every: int | None) -> Callable[[], None]:
-        """The function called after each step: verify after every `verify_every` steps.
+        """Return the function that is called after each step and verifies every `verify_every`
+        steps.
 
         It raises VerificationError on every rank.
         """
@@ -276,23 +303,23 @@ class Attachment:
 def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> Attachment:
     """Let zerocast cast the quantized weights of `ddp_chunks`, whose masters `optimizer` owns.
 
-    `optimizer` is what `get_megatron_optimizer` returned, chained or not; `ddp_chunks` the
-    DistributedDataParallel or the list of them. Both were made inside `quantized_params()`. Call it
-    on every rank, before the first step and before a checkpoint is loaded. `verify_every` compares
-    all live bytes with an unsharded cast of the masters after every so many steps, as
-    `zerocast.verify` does, and raises VerificationError on every rank of the data-parallel group if
-    any differ.
+    `optimizer` was returned by `get_megatron_optimizer`, chained or not; `ddp_chunks` is the
+    DistributedDataParallel or a list of them. Both must have been built inside
+    `quantized_params()`. Call it on every rank, before the first step and before a checkpoint is
+    loaded. Every `verify_every` steps all live bytes are compared with an unsharded cast of the
+    masters (`zerocast.verify`), and VerificationError is raised on every rank of the data-parallel
+    group if any differ.
 
     Raises, on every rank of a data-parallel group if on any: ValueError for settings that are not
     supported, for a byte that a rank casts and does not send, for elements that no rank owns;
-    TypeError for quantized weights of another library; RuntimeError for a second attachment, an
-    optimizer that has stepped without one, and a host without the names that are looked for.
+    TypeError for quantized weights of a different library; RuntimeError for a second attachment, an
+    optimizer that has already stepped, and a Megatron version without a needed name.
     """
     chunks = list(ddp_chunks) if isinstance(ddp_chunks, (list, tuple, nn.ModuleList)) else [ddp_chunks]
     validate(optimizer, chunks, verify_every)
     with Patches() as patches:
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
-            # Before `collect`, which then finds the masters in host memory.
+            # Before `collect`, which then finds the masters in CPU memory.
             for inner in host.distributed_optimizers(optimizer):
                 offload.keep_on_host(inner, patches)
         shards = collect(optimizer, chunks)
@@ -332,17 +359,17 @@ def build_drivers(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[
                 raise
             problem = error
         # The ranks with the same experts raise together. The other ranks of the dense group would
-        # go on alone and wait in their next collective, so they are told here.
+        # continue and wait in their next collective, so the error is raised on them too.
         if not is_dense:
             validate_across_ranks(dense.group, [], problem, "attaches zerocast to experts")
     return [OptimizerDrivers(drivers, guard) for drivers in by_optimizer.values()], guard
 
 
 def _check_together(shards: OptimizerShards, may_have_stepped: bool) -> None:
-    """Exchange errors that one rank alone may see: all ranks of the group raise, or none does.
+    """Exchange errors that only one rank may find: all ranks of the group raise, or none does.
 
-    `may_have_stepped` is true for an optimizer of plain parameters beside a detached one: it has
-    stepped under the earlier attachment.
+    `may_have_stepped` is true for an optimizer of plain parameters in a chain that was detached: it
+    has stepped under the earlier attachment.
     """
     problem: Exception | None = None
     if shards.detached is None and not may_have_stepped and has_stepped(shards.optimizer):

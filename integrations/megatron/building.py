@@ -1,9 +1,9 @@
-"""quantized_params(): Megatron-Core places QuantizedWeights in byte buffers and makes masters.
+"""quantized_params(): Megatron-Core puts QuantizedWeights into byte buffers and makes masters.
 
 Megatron calls functions and reads globals of its modules to decide which parameters belong in byte
-buffers, and how to move them there. While the context is open, these include QuantizedWeights;
-afterwards every one is the original object again. Megatron knows TransformerEngine's tensors by
-itself: for them the context sets the layout, and refuses the settings that `attach` refuses.
+buffers, and how to move them there. While the context is open, these include QuantizedWeights; then
+the originals are restored. Megatron supports TransformerEngine's tensors by itself: for them the
+context sets the layout, and raises on the settings that `attach` does not support.
 
 The context also checks the arguments of model wrappers, of optimizer factories and of optimizer
 constructors before these run. A mistake is then an error at its cause, with the remedy. Later the
@@ -47,16 +47,16 @@ class FourBit(metaclass=_FourBitMeta):
 
 @contextmanager
 def quantized_params() -> Iterator[None]:
-    """Build DistributedDataParallel and the optimizer in here, over a model with quantized weights.
+    """Build DistributedDataParallel and the optimizer in this context, over a quantized model.
 
     The model went through `zerocast.quantize_`, or its weights are tensors of TransformerEngine.
-    Masters start from the values before quantization. An optimizer over QuantizedWeights refuses to
-    step and to load until `attach`. So does one over MXFP8Tensors in tiles of 32x32
-    (`square_mxfp8`).
+    Masters start from the values before quantization. An optimizer over QuantizedWeights, or over
+    MXFP8Tensors in tiles of 32x32 (`square_mxfp8`), raises on a step or a load until `attach`.
 
-    RuntimeError for a megatron-core without a name that is needed, for weights that another such
-    context laid out and, in the end, for tiles without an optimizer; ValueError for a weight whose
-    format has no place in a byte buffer (mxfp8, identity) and for settings that are not supported.
+    Raises RuntimeError for a megatron-core without a name that is needed, for weights that an
+    earlier context laid out and, on exit, for tiles without an optimizer; ValueError for a weight
+    whose format does not fit a byte buffer (mxfp8, identity) and for settings that are not
+    supported.
     """
     checks = ConstructionChecks()
     try:
@@ -76,9 +76,9 @@ def quantized_params() -> Iterator[None]:
 
 
 def _layout_patches(moved: list[Any]) -> list[Patch]:
-    """The names by which the host recognizes and moves QuantizedWeights.
+    """Return patches of the names by which the host recognizes and moves QuantizedWeights.
 
-    `moved` collects the parameters in byte buffers that the host alone cannot cast.
+    `moved` collects the parameters in byte buffers that the host cannot cast by itself.
     """
     fp8, fp4 = host.module(host.FP8), host.module(host.FP4)
     host.require(fp8, ("FP8_TENSOR_CLASS", "HAVE_TE_FP8_TENSOR_CLASS", "_modify_underlying_storage_impl"), host.FP8)
@@ -111,7 +111,7 @@ def _layout_patches(moved: list[Any]) -> list[Patch]:
 
 
 def _byte_buffer_patches() -> Iterator[Patch]:
-    """The function by which the host decides on a bf16 buffer for a model with MXFP8Tensors.
+    """Yield a patch of the test that gives a model with MXFP8Tensors a bf16 buffer.
 
     Such a buffer replaces the byte buffer, since a tensor of 1x32 blocks needs two sets of codes.
     Tensors in tiles of 32x32 have one set, and stay in a byte buffer.
@@ -123,7 +123,7 @@ def _byte_buffer_patches() -> Iterator[Patch]:
 
 
 def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
-    """The names by which the host recognizes, moves and lays out 4-bit weights."""
+    """Yield patches of the names by which the host recognizes, moves and lays out 4-bit weights."""
     fp4, buffer = host.module(host.FP4), host.module(host.BUFFER)
     ddp, optimizer = host.module(host.DDP), host.module(host.OPTIMIZER)
     grouped = buffer.group_params_for_buffers
@@ -155,7 +155,7 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
 
 
 def _also(theirs: Any, ours: type) -> tuple[type, ...]:
-    """The host's class of tensors and ours, or ours alone where TransformerEngine is missing."""
+    """Return the host's class of tensors and ours, or only ours without TransformerEngine."""
     return (theirs, ours) if theirs else (ours,)
 
 
@@ -169,7 +169,7 @@ def _move(weight: QuantizedWeight, storage: Tensor) -> None:
     if storage.numel() != weight.rowwise_data.numel():
         raise RuntimeError(
             f"{weight!r} has {weight.rowwise_data.numel()} bytes, and this megatron-core sets {storage.numel()} aside for it: "
-            "it knows no buffers of two elements a byte; 0.19 does"
+            "its buffers cannot hold two elements per byte; those of 0.19 can"
         )
     weight.rebind(rowwise_data=storage.view(weight.rowwise_data.shape))
     host_weight: Any = weight
@@ -181,23 +181,26 @@ class ConstructionChecks:
     """The checks of one `quantized_params()`, over the models and optimizers that are built in it.
 
     Attributes:
-        moved: the weights that were moved into byte buffers and that the host alone cannot cast.
+        moved: the weights that were moved into byte buffers and that the host cannot cast by
+            itself.
     """
 
     def __init__(self) -> None:
         self.moved: list[Any] = []
-        # All optimizers built in this context. They refuse to step until `attach`.
+        # All optimizers built in this context. They raise on a step until `attach`.
         self._optimizers: list[Any] = []
         # True while an optimizer of whole matrices constructs the optimizers inside it.
         self._is_layer_wise = False
-        # True once a model with primary weights was wrapped.
+        # True once a model with primary weights has been wrapped.
         self._has_primary = False
-        # (config given by the caller, config for its optimizers) by id of the first. The given one
-        # is stored too, so that its id stays in use.
+        # (config given by the caller, config for its optimizers), keyed by id of the first. The
+        # given one is stored too, so that its id stays in use.
         self._configs: dict[int, tuple[Any, Any]] = {}
 
     def patches(self) -> Iterator[Patch]:
-        """The functions that build wrappers and optimizers, each after its check."""
+        """Yield patches of the functions that build wrappers and optimizers: each runs its check
+        first.
+        """
         for kind, others in host.wrappers():
             wraps = _check_other_wrapper if others else self._check_wrapper
             yield Patch(kind, "__init__", _before(vars(kind)["__init__"], wraps))
@@ -218,7 +221,8 @@ class ConstructionChecks:
             yield Patch(kind, "__init__", self._remembering(vars(kind)["__init__"]))
 
     def check_owned(self) -> None:
-        """RuntimeError for tiles of MXFP8 in byte buffers without an optimizer of this context.
+        """Raise RuntimeError for tiles of MXFP8 in byte buffers without an optimizer of this
+        context.
 
         An optimizer built outside it would write 1x32 blocks over the tiles.
         """
@@ -264,7 +268,7 @@ class ConstructionChecks:
         return call
 
     def _config_of(self, config: Any) -> Any:
-        """The configuration that the optimizers of a chain get in place of `config`."""
+        """Return the configuration that the optimizers of a chain get in place of `config`."""
         _, ours = self._configs.setdefault(id(config), (config, host.keeping_fp32_masters(config)))
         return ours
 
@@ -319,7 +323,9 @@ class ConstructionChecks:
                 )
 
     def _remembering(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Wrap a constructor of optimizers: they are checked, and refuse to step until `attach`."""
+        """Wrap a constructor of optimizers: it checks them, and they raise on a step until
+        `attach`.
+        """
 
         def init(built: Any, *args: Any, **kwargs: Any) -> None:
             original(built, *args, **kwargs)
@@ -336,12 +342,12 @@ class ConstructionChecks:
 
 
 def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """Wrap `original`: `check` gets its arguments by name first."""
+    """Wrap `original`: `check` is called first, with its arguments as keywords."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Bound to the signature, so that a check need not know which arguments came by position.
+        # Bound to the signature, so that a check need not know which arguments were positional.
         given = dict(signature.bind(*args, **kwargs).arguments)
         given.pop("self", None)
         check(**given.pop("kwargs", {}), **given)
@@ -380,8 +386,8 @@ def _check_other_wrapper(module: Any, **_: Any) -> None:
 
 
 def _starting_from_initial_values(original: Callable[..., None]) -> Callable[..., None]:
-    """Wrap the constructor of an optimizer that copies its parameters to FP32 masters: those of
-    primary weights start from the values before quantization.
+    """Wrap the constructor of an optimizer that copies its parameters to FP32 masters: the masters
+    of primary weights start from the values before quantization.
     """
 
     @functools.wraps(original)

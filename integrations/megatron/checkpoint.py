@@ -1,9 +1,9 @@
 """Checkpoints: the entries of quantized weights in Megatron's sharded state dicts.
 
 The model's entries of quantized weights are plain tensors of their values in the nominal dtype. The
-exact values are the FP32 masters among the optimizer's entries, beside which the state of delayed
-scaling is saved. A frozen weight has no master: its own bytes are saved beside its values, as
-`zerocast.<name>.<buffer>`, and a load takes these.
+exact values are the FP32 masters among the optimizer's entries, which also include the state of
+delayed scaling. A frozen weight has no master: its own bytes are saved in addition to its values,
+as `zerocast.<name>.<buffer>`, and a load uses these.
 """
 
 import functools
@@ -37,13 +37,13 @@ _ASKED_FIRST = "without_data"
 
 
 def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
-    """Replace quantized weights in a sharded state dict by their values in the nominal dtype.
+    """Replace quantized weights in a sharded state dict with their values in the nominal dtype.
 
     Megatron's `dist_checkpointing.save` and `load` read and write plain tensors. Make the
-    optimizer's part of the state dict first: it finds parameters by identity. With `is_loading`
-    the tensors, which a load fills, have any content, and no weight is read. Returns the state
-    dict. RuntimeError for weights that a step, a cast or a gather has left partial, unless they are
-    to be loaded.
+    optimizer's part of the state dict first: it finds parameters by identity. With `is_loading` the
+    tensors, which a load fills, have any content, and no weight is read. Returns the state dict.
+    Raises RuntimeError for weights that a step, a cast or a gather has left partial, unless they
+    are to be loaded.
 
     A frozen QuantizedWeight gets an entry `<name>.<buffer>` for each buffer of its bytes too, which
     the checkpoint calls `zerocast.<name>.<buffer>`. A checkpoint that lacks them, since the weight
@@ -63,11 +63,11 @@ def dequantize_(sharded_state_dict: Any, is_loading: bool = False) -> Any:
 
 
 def _own_bytes(entry: Any, weight: QuantizedWeight, is_loading: bool) -> dict[str, Any]:
-    """The entries of a weight's own bytes, whose values are those of `entry`.
+    """Return the entries of a weight's own bytes; `entry` is the entry of its values.
 
     A weight may be one part of the tensor that Megatron saves: it is divided over tensor-parallel
-    ranks, or layers are stacked. The bytes of parts have scales of their own and do not concatenate
-    to the bytes of that tensor. So each part is an entry with a name of its own: it has
+    ranks, or layers are stacked. Each part has its own scales, so the bytes of the parts do not
+    concatenate to the bytes of that tensor. So each part is an entry with its own name: it has
     `.{offset}of{size}` for every axis that is divided.
     """
     pieces = list(_entries([entry.build()])) if hasattr(entry, "build") else [(None, None, entry)]
@@ -87,20 +87,20 @@ def _own_bytes(entry: Any, weight: QuantizedWeight, is_loading: bool) -> dict[st
 
 
 def _own_tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """The bytes of a weight by name of the buffer, and its format as text.
+    """Return a dict from name of a buffer to its bytes, and from "format" to the format as text.
 
-    The bytes alone do not tell formats of one width apart, such as E4M3 and E5M2.
+    The bytes do not distinguish formats of one width, such as E4M3 and E5M2.
     """
     text = str(weight.format).encode().ljust(FORMAT_BYTES, b"\0")
     return {**own_buffers(weight), "format": torch.tensor(list(text), dtype=torch.uint8, device=weight.device)}
 
 
 def _take_own(weight: QuantizedWeight, own: dict[str, Tensor], name: str) -> None:
-    """Copy a frozen weight's bytes from a checkpoint. ValueError for bytes of another format."""
+    """Copy a frozen weight's bytes from a checkpoint. Raises ValueError for a different format."""
     saved_format = own.pop("format").cpu().numpy().tobytes().rstrip(b"\0").decode(errors="replace")
     if saved_format != str(weight.format):
         raise ValueError(
-            f"{name} is frozen, and {saved_format} in the checkpoint and {weight.format} here: it has no master to be cast from, "
+            f"the frozen weight {name} is {weight.format}, and {saved_format} in the checkpoint: it has no master to be cast from, "
             "so load it in the format that it was saved in"
         )
     take_buffers(weight, own)
@@ -120,8 +120,8 @@ define(torch.ops.aten.is_pinned.default, _not_written)
 
 
 def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a model's method: saving or loading its entries raises, on every rank, before they went
-    through `dequantize_`.
+    """Wrap a model's method: saving or loading its entries raises on every rank until `dequantize_`
+    has replaced them.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -135,12 +135,12 @@ def refusing_quantized(sharded_state_dict: Callable[..., Any]) -> Callable[..., 
 
 
 def _unread(weight: QuantizedWeight) -> Tensor:
-    """A tensor for a load to fill. The weight is not read, since it may be partial."""
+    """Return a tensor for a load to fill. The weight is not read, since it may be partial."""
     return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
 def _entries(nested: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Each entry of a nested state dict, as (container, key, entry)."""
+    """Yield each entry of a nested state dict, as (container, key, entry)."""
     for key, value in nested.items() if isinstance(nested, dict) else enumerate(nested):
         if isinstance(value, (dict, list, tuple)):
             yield from _entries(value)
@@ -152,7 +152,7 @@ def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Cal
     """Let `load_state_dict` cast plain tensors into the quantized weights of a model chunk, and
     copy the own bytes of frozen ones.
 
-    `claims` are the claims of the weights' owners, by id of the parameter. Returns the functions
+    `claims` maps the id of a parameter to the claim of its weight's owner. Returns the functions
     that remove the hooks.
     """
     return [
@@ -165,7 +165,7 @@ def load_plain_values(chunk: nn.Module, claims: Mapping[int, Claim]) -> list[Cal
 def _cast_in(
     claims: Mapping[int, Claim], module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any
 ) -> None:
-    """A pre-hook of `load_state_dict`: write the entries of a module's quantized weights into them.
+    """Write the entries of a module's quantized weights into them: a pre-hook of `load_state_dict`.
 
     The entry is then replaced by the weight itself, which the module copies onto itself.
     """
@@ -197,7 +197,7 @@ def saving_scaling(optimizer: Any, share: ownership.Share, delayed: DelayedScali
         entries = method(*args, **kwargs)
         state = delayed.state_dict()
         if entries is not None and state:
-            # Copies, since an asynchronous save runs beside the next step, which rolls the scales.
+            # Copies, since an asynchronous save overlaps the next step, which rolls the scales.
             values = {
                 name: {key: tensor.cpu().clone() for key, tensor in tensors.items()} for name, tensors in state.items()
             }
@@ -238,8 +238,7 @@ def saving_unpadded(optimizer: Any) -> Callable[..., Any]:
     """Wrap an optimizer's `sharded_state_dict`: `fully_reshardable` checkpoints become right.
 
     For these Megatron concatenates a buffer's buckets without the padding between them, and then
-    cuts parameters out by offsets that include the padding. During the call the offsets are those
-    without padding.
+    slices parameters by offsets that include the padding. During the call the offsets exclude it.
     """
     method = optimizer.sharded_state_dict
 
@@ -259,7 +258,7 @@ def saving_unpadded(optimizer: Any) -> Callable[..., Any]:
 
 
 def _unpadded(buckets: Sequence[Any], index_map: Mapping[Any, tuple[int, int, int]]) -> dict[Any, tuple[int, int, int]]:
-    """An index map, (start, stop, bucket) by parameter, as if buckets followed without padding."""
+    """Return a dict from parameter to (start, stop, bucket), as if buckets had no padding."""
     unpadded_offsets = list(itertools.accumulate((bucket.numel_unpadded for bucket in buckets), initial=0))
     # `strict=False`: the last accumulated offset is the end of the last bucket.
     padding = [bucket.offset - offset for bucket, offset in zip(buckets, unpadded_offsets, strict=False)]

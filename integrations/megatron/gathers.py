@@ -2,7 +2,7 @@
 
 The host drops the handle of a gather as soon as the bytes have arrived, when the columnwise copies
 are still to be made. A second thread that saw no handle would read stale copies. So one thread at a
-time starts or finishes gathers, and threads that read weights meanwhile wait (`GatherLock`).
+time starts or finishes gathers, and threads that read weights wait (`GatherLock`).
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Gathers(Gather):
         self._lock, self._guard = lock, guard
         # Ids of the bucket groups that have not gathered the bytes of the last cast.
         self._due: set[int] = set()
-        # The bucket group of each weight, by id of the weight's state.
+        # The bucket group of each weight, keyed by id of the weight's state.
         self._group_of = {
             id(weight_of(param).state): group for group in self._bucket_groups for param in primary_of(group)
         }
@@ -72,13 +72,13 @@ class Gathers(Gather):
         self._placed = [(param, param.state) for param in primary if isinstance(param, QuantizedWeight)]
 
     def prepare(self) -> None:
-        """Finish the gathers in flight, note that every bucket group has to gather, and find the
-        buffers that the host may have moved.
+        """Finish the gathers in flight, mark every bucket group as due, and find the buffers that
+        the host may have moved.
 
-        Weights that `.data =` or `Module.to` gave other storage are moved back into the host's
-        buffers. The cast writes all of their bytes.
+        Weights that `.data =` or `Module.to` moved to a different storage are moved back into the
+        host's buffers. The cast writes all of their bytes.
         """
-        # First, since a gather that ends later would pass for that of the next cast.
+        # First, since a gather that ends later would be taken for the gather of the next cast.
         for group in self._bucket_groups:
             self._finish(group)
         self._due = set(map(id, self._bucket_groups))
@@ -94,14 +94,14 @@ class Gathers(Gather):
             group.start_param_sync(force_sync=True)
 
     def complete(self) -> None:
-        """Gather the bytes of the last cast that no gather has brought, and find the copies that
+        """Gather the bytes of the last cast that were not gathered yet, and find the copies that
         TransformerEngine's tensors have of them. Collective.
         """
         self.start_due()
         self._te_tensors.locate_copies()
 
     def start_due(self) -> None:
-        """Gather the bytes of the last cast that no gather has brought. Collective.
+        """Gather the bytes of the last cast that were not gathered yet. Collective.
 
         The next forward pass would do the same.
         """
@@ -115,7 +115,7 @@ class Gathers(Gather):
         self._finish(self._group_of[id(weight.state)])
 
     def patches(self, backend: str) -> Iterator[Patch]:
-        """The methods that start or finish a gather.
+        """Yield patches of the methods that start or finish a gather.
 
         Columnwise copies follow; an exception leaves weights partial.
         """

@@ -26,7 +26,7 @@ ADVICE = (
 Method = Callable[..., Any]
 
 
-# Methods that are refused while weights are partial.
+# Methods that raise while weights are partial.
 USES = {"step": Use.STEP, "state_dict": Use.SAVE, "save_parameter_state": Use.SAVE}
 # Methods that make partial weights complete.
 LOAD = ("load_state_dict", "load_parameter_state")
@@ -46,9 +46,9 @@ class MethodGuard:
         self.is_preparing = False
 
     def check(self, use: Use) -> None:
-        """RuntimeError if the weights are not valid for this use.
+        """Raise RuntimeError if the weights are not valid for this use.
 
-        Nothing is refused while a load is prepared: that reads state only to overwrite it.
+        Nothing is checked while a load is prepared: that reads state only to overwrite it.
         """
         if not self.is_preparing:
             self.validity.check(use)
@@ -60,18 +60,18 @@ class MethodGuard:
         refreshes: Mapping[int, Callable[[], None]],
         after_step: Callable[[], None],
     ) -> Iterator[Patch]:
-        """The guarded methods that step, save and load.
+        """Yield patches of the methods that step, save and load.
 
-        `optimizer` is the one that was given to `attach`, `distributed` are those inside it, and
-        `refreshes` cast and gather the weights of each of these, by its id. `after_step` is called
-        after each complete step of `optimizer`.
+        `optimizer` is the argument of `attach`, and `distributed` are the optimizers inside it.
+        `refreshes` maps the id of each of these to a function that casts and gathers its weights.
+        `after_step` is called after each complete step of `optimizer`.
         """
         for inner in distributed:
             if ownership.of(inner).saves_shards:
                 yield Patch(inner, "_set_main_param_and_optimizer_states", filling_states(inner))
                 yield Patch(inner, "_get_main_param_and_optimizer_states", reading_states(inner))
                 yield Patch(inner, "sharded_state_dict", saving_unpadded(inner))
-        # An optimizer that is no chain is also its only distributed optimizer.
+        # An optimizer that is not a chain is also its only distributed optimizer.
         for owner in {id(owner): owner for owner in (optimizer, *distributed)}.values():
             loads_all = owner is optimizer or len(distributed) == 1
             if loads_all:
@@ -93,7 +93,7 @@ class MethodGuard:
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
         """Cast and gather. This completes weights that a cast or a gather left partial.
 
-        RuntimeError where masters are partial.
+        Raises RuntimeError where masters are partial.
         """
         if self.validity.has_partial_masters:
             self.check(Use.STEP)
@@ -121,8 +121,8 @@ class MethodGuard:
         return call
 
     def saving(self, sharded_state_dict: Method, optimizers: Sequence[Any]) -> Method:
-        """Wrap the method that makes sharded state dicts: it is refused while anything is partial,
-        except for the template of a load.
+        """Wrap the method that makes sharded state dicts: it raises while masters or weights are
+        partial, except for the template of a load.
         """
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -174,7 +174,7 @@ class MethodGuard:
 
 
 def _holds_masters(loaded: Any) -> bool:
-    """True if `loaded` has the state of the parameters: masters and moments.
+    """Return True if `loaded` has the state of the parameters: masters and moments.
 
     `loaded` is the name of a file, or the state dict of one optimizer or of several.
     """
@@ -186,7 +186,7 @@ def _holds_masters(loaded: Any) -> bool:
 
 
 def followed_by(first: Method, second: Callable[[], None]) -> Method:
-    """A function that calls `first`, then `second`, which is not called if `first` raises."""
+    """Return a function that calls `first`, then `second` unless `first` raised."""
 
     def both(*args: Any, **kwargs: Any) -> Any:
         result = first(*args, **kwargs)

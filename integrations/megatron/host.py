@@ -29,7 +29,7 @@ MODEL_BUILDERS = "megatron.training.models.dist_utils"
 CHECKPOINTING = "megatron.training.checkpointing"
 ARGUMENTS = "megatron.training.arguments"
 
-_UNKNOWN = "this megatron-core has another shape than those that zerocast knows, of 0.16 to 0.19"
+_UNKNOWN = "this megatron-core has an API that zerocast does not support (supported: 0.16 to 0.19)"
 # An attribute of a parameter: true if its buffer is laid out for a LayerWiseDistributedOptimizer.
 _MANAGED = "is_managed_by_layer_wise_optimizer"
 # The function that sets this attribute.
@@ -41,7 +41,8 @@ _OF_TRAINING = (
     "setup_model_and_optimizer",
     "train_step",
 )
-# The attribute that OptimizerConfig derives from use_precision_aware_optimizer and other settings.
+# The attribute that OptimizerConfig derives from use_precision_aware_optimizer and further
+# settings.
 _MASTERS_ARE_STATES = "use_precision_aware_optimizer_no_fp8_or_ds_fp8"
 _OF_A_HYBRID_OPTIMIZER = (
     "_get_sub_optimizer_param_groups",
@@ -53,7 +54,7 @@ _OF_A_HYBRID_OPTIMIZER = (
     "_update_fp32_params_by_new_state",
     "sub_optimizers",
 )
-# The entry for the host copy in the state of a master that a HybridDeviceOptimizer has offloaded.
+# The name of the CPU copy in the state of a master that a HybridDeviceOptimizer has offloaded.
 HOST_COPY = "master_param"
 _CALLED_BY_SETUP = ("correct_amax_history_if_needed", "get_megatron_optimizer")
 # The attribute of TransformerEngine's recipe for MXFP8 that asks for tiles, since 2.20.
@@ -71,9 +72,9 @@ _OF_A_BUCKET_GROUP = (
 
 
 def module(path: str) -> Any:
-    """A module of megatron-core.
+    """Return a module of megatron-core.
 
-    RuntimeError where there is none: too old a version, or megatron-core is not installed.
+    Raises RuntimeError if it does not exist: too old a version, or megatron-core is not installed.
     """
     try:
         return importlib.import_module(path)
@@ -82,9 +83,9 @@ def module(path: str) -> Any:
 
 
 def training() -> Any:
-    """The module of `pretrain`, with the names that are replaced in it.
+    """Return the module of `pretrain`, which has all names that are replaced in it.
 
-    RuntimeError where megatron.training cannot be imported, or has another shape.
+    Raises RuntimeError if megatron.training cannot be imported, or lacks a needed name.
     """
     try:
         training_module = importlib.import_module(TRAINING)
@@ -93,7 +94,7 @@ def training() -> Any:
     except ImportError as error:
         raise RuntimeError(
             f"megatron.training cannot be imported: {error}. It comes with a checkout of Megatron-LM, and with megatron-core "
-            "from 0.17 on; that of 0.18 and later needs Python 3.12"
+            "from 0.17 on; 0.18 and later need Python 3.12"
         ) from error
     require(training_module, _OF_TRAINING, TRAINING)
     require(checkpointing, ("generate_state_dict",), CHECKPOINTING)
@@ -102,8 +103,8 @@ def training() -> Any:
 
 
 def model_builders() -> list[Any]:
-    """The modules that build models, and call `correct_amax_history_if_needed` before they wrap
-    them. Older releases have one.
+    """Return the modules that build models, and call `correct_amax_history_if_needed` before they
+    wrap them. Older releases have one.
     """
     name = "correct_amax_history_if_needed"
     builders = [training()]
@@ -115,21 +116,23 @@ def model_builders() -> list[Any]:
 
 
 def require_called(called: Container[str]) -> None:
-    """RuntimeError unless `setup_model_and_optimizer` called what quantizes and what attaches."""
+    """Raise RuntimeError unless `setup_model_and_optimizer` called the functions that quantize and
+    attach.
+    """
     missing = [name for name in _CALLED_BY_SETUP if name not in called]
     if missing:
         raise RuntimeError(f"{TRAINING}.setup_model_and_optimizer has not called {', '.join(missing)}: {_UNKNOWN}")
 
 
 def unwrapped(chunk: Any) -> Any:
-    """A chunk of a model without its Float16Module."""
+    """Return a chunk of a model without its Float16Module."""
     return module(CORE).unwrap_model(chunk)
 
 
 def has_four_bit_buffers() -> bool:
-    """True if this megatron-core knows byte buffers of two elements a byte.
+    """Return True if byte buffers of this megatron-core can hold two elements per byte.
 
-    RuntimeError if it has a part of the names only.
+    Raises RuntimeError if it has only some of the names.
     """
     names = [(owner, name) for owner, names in _four_bit_names() for name in names]
     missing = [f"{owner.__name__}.{name}" for owner, name in names if not hasattr(owner, name)]
@@ -150,7 +153,7 @@ def _four_bit_names() -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def four_bit_moves() -> list[Any]:
-    """The modules in which the function that moves 4-bit codes is looked up.
+    """Return the modules in which the function that moves 4-bit codes is looked up.
 
     Newer releases import it into the module of buffers, older ones inside the function that calls
     it.
@@ -161,7 +164,7 @@ def four_bit_moves() -> list[Any]:
 
 
 def require(owner: Any, names: Iterable[str], what: str) -> None:
-    """RuntimeError that names what is missing, unless `owner` has all of `names`."""
+    """Raise RuntimeError with the missing names, unless `owner` has all of `names`."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(f"{what} has no {', '.join(missing)}: {_UNKNOWN}")
@@ -181,8 +184,8 @@ def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return recipe
         if not hasattr(recipe, _TILES):
             raise RuntimeError(
-                f"{type(recipe).__name__} of this TransformerEngine has no {_TILES}, which 2.20 has: take another recipe, or do "
-                "without square_mxfp8()"
+                f"{type(recipe).__name__} of this TransformerEngine has no {_TILES}, which 2.20 has: use a different recipe, or "
+                "leave out square_mxfp8()"
             )
         return dataclasses.replace(recipe, **{_TILES: True})
 
@@ -190,7 +193,7 @@ def recipe_of_tiles(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def wrappers() -> list[tuple[type, bool]]:
-    """The classes that wrap a model; True for those other than DistributedDataParallel."""
+    """Return (class, is not DistributedDataParallel) of the classes that wrap a model."""
     distributed = module(WRAPPERS)
     require(distributed, ("DistributedDataParallel",), WRAPPERS)
     others = ("FullyShardedDataParallel", "TorchFullyShardedDataParallel")
@@ -201,9 +204,9 @@ def wrappers() -> list[tuple[type, bool]]:
 
 
 def factories() -> list[tuple[Any, str, bool]]:
-    """(module, name, is_emerging) of the functions that build optimizers.
+    """Return (module, name of the function, is_emerging) of the functions that build optimizers.
 
-    `is_emerging` is true for the one that builds others than Adam and SGD.
+    `is_emerging` is true for the function that builds optimizers other than Adam and SGD.
     """
     optimizers = module(FACTORIES)
     name, emerging = "_get_megatron_optimizer_based_on_param_groups", "_get_megatron_emerging_optimizer"
@@ -214,17 +217,18 @@ def factories() -> list[tuple[Any, str, bool]]:
 
 
 def embedding() -> Any:
-    """The class of embeddings whose table is cut over tensor-parallel ranks."""
+    """Return the class of embeddings whose table is split over tensor-parallel ranks."""
     return module(LAYERS).VocabParallelEmbedding
 
 
 def masters_are_states(config: Any) -> bool:
-    """True if optimizers of a configuration keep their masters in the state of a fused Adam."""
+    """Return True if optimizers of this configuration keep masters in the state of a fused Adam."""
     return bool(getattr(config, _MASTERS_ARE_STATES, False))
 
 
 def keeping_fp32_masters(config: Any) -> Any:
-    """A configuration whose optimizers keep FP32 masters as tensors, not in a fused Adam's state.
+    """Return a configuration whose optimizers keep FP32 masters as tensors, not in a fused Adam's
+    state.
 
     Returns `config` where that is so already, as for most of the host's own FP8 formats, else a
     copy: an optimizer reads its configuration in every step, and other optimizers may share it.
@@ -236,9 +240,9 @@ def keeping_fp32_masters(config: Any) -> Any:
 
 
 def hybrid() -> Any:
-    """The class of optimizers whose masters and moments are in host memory.
+    """Return the class of optimizers whose masters and moments are in CPU memory.
 
-    RuntimeError for one without the names that are replaced.
+    Raises RuntimeError if it lacks a name that is replaced.
     """
     kind = module(HYBRID).HybridDeviceOptimizer
     require(kind, _OF_A_HYBRID_OPTIMIZER, f"{HYBRID}.HybridDeviceOptimizer")
@@ -246,12 +250,12 @@ def hybrid() -> Any:
 
 
 def offloads(inner: Any) -> bool:
-    """True if an inner optimizer is a HybridDeviceOptimizer."""
+    """Return True if an inner optimizer is a HybridDeviceOptimizer."""
     return isinstance(inner, hybrid())
 
 
 def host_copies(inner: Any) -> Mapping[Any, Any]:
-    """The copy in host memory that a step updates, by offloaded master.
+    """Return a dict from each offloaded master to its copy in CPU memory, which a step updates.
 
     Empty for an optimizer that offloads nothing.
     """
@@ -271,13 +275,15 @@ def replace_masters(optimizer: Any, others: Mapping[Any, Any]) -> None:
 
 
 def holds_several(param: Any) -> bool:
-    """True for a tensor of TransformerEngine with the codes of several experts, since 0.19."""
+    """Return True for a tensor of TransformerEngine with codes of several experts (since 0.19)."""
     is_grouped = getattr(module(FP8), "is_grouped_tensor_with_quantized_storage", None)
     return is_grouped is not None and bool(is_grouped(param))
 
 
 def layer_wise() -> list[type]:
-    """The class of optimizers whose ranks own whole layers, in a list. Empty if there is none."""
+    """Return the class of optimizers whose ranks own whole layers, in a list. Empty if there is
+    none.
+    """
     try:
         return [importlib.import_module(LAYER_WISE).LayerWiseDistributedOptimizer]
     except (ImportError, AttributeError):
@@ -285,7 +291,7 @@ def layer_wise() -> list[type]:
 
 
 def lays_out_whole_matrices() -> bool:
-    """True if this megatron-core has a layout with each matrix in the part of one rank."""
+    """Return True if this megatron-core has a layout with each matrix in the part of one rank."""
     return any(hasattr(module(kind.__module__), _TAGS) for kind in layer_wise())
 
 
@@ -297,7 +303,7 @@ def tag_matrices(chunks: Sequence[Any]) -> None:
 
 
 def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
-    """(module, function, class) where megatron.training wraps models that it builds of a
+    """Return (module, function, class) where megatron.training wraps models that it builds of a
     configuration.
 
     Both are names in the module: the function that wraps, and the class that it asks for the layout
@@ -311,32 +317,34 @@ def wrappers_of_built_models() -> list[tuple[Any, str, str]]:
 
 
 def is_layer_wise(optimizer: Any) -> bool:
-    """True for an optimizer whose ranks own whole layers."""
+    """Return True for an optimizer whose ranks own whole layers."""
     return isinstance(optimizer, tuple(layer_wise()))
 
 
 def is_layer_wise_buffer(buffer: Any) -> bool:
-    """True for a buffer whose layout puts each parameter into the part of one rank."""
+    """Return True for a buffer whose layout puts each parameter into the part of one rank."""
     return any(map(is_managed_by_layer, buffer.params))
 
 
 def is_managed_by_layer(param: Any) -> bool:
-    """True for a parameter whose buffer is laid out for ranks that own whole matrices."""
+    """Return True for a parameter whose buffer is laid out for ranks that own whole matrices."""
     return bool(getattr(param, _MANAGED, False))
 
 
 def is_tagged(param: Any) -> bool:
-    """True for a parameter of a model that `tag_matrices` has seen before it was wrapped."""
+    """Return True for a parameter of a model that `tag_matrices` has seen before it was wrapped."""
     return hasattr(param, _MANAGED)
 
 
 def is_of_an_expert(param: Any) -> bool:
-    """True for a parameter that ranks with other experts do not have."""
+    """Return True for a parameter that ranks with different experts do not have."""
     return not getattr(param, "allreduce", True)
 
 
 def float16_optimizer() -> type:
-    """The class of optimizers that keep a whole FP32 master of each of their parameters."""
+    """Return the class of optimizers that keep an unsharded FP32 master of each of their
+    parameters.
+    """
     bases = module(OPTIMIZER_BASES)
     require(bases, ("Float16OptimizerWithFloat16Params",), OPTIMIZER_BASES)
     kind: type = bases.Float16OptimizerWithFloat16Params
@@ -344,14 +352,15 @@ def float16_optimizer() -> type:
 
 
 def optimizer_bases() -> list[type]:
-    """The classes whose constructors every optimizer of the host runs."""
+    """Return the classes whose constructors every optimizer of the host runs."""
     bases = module(OPTIMIZER_BASES)
     require(bases, ("ChainedOptimizer", "MegatronOptimizer"), OPTIMIZER_BASES)
     return [bases.MegatronOptimizer, bases.ChainedOptimizer]
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """The optimizers inside a chain that own masters, in order. Stubs own none and are left out.
+    """Return the optimizers inside a chain that own masters, in order. Stubs own none and are left
+    out.
 
     A layer-wise optimizer is a chain by its class, and counts as one optimizer here: only the chain
     knows its groups of ranks and its buffers.
@@ -367,19 +376,20 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
 
 def moments_left_out(optimizer: Any) -> list[str]:
-    """The moments of Adam that `fully_reshardable` checkpoints of a DistributedOptimizer leave out.
+    """Return the moments of Adam that `fully_reshardable` checkpoints of a DistributedOptimizer
+    leave out.
 
-    Since 0.19 the host chooses the moments to save by the name of the configured optimizer. Beside
-    Muon, say, that leaves out moments of the parameters that Adam updates.
+    Since 0.19 the host chooses the moments to save by the name of the configured optimizer. Under
+    Muon that leaves out moments of the parameters that Adam updates.
     """
     moments = ("exp_avg", "exp_avg_sq")
     return [name for name in moments if name not in getattr(optimizer, "optimizer_state_keys", moments)]
 
 
 def check_groups(groups: Iterable[Any]) -> None:
-    """RuntimeError unless what these bucket groups do after a gather can be replaced.
+    """Raise RuntimeError unless these bucket groups have the method that is called after a gather.
 
-    Tensors of TransformerEngine need that.
+    It is replaced for tensors of TransformerEngine.
     """
     for group in groups:
         require(
@@ -388,9 +398,9 @@ def check_groups(groups: Iterable[Any]) -> None:
 
 
 def bucket_groups(chunk: Any) -> list[Any]:
-    """The bucket groups of a DistributedDataParallel, those of experts included.
+    """Return the bucket groups of a DistributedDataParallel, including the groups of experts.
 
-    RuntimeError for anything else.
+    Raises RuntimeError if `chunk` is anything else.
     """
     require(chunk, _OF_A_CHUNK, f"the model chunk, a {type(chunk).__name__},")
     groups = [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]
@@ -400,10 +410,10 @@ def bucket_groups(chunk: Any) -> list[Any]:
 
 
 def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """True if `sharded_state_dict` is called for what a load fills."""
+    """Return True if `sharded_state_dict` is called for the template that a load fills."""
     return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))
 
 
 def loaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The state, or the name of the file, that a method which loads is called with."""
+    """Return the argument of a method that loads: a state dict, or the name of a file."""
     return args[0] if args else kwargs.get("state_dict", kwargs.get("filename"))

@@ -1,6 +1,6 @@
 """The state of the inner optimizers around a save or a load.
 
-Megatron expects the state of a fused Adam, which counts steps by parameter group. torch's Adam has
+Megatron expects the state of a fused Adam, which counts steps per parameter group. torch's Adam has
 no state before its first step, and then a step number for each parameter. Megatron neither saves
 nor loads step numbers of parameters: after a load they are copied from their group's.
 """
@@ -18,11 +18,11 @@ Method = Callable[..., Any]
 
 
 def prepare_states(optimizers: Sequence[Any]) -> None:
-    """Make the states of which the host builds the template of a load.
+    """Make the states from which the host builds the template of a load.
 
     The host asserts that every parameter has all moments and that all step numbers are equal.
-    RuntimeError where an inner optimizer was interrupted in its first step, with states for some
-    parameters only.
+    Raises RuntimeError where an inner optimizer was interrupted in its first step, with states for
+    some parameters only.
     """
     with_steps: list[Any] = []  # the states and parameter groups that have a step number
     for optimizer in optimizers:
@@ -43,7 +43,7 @@ def prepare_states(optimizers: Sequence[Any]) -> None:
 
 
 def copy_group_steps(optimizers: Sequence[Any]) -> None:
-    """Give every parameter a step tensor of its own, with the loaded step of its group."""
+    """Give every parameter its own step tensor, with the loaded step of its group."""
     for optimizer in optimizers:
         inner = optimizer.optimizer
         for group in inner.param_groups:
@@ -61,7 +61,7 @@ def reading_states(optimizer: Any) -> Method:
     """Wrap the method that returns the master and the moments of a parameter.
 
     Moments become unscaled: TransformerEngine's fused Adam stores FP16 and FP8 moments with a
-    scale, which Megatron does not save. The host copy of an offloaded master is left out.
+    scale, which Megatron does not save. The CPU copy of an offloaded master is left out.
     """
     read = optimizer._get_main_param_and_optimizer_states
 
@@ -84,7 +84,7 @@ def _unchanged(tensors: Mapping[str, Any]) -> Method:
 def filling_states(optimizer: Any) -> Method:
     """Wrap the method that fills the master and the moments of a parameter from a checkpoint.
 
-    A checkpoint has neither the parameter's step nor the host copy of its master: these keep their
+    A checkpoint has neither the parameter's step nor the CPU copy of its master: these keep their
     values.
     """
     read, fill = optimizer._get_main_param_and_optimizer_states, optimizer._set_main_param_and_optimizer_states

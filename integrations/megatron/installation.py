@@ -1,18 +1,18 @@
 """install(): the stock `pretrain()` of megatron.training builds, attaches, loads and saves.
 
-Functions of megatron.training are replaced where its own code looks them up. `host.py` has their
-names; what they do meanwhile:
+Functions of megatron.training are replaced until `uninstall`, where its own code looks them up
+(`host.py` has their names):
 
-    add_megatron_arguments         the command line knows `--zerocast-recipe`
+    add_megatron_arguments         adds `--zerocast-recipe` to the command line
     setup_model_and_optimizer      ranks compare their recipes, then, inside `quantized_params()`,
-      correct_amax_history_...     the last call before the model is wrapped: it is quantized
-      _ddp_wrap                    under Muon, the layout of whole matrices
-      get_megatron_optimizer       the optimizer is attached, before a checkpoint is loaded
+      correct_amax_history_...     the last call before the model is wrapped: quantizes it
+      _ddp_wrap                    gives the model the layout of whole matrices, under Muon
+      get_megatron_optimizer       attaches the optimizer, before a checkpoint is loaded
       load_checkpoint              masters start from loaded values, not from their rounded weights
     generate_state_dict            quantized weights become plain values, to save and to load
-    train_step                     refuses a model that none of this has seen
+    train_step                     raises for a model that was built before `install`
     check_param_hashes_...         hashes values of quantized weights
-    calc_params_l2_norm            takes masters in host memory by their norms
+    calc_params_l2_norm            uses norms of masters in CPU memory
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class Installation:
 
     Args:
         recipe: the recipe given to `install`; None if the command line has it.
-        verify_every: likewise the number of steps between two verifications.
+        verify_every: the number of steps between two verifications, from the same source.
     """
 
     def __init__(self, recipe: Recipe | None, verify_every: int | None) -> None:
@@ -63,7 +63,7 @@ class Installation:
         return [attachment for ref in self._attachments if (attachment := ref()) is not None]
 
     def patches(self) -> Iterator[Patch]:
-        """The functions of megatron.training that are replaced until `uninstall`."""
+        """Yield patches of the functions of megatron.training, for the time until `uninstall`."""
         training, checkpointing = host.training(), host.module(host.CHECKPOINTING)
         arguments = host.module(host.ARGUMENTS)
         add, setup = arguments.add_megatron_arguments, training.setup_model_and_optimizer
@@ -134,8 +134,8 @@ class Installation:
                 construction.enter_context(quantized_params())
                 patches.apply(self._building(recipe, verify_every, options, construction, called))
                 built = original()
-            # A host of another shape might have called none of the functions that quantize and
-            # attach, and would then train plain weights.
+            # A Megatron version with a different API might have called none of the functions that
+            # quantize and attach, and would then train plain weights.
             if not options.skip_train:
                 host.require_called(called)
         optimizer = built[1]
@@ -144,7 +144,7 @@ class Installation:
         return built
 
     def _chosen(self, options: Any) -> tuple[Recipe | None, int | None]:
-        """The recipe, None without one, and `verify_every`: of `install` or of the command line.
+        """Return (recipe or None, verify_every), from `install` or from the command line.
 
         Collective: an error, or a difference between ranks, raises on all of them.
         """
@@ -156,7 +156,7 @@ class Installation:
         try:
             if recipe is not None and entries is not None:
                 raise ValueError(
-                    f"install() was given a recipe, and the command line another by {FLAG}: give one of them"
+                    f"install() was given a recipe, and the command line a different one by {FLAG}: pass one of them"
                 )
             if entries is not None:
                 recipe = Recipe.parse(entries, FLAG) if entries else Recipe({})
@@ -177,9 +177,10 @@ class Installation:
         construction: contextlib.ExitStack,
         called: set[str],
     ) -> Iterator[Patch]:
-        """The functions that setup_model_and_optimizer calls, in the order of its calls.
+        """Yield patches of the functions that setup_model_and_optimizer calls, in the order of its
+        calls.
 
-        `called` gets the names of those that it did call.
+        Functions that it calls add their names to `called`.
         """
         training = host.training()
 
@@ -188,7 +189,7 @@ class Installation:
                 called.add("correct_amax_history_if_needed")
                 result = original(chunks, *args, **kwargs)
                 # With `--skip-train` the model is not wrapped and has no byte buffers. It loads the
-                # checkpoint's plain values, which are those of the quantized weights.
+                # checkpoint's plain values, which equal the values of the quantized weights.
                 if not options.skip_train:
                     quantize_chunks([host.unwrapped(chunk) for chunk in chunks], recipe)
                 return result
@@ -223,7 +224,7 @@ class Installation:
 
 
 def _of_masters_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap Megatron's norm of all masters: it includes the masters in host memory."""
+    """Wrap Megatron's norm of all masters: it includes the masters in CPU memory."""
 
     @functools.wraps(original)
     def norm(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -258,16 +259,17 @@ def install(recipe: RecipeLike | None = None, verify_every: int | None = None) -
     loaded. Checkpoints hold plain values of the nominal dtype, and the FP32 masters. Patterns match
     the names of Megatron's checkpoints: layers are counted through all pipeline stages, from 0. An
     empty recipe quantizes nothing and casts the weights of TransformerEngine's layers
-    (`--fp8-param-gather`). Without a recipe the flag `--zerocast-recipe` says it (`add_arguments`),
-    and without that flag Megatron trains as it is. `verify_every` is that of `attach`. With
-    `--skip-train` nothing is quantized: the checkpoint's values are those of its quantized weights.
+    (`--fp8-param-gather`). Without an argument the recipe is that of the flag `--zerocast-recipe`
+    (`add_arguments`); without that flag Megatron trains as it is. `verify_every` is passed to
+    `attach`. With `--skip-train` nothing is quantized: the checkpoint's values equal the values of
+    its quantized weights.
 
-    ValueError for a fast recipe, RuntimeError if this is installed already, and for a
-    megatron.training without a name that is needed. In `pretrain`, on every rank if on any:
-    ValueError for a recipe that differs between ranks, a pattern that matches no weight of any
+    Raises ValueError for a fast recipe, RuntimeError if this is installed already, and for a
+    megatron.training without a name that is needed. `pretrain` then raises, on every rank if on
+    any: ValueError for a recipe that differs between ranks, a pattern that matches no weight of any
     stage, a model without any quantized weight and settings that are not supported; RuntimeError
-    for a megatron.training that builds models in another way, and at the first step of a model that
-    was built before this call.
+    for a megatron.training that builds models in a different way, and at the first step of a model
+    that was built before this call.
     """
     global _installed  # noqa: PLW0603
     if _installed is not None:
@@ -294,17 +296,15 @@ def uninstall() -> None:
 
 
 def add_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """An `extra_args_provider` of Megatron: `--zerocast-recipe '*.linear_*.weight=nvfp4' ...`.
+    """Add `--zerocast-recipe '*.linear_*.weight=nvfp4' ...`: an `extra_args_provider` of Megatron.
 
-    It installs too, if nothing is installed, so that it is the one line of a script that asks its
-    command line for a recipe. `--zerocast-verify-every N` is the `verify_every` of `attach`. Once
-    `install` was called, a script knows both flags without it.
+    It also installs, unless `install` was called, so a script that reads the recipe from its
+    command line needs no other line. `--zerocast-verify-every N` is the `verify_every` of `attach`.
+    Once `install` was called, a script knows both flags without it.
     """
     if FLAG not in parser._option_string_actions:
         group = parser.add_argument_group("zerocast")
-        about = (
-            "formats of weights by their names; without any, the primary weights of TransformerEngine alone are cast"
-        )
+        about = "formats of weights by their names; without any, only primary weights of TransformerEngine are cast"
         group.add_argument(FLAG, nargs="*", metavar="PATTERN=FORMAT", help=about)
         group.add_argument("--zerocast-verify-every", type=int, metavar="STEPS", help="compare all live bytes so often")
     if _installed is None:
@@ -315,9 +315,9 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
 def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
     """Quantize the unwrapped chunks of this rank's stage. Collective over all ranks.
 
-    ValueError, on every rank, for a pattern that matches no weight on any, for no quantized weight
-    on any, for weights that `quantize_` refuses on one rank, and for a tensor of TransformerEngine
-    that cannot be cast in a byte buffer.
+    Raises ValueError, on every rank, for a pattern that matches no weight on any, for no quantized
+    weight on any, for weights on which `quantize_` raises on one rank, and for a tensor of
+    TransformerEngine that cannot be cast in a byte buffer.
     """
     world, named = Group.of(None), [_global_names(chunk) for chunk in chunks]
     everything = [name for names in named for name in names.values()]
@@ -344,7 +344,7 @@ def quantize_chunks(chunks: Sequence[nn.Module], recipe: Recipe) -> None:
 
 
 def _global_names(chunk: nn.Module) -> dict[str, str]:
-    """The global name of each weight of a chunk, by its local name.
+    """Return a dict from the local name of each weight of a chunk to its global name.
 
     In a global name layers count through all pipeline stages, from 0.
     """

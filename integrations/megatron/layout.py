@@ -1,11 +1,11 @@
 """Layouts of byte buffers in which a rank's elements are the bytes that it sends.
 
-Megatron cuts each bucket twice into equal parts: its gradients, one element apiece, to say who
-owns what, and its bytes, to say who sends what. The two agree if every byte of a bucket holds the
-same number of elements, padding included. So a bucket here holds 4-bit weights or others, never
-both, and a 4-bit bucket has exactly half as many bytes as elements. Megatron's own layout pads
-elements and bytes apart, and mixes widths: a rank then writes bytes that another rank sends, and
-they are lost on every rank.
+Megatron splits each bucket twice into equal parts: the elements of its gradients, which decides who
+owns which elements, and its bytes, which decides who sends which bytes. The two agree if every byte
+of a bucket holds the same number of elements, padding included. So a bucket of these layouts holds
+either 4-bit weights or others, and a 4-bit bucket has exactly half as many bytes as elements.
+Megatron's own layout pads elements and bytes separately, and mixes widths: a rank then writes bytes
+that another rank sends, and they are lost on every rank.
 """
 
 import dataclasses
@@ -20,8 +20,8 @@ from zerocast.integrations.patches import Patch
 
 from . import host
 
-# The multiple of elements at which the parts of a 4-bit bucket end: 16 bytes, and so no part cuts
-# a block of 16 elements.
+# Parts of a 4-bit bucket end at multiples of this number of elements: 16 bytes, so that no block of
+# 16 elements straddles two parts.
 _ELEMENTS_PER_BLOCK = 32
 
 
@@ -49,11 +49,11 @@ def of_one_width(
     ddp_config: Any,
     param_indices: Sequence[int] | None = None,
 ) -> Any:
-    """The layout of a buffer, a PerBufferParamLayout, whose buckets have one width each.
+    """Return the PerBufferParamLayout of a buffer, whose buckets have one width each.
 
     The host's `lay_out` makes a layout of each run of parameters of one width. These layouts are
-    then joined into one, and the buckets of 4-bit parameters padded to a multiple of 32 elements a
-    rank. Without 4-bit parameters the layout is the host's, unchanged.
+    then joined into one, and the buckets of 4-bit parameters padded to a multiple of 32 elements
+    per rank. Without 4-bit parameters the layout is the host's, unchanged.
     """
     runs = [list(run) for _, run in itertools.groupby(params, elements_per_byte)]
     layouts = [(elements_per_byte(run[0]), lay_out(run, bucket_size, ranks, ddp_config, [])) for run in reversed(runs)]
@@ -82,11 +82,12 @@ def of_one_width(
 
 
 def whole_matrices() -> Iterator[Patch]:
-    """The function that wraps models which megatron.training builds of a configuration: they get
-    the layout of whole matrices.
+    """Yield patches of the function that wraps models which megatron.training builds from a
+    configuration: they get the layout of whole matrices.
 
-    Megatron makes that layout only for models that a script provides. For models of a configuration
-    it computes the layout of a DistributedOptimizer, for any optimizer, and none under Muon.
+    Megatron makes that layout only for models that a script provides. For models from a
+    configuration it computes the layout of a DistributedOptimizer, for any optimizer, and none
+    under Muon.
     """
     (kind,) = host.layer_wise()
     for module, name, lays_out in host.wrappers_of_built_models():
@@ -109,7 +110,7 @@ def of_one_owner(partition: Callable[..., Any]) -> Callable[..., Any]:
 
     Megatron puts all buckets of plain parameters into the group of the last byte bucket, even where
     ranks own whole matrices and another optimizer owns the plain parameters. Without overlap that
-    group is gathered once, before the other optimizer has stepped: ranks would go on with stale
+    group is gathered once, before the other optimizer has stepped: ranks would continue with stale
     plain parameters.
     """
 
@@ -127,7 +128,8 @@ def pack(buffer: Any, params_with_names: Sequence[tuple[Any, str]]) -> None:
 
     Within a bucket they are the element offsets divided by the elements per byte, 1 or 2.
 
-    ValueError for a bucket of two widths: its layout was not made inside `quantized_params()`.
+    Raises ValueError for a bucket of two widths: its layout was not made inside
+    `quantized_params()`.
     """
     members: dict[int, list[Any]] = {}
     for param, _ in reversed(params_with_names):

@@ -1,12 +1,12 @@
-"""Optimizer CPU offload: the masters of Megatron's HybridDeviceOptimizer, in host memory alone.
+"""Optimizer CPU offload: the masters of Megatron's HybridDeviceOptimizer, in CPU memory only.
 
-As Megatron has it, that optimizer keeps the moments and a copy of every offloaded master in host
+As Megatron has it, that optimizer keeps the moments and a copy of every offloaded master in CPU
 memory. A step updates the copies and copies them back into the FP32 masters on the GPU. Under
-zerocast the copies are the only masters: they are cast from host memory, and on the GPU each is
+zerocast the copies are the only masters: they are cast from CPU memory, and on the GPU each is
 represented by a `HostMaster` that has no memory. That begins at the construction of the optimizer,
 or at `attach`.
 
-With BF16 weights Megatron gives the optimizer the weights themselves, and its host copies are the
+With BF16 weights Megatron gives the optimizer the weights themselves, and its CPU copies are the
 only FP32 masters. That is impossible for quantized weights, which have no values to start from.
 """
 
@@ -27,15 +27,15 @@ from .primary import is_primary
 
 
 class HostMaster(Tensor):
-    """Represents on a device a master that is stored in host memory.
+    """Represents on a device a master that is stored in CPU memory.
 
-    Megatron sorts masters by their device and gives them gradients there, so a master in host
-    memory needs a tensor on the GPU. Operators on it read and write `memory`. Their results are
-    other HostMasters where they are views of `memory`, else tensors copied to the device. It has no
-    data pointer: kernels that ask for the address raise RuntimeError.
+    Megatron sorts masters by their device and gives them gradients there, so a master in CPU memory
+    needs a tensor on the GPU. Operators on it read and write `memory`. Their results are other
+    HostMasters where they are views of `memory`, else tensors copied to the device. It has no data
+    pointer: kernels that ask for the address raise RuntimeError.
 
     Attributes:
-        memory: the master's values, of the same shape and dtype, in page-locked host memory.
+        memory: the master's values, of the same shape and dtype, in page-locked CPU memory.
     """
 
     memory: Tensor
@@ -43,7 +43,7 @@ class HostMaster(Tensor):
 
     @staticmethod
     def __new__(cls, memory: Tensor, device: torch.device) -> "HostMaster":
-        """Stand on `device` for the master in the host `memory`; nothing is copied."""
+        """Represent on `device` the master in the CPU tensor `memory`; nothing is copied."""
         master: HostMaster = Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=device
         )
@@ -86,7 +86,7 @@ class HostMaster(Tensor):
     def data(self, values: Tensor) -> None:
         if values.shape != self.shape or values.dtype != self.dtype:
             raise ValueError(
-                f"a master of {tuple(self.shape)} {self.dtype} in host memory takes values of that shape and dtype, got "
+                f"a master of {tuple(self.shape)} {self.dtype} in CPU memory can be set to values of that shape and dtype, got "
                 f"{tuple(values.shape)} {values.dtype}"
             )
         self.memory.copy_(values)
@@ -96,25 +96,25 @@ class HostMaster(Tensor):
 
 
 def memory_of(master: Tensor) -> Tensor:
-    """The tensor that stores a master's values, in host memory or on the device."""
+    """Return the tensor that stores a master's values, in CPU memory or on the device."""
     return master.memory if isinstance(master, HostMaster) else master
 
 
 def to_save(master: Tensor) -> Tensor:
-    """The tensor to save of a master: a copy of one in host memory, else the master itself.
+    """Return the tensor to save of a master: a copy of one in CPU memory, else the master itself.
 
-    An asynchronous save runs beside the next step, which overwrites the masters. Megatron copies
+    An asynchronous save overlaps the next step, which overwrites the masters. Megatron copies
     tensors on the device before that, and does not copy tensors that are on the CPU already.
     """
     return master.memory.clone() if isinstance(master, HostMaster) else master
 
 
 def copying_once(sort: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method by which a HybridDeviceOptimizer copies its parameters to host memory.
+    """Wrap the method by which a HybridDeviceOptimizer copies its parameters to CPU memory.
 
     Megatron first builds an optimizer over the parameters of the model, takes its settings, and
     then builds a second one over the masters. The first one would copy primary weights for nothing,
-    so it copies none. The second one copies no master that is in host memory already.
+    so it copies none. The second one copies no master that is in CPU memory already.
     """
 
     def call(inner: Any, offload_fraction: float) -> Any:
@@ -129,11 +129,12 @@ def copying_once(sort: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the method by which a DistributedOptimizer makes its masters, to make them one by one.
+    """Wrap the method by which a DistributedOptimizer makes its masters, to make them one at a
+    time.
 
-    Each master that is to be offloaded moves to host memory before the next one is made, so that
-    the device never holds all of them. As in a HybridDeviceOptimizer, these are the first masters,
-    up to the fraction. `attach` moves the masters of the other optimizers: those without a
+    Each master that is to be offloaded moves to CPU memory before the next one is made, so that the
+    device never holds all of them. As in a HybridDeviceOptimizer, these are the first masters, up
+    to the fraction. `attach` moves the masters of the other optimizers: those without a
     QuantizedWeight on this rank, and those with FP32 parameters, which are their own masters.
     """
 
@@ -145,7 +146,7 @@ def one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
         to_offload = _elements_to_offload(gbuf_ranges, params, config.optimizer_offload_fraction)
         groups = []
         for ranges in opt_group_ranges:
-            # Each call gets an "orig_group" of its own, since the host's method writes the masters
+            # Each call gets a separate "orig_group", since the host's method writes the masters
             # into it. The real one is written below, once it is complete.
             built = build(gbuf_ranges, param_gbuf_map, [{**ranges, "params": [], "orig_group": {}}], config)
             for param in ranges["params"]:
@@ -159,31 +160,33 @@ def one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
                     group.extend(new)
             ranges["orig_group"]["params"] = list(built[-1][0])
             groups.append(built)
-        # The host's method returns lists by kind of parameter, each with one entry a group.
+        # The host's method returns one list per kind of parameter, with one entry per group.
         return tuple([group for (group,) in kind] for kind in zip(*groups, strict=True))
 
     return call
 
 
 def _elements_to_offload(gbuf_ranges: Any, params: Iterable[Any], fraction: float) -> float:
-    """The number of elements to offload: `fraction` of those that this rank owns of `params`."""
+    """Return the number of elements to offload: `fraction` of those that this rank owns of
+    `params`.
+    """
     maps = [bucket["param_map"] for ranges in gbuf_ranges for buckets in ranges.values() for bucket in buckets]
     owned: dict[Any, int] = {param: places["param"].size for param_map in maps for param, places in param_map.items()}
     return fraction * sum(owned[param] for param in params)
 
 
 def _on_host(master: Tensor) -> HostMaster:
-    """Copy a master to page-locked host memory. Its attributes go along."""
+    """Copy a master to page-locked CPU memory. Its attributes go along."""
     hosted = HostMaster(master.cpu().pin_memory(), master.device)
     vars(hosted).update(vars(master))
     return hosted
 
 
 def keep_on_host(optimizer: Any, patches: Patches) -> None:
-    """Free the masters on the device that a HybridDeviceOptimizer updates in host memory.
+    """Free the masters on the device that a HybridDeviceOptimizer updates in CPU memory.
 
-    Undoing `patches` makes them again. Until then a reference to such a master that the caller
-    still has reads NaN, and writing it raises.
+    Undoing `patches` allocates them again. Until then a caller's reference to such a master reads
+    NaN, and writing it raises.
     """
     inner = optimizer.optimizer
     if not host.offloads(inner):
@@ -197,10 +200,10 @@ def keep_on_host(optimizer: Any, patches: Patches) -> None:
 
     patches.apply(
         [
-            # The host's method knows no FP32 masters except those that it made of BF16 parameters.
+            # The host's method supports only the FP32 masters that it made of BF16 parameters.
             Patch(inner, "_update_fp32_params_by_new_state", lambda: None),
-            # The host's method tells CPU from GPU by the class of the sub-optimizer, which may be
-            # torch's Adam on both.
+            # The host's method distinguishes CPU and GPU by the class of the sub-optimizer, which
+            # may be torch's Adam on both.
             Patch(inner, "_move_new_state_to_right_device", move_states),
         ]
     )
@@ -213,7 +216,7 @@ def keep_on_host(optimizer: Any, patches: Patches) -> None:
     patches.apply(
         [
             Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, _hosted(inner), True)),
-            # A step brings nothing back to the device: the masters there have no memory.
+            # A step copies nothing back to the device: the masters there have no memory.
             Patch(inner, "_register_param_copy_back_gpu_hook", lambda: None),
         ]
     )
@@ -226,9 +229,9 @@ def keep_on_host(optimizer: Any, patches: Patches) -> None:
 
 
 def _bring_back(optimizer: Any, in_model_by_copy: Mapping[Tensor, Tensor]) -> None:
-    """Restore the masters on the device, and Megatron's host copies of them.
+    """Restore the masters on the device, and Megatron's CPU copies of them.
 
-    `in_model_by_copy` maps host copies of FP32 parameters to the masters that are in the model.
+    `in_model_by_copy` maps CPU copies of FP32 parameters to the masters that are in the model.
     """
     inner = optimizer.optimizer
     copies: dict[Tensor, Tensor] = {}  # by restored master
@@ -247,7 +250,7 @@ def _bring_back(optimizer: Any, in_model_by_copy: Mapping[Tensor, Tensor]) -> No
 
 
 def _replace(optimizer: Any, replacements: Mapping[Any, Any]) -> None:
-    """Replace masters by other tensors, and build the CPU and GPU sub-optimizers again."""
+    """Replace masters with the given tensors, and build the CPU and GPU sub-optimizers again."""
     for master, replacement in replacements.items():
         vars(replacement).update((name, value) for name, value in vars(master).items() if name != "memory")
         replacement.grad = master.grad
@@ -266,7 +269,7 @@ def _replace(optimizer: Any, replacements: Mapping[Any, Any]) -> None:
 
 
 def _hosted(inner: Any) -> dict[HostMaster, Tensor]:
-    """The masters of an inner optimizer that are in host memory, and that memory."""
+    """Return a dict from each master of an inner optimizer that is in CPU memory to that memory."""
     params = (param for group in inner.param_groups for param in group["params"])
     return {param: param.memory for param in params if isinstance(param, HostMaster)}
 
@@ -275,9 +278,9 @@ def _sorted(inner: Any, copies: Mapping[Any, Any], loads_into_copies: bool) -> t
     """Sort parameters into CPU and GPU groups as `_get_sub_optimizer_param_groups` does, without
     new copies.
 
-    Returns what that method returns: the groups of the CPU, the groups of the GPU, the copy by
-    master, the master by copy, and the copy by master for masters whose loaded state belongs to the
-    copy (all of `copies` with `loads_into_copies`).
+    Returns the five results of that method: the groups of the CPU, the groups of the GPU, a dict
+    from master to copy, a dict from copy to master, and a dict from master to copy for masters
+    whose loaded state belongs to the copy (all of `copies` with `loads_into_copies`).
     """
     cpu_groups: list[Any] = []
     gpu_groups: list[Any] = []
@@ -292,11 +295,11 @@ def _sorted(inner: Any, copies: Mapping[Any, Any], loads_into_copies: bool) -> t
 
 @contextlib.contextmanager
 def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
-    """Replace the `main_param` of parameters with masters in host memory while the context is open.
+    """Replace the `main_param` of parameters with masters in CPU memory while the context is open.
 
     Megatron computes the norm of all parameters from their `main_param` by a kernel that needs
-    addresses on the device. Here `main_param` is the L2 norm of the master, a tensor of one element
-    there: the norm of these norms is the norm of all masters.
+    addresses on the device. So `main_param` becomes the L2 norm of the master, a tensor of one
+    element on the device: the norm of these norms is the norm of all masters.
     """
     params = [param for chunk in chunks for param in chunk.parameters()]
     masters = {param: param.main_param for param in params if isinstance(vars(param).get("main_param"), HostMaster)}
@@ -311,8 +314,8 @@ def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
 
 
 def patches(optimizer: Any) -> Iterator[Patch]:
-    """The methods of an offloading optimizer that return the state which all ranks save alike, and
-    that undo `offload_to_cpu`.
+    """Yield patches of an offloading optimizer's methods that return the state dict and that undo
+    `offload_to_cpu`.
     """
     if host.offloads(optimizer.optimizer):
         yield Patch(optimizer, "state_dict", _without_settings(optimizer))
@@ -321,9 +324,9 @@ def patches(optimizer: Any) -> Iterator[Patch]:
 
 
 def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
-    """Wrap the method that moves moments to the device: it leaves those of offloaded masters.
+    """Wrap the method that moves moments to the device: moments of offloaded masters stay.
 
-    The host's method would move them too, and a step reads them in host memory.
+    The host's method would move them too, and a step reads them in CPU memory.
     """
     method = optimizer.restore_from_cpu
 
@@ -340,10 +343,10 @@ def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
 
 
 def _without_settings(optimizer: Any) -> Callable[..., Any]:
-    """Wrap the method that returns the state which all ranks save alike: it drops the settings of
-    the HybridDeviceOptimizer from the parameter groups.
+    """Wrap the method that returns the state dict, which is identical on all ranks: it drops the
+    settings of the HybridDeviceOptimizer from the parameter groups.
 
-    They include two optimizer classes, which `torch.load(weights_only=True)` refuses.
+    They include two optimizer classes, on which `torch.load(weights_only=True)` raises.
     """
     method = optimizer.state_dict
     settings = inspect.signature(host.hybrid().__init__).parameters
@@ -360,8 +363,8 @@ def _without_settings(optimizer: Any) -> Callable[..., Any]:
 
 
 def reading_given_values(optimizer: Any) -> Callable[..., None]:
-    """The method that reads masters from a state dict. It works for a HybridDeviceOptimizer too,
-    for which the host's method ignores the state dict.
+    """Return the method that reads masters from a state dict. It works for a HybridDeviceOptimizer
+    too, for which the host's method ignores the state dict.
     """
     read_given = ownership.of(optimizer).read_given(optimizer)
 
@@ -370,7 +373,7 @@ def reading_given_values(optimizer: Any) -> Callable[..., None]:
         if not host.offloads(inner):
             read_given(state_dict)
             return
-        # The host's method looks at the class of the inner optimizer and returns early.
+        # The host's method checks the class of the inner optimizer and returns early.
         optimizer.optimizer = None
         try:
             read_given(state_dict)

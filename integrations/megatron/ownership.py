@@ -1,8 +1,8 @@
 """Ownership: which masters a rank has under each kind of Megatron's optimizers.
 
 Each rank of a DistributedOptimizer owns a part of every bucket. Each rank of a
-LayerWiseDistributedOptimizer owns whole matrices: those of dense layers are divided over all
-data-parallel ranks, those of experts over the ranks with the same experts.
+LayerWiseDistributedOptimizer owns whole matrices: matrices of dense layers are divided over all
+data-parallel ranks, matrices of experts over the ranks with the same experts.
 """
 
 import functools
@@ -65,7 +65,7 @@ class OwnedMaster(NamedTuple):
     """The elements of a parameter that this rank owns.
 
     Attributes:
-        param: the whole parameter.
+        param: the unsharded parameter.
         master: their FP32 master, the host's own tensor.
         start: the row-major position of the first element.
         rounded: returns the same elements in the host's buffer. Called for plain parameters only.
@@ -98,7 +98,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The shares of one kind of optimizer, and the methods of it that are replaced.
+    """The shares of one kind of optimizer, and its methods that are replaced.
 
     Attributes:
         shares: lists one share for each group of ranks, in the same order on all ranks of a group.
@@ -107,7 +107,7 @@ class Ownership:
         read_given: returns a function that reads masters from a state dict.
         check: raises RuntimeError for an optimizer without the names that are read or replaced.
         saves_shards: True if a checkpoint has shards of a parameter's state, False if it has the
-            state of whole parameters.
+            unsharded state.
         saves, loads: names of further methods that save and load, of this kind only.
     """
 
@@ -122,12 +122,14 @@ class Ownership:
 
 
 def of(optimizer: Any) -> Ownership:
-    """The ownership of an optimizer that `distributed_optimizers` returned."""
+    """Return the ownership of an optimizer that `distributed_optimizers` returned."""
     return WHOLE_MATRICES if host.is_layer_wise(optimizer) else PARTS
 
 
 def shares(optimizer: Any) -> list[Share]:
-    """The shares of an optimizer that `distributed_optimizers` returned, one a group of ranks."""
+    """Return the shares of an optimizer that `distributed_optimizers` returned, one per group of
+    ranks.
+    """
     return of(optimizer).shares(optimizer)
 
 
@@ -161,7 +163,9 @@ def _check_parts(optimizer: Any) -> None:
 
 
 def _whole_matrices(optimizer: Any) -> list[Share]:
-    """Dense layers over the data-parallel ranks, and experts over the ranks with the same ones."""
+    """Return two shares: dense layers over the data-parallel ranks, and experts over the ranks with
+    the same experts.
+    """
     groups, divided = optimizer.pg_collection, []
     for name, group, saved_by, suffix in (
         ("buffers", optimizer.dp_cp, groups.mp, ""),
@@ -185,11 +189,13 @@ def _masters_of_matrices(optimizer: Any, buffers: Sequence[Any]) -> Iterator[Own
 
 
 def _inner(optimizer: Any) -> Any:
-    """The only optimizer in a layer-wise one, which keeps the masters; ValueError for several."""
+    """Return the inner optimizer of a layer-wise one, which keeps the masters. Raises ValueError if
+    there are several.
+    """
     inner = optimizer.chained_optimizers
     if len(inner) != 1:
         raise ValueError(
-            f"a {type(optimizer).__name__} of {len(inner)} optimizers is not supported: give it the matrices alone, as "
+            f"a {type(optimizer).__name__} of {len(inner)} optimizers is not supported: pass it the matrices only, as "
             "get_megatron_optimizer does where use_distributed_optimizer=True is set in DistributedDataParallelConfig"
         )
     return inner[0]
@@ -240,7 +246,7 @@ WHOLE_MATRICES = Ownership(
 
 
 def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
-    """RuntimeError unless the optimizers have the names that are read or replaced.
+    """Raise RuntimeError unless the optimizers have the names that are read or replaced.
 
     `optimizer` steps, saves and loads; the distributed ones have shards.
     """

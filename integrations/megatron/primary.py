@@ -22,25 +22,27 @@ _INTEGRATION = "zerocast.integrations.transformer_engine"
 
 
 def is_primary(param: Any) -> bool:
-    """True if Megatron gathers the quantized bytes of a parameter."""
+    """Return True if Megatron gathers the quantized bytes of a parameter."""
     return isinstance(param, QuantizedWeight) or is_te_tensor(param)
 
 
 def is_te_tensor(param: Any) -> bool:
-    """True if a parameter is a quantized tensor of TransformerEngine. Imports nothing."""
+    """Return True if a parameter is a quantized tensor of TransformerEngine. Imports nothing."""
     of_te = any(kind.__module__.partition(".")[0] == "transformer_engine" for kind in type(param).__mro__)
     return of_te and hasattr(param, "_get_quantizer")
 
 
 def primary_of(bucket_group: Any) -> list[Any]:
-    """The parameters of a bucket group whose bytes it gathers."""
+    """Return the parameters of a bucket group whose bytes it gathers."""
     return [param for bucket in bucket_group.buckets for param in bucket.params_list if is_primary(param)]
 
 
 def weight_of(param: Any) -> QuantizedWeight:
-    """The QuantizedWeight over the present bytes of a primary weight: the parameter, or a view.
+    """Return the QuantizedWeight over the current bytes of a primary weight: the parameter, or a
+    view.
 
-    TypeError or ValueError for a tensor of TransformerEngine that cannot be cast in a byte buffer.
+    Raises TypeError or ValueError for a tensor of TransformerEngine that cannot be cast in a byte
+    buffer.
     """
     if isinstance(param, QuantizedWeight):
         return param
@@ -51,17 +53,19 @@ def weight_of(param: Any) -> QuantizedWeight:
 
 
 def initial_value(param: Any) -> Tensor:
-    """A primary weight's value before quantization if it is stored, else its dequantized value."""
+    """Return a primary weight's value before quantization if it is stored, else its dequantized
+    value.
+    """
     if isinstance(param, QuantizedWeight):
         return param.dequantize() if param.high_precision_init_val is None else param.high_precision_init_val
     stored = param.get_high_precision_init_val() if hasattr(param, "get_high_precision_init_val") else None
-    # TransformerEngine stores the value in host memory.
+    # TransformerEngine stores the value in CPU memory.
     value: Tensor = param.dequantize() if stored is None else stored.to(param.device)
     return value
 
 
 def release_initial_values(params: Iterable[Any]) -> None:
-    """Free the values before quantization that TransformerEngine stores in host memory.
+    """Free the values before quantization that TransformerEngine stores in CPU memory.
 
     Megatron frees them for a DistributedOptimizer only.
     """
@@ -77,7 +81,8 @@ def check_primary(param: Any) -> None:
 
 
 def shares_codes(param: Any) -> bool:
-    """True for a tensor of TransformerEngine whose rowwise and columnwise codes are one buffer.
+    """Return True for a tensor of TransformerEngine whose rowwise and columnwise codes are one
+    buffer.
 
     Megatron's own cast would write each direction by itself, into the same memory.
     """
@@ -92,9 +97,9 @@ def move_codes(param: Any, storage: Any) -> None:
 
 
 def two_directions(what: str) -> ValueError:
-    """The error for a weight of which both directions have to be gathered."""
+    """Return the error for a weight that needs both directions gathered."""
     return ValueError(
-        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: take mxfp8:block=32x32 for it here, in "
+        f"{what} needs both directions gathered, and a byte buffer of Megatron holds one: use mxfp8:block=32x32 for it, in "
         "layers of TransformerEngine by building and training inside square_mxfp8(), or mxfp8 under zerocast.ZeroAdamW or "
         "zerocast.fsdp2"
     )
@@ -112,10 +117,10 @@ def square_mxfp8() -> Iterator[None]:
     Every rank builds the model and trains it inside: a forward pass under the recipe of 1x32 blocks
     replaces the quantizers of the weights, and the next step raises. Activations and gradients keep
     their blocks. One set of codes then serves both directions of a weight, so that Megatron gathers
-    one byte an element, where it gathers bf16 without zerocast.
+    one byte per element, where it gathers bf16 without zerocast.
 
-    RuntimeError for a megatron-core without `get_fp8_recipe`, and where a recipe is made by a
-    TransformerEngine without such tiles.
+    Raises RuntimeError for a megatron-core without `get_fp8_recipe`, and where a recipe is made by
+    a TransformerEngine without such tiles.
     """
     fp8, name = host.module(host.FP8), "get_fp8_recipe"
     host.require(fp8, (name,), host.FP8)
@@ -127,8 +132,8 @@ def square_mxfp8() -> Iterator[None]:
 class TETensors:
     """The tensors of TransformerEngine among some weights.
 
-    TransformerEngine may give a tensor other buffers between steps, so `locate` points the views at
-    the present ones before a cast or a read.
+    TransformerEngine may give a tensor new buffers between steps, so `locate` points the views at
+    the current ones before a cast or a read.
     """
 
     def __init__(self, names: Iterable[str], params: Iterable[Any], weights: Iterable[QuantizedWeight]) -> None:
@@ -139,10 +144,10 @@ class TETensors:
         into_flat_buffer([weight for _, param, weight in self._tensors if _view(param).owns_amax], "amax")
 
     def locate(self) -> None:
-        """Point the views at the present buffers that a cast writes.
+        """Point the views at the current buffers that a cast writes.
 
-        RuntimeError for a tensor that was given a quantizer of another format, ValueError for one
-        whose codes were dropped or whose options changed to ones that are not cast.
+        Raises RuntimeError for a tensor whose quantizer now has a different format, ValueError for
+        a tensor whose codes were dropped or whose options changed to ones that are not cast.
         """
         for name, param, weight in self._tensors:
             view = _view(param)
@@ -154,7 +159,7 @@ class TETensors:
             view.locate(param)
 
     def locate_copies(self) -> None:
-        """Point the views at all present buffers, columnwise copies included."""
+        """Point the views at all current buffers, including columnwise copies."""
         self.locate()
         for _, param, _ in self._tensors:
             view = _view(param)
@@ -174,9 +179,9 @@ def make_te_copies(params: Sequence[Any]) -> None:
 
 
 def loaded(param: Any) -> Any:
-    """The tensor that `load_state_dict` may copy into a primary weight that was cast whole.
+    """Return the tensor that `load_state_dict` may copy into a primary weight that is already cast.
 
-    It is the weight itself, or another tensor of TransformerEngine over the same buffers.
+    It is the weight itself, or a second tensor of TransformerEngine over the same buffers.
     """
     if isinstance(param, QuantizedWeight):
         return param
@@ -197,7 +202,7 @@ def check_before_forward(chunk: nn.Module, check: Callable[[], None]) -> list[Ca
 
 
 def _castable_view(param: Any) -> Any:
-    """The view of a tensor. ValueError for a tensor with more than one set of codes."""
+    """Return the view of a tensor. Raises ValueError if it has more than one set of codes."""
     if _module(".entry").is_hybrid(param):
         raise ValueError(f"a {type(param).__name__} has codes of two formats, and a byte buffer gathers one")
     view = _view(param)

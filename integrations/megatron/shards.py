@@ -19,7 +19,7 @@ from .offload import memory_of
 from .primary import is_primary, is_te_tensor, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
 
-_UNKNOWN = "a parameter of another model"
+_UNKNOWN = "a parameter of a different model"
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class OptimizerShards:
     """The part of one optimizer's share that this rank owns.
 
     Attributes:
-        optimizer, share: the host's optimizer, and its share that one group of ranks divides.
+        optimizer, share: the host's optimizer, and the share of it that one group of ranks divides.
         detached: the state that an earlier attachment has left; None without one.
         names, params, weights: the quantized weights in the order of the share's buffers, the same
             on every rank. For a tensor of TransformerEngine the weight is a view of the parameter.
         masters: for each weight, the FP32 master of the elements that this rank owns, on the device
-            or in host memory; None where it owns none.
+            or in CPU memory; None where it owns none.
         starts: for each weight, the row-major position of the master's first element, or None.
-        plain: the parameters that are not quantized, by id.
+        plain: the parameters that are not quantized, keyed by id.
         bucket_groups: the host's bucket groups that gather the bytes of the share's buffers.
     """
 
@@ -55,18 +55,18 @@ class OptimizerShards:
         return Group.of(self.share.group)
 
     def span(self, index: int) -> Span:
-        """The elements that this rank owns of a weight."""
+        """Return the elements that this rank owns of a weight."""
         master, start = self.masters[index], self.starts[index]
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
 
 def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
-    """The shards of every optimizer inside `optimizer`, one a share of it, over the parameters of
-    `chunks`.
+    """Return one OptimizerShards for each share of each optimizer inside `optimizer`, over the
+    parameters of `chunks`.
 
-    TypeError or ValueError for a byte buffer with something in it that is not cast, for a quantized
-    weight that no gather brings and for one that no optimizer owns; RuntimeError for a host without
-    the names that are read.
+    Raises TypeError or ValueError for a byte buffer with a parameter that is not cast, for a
+    quantized weight that is not gathered and for one that no optimizer owns; RuntimeError for a
+    Megatron version without a needed name.
     """
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
@@ -79,7 +79,7 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
 
 
 def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
-    """Unique names of the parameters of all chunks, by id of the parameter.
+    """Unique names of the parameters of all chunks, keyed by id of the parameter.
 
     Every chunk of a pipeline stage counts its layers from 0. A name that an earlier chunk has is
     therefore preceded by the number of its chunk.
@@ -126,7 +126,7 @@ def _shards_of(
 
 
 def _weight_of(param: Any, name: str) -> QuantizedWeight:
-    """The weight over a parameter's bytes. Its errors begin with the parameter's name."""
+    """Return the weight over a parameter's bytes. Its errors begin with the parameter's name."""
     try:
         return weight_of(param)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -134,8 +134,8 @@ def _weight_of(param: Any, name: str) -> QuantizedWeight:
 
 
 def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
-    """ValueError for a trained quantized weight in no bucket, such as one that was quantized after
-    DistributedDataParallel was built.
+    """Raise ValueError for a trained quantized weight in no bucket, such as one that was quantized
+    after DistributedDataParallel was built.
     """
     gathered = {id(param) for group in groups for bucket in group.buckets for param in bucket.params_list}
     for name, param in (named for chunk in chunks for named in chunk.named_parameters()):
@@ -147,7 +147,7 @@ def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
 
 
 def _check_owned(all_shards: Sequence[OptimizerShards], groups: Sequence[Any], names: Mapping[int, str]) -> None:
-    """ValueError for a quantized weight that is gathered, and that no given optimizer owns."""
+    """Raise ValueError for a quantized weight that is gathered and that no given optimizer owns."""
     owned = {id(param) for shards in all_shards for param in shards.params}
     orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
     if orphans:
@@ -155,10 +155,10 @@ def _check_owned(all_shards: Sequence[OptimizerShards], groups: Sequence[Any], n
 
 
 def bytes_not_sent(shards: OptimizerShards) -> str | None:
-    """The error if this rank casts bytes that it does not send, or None.
+    """Return the error if this rank casts bytes that it does not send, or None.
 
     In an all-gather each rank sends an equal part of a bucket's bytes. Bytes that a rank casts
-    outside its part are overwritten by another rank's.
+    outside its part are overwritten by those of a different rank.
     """
     places = {
         param: (group, bucket)
@@ -189,7 +189,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
 
 
 def elements_without_owner(shards: OptimizerShards) -> str | None:
-    """The error if a part of a weight has no owner on any rank, or None. Collective."""
+    """Return the error if a part of a weight has no owner on any rank, or None. Collective."""
     counts = [shards.span(i).numel for i in range(len(shards.weights))]
     owned = torch.tensor(counts, dtype=torch.int64, device=shards.group.device)
     if counts:

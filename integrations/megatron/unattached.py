@@ -1,4 +1,4 @@
-"""The methods that an optimizer refuses before `attach` and after `detach`, while nothing casts the
+"""Methods of an optimizer that raise before `attach` and after `detach`, while nothing casts the
 masters of its quantized weights.
 
 Outside `quantized_params()` Megatron treats a QuantizedWeight as a plain parameter: its own copy of
@@ -20,7 +20,7 @@ from zerocast.weight.validity import Validity
 from . import host, ownership
 from .primary import shares_codes
 
-# How the names of the refused methods begin.
+# Prefixes of the names of the methods that raise.
 _BEGIN = (
     "_copy_main_params",
     "_copy_model_params",
@@ -31,9 +31,9 @@ _BEGIN = (
     "reload_",
     "step",
 )
-# Makes the state dict that a save writes, or the template that a load fills.
+# This method makes the state dict that a save writes, or the template that a load fills.
 _FILLS = "sharded_state_dict"
-# Refused only after an attachment that left its weights partial.
+# These raise only after an attachment that left its weights partial.
 _SAVES = ("save_parameter_state", "state_dict")
 
 
@@ -42,7 +42,7 @@ class DetachedState:
     """The state that a detached attachment leaves to the next one.
 
     Attributes:
-        delayed: delayed scaling by the suffix of a share.
+        delayed: delayed scaling, keyed by the suffix of a share.
         validity: the validity of the weights, which may be partial.
     """
 
@@ -59,7 +59,7 @@ class RefusedMethod:
         self._optimizer, self._name, self.detached = optimizer, name, detached
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """RuntimeError, or the host's method if all quantized weights are attached."""
+        """Raise RuntimeError, or call the host's method if all quantized weights are attached."""
         optimizer = self._optimizer
         if not self._saves_complete_weights(args, kwargs) and any(
             is_refused(inner) and owns_quantized_weights(inner) for inner in host.distributed_optimizers(optimizer)
@@ -118,20 +118,22 @@ def _refused_names(optimizer: Any) -> list[str]:
 
 
 def state_left_in(optimizer: Any) -> DetachedState | None:
-    """The state that this optimizer's last attachment left; None without one, or while attached."""
+    """Return the state that this optimizer's last attachment left. None if there was no attachment,
+    or while attached.
+    """
     method = vars(optimizer).get("step")
     return method.detached if isinstance(method, RefusedMethod) else None
 
 
 def owns_quantized_weights(optimizer: Any) -> bool:
-    """True if weights that the host alone cannot cast are in the buffers of an optimizer, or of one
-    in its chain. The same on every rank.
+    """Return True if the buffers of an optimizer, or of one in its chain, hold weights that the
+    host cannot cast by itself. The result is the same on every rank.
     """
     return any(isinstance(param, QuantizedWeight) or shares_codes(param) for param in params_of(optimizer))
 
 
 def params_of(optimizer: Any) -> Iterator[Any]:
-    """The parameters in the buffers of an optimizer, or of those in its chain."""
+    """Yield the parameters in the buffers of an optimizer, or of those in its chain."""
     for inner in host.distributed_optimizers(optimizer):
         if host.is_layer_wise(inner) or hasattr(inner, "buffers"):
             for share in ownership.shares(inner):
@@ -140,5 +142,5 @@ def params_of(optimizer: Any) -> Iterator[Any]:
 
 
 def is_refused(optimizer: Any) -> bool:
-    """True if an optimizer's methods raise at present."""
+    """Return True if an optimizer's methods currently raise."""
     return isinstance(vars(optimizer).get("step"), RefusedMethod)

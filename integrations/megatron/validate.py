@@ -1,4 +1,4 @@
-"""The settings that `attach` and the construction of a model refuse, and why.
+"""Settings that `attach` and the construction of a model do not support, and why.
 
 Under these settings Megatron casts, stores or gathers quantized weights in a way that would write
 over zerocast's bytes, or not send them.
@@ -22,7 +22,7 @@ _WHOLE_MASTERS = (
 
 
 class Setting(NamedTuple):
-    """A setting of the host, and a predicate of the values to refuse: by default all true ones."""
+    """A setting of the host, and a predicate of its unsupported values: by default truthy ones."""
 
     name: str
     reason: str
@@ -38,11 +38,11 @@ SETTINGS = (
     ),
     Setting(
         "reuse_grad_buf_for_mxfp8_param_ag",
-        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes an element: leave it out, and take "
+        "it gathers bf16 masters through the gradient buffer, for mxfp8, which needs two bytes per element: leave it out, and use "
         "mxfp8:block=32x32, or in layers of TransformerEngine square_mxfp8()",
     ),
 )
-# Options of megatron.training that `install` refuses, besides the settings above.
+# Options of megatron.training that `install` does not support, besides the settings above.
 OPTIONS = (
     Setting("use_torch_fsdp2", _FSDP),
     Setting(
@@ -53,10 +53,10 @@ OPTIONS = (
 
 
 def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) -> None:
-    """Check what can be checked before anything is read or changed.
+    """Run all checks that need no collective, before anything is read or changed.
 
-    ValueError for settings that are not supported, RuntimeError for a host of another shape and for
-    a second attachment.
+    Raises ValueError for settings that are not supported, RuntimeError for a Megatron version
+    without a needed name and for a second attachment.
     """
     check_verify_every(verify_every)
     check_owns_parts(optimizer)
@@ -78,14 +78,14 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
 
 
 def check_verify_every(steps: int | None) -> None:
-    """ValueError for a number of steps below one."""
+    """Raise ValueError for a number of steps below one."""
     if steps is not None and steps < 1:
         raise ValueError(f"verify_every is None or at least 1, got {steps}")
 
 
 def check_owns_parts(optimizer: Any) -> None:
-    """ValueError for an optimizer, or one in a chain, whose ranks own whole layers and do not send
-    them in parts of buckets.
+    """Raise ValueError for an optimizer, or one in a chain, whose ranks own whole layers and do not
+    send them in parts of buckets.
     """
     if host.is_layer_wise(optimizer):
         check_whole_matrices(optimizer.model_chunks)
@@ -93,21 +93,23 @@ def check_owns_parts(optimizer: Any) -> None:
     if any("LayerWise" in kind.__name__ for kind in type(optimizer).__mro__):
         raise ValueError(
             f"{type(optimizer).__name__} is not supported: its ranks own whole layers, and of those optimizers only the "
-            "LayerWiseDistributedOptimizer of megatron-core 0.19 is known; or take optimizer='adam', or Muon as zerocast.ZeroMuon"
+            "LayerWiseDistributedOptimizer of megatron-core 0.19 is known; or use optimizer='adam', or Muon as zerocast.ZeroMuon"
         )
     for inner in getattr(optimizer, "chained_optimizers", []):
         check_owns_parts(inner)
 
 
 def check_settings(settings: Sequence[Any]) -> None:
-    """ValueError with the reason where a configuration of the host has an unsupported setting."""
+    """Raise ValueError with the reason where a configuration of the host has an unsupported
+    setting.
+    """
     for name, reason, refuses in SETTINGS:
         if any(refuses(getattr(config, name, None)) for config in settings):
             raise ValueError(f"{name} is not supported: {reason}")
 
 
 def check_masters(optimizer: Any) -> None:
-    """ValueError for an optimizer whose masters are a state of its fused Adam."""
+    """Raise ValueError for an optimizer whose masters are a state of its fused Adam."""
     if host.masters_are_states(optimizer.config):
         raise ValueError(
             "use_precision_aware_optimizer keeps the masters of an optimizer that is built outside quantized_params() in the state "
@@ -116,16 +118,16 @@ def check_masters(optimizer: Any) -> None:
 
 
 def check_adam(config: Any) -> None:
-    """ValueError for a configuration of another optimizer than Adam."""
+    """Raise ValueError for a configuration of an optimizer other than Adam."""
     if config.optimizer != "adam":
         raise ValueError(
-            f"optimizer={config.optimizer!r} is not supported: Megatron's DistributedOptimizer saves the state of Adam alone, and "
-            "fails an assertion for SGD, or under optimizer_cpu_offload not before the first checkpoint: take optimizer='adam'"
+            f"optimizer={config.optimizer!r} is not supported: Megatron's DistributedOptimizer saves the state of Adam only, and "
+            "fails an assertion for SGD, or under optimizer_cpu_offload not before the first checkpoint: use optimizer='adam'"
         )
 
 
 def check_options(options: Any) -> None:
-    """ValueError for arguments of megatron.training with which `install` cannot train."""
+    """Raise ValueError for arguments of megatron.training with which `install` cannot train."""
     check_settings([options])
     for name, reason, refuses in OPTIONS:
         if refuses(getattr(options, name, None)):
@@ -139,13 +141,13 @@ def check_options(options: Any) -> None:
     formats = [getattr(options, name, None) for name in ("ckpt_format", "ckpt_convert_format")]
     if any(fmt not in (None, "torch_dist") for fmt in formats):
         raise ValueError(
-            f"--ckpt-format {formats[0]}, --ckpt-convert-format {formats[1]}: quantized weights are saved as torch_dist alone"
+            f"--ckpt-format {formats[0]}, --ckpt-convert-format {formats[1]}: quantized weights are saved as torch_dist only"
         )
 
 
 def check_layers(chunk: Any, weights: Container[str]) -> None:
-    """ValueError if one of `weights` is the table of Megatron's embedding, or belongs to a layer of
-    TransformerEngine.
+    """Raise ValueError if one of `weights` is the table of Megatron's embedding, or belongs to a
+    layer of TransformerEngine.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, host.embedding()) and f"{name}.weight" in weights:
@@ -156,24 +158,24 @@ def check_layers(chunk: Any, weights: Container[str]) -> None:
         for weight, _ in module.named_parameters(name, recurse=False) if of_te else ():
             if weight in weights:
                 raise ValueError(
-                    f"{weight} is a weight of TransformerEngine's {type(module).__name__}, which multiplies by tensors of its own: "
-                    "take --transformer-impl local, or --fp8-param-gather and no format for it in the recipe"
+                    f"{weight} is a weight of TransformerEngine's {type(module).__name__}, which multiplies by its own tensors: "
+                    "use --transformer-impl local, or --fp8-param-gather and no format for it in the recipe"
                 )
 
 
 def check_grouped(module: Any) -> None:
-    """ValueError for a weight of TransformerEngine that holds several experts."""
+    """Raise ValueError for a weight of TransformerEngine that holds several experts."""
     for name, param in module.named_parameters():
         if host.holds_several(param):
             raise ValueError(
                 f"{name} is a {type(param).__name__} with the codes of several experts, and their copies by columns in one buffer: "
-                "set moe_single_grouped_weight=False, by which each expert has a weight of its own"
+                "set moe_single_grouped_weight=False, so that each expert has its own weight"
             )
 
 
 def check_te_tensors(named: Iterable[tuple[str, Any]]) -> None:
-    """TypeError or ValueError for a tensor of TransformerEngine among named parameters that a byte
-    buffer cannot hold.
+    """Raise TypeError or ValueError for a tensor of TransformerEngine among named parameters that a
+    byte buffer cannot hold.
     """
     for name, param in named:
         if is_primary(param):
@@ -184,82 +186,86 @@ def check_te_tensors(named: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_distributed(config: Any) -> None:
-    """ValueError for a configuration without the distributed optimizer."""
+    """Raise ValueError for a configuration without the distributed optimizer."""
     if not config.use_distributed_optimizer:
         raise ValueError(_WHOLE_MASTERS)
 
 
 def check_kind(optimizer: Any) -> None:
-    """ValueError for an optimizer over quantized weights that keeps no shards of masters."""
+    """Raise ValueError for an optimizer over quantized weights that keeps no shards of masters."""
     if not isinstance(optimizer, host.module(host.OPTIMIZER).DistributedOptimizer):
         raise ValueError(f"{type(optimizer).__name__}: {_WHOLE_MASTERS}")
 
 
 def sharded_otherwise() -> ValueError:
-    """The error for a model with quantized weights in a wrapper other than
+    """Return the error for a model with quantized weights in a wrapper other than
     DistributedDataParallel.
     """
     return ValueError(f"use_megatron_fsdp is not supported: {_FSDP}")
 
 
 def is_by_layer(config: Any) -> bool:
-    """True for a configuration, or arguments, of an optimizer whose ranks own whole matrices."""
+    """Return True for a configuration, or arguments, of an optimizer whose ranks own whole
+    matrices.
+    """
     return bool(getattr(config, "use_layer_wise_distributed_optimizer", False))
 
 
 def check_layer_wise(config: Any) -> None:
-    """ValueError for a configuration of an optimizer other than Adam whose masters are whole on
-    every rank.
+    """Raise ValueError for a configuration of an optimizer other than Adam whose masters are
+    unsharded.
     """
     if not is_by_layer(config) and not config.optimizer.startswith("dist_"):
         raise ValueError(
             f"optimizer={config.optimizer!r} is not supported without use_layer_wise_distributed_optimizer=True, by which a rank "
-            "owns whole matrices: every rank would hold all masters. In pretrain() that is --use-distributed-optimizer; or take "
+            "owns whole matrices: every rank would hold all masters. In pretrain() that is --use-distributed-optimizer; or use "
             "optimizer='adam', or zerocast.ZeroMuon"
         )
     scalar = getattr(config, "muon_scalar_optimizer", "adam")
     if scalar != "adam":
-        raise ValueError(f"muon_scalar_optimizer={scalar!r} is not supported: what Muon leaves is Adam's: take 'adam'")
+        raise ValueError(
+            f"muon_scalar_optimizer={scalar!r} is not supported: use 'adam' for the parameters that Muon leaves"
+        )
 
 
 def check_layout_is_known(options: Any) -> None:
-    """ValueError if megatron.training's layout would divide a matrix between two ranks."""
+    """Raise ValueError if megatron.training's layout would divide a matrix between two ranks."""
     if not host.lays_out_whole_matrices():
         raise ValueError(
             f"--optimizer {options.optimizer} is not supported: this megatron-core has no layout in which a matrix is in the "
-            "part of one rank; 0.19 does; or take optimizer='adam', or zerocast.ZeroMuon"
+            "part of one rank; 0.19 does; or use optimizer='adam', or zerocast.ZeroMuon"
         )
     if not getattr(options, "use_layer_wise_param_layout", True):
         raise ValueError(
-            "--no-use-layer-wise-param-layout is not supported: it gathers matrices as values, and not their bytes: leave it out"
+            "--no-use-layer-wise-param-layout is not supported: it gathers values of matrices, not bytes: leave it out"
         )
 
 
 def check_whole_matrices(chunks: Sequence[Any]) -> None:
-    """ValueError unless the layout puts each quantized weight into the part of one rank."""
+    """Raise ValueError unless the layout puts each quantized weight into the part of one rank."""
     for name, param in (item for chunk in chunks for item in chunk.named_parameters() if item[1].requires_grad):
         if is_primary(param) and not host.is_tagged(param):
             raise ValueError(
                 f"{name} is in no bucket of whole matrices: before DistributedDataParallel is built call "
-                "tag_params_for_buffer_routing([model]), and give it the full_param_layout of "
+                "tag_params_for_buffer_routing([model]), and pass it the full_param_layout of "
                 "LayerWiseDistributedOptimizer.compute_full_param_layout (use_layer_wise_param_layout of megatron.training); or "
-                "take optimizer='adam'"
+                "use optimizer='adam'"
             )
         if host.is_of_an_expert(param) and not host.is_managed_by_layer(param):
             raise ValueError(
-                f"{name} of an expert is no matrix, and Megatron has no optimizer of Adam's for experts beside a "
-                "LayerWiseDistributedOptimizer: set add_bias_linear=False, or take optimizer='adam'"
+                f"{name} of an expert is not a matrix, and Megatron has no Adam for experts under a "
+                "LayerWiseDistributedOptimizer: set add_bias_linear=False, or use optimizer='adam'"
             )
 
 
 def has_stepped(optimizer: Any) -> bool:
-    """True if the inner optimizer holds any state yet."""
+    """Return True if the inner optimizer holds any state yet."""
     inner = optimizer.optimizer
     return any(inner.state.values()) or any(group.get("step", 0) for group in inner.param_groups)
 
 
 def check_checkpoint(optimizer: Any, metadata: Any) -> None:
-    """ValueError, on all ranks, for a checkpoint that Megatron cannot save.
+    """Raise ValueError on all ranks for a checkpoint that Megatron cannot save.
 
     A `dp_reshardable` one needs a parameter on every rank: Megatron would fail an assertion on the
     ranks without one, and the others would wait. A `fully_reshardable` one may leave out moments.
@@ -269,8 +275,8 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
         return
     if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
         raise ValueError(
-            f"fully_reshardable checkpoints of Megatron leave out {', '.join(missing)} of what Adam updates beside "
-            f"optimizer={optimizer.config.optimizer!r}: take dp_reshardable"
+            f"fully_reshardable checkpoints of Megatron leave out {', '.join(missing)} of parameters that Adam updates under "
+            f"optimizer={optimizer.config.optimizer!r}: use dp_reshardable"
         )
     if kind != "dp_reshardable":
         return
@@ -287,17 +293,17 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
             if len(owners) < ranks:
                 raise ValueError(
                     f"bucket {bucket.bucket_id} with {len(spans)} parameters leaves {ranks - len(owners)} of {ranks} ranks "
-                    "without any, which dp_reshardable checkpoints do not provide for: take fully_reshardable, or larger buckets"
+                    "without any, which dp_reshardable checkpoints do not support: use fully_reshardable, or larger buckets"
                 )
 
 
 def _owners(start: int, stop: int, part_numel: int) -> range:
-    """The ranks that own elements [start, stop) of a bucket."""
+    """Return the ranks that own elements [start, stop) of a bucket."""
     return range(start // part_numel, (stop - 1) // part_numel + 1)
 
 
 def _check_experts(chunk: Any) -> None:
-    """ValueError for a module with all of its experts in one quantized weight.
+    """Raise ValueError for a module with all of its experts in one quantized weight.
 
     GroupedMLP of older releases is such a module.
     """
@@ -307,13 +313,15 @@ def _check_experts(chunk: Any) -> None:
             if isinstance(param, QuantizedWeight):
                 raise ValueError(
                     f"{name}.{weight} holds {module.num_local_experts} experts side by side, and a {type(module).__name__} "
-                    "views it expert by expert, which blocks would span: set moe_grouped_gemm=False, by which each has weights of "
-                    "its own, or leave it out of the recipe"
+                    "splits it into experts, across which blocks would extend: set moe_grouped_gemm=False, so each has its own "
+                    "weights, or leave it out of the recipe"
                 )
 
 
 def _check_first(optimizers: Sequence[Any], groups: Sequence[Any]) -> None:
-    """RuntimeError if another attachment has replaced methods of an optimizer or a bucket group."""
+    """Raise RuntimeError if another attachment has replaced methods of an optimizer or a bucket
+    group.
+    """
     attached = [
         optimizer
         for optimizer in optimizers

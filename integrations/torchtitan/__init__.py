@@ -5,8 +5,8 @@ Importing this package imports torchtitan and detects which of two interfaces it
 zerocast.integrations.torchtitan` does so for torchtitan's own configurations. Up to 0.2, importing
 this package registers the converter `quantize.linear.zerocast` and the model `llama3_zerocast`, and
 torchtitan merges its JobConfig with `--job.custom_config_module=zerocast.integrations.torchtitan`.
-If torchtitan is missing or has another interface, ImportError or RuntimeError names what was looked
-for. A name that is for the other interface raises ImportError.
+If torchtitan is missing or has neither interface, ImportError or RuntimeError lists the missing
+names. A name of the other interface raises ImportError.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    """ImportError for a name that is for torchtitan of the other shape."""
+    """Raise ImportError for a name that needs torchtitan's other interface."""
     if name in OF_THE_OTHER_SHAPE:
         raise ImportError(f"{name} is for torchtitan {INSTEAD}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,8 +12,8 @@ from .trainer import quantized
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
-    """A function that returns torchtitan's configuration `name`, quantized by the command line's
-    recipe. AttributeError if no registry of torchtitan has that name.
+    """Return a function that returns torchtitan's configuration `name`, quantized by the command
+    line's recipe. Raises AttributeError if no registry of torchtitan has that name.
     """
     function = None if name.startswith("_") else host.find_configuration(name)
     if function is None:

@@ -13,20 +13,22 @@ from typing import Any
 def seam(module: str, name: str) -> Any:
     """`name` of torchtitan's `module`.
 
-    ImportError if torchtitan is not installed or cannot be imported with this torch, with the
-    reason; RuntimeError that names what is missing if it has another shape.
+    Raises ImportError with the reason if torchtitan is not installed or cannot be imported with
+    this torch; RuntimeError with the missing name if its API is not supported.
     """
     titan_module = _module(module)
     if not hasattr(titan_module, name):
         raise RuntimeError(
-            f"torchtitan has no {name} in torchtitan.{module}: it has another shape than those that zerocast knows, of 0.2.2 and "
-            "0.3.0. integrations/torchtitan/README.md says what was tried"
+            f"torchtitan has no {name} in torchtitan.{module}: zerocast does not support its API (supported: 0.2.2 and "
+            "0.3.0; integrations/torchtitan/README.md lists the tested versions)"
         )
     return getattr(titan_module, name)
 
 
 def _module(name: str) -> Any:
-    """A module of torchtitan, or None if it has none of that name. ImportError as in `seam`."""
+    """Return a module of torchtitan, or None if it has none of that name. Raises ImportError as in
+    `seam`.
+    """
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(
             "torchtitan is not installed: integrations/torchtitan/README.md says which version runs with which torch"
@@ -36,18 +38,18 @@ def _module(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name == f"torchtitan.{name}":
             return None
-        raise ImportError(f"torchtitan is there and needs {error.name}, which is not installed") from error
+        raise ImportError(f"torchtitan is installed and needs {error.name}, which is not installed") from error
     except ImportError as error:
         raise ImportError(
-            f"torchtitan.{name} is there and cannot be imported: {error}. Each torchtitan is made for some torch: "
+            f"torchtitan.{name} is installed and cannot be imported: {error}. Each torchtitan needs certain versions of torch: "
             "integrations/torchtitan/README.md says which run together"
         ) from error
 
 
 def find_configuration(name: str) -> Any:
-    """The function `name` of torchtitan's own config registries, or None. Registries that cannot be
-    imported are left out, as torchtitan does; ImportError for that of a model that `name` begins
-    with.
+    """Return the function `name` of torchtitan's own config registries, or None. Registries that
+    cannot be imported are left out, as in torchtitan. Raises ImportError if `name` begins with the
+    name of a model whose registry cannot be imported.
     """
     for model in sorted(seam("models", "_supported_models"), key=lambda model: (not name.startswith(model), model)):
         try:

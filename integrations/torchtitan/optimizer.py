@@ -22,8 +22,8 @@ _Host: Any = host.OptimizersContainer
 
 
 class DelayedStates(_Host):  # type: ignore[misc]
-    """torchtitan's container with the state of fp8_delayed weights beside that of optimizers, as
-    `zerocast.<weight>.{scale,amax_history,cast_scale}`.
+    """torchtitan's container with the state of fp8_delayed weights in addition to the optimizers',
+    as `zerocast.<weight>.{scale,amax_history,cast_scale}`.
     """
 
     def leave_amaxes(self) -> None:
@@ -37,8 +37,8 @@ class DelayedStates(_Host):  # type: ignore[misc]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The present state. Collective. Moments are the tensors in use; step counts and delayed
-        scaling are copies.
+        """Return the current state. Collective. Moments are the tensors in use; step counts and
+        delayed scaling are copies.
         """
         state = {key: _apart(value) for key, value in super().state_dict().items()}
         return state | {f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)}
@@ -58,12 +58,12 @@ class DelayedStates(_Host):  # type: ignore[misc]
 
 
 def _apart(value: Any) -> Any:
-    """A copy of a step count, into which a load may write; other values themselves."""
+    """Return a copy of a step count, into which a load may write; any other value itself."""
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 
 
 def _delayed(model_parts: list[nn.Module]) -> list[tuple[str, str, Tensor]]:
-    """(weight, field, value) of the state of delayed scaling of all model parts."""
+    """Return (weight, field, value) of the state of delayed scaling of all model parts."""
     states = [fsdp2.state_dict(part) for part in filter(is_prepared, model_parts)]
     return [
         (name, field, value) for state in states for name, fields in state.items() for field, value in fields.items()
@@ -83,10 +83,11 @@ class FusedOptimizers(DelayedStates):
 def build_optimizers(
     model_parts: list[nn.Module], optimizer_config: Any, parallel_dims: Any, ft_manager: Any = None
 ) -> Any:
-    """Replaces torchtitan's `build_optimizers` and also takes `implementation="zerocast"`.
+    """Build optimizers like torchtitan's `build_optimizers`; also supports
+    `implementation="zerocast"`.
 
-    ValueError for that with another optimizer than AdamW, with a step in the backward pass or with
-    TorchFT.
+    Raises ValueError for `"zerocast"` with an optimizer other than AdamW, with a step in the
+    backward pass or with TorchFT.
     """
     if optimizer_config.implementation != "zerocast":
         return host.build_optimizers(model_parts, optimizer_config, parallel_dims, ft_manager)

@@ -40,7 +40,7 @@ class Parallelize:
         if parallel_dims.tp == 1 or NAME not in job_config.model.converters:
             parallelized: nn.Module = self._parallelize_fn(model, parallel_dims, job_config)
             return parallelized
-        # The first call slices only. These two steps are no part of `parallel_dims`.
+        # The first call slices only. These two steps are not part of `parallel_dims`.
         slicing_only = dataclasses.replace(
             job_config,
             activation_checkpoint=dataclasses.replace(job_config.activation_checkpoint, mode="none"),
@@ -84,7 +84,7 @@ def prepare_between(parallelize_fn: Any, section: Zerocast) -> Any:
             raise RuntimeError(
                 f"{parallelize_fn.__module__}.{parallelize_fn.__qualname__} builds no activation checkpointing from its "
                 "configuration between slices and shards, which is when zerocast prepares weights: call "
-                "zerocast.fsdp2.prepare in a parallelize_fn of your own"
+                "zerocast.fsdp2.prepare in your own parallelize_fn"
             )
         return sharded
 
@@ -113,7 +113,7 @@ class _PreparingPolicy:
 
 
 def _mesh_of_slices(parallel_dims: Any) -> DeviceMesh | None:
-    """The mesh of all ranks with parts of one weight; None without tensor parallelism."""
+    """Return the mesh of all ranks with parts of one weight; None without tensor parallelism."""
     if parallel_dims.tp == 1:
         return None
     axes = ["fsdp", "tp"] if parallel_dims.spmd_backend == "partial_dtensor" else ["dp_shard", "cp", "tp"]

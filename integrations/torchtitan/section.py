@@ -31,8 +31,8 @@ class Zerocast:
     """
 
     verify_every: int = 0
-    """Compare all gathered bytes with an unsharded cast of the masters after every so many
-    optimizer steps; 0 for never
+    """Compare all gathered bytes with an unsharded cast of the masters after this number
+    of optimizer steps; 0 for never
     """
 
 
@@ -71,7 +71,9 @@ class JobConfig:
 
 
 def recipe_of(section: Zerocast) -> zerocast.Recipe:
-    """The recipe of the section's entries `pattern=format`. Raises as `Recipe.parse`."""
+    """Return the recipe of the section's entries `pattern=format`. Raises the errors of
+    `Recipe.parse`.
+    """
     recipe = zerocast.Recipe.parse(section.recipe, f"{NAME}.recipe")
     return zerocast.Recipe(dict(recipe.patterns), share_amax=getattr(section, "share_amax", ()))
 

@@ -26,9 +26,9 @@ _Converter: Any = host.QuantizationConverter
 class MasterWeightConverter(_Converter):  # type: ignore[misc]
     """`quantize.linear.zerocast` of `model.converters`.
 
-    Raises, on every rank alike: RuntimeError for a JobConfig without the section of that name,
-    ValueError for an option of torchtitan that is not supported, with the reason, and for a recipe
-    that cannot be read.
+    Raises, on every rank: RuntimeError for a JobConfig without the section of that name, ValueError
+    for an option of torchtitan that is not supported, with the reason, and for a recipe that cannot
+    be read.
     """
 
     def __init__(self, job_config: Any, parallel_dims: Any) -> None:
@@ -52,10 +52,10 @@ class MasterWeightConverter(_Converter):  # type: ignore[misc]
 
 
 def with_fused_optimizers(spec: Any) -> Any:
-    """A copy of `spec` that knows `optimizer.implementation=zerocast`.
+    """Return a copy of `spec` that knows `optimizer.implementation=zerocast`.
 
-    ValueError for a spec with other optimizers than torchtitan's plain ones, such as those of
-    mixtures of experts, which also balance load.
+    Raises ValueError for a spec with other optimizers than torchtitan's plain ones, such as
+    optimizers for mixtures of experts, which also balance load.
     """
     build = spec.build_optimizers_fn
     if build is not host.build_optimizers:
@@ -67,10 +67,9 @@ def with_fused_optimizers(spec: Any) -> Any:
 
 
 def with_tensor_parallelism(spec: Any) -> Any:
-    """A copy of `spec` whose weights may be quantized with a tensor_parallel_degree above 1.
+    """Return a copy of `spec` whose weights may be quantized with a tensor_parallel_degree above 1.
 
     Its parallelize_fn must read from `parallel_dims` which steps are enabled, and slice before it
-    shards, as those of torchtitan's language models do: it is called once to slice and once to
-    shard.
+    shards, as in torchtitan's language models: it is called once to slice and once to shard.
     """
     return dataclasses.replace(spec, parallelize_fn=Parallelize(spec.parallelize_fn))

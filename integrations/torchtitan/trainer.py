@@ -5,7 +5,7 @@ torchtitan 0.3 makes a configuration in Python, lets the command line change it,
 Trainer to which the class of the configuration belongs. So `quantized` changes that class: a
 subclass of torchtitan's configuration adds zerocast's section and optimizers, and belongs to a
 subclass of torchtitan's Trainer that prepares the weights (`parallelize.py`). Unsupported settings
-are refused when the Trainer is built, after the command line has been read.
+raise when the Trainer is built, after the command line has been read.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ class Section(Zerocast):
     """The section `zerocast` of a Trainer.Config."""
 
     share_amax: Annotated[Any, tyro.conf.Suppress] = ()
-    """As `zerocast.Recipe` takes it, from Python alone"""
+    """Like the argument of `zerocast.Recipe`, from Python only"""
 
 
 class Optimizers(DelayedStates):
@@ -80,7 +80,7 @@ class Quantizing(_Host):  # type: ignore[misc]
         )
 
     def init_distributed(self) -> Any:
-        """Initialize torch.distributed, then refuse unsupported settings.
+        """Initialize torch.distributed, then raise on unsupported settings.
 
         A job that writes a seed checkpoint is not checked: it runs on one rank and shards nothing.
         """
@@ -93,7 +93,9 @@ class Quantizing(_Host):  # type: ignore[misc]
 
 @functools.cache
 def config_class(base: Any) -> Any:
-    """A class of configurations like `base` with zerocast's section, and so of command lines."""
+    """Return a class of configurations like `base` with zerocast's section, and so of command
+    lines.
+    """
 
     class QuantizedTrainer(Quantizing, base._owner):  # type: ignore[misc]
         @dataclass(kw_only=True, slots=True)
@@ -110,21 +112,21 @@ def quantized(
     verify_every: int = 0,
     implementation: Implementation | None = None,
 ) -> Any:
-    """The configuration `config` of torchtitan's Trainer, with weights that FSDP2 gathers as
+    """Return the configuration `config` of torchtitan's Trainer, with weights that FSDP2 gathers as
     quantized bytes; `config` stays as it is.
 
     For a function of a config registry: the command line then has `--zerocast.recipe` and
     `--zerocast.verify_every` too, and `--optimizer.implementation` takes `zerocast`. The recipe
-    maps patterns of parameter names to formats; without one the command line must give it.
-    `verify_every` compares all gathered bytes with an unsharded cast after every so many optimizer
-    steps and raises VerificationError if any differ. `implementation` is
-    `optimizer.implementation`: with `zerocast` AdamW measures the amaxes of the next cast in its
-    own pass. CUDA graphs are disabled, since a gather reads on the host what all ranks sent.
+    maps patterns of parameter names to formats; without one the command line must set it. All
+    gathered bytes are compared with an unsharded cast after every `verify_every` optimizer steps,
+    and VerificationError is raised if any differ. `implementation` is `optimizer.implementation`:
+    with `zerocast` AdamW measures the amaxes of the next cast in its own pass. CUDA graphs are
+    disabled, since a gather reads the headers of all ranks on the CPU.
 
-    Raises TypeError for what is no Trainer.Config, ValueError for one that is quantized already,
-    for a fast recipe, and for `implementation="zerocast"` where the optimizers are not torchtitan's
-    container. What depends on the command line or on the model is checked when the Trainer is
-    built.
+    Raises TypeError if `config` is not a Trainer.Config, ValueError if it is quantized already, for
+    a fast recipe, and for `implementation="zerocast"` where the optimizers are not torchtitan's
+    container. Settings that depend on the command line or on the model are checked when the Trainer
+    is built.
     """
     if not isinstance(config, host.Trainer.Config):
         raise TypeError(
@@ -137,7 +139,7 @@ def quantized(
         recipe = zerocast.Recipe.of(recipe)
         if recipe.fast:
             raise ValueError(
-                "torchtitan's configuration says what is compiled (compile.enable): leave out fast=True, and call "
+                "torchtitan's configuration selects compilation (compile.enable): leave out fast=True, and call "
                 "zerocast.gemm.use(weight_gradients='fp8')"
             )
         section.recipe = [f"{pattern}={fmt}" for pattern, fmt in recipe.patterns]

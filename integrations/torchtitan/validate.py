@@ -1,4 +1,4 @@
-"""The options of torchtitan that are refused, and why.
+"""The options of torchtitan that are not supported, and why.
 
 With them weights would be wrong, or a later error would not name the cause.
 """
@@ -14,8 +14,8 @@ from .section import NAME, recipe_of
 def validate_job(job_config: Any, parallel_dims: Any) -> None:
     """Check the JobConfig for the model converter.
 
-    RuntimeError if it has no section of zerocast; ValueError, with the reason, for an option that
-    is not supported.
+    Raises RuntimeError if it has no section of zerocast; ValueError, with the reason, for an option
+    that is not supported.
     """
     if not hasattr(job_config.quantize.linear, "zerocast"):
         raise RuntimeError(
@@ -29,7 +29,7 @@ def validate_job(job_config: Any, parallel_dims: Any) -> None:
 def validate_trainer(config: Any, parallel_dims: Any) -> None:
     """Check a configuration that `quantized` made.
 
-    ValueError, with the reason, for an option that is not supported.
+    Raises ValueError, with the reason, for an option that is not supported.
     """
     for problem in _of_trainer(config, parallel_dims):
         raise ValueError(problem)
@@ -56,13 +56,13 @@ def _of_trainer(config: Any, parallel_dims: Any) -> Iterator[str]:
         yield ASYNC.format("compile")
     if not config.training.disable_cuda_graphs:
         yield (
-            "training.disable_cuda_graphs=False is not supported with zerocast: a gather of quantized weights reads on the host "
-            "what all ranks sent, which a CUDA graph cannot"
+            "training.disable_cuda_graphs=False is not supported with zerocast: a gather of quantized weights reads on the CPU "
+            "the headers of all ranks, which a CUDA graph cannot"
         )
     yield from _of_delayed(config)
 
 
-ASYNC = "{}.enable_async_tensor_parallel is not supported with zerocast: it takes plain products of a compiled graph"
+ASYNC = "{}.enable_async_tensor_parallel is not supported with zerocast: it needs plain products of a compiled graph"
 
 
 def _of_converters(converters: list[str]) -> Iterator[str]:
@@ -94,7 +94,7 @@ def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
 def _of_shards(parallel_dims: Any) -> Iterator[str]:
     if not parallel_dims.fsdp_enabled:
         yield (
-            f"{NAME} quantizes what FSDP2 gathers, and torchtitan shards nothing with data_parallel_shard_degree="
+            f"{NAME} quantizes weights that FSDP2 gathers, and torchtitan shards nothing with data_parallel_shard_degree="
             f"{parallel_dims.dp_shard} and context_parallel_degree={parallel_dims.cp}: start at least 2 ranks"
         )
 
@@ -143,7 +143,7 @@ def _of_optimizers(job_config: Any) -> Iterator[str]:
     ]
     if delayed and not ours:
         yield (
-            f"{delayed[0]} has scales to checkpoint, which the optimizers of optimizer.implementation=zerocast do, not those of "
+            f"{delayed[0]} has scales to checkpoint, which only the optimizers of optimizer.implementation=zerocast do, not "
             f"{job_config.optimizer.implementation}"
         )
 

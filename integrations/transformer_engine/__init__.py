@@ -1,9 +1,9 @@
 """TransformerEngine: zerocast casts its tensors, through calls with its names and arguments.
 
 `redirect()` is a context in which TransformerEngine's functions are replaced by these.
-`release(model_weights)` drops the plans that are cached between calls.
-`zerocast.verify(masters_of(model_weights))` compares the bytes of the tensors with a cast of their
-masters. `present` lets FSDP2 gather the weights of TransformerEngine's modules as its tensors.
+`release(model_weights)` drops the cached plans. `zerocast.verify(masters_of(model_weights))`
+compares the bytes of the tensors with a cast of their masters. `present` lets FSDP2 gather the
+weights of TransformerEngine's modules as its tensors.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def redirect() -> Iterator[None]:
     that import TransformerEngine's functions and cannot be edited.
 
     Enter it before the caller imports the functions: a name that was imported earlier is still
-    TransformerEngine's. RuntimeError for a TransformerEngine without a cast to redirect.
+    TransformerEngine's. Raises RuntimeError for a TransformerEngine without a cast to redirect.
     """
     modules = [host.module(path) for path in _MODULES]
     patches = [
@@ -56,7 +56,7 @@ def redirect() -> Iterator[None]:
     if not any("master_weights" in patch.name for patch in patches):
         raise RuntimeError(
             f"{' and '.join(_MODULES)} have no quantize_master_weights and no cast_master_weights_to_fp8: this "
-            "TransformerEngine has another shape"
+            "this TransformerEngine has an API that zerocast does not support"
         )
     with Patches() as replaced:
         replaced.apply(patches)

@@ -20,16 +20,16 @@ from . import host
 
 
 def nothing(of: Any) -> None:
-    """Do nothing, for a format that needs nothing done."""
+    """Do nothing: the format needs no such step."""
 
 
 def always() -> bool:
-    """True, for copies that every GPU needs."""
+    """Return True: every GPU needs this copy."""
     return True
 
 
 def never(tensor: Any) -> bool:
-    """False, for a state in which no tensor of a format is."""
+    """Return False: no tensor of the format has this state."""
     return False
 
 
@@ -45,7 +45,7 @@ class Option:
     reason: str
 
     def check(self, quantizer: Any, tensor: Any) -> None:
-        """ValueError with the reason for another value."""
+        """Raise ValueError with the reason unless the value is the supported one."""
         for owner, name in ((quantizer, self.name), (tensor, f"_{self.name}")):
             value = getattr(owner, name, self.needed)
             if value != self.needed:
@@ -59,10 +59,11 @@ class Shown:
     Attributes:
         tensor: the name of the tensor's class.
         quantizer: makes the quantizer of a FormatSpec on a device.
-        arguments: the constructor's argument for each buffer, by its name in `layout.BUFFERS`.
+        arguments: a dict from a name in `layout.BUFFERS` to the constructor's argument for that
+            buffer.
         options: further arguments of the constructor.
         derived: the attributes of the copies that TransformerEngine makes of the buffers, with
-            their values while there is no copy.
+            their values while no copy exists.
         codes: the constructor's argument for the dtype of the codes.
     """
 
@@ -80,7 +81,7 @@ class Adapter:
 
     Attributes:
         format: makes the FormatSpec of a quantizer.
-        of_tensor: the tensor's attribute for each buffer, by its name in `layout.BUFFERS`.
+        of_tensor: a dict from a name in `layout.BUFFERS` to the tensor's attribute for that buffer.
         of_quantizer: the quantizer's attribute for each buffer that the quantizer has.
         options: options that must have one value for a tensor to be cast.
         chooses: the attributes of a quantizer that `format` reads, besides the element type.
@@ -109,9 +110,10 @@ class Adapter:
     shown: Shown | None = None
 
     def format_of(self, tensor: Any, quantizer: Any) -> FormatSpec:
-        """The format of a tensor.
+        """Return the format of a tensor.
 
-        ValueError with the reason where it is not cast, RuntimeError for another shape of the host.
+        Raises ValueError with the reason if it is not cast, RuntimeError for an unsupported
+        TransformerEngine.
         """
         host.require(tensor, self.of_tensor.values())
         host.require(quantizer, self.of_quantizer.values())
@@ -119,7 +121,7 @@ class Adapter:
         return self.format(quantizer)
 
     def check(self, tensor: Any, quantizer: Any) -> None:
-        """ValueError with the reason for options that are not cast.
+        """Raise ValueError with the reason for options that are not cast.
 
         Called for every cast, since options may be set at any time.
         """
@@ -131,28 +133,32 @@ class Adapter:
             raise ValueError("its codes are {} and its quantizer makes {}".format(*names))
 
     def choices(self, quantizer: Any) -> tuple[Any, ...]:
-        """The values of a quantizer that decide the format of its tensors, besides its class."""
+        """Return the values of a quantizer that decide the format of its tensors, besides its
+        class.
+        """
         return tuple(getattr(quantizer, name, None) for name in self.chooses)
 
     def attribute(self, name: str) -> str:
-        """The host's name of a buffer."""
+        """Return the host's name of a buffer."""
         return self.of_tensor.get(name) or f"quantizer's {self.of_quantizer[name]}"
 
     def places(self, names: Iterable[str]) -> list[str]:
-        """The attributes of some buffers, seen from the tensor: for example `_data`, or
+        """Return the attributes of some buffers, seen from the tensor: for example `_data`, or
         `_quantizer.scale` for a buffer that the quantizer has.
         """
         return [self.of_tensor.get(name) or f"_quantizer.{self.of_quantizer[name]}" for name in names]
 
     def checked(self, tensor: Any, quantizer: Any) -> list[str]:
-        """The attributes that `check` and `choices` read, seen from the tensor as in `places`."""
+        """Return the attributes that `check` and `choices` read, seen from the tensor like
+        `places`.
+        """
         options = [option.name for option in self.options]
         of_tensor = [name for name in ("_fp8_dtype", *(f"_{name}" for name in options)) if hasattr(tensor, name)]
         of_quantizer = ("dtype", *options, *self.chooses)
         return of_tensor + [f"_quantizer.{name}" for name in of_quantizer if hasattr(quantizer, name)]
 
     def buffers(self, tensor: Any, quantizer: Any) -> dict[str, Tensor | None]:
-        """The present buffers of a tensor and its quantizer, by name. A missing one is None."""
+        """Return a dict from name to current buffer of a tensor or its quantizer, or to None."""
         of_tensor = {name: getattr(tensor, attribute) for name, attribute in self.of_tensor.items()}
         return of_tensor | {name: getattr(quantizer, attribute) for name, attribute in self.of_quantizer.items()}
 
@@ -163,7 +169,7 @@ _PER_TENSOR = {"rowwise_data": "_data", "rowwise_scale_inv": "_scale_inv", "colu
 _PER_BLOCK = {
     name: f"_{name}" for name in ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 }
-_ONE_DIRECTION = "its directions are cast together, and a Hybrid tensor gathers rowwise codes alone"
+_ONE_DIRECTION = "its directions are cast together, and a Hybrid tensor gathers rowwise codes only"
 _SCALED_BY = ("force_pow_2_scales", "amax_epsilon")
 _FROM_ROWS = "its columnwise copy is made from the rowwise codes, which a Hybrid tensor keeps elsewhere"
 
@@ -181,7 +187,7 @@ def _delayed(quantizer: Any) -> FormatSpec:
 
 
 def _scaled(name: str, quantizer: Any) -> FormatSpec:
-    """A format that is scaled by this cast's amaxes to FP32 scales."""
+    """Return a format that is scaled by this cast's amaxes to FP32 scales."""
     host.require(quantizer, _SCALED_BY)
     power, epsilon = bool(quantizer.force_pow_2_scales), float(quantizer.amax_epsilon)
     return get_format(name, element=_element(quantizer), power_of_2_scale=power, amax_epsilon=epsilon)
@@ -232,7 +238,7 @@ def _code_dtype(fmt: FormatSpec) -> Any:
 
 
 def _new(name: str) -> Any:
-    """A quantizer class by its name."""
+    """Return the quantizer class of this name."""
     return getattr(host.module(host.TENSORS), name)
 
 
@@ -331,7 +337,7 @@ _ADAPTERS = {
                 "nvfp4_use_4over6", False, "codes are chosen for an E4M3 bound of 448, and read with the tensor's own"
             ),
             Option("nvfp4_e4m3_max", 448, "codes are chosen for this bound of the scales"),
-            Option("row_scaled_nvfp4", False, "weights have one FP32 amax a tensor"),
+            Option("row_scaled_nvfp4", False, "weights have one FP32 amax per tensor"),
             Option("stochastic_rounding", False, "weights are rounded to nearest"),
             Option("with_rht", False, "the columnwise copy of a weight is its transpose, without a Hadamard transform"),
             _COMPACT,
@@ -355,19 +361,21 @@ HYBRID = "HybridQuantizer"
 
 @functools.cache
 def table() -> dict[type, Adapter]:
-    """The adapters of the quantizer classes that the installed TransformerEngine has."""
+    """Return the adapters of the quantizer classes that the installed TransformerEngine has."""
     tensors = host.module(host.TENSORS)
     return {getattr(tensors, name): adapter for name, adapter in _ADAPTERS.items() if hasattr(tensors, name)}
 
 
 @functools.cache
 def hybrid() -> type | None:
-    """The quantizer class of tensors with two formats; None in a TransformerEngine without it."""
+    """Return the quantizer class of tensors with two formats; None in a TransformerEngine without
+    it.
+    """
     kind: type | None = getattr(host.module(host.TENSORS), HYBRID, None)
     return kind
 
 
-# The quantizer class of each format. TransformerEngine has no tensor for other formats.
+# The quantizer class of each format. TransformerEngine has no tensor for formats not listed.
 _QUANTIZERS = {
     "fp8_delayed": "Float8Quantizer",
     "fp8_current": "Float8CurrentScalingQuantizer",
@@ -378,14 +386,15 @@ _QUANTIZERS = {
 
 
 def adapter_for(fmt: FormatSpec) -> Adapter:
-    """The adapter of a format that tensors of TransformerEngine can hold as they are gathered.
+    """Return the adapter of a format that tensors of TransformerEngine can hold as they are
+    gathered.
 
-    ValueError for another one.
+    Raises ValueError for any other format.
     """
     adapter = table().get(getattr(host.module(host.TENSORS), _QUANTIZERS.get(fmt.name, ""), type(None)))
     if adapter is None or adapter.shown is None:
         raise ValueError(
-            f"TransformerEngine has no tensor that holds {fmt}: take {', '.join(_QUANTIZERS)} or mxfp8:block=32x32, or leave the "
+            f"TransformerEngine has no tensor that holds {fmt}: use {', '.join(_QUANTIZERS)} or mxfp8:block=32x32, or leave the "
             "weight out of the recipe"
         )
     quantizer = adapter.shown.quantizer(fmt, torch.device("cpu"))
@@ -395,8 +404,8 @@ def adapter_for(fmt: FormatSpec) -> Adapter:
 
 
 def shown_format(quantizer: Any) -> FormatSpec:
-    """The format that a quantizer casts weights into; TypeError or ValueError for one that no
-    gathered weight is shown in.
+    """Return the format into which a quantizer casts weights. Raises TypeError or ValueError if no
+    gathered weight can be presented in it.
     """
     adapter = adapter_of(quantizer)
     if adapter.shown is None:
@@ -407,7 +416,7 @@ def shown_format(quantizer: Any) -> FormatSpec:
 
 
 def same_codes(first: FormatSpec, second: FormatSpec) -> bool:
-    """True if products read the codes of two formats in the same way.
+    """Return True if products read the codes of two formats in the same way.
 
     The length of the amax history, which is a part of fp8_delayed, makes no difference there. Nor
     do the scales that a cast of NVFP4 may choose.
@@ -418,9 +427,9 @@ def same_codes(first: FormatSpec, second: FormatSpec) -> bool:
 
 
 def quantizer_of(tensor: Any) -> Any:
-    """The quantizer of a tensor of TransformerEngine, or of a part of one.
+    """Return the quantizer of a tensor of TransformerEngine, or of a part of one.
 
-    TypeError for anything else.
+    Raises TypeError if `tensor` is anything else.
     """
     quantizer = getattr(tensor, "_quantizer", None)
     if quantizer is not None:
@@ -431,19 +440,19 @@ def quantizer_of(tensor: Any) -> Any:
 
 
 def shares_codes(tensor: Any) -> bool:
-    """True if one set of codes of a tensor serves both directions."""
+    """Return True if one set of codes of a tensor serves both directions."""
     quantizer = quantizer_of(tensor)
     adapter = table().get(type(quantizer))
     return adapter is not None and adapter.shares(quantizer)
 
 
 def is_quantized(tensor: Any) -> bool:
-    """True for a tensor of TransformerEngine or a direction of one, of any quantizer class."""
+    """Return True for a tensor of TransformerEngine, or a direction of one, of any class."""
     return hasattr(tensor, "_get_quantizer")
 
 
 def adapter_of(quantizer: Any) -> Adapter:
-    """The adapter of a quantizer. TypeError for a class that is not in the table.
+    """Return the adapter of a quantizer. Raises TypeError for a class that is not in the table.
 
     That includes subclasses of those in the table, which may cast differently.
     """

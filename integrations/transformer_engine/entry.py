@@ -1,7 +1,7 @@
 """Entry: one set of codes that a call casts, with its master.
 
-The codes are in a tensor of TransformerEngine, or in one direction of a Hybrid tensor. That has two
-directions, each a tensor with a quantizer of its own, and both are cast from one master.
+The codes are in a tensor of TransformerEngine, or in one direction of a Hybrid tensor. A Hybrid
+tensor has two directions, each a tensor with its own quantizer, and both are cast from one master.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ class Entry:
         tensor: a tensor of TransformerEngine, or a direction of one.
         view: the QuantizedWeight over the tensor's buffers, and how to find these.
         master: the flat master of the elements; None where this rank owns none.
-        start: the row-major position of the master's first element; None likewise.
-        shard: flat storage for the codes of these elements alone; None to cast into the tensor.
+        start: the row-major position of the master's first element; None if there is no master.
+        shard: flat storage for the codes of these elements only; None to cast into the tensor.
     """
 
     tensor: Any
@@ -40,8 +40,8 @@ class Entry:
     def scatter(self) -> None:
         """Copy the codes from the scratch buffer into the transpose, if that is where they belong.
 
-        Codes of consecutive elements are not consecutive in a transpose. They are up to three
-        boxes of the matrix: the rest of a row, whole rows and the start of a row.
+        Codes of consecutive elements are not consecutive in a transpose. They are up to three boxes
+        of the matrix: the rest of a row, full rows and the start of a row.
         """
         if not self.view.codes_in_transpose or self.master is None or self.start is None or not self.master.numel():
             return
@@ -60,7 +60,7 @@ def entries_of(
     start_offsets: Sequence[int | None],
     shards: Sequence[Any] | None,
 ) -> list[Entry]:
-    """The entries that a call casts.
+    """Return the entries that a call casts.
 
     TypeError, ValueError or RuntimeError, with the weight's index in the message, for arguments
     that cannot be cast.
@@ -81,17 +81,17 @@ def entries_of(
 
 
 def parts_of(weight: Any) -> list[Any]:
-    """The tensors with the codes of a weight: itself, or the directions of a Hybrid tensor."""
+    """Return the tensors with a weight's codes: itself, or the directions of a Hybrid tensor."""
     return [part for _, part in directions(weight)] if is_hybrid(weight) else [weight]
 
 
 def is_hybrid(tensor: Any) -> bool:
-    """True for a Hybrid tensor, whose two directions are two tensors."""
+    """Return True for a Hybrid tensor, whose two directions are two tensors."""
     return type(quantizer_of(tensor)) is hybrid()
 
 
 def directions(tensor: Any) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of the directions of a Hybrid tensor that were not dropped."""
+    """Yield (name, tensor) of the directions of a Hybrid tensor that were not dropped."""
     host.require(tensor, ["_rowwise_storage", "_columnwise_storage"])
     for name in ("rowwise", "columnwise"):
         part = getattr(tensor, f"_{name}_storage")
@@ -100,7 +100,7 @@ def directions(tensor: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_hybrid(tensor: Any, master: Tensor | None, start: int | None, shard: Any) -> None:
-    """ValueError with the reason where the directions of a Hybrid tensor are not cast."""
+    """Raise ValueError with the reason where the directions of a Hybrid tensor are not cast."""
     present = dict(directions(tensor))
     if not present:
         raise ValueError("both directions of the Hybrid tensor were dropped: there is nothing to cast into")
@@ -111,15 +111,15 @@ def _check_hybrid(tensor: Any, master: Tensor | None, start: int | None, shard: 
             raise ValueError(f"{kind} is not cast as the {name} direction of a Hybrid tensor: {reason}")
     if "columnwise" in present and getattr(quantizer_of(tensor), "columnwise_source", "original") != "original":
         raise ValueError(
-            "the columnwise direction of the Hybrid tensor is made from the rowwise one, which is whole only after the "
-            "all-gather; keep the rowwise direction alone, or columnwise_source='original'"
+            "the columnwise direction of the Hybrid tensor is made from the rowwise one, which is complete only after the "
+            "all-gather; keep the rowwise direction only, or columnwise_source='original'"
         )
     if master is None or len(present) < 2 or (start == 0 and master.numel() == tensor.numel()):
         return
     if not (is_quantized(shard) and is_hybrid(shard) and len(dict(directions(shard))) == 2):
         raise ValueError(
-            f"{master.numel()} of {tensor.numel()} elements are owned here, and an all-gather of one direction's codes leaves "
-            "the other direction of the Hybrid tensor stale: give whole masters, a Hybrid shard, or keep one direction"
+            f"{master.numel()} of {tensor.numel()} elements are on this rank, and an all-gather of one direction's codes leaves "
+            "the other direction of the Hybrid tensor stale: pass full masters, a Hybrid shard, or keep one direction"
         )
 
 
@@ -127,7 +127,7 @@ def _entries(weight: Any, master: Tensor | None, start: int | None, shard: Any, 
     if master is None or not master.numel():
         master = start = shard = None
     elif sharded and shard is None:
-        raise ValueError("it has a master here and no shard to cast it into")
+        raise ValueError("it has a master on this rank and no shard to cast it into")
     elif master.dim() != 1 and master.is_contiguous():
         master = master.view(-1)
     if not is_hybrid(weight):
@@ -145,7 +145,7 @@ def _entry(tensor: Any, nominal: torch.dtype, master: Tensor | None, start: int 
     storage = _storage(shard, view.weight.format.casts_columnwise)
     if view.codes_in_transpose and master is not None:
         if storage is not None:
-            raise ValueError("its codes are in its transpose alone, where the codes of a shard are not contiguous")
+            raise ValueError("its codes are in its transpose only, where the codes of a shard are not contiguous")
         storage = view.scratch(master.numel())
     return Entry(tensor, view, master, start, storage)
 
@@ -160,7 +160,7 @@ def _storage(shard: Any, two_payloads: bool) -> ShardData | None:
         quantizer = quantizer_of(shard)
         if shares_codes(shard):
             raise TypeError(
-                f"its shard is a {type(shard).__name__} of tiles, which reads codes twice: give its codes alone"
+                f"its shard is a {type(shard).__name__} of tiles, which reads codes twice: pass its codes only"
             )
         buffers = adapter_of(quantizer).buffers(shard, quantizer)
         rowwise = buffers["rowwise_data"]

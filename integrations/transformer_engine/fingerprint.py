@@ -14,7 +14,7 @@ from torch import Tensor
 
 @functools.cache
 def _reader(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that reads these attributes of an object and returns a tuple.
+    """Return a function that reads these attributes of an object and returns a tuple.
 
     `operator.attrgetter` returns a tuple for two names or more.
     """
@@ -42,7 +42,9 @@ class Fingerprint:
         self._addresses = self._current_addresses()
 
     def matches(self, tensors: Sequence[Any]) -> bool:
-        """True if these are the same tensors and objects, and every buffer is where it was."""
+        """Return True if these are the same tensors and objects, with all buffers at the same
+        addresses.
+        """
         if len(tensors) != len(self._tensors):
             return False
         if not all(map(operator.is_, tensors, [reference() for reference in self._tensors])):

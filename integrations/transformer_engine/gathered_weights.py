@@ -3,8 +3,8 @@
     zerocast.fsdp2.prepare(model, recipe, present=transformer_engine.present)
 
 The FP32 master stays the parameter. Within a pass a module's weight is a quantized tensor of
-TransformerEngine over the gathered bytes, the same that TransformerEngine's own cast would make
-(but for nvfp4:exact_in_fp8, whose scales it does not choose). So the module casts nothing, and
+TransformerEngine over the gathered bytes, which equal the bytes of TransformerEngine's own cast
+(except for nvfp4:exact_in_fp8, whose scales it does not choose). So the module casts nothing, and
 caches nothing from one microbatch to the next, with or without `is_first_microbatch`.
 TransformerEngine makes columnwise copies when its backward pass asks for them. They are dropped
 after the input gradient, and at every gather.
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def present(module: nn.Module, name: str, parameter: Tensor) -> "GatheredWeight | None":
-    """The presentation of a module's weight, for `zerocast.fsdp2.prepare`.
+    """Return the presentation of a module's weight, for `zerocast.fsdp2.prepare`.
 
     Returns a GatheredWeight for a module of TransformerEngine, and None, which is a
     QuantizedWeight, for all others. Raises ValueError for a weight of TransformerEngine's modules
@@ -49,19 +49,19 @@ def present(module: nn.Module, name: str, parameter: Tensor) -> "GatheredWeight 
 
 def _problem(module: Any, parameter: Tensor) -> str | None:
     if not isinstance(module, host.module(host.MODULES).TransformerEngineBaseModule):
-        return "is no weight of a module that takes quantized ones: leave it out of the recipe"
+        return "is not a weight of a module that supports quantized weights: leave it out of the recipe"
     host.require(module, ["primary_weights_in_fp8", "fsdp_group"])
     return next((problem for applies, problem in _PROBLEMS.items() if applies(module, parameter)), None)
 
 
 _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
     lambda module, parameter: is_quantized(parameter) or module.primary_weights_in_fp8: (
-        "is quantized by TransformerEngine, and FSDP2 shards FP32 masters here: build the model in float32 and outside of "
+        "is quantized by TransformerEngine, and FSDP2 must shard FP32 masters: build the model in float32 and outside of "
         "te.quantized_model_init"
     ),
     lambda module, parameter: len(getattr(module, "weight_names", ())) > 1: (
-        "is one of several that the module joins (parameters_split), which TransformerEngine refuses of quantized ones: build one "
-        "weight, with fuse_qkv_params=True in a TransformerLayer, or leave it out of the recipe"
+        "is one of several that the module joins (parameters_split), which TransformerEngine does not support for quantized ones: "
+        "build one weight, with fuse_qkv_params=True in a TransformerLayer, or leave it out of the recipe"
     ),
     lambda module, parameter: getattr(module, "single_grouped_weight", False): (
         "holds all groups as one parameter: build the module with single_grouped_weight=False"
@@ -77,10 +77,10 @@ _PROBLEMS: Mapping[Callable[[Any, Tensor], bool], str] = {
 
 @functools.cache
 def _log_exact_scales() -> None:
-    """Log once that TransformerEngine's own cast gives other bytes."""
+    """Log once that TransformerEngine's own cast gives different bytes."""
     logger.info(
         "weights of nvfp4:exact_in_fp8 are gathered as NVFP4Tensors: TransformerEngine reads their bytes, and its own "
-        "NVFP4Quantizer would make those of plain nvfp4"
+        "NVFP4Quantizer would make the scales of plain nvfp4"
     )
 
 
@@ -97,7 +97,7 @@ class GatheredWeight(Presentation):
         self._checked: Any = None
 
     def check(self, fmt: FormatSpec) -> None:
-        """ValueError for a format that no tensor of TransformerEngine holds."""
+        """Raise ValueError for a format that no tensor of TransformerEngine holds."""
         adapter_for(fmt)
         if fmt.exact_scales:
             _log_exact_scales()
@@ -107,7 +107,7 @@ class GatheredWeight(Presentation):
         module.register_forward_pre_hook(_BeforeForward(self, name), with_kwargs=True)
 
     def show(self, weight: QuantizedWeight) -> Tensor:
-        """A tensor of TransformerEngine's class over the gathered buffers."""
+        """Return a tensor of TransformerEngine's class over the gathered buffers."""
         self._weight = weight
         self._checked = None
         adapter = adapter_for(weight.format)
@@ -150,7 +150,9 @@ class GatheredWeight(Presentation):
         shown._quantizer.set_usage(rowwise=True, columnwise=not adapter.shown.derived)
 
     def live(self, shown: Any, weight: QuantizedWeight) -> QuantizedWeight:
-        """The buffers in the tensor, without the copies that TransformerEngine has made of them."""
+        """Return the buffers in the tensor, without the copies that TransformerEngine has made of
+        them.
+        """
         if not is_quantized(shown):
             raise RuntimeError(
                 f"the gathered weight is a {type(shown).__name__}, no tensor of TransformerEngine any more"
@@ -173,8 +175,8 @@ class GatheredWeight(Presentation):
     def before_forward(self, module: nn.Module, name: str) -> None:
         """Prepare the tensor for a forward pass of the module.
 
-        RuntimeError for a weight that was not gathered, whose master has changed since, or whose
-        format is not that of the recipe in use.
+        Raises RuntimeError if the weight was not gathered, if its master has changed since, or if
+        its format is not the format of the recipe in use.
         """
         shown = module._parameters[name]
         if not is_quantized(shown):
@@ -209,7 +211,7 @@ class GatheredWeight(Presentation):
         if not same_codes(expected, fmt):
             raise RuntimeError(
                 f"{name} of a {type(module).__name__} is gathered as {fmt}, and te.autocast computes by {kind}, whose weights are "
-                f"{expected}: give zerocast.fsdp2.prepare that format, or te.autocast the recipe of {fmt}"
+                f"{expected}: pass that format to zerocast.fsdp2.prepare, or to te.autocast the recipe of {fmt}"
             )
         self._checked = recipe
 
@@ -256,7 +258,7 @@ def _adapter(fmt: FormatSpec) -> Adapter:
 
 
 def _gathered(weight: QuantizedWeight) -> dict[str, Tensor | None]:
-    """The gathered buffers in the shapes that TransformerEngine expects."""
+    """Return the gathered buffers in the shapes that TransformerEngine expects."""
     buffers = dict(weight.state.buffers)
     if weight.format.columnwise is Columnwise.SHARED:
         buffers["columnwise_data"] = buffers["rowwise_data"]
@@ -270,12 +272,12 @@ def _gathered(weight: QuantizedWeight) -> dict[str, Tensor | None]:
 
 
 def _format_of_recipe(recipe: Any) -> FormatSpec:
-    """The format of weights under a recipe.
+    """Return the format of weights under a recipe.
 
-    TypeError or ValueError for a format that is not gathered.
+    Raises TypeError or ValueError for a format that is not gathered.
     """
     if recipe.custom():
-        raise ValueError("each module asks its factory for quantizers of its own")
+        raise ValueError("each module asks its factory for separate quantizers")
     quantization = host.module(host.QUANTIZATION)
     host.require(quantization, ["RecipeState", "QuantizerRole"])
     # Recipes do not name the format of weights. So make the quantizers of a linear layer, as

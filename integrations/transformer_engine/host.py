@@ -15,7 +15,9 @@ MODULES = "transformer_engine.pytorch.module.base"
 
 
 def module(path: str) -> Any:
-    """A module of TransformerEngine; ImportError with the reason where it cannot be imported."""
+    """Return a module of TransformerEngine. Raises ImportError with the reason if it cannot be
+    imported.
+    """
     try:
         return importlib.import_module(path)
     except ImportError as error:
@@ -23,18 +25,22 @@ def module(path: str) -> Any:
 
 
 def require(owner: Any, names: Iterable[str]) -> None:
-    """RuntimeError that names what is missing, unless `owner` has all of `names`."""
+    """Raise RuntimeError with the missing names, unless `owner` has all of `names`."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise RuntimeError(
-            f"{type(owner).__name__} has no {', '.join(missing)}: this TransformerEngine has another shape than the one that "
-            "zerocast knows, of 2.20"
+            f"{type(owner).__name__} has no {', '.join(missing)}: this TransformerEngine has an API that zerocast does not "
+            "support (supported: 2.20)"
         )
 
 
 def reads_transposes() -> bool:
-    """True if FP8 products on this GPU read a transposed copy, by TransformerEngine's own test."""
+    """Return True if FP8 products on this GPU read a transposed copy, by TransformerEngine's own
+    test.
+    """
     utils = module(UTILS)
     if not hasattr(utils, "is_non_tn_fp8_gemm_supported"):
-        raise RuntimeError(f"{UTILS} has no is_non_tn_fp8_gemm_supported: this TransformerEngine has another shape")
+        raise RuntimeError(
+            f"{UTILS} has no is_non_tn_fp8_gemm_supported: this TransformerEngine has an unsupported API"
+        )
     return not utils.is_non_tn_fp8_gemm_supported()

@@ -38,14 +38,14 @@ def quantize_master_weights(
         start_offsets: for each, the row-major position of the master's first element. Any position
             will do, an odd one for NVFP4 too.
         group: the ranks that share the masters; None for the default group, or one process.
-        fsdp_shard_model_weights: for each, storage for the owned codes alone; a (rowwise,
+        fsdp_shard_model_weights: for each, storage for the owned codes only; a (rowwise,
             columnwise) pair for MXFP8.
         manual_post_all_gather_processing: False drops columnwise copies, and the next forward pass
             makes them; True leaves that to `post_all_gather_processing`.
 
     The first call with a list builds a plan, which is collective beyond the all-reduce: an error on
     one rank is a TypeError, ValueError or RuntimeError on all, with nothing written. A later call
-    raises on its rank alone, also if the rank owns other elements than before: `release` the
+    raises on its rank only, also if the rank owns different elements than before: `release` the
     weights on all ranks first. The amax of delayed scaling becomes the maximum of itself and the
     amax of this cast. Its history is not changed, since TransformerEngine rolls it.
     """
@@ -120,7 +120,7 @@ def _drop_copies(parts: Sequence[tuple[Any, WeightView]]) -> None:
 
 
 def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple[CachedPlan, list[Entry]]:
-    """The plan of these weights, and the entries that this call casts.
+    """Return the plan of these weights, and the entries that this call casts.
 
     Only a new list, which is new on all ranks, is validated across ranks: a later call costs no
     collective but the all-reduce.
@@ -136,7 +136,7 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
     changed = None if cached is None else cached.changed(entries)
     if cached is not None and changed is not None and members.size > 1:
         raise RuntimeError(
-            f"this rank owns other elements of {entries[changed].view.weight!r} than at the first call: other ranks may not know. "
+            f"this rank owns different elements of {entries[changed].view.weight!r} than at the first call; others may not know. "
             "Call release(model_weights) on all ranks, and then this"
         )
     if cached is None or changed is not None:

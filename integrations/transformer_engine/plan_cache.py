@@ -24,11 +24,11 @@ from .weight_view import WeightView
 
 
 class CachedPlan:
-    """The casts of a list of weights, by their views: a Host whose masters each call brings along,
-    and whose caller gathers. Building it is collective; every later cast is one all-reduce.
+    """The casts of a list of weights, through their views: each call passes the masters, and the
+    caller gathers. Building it is collective; every later cast is one all-reduce.
 
-    `remember` stores the objects and addresses of a call, and `matches` compares those of the next
-    one. If nothing has changed, `cast_again` casts without inspecting the tensors.
+    `remember` stores the objects and addresses of a call, and `matches` compares them with the next
+    call. If nothing has changed, `cast_again` casts without inspecting the tensors.
     """
 
     def __init__(self, entries: Sequence[Entry], group: Group) -> None:
@@ -36,7 +36,7 @@ class CachedPlan:
         # None until a call has completed that the next one may repeat.
         self._fingerprint: Fingerprint | None = None
         self._group = group
-        # The (start, numel) that this rank owns of each entry. The plan is valid for these alone.
+        # The (start, numel) that this rank owns of each entry. The plan is valid for these only.
         self._owned = _owned(entries)
         # One buffer for all amaxes, so that resetting them is one launch.
         into_flat_buffer([view.weight for view in self._views if view.owns_amax], "amax")
@@ -56,18 +56,18 @@ class CachedPlan:
         self._places = _places(entries)
 
     def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
-        """True if this was built for these weights and this group."""
+        """Return True if this was built for these weights and this group."""
         is_same = len(views) == len(self._views) and group.handle is self._group.handle
         return is_same and all(given is own for given, own in zip(views, self._views, strict=True))
 
     def master_views(self) -> MasterViews:
-        """The masters of the last call, with the weights that they were cast into."""
+        """Return the masters of the last call, with the weights that they were cast into."""
         (source,) = self._driver.master_views()
         return source
 
     def changed(self, entries: Sequence[Entry]) -> int | None:
-        """The index of the first entry of which this rank owns other elements than the plan was
-        built for, or None.
+        """Return the index of the first entry of which this rank owns different elements than the
+        plan was built for, or None.
         """
         pairs = enumerate(zip(self._owned, _owned(entries), strict=True))
         return next((index for index, (before, now) in pairs if before != now), None)
@@ -97,7 +97,9 @@ class CachedPlan:
     def matches(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> bool:
-        """True if weights, masters and group are those of the last call, at the same addresses."""
+        """Return True if weights, masters and group are the same as in the last call, at the same
+        addresses.
+        """
         if (
             self._fingerprint is None
             or group.handle is not self._group.handle
@@ -107,11 +109,11 @@ class CachedPlan:
         return (_facts(masters), list(starts)) == self._given
 
     def parts(self, model_weights: Sequence[Any]) -> list[tuple[Any, WeightView]]:
-        """The tensors of a call that `matches`, with their views."""
+        """Return the tensors of a call that `matches`, with their views."""
         return list(zip(model_weights, self._views, strict=True))
 
     def cast_again(self) -> None:
-        """Cast the masters of the last call, in their present values."""
+        """Cast the current values of the masters of the last call."""
         self._driver.cast()
 
     def cast(self, entries: Sequence[Entry]) -> None:
@@ -132,14 +134,14 @@ class PlanCache:
         self._by_first: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def find(self, model_weights: Sequence[Any], views: Sequence[WeightView], group: Group) -> CachedPlan | None:
-        """The plan of these weights, if one was built."""
+        """Return the plan of these weights, if one was built."""
         candidates: list[CachedPlan] = self._by_first.get(model_weights[0], [])
         return next((cached for cached in candidates if cached.is_of(views, group)), None)
 
     def find_unchanged(
         self, model_weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Group
     ) -> CachedPlan | None:
-        """The plan whose last call had exactly these weights and masters, or None."""
+        """Return the plan whose last call had exactly these weights and masters, or None."""
         if not is_quantized(model_weights[0]):
             return None
         candidates: list[CachedPlan] = self._by_first.get(model_weights[0], [])
@@ -154,7 +156,7 @@ class PlanCache:
         self._by_first.pop(weight, None)
 
     def __contains__(self, weight: Any) -> bool:
-        """True if a list that begins with this weight was cast before."""
+        """Return True if a list that begins with this weight was cast before."""
         return weight in self._by_first
 
 
@@ -170,7 +172,7 @@ def _lists(entries: Sequence[Entry]) -> tuple[list[Any], list[ShardData | None]]
 
 
 def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
-    """The addresses, sizes and dtypes of masters, to compare; None if one is no tensor."""
+    """Return the addresses, sizes and dtypes of masters, or None if one is not a tensor."""
     present = [master for master in masters if master is not None]
     if not all(isinstance(master, Tensor) for master in present):
         return None
@@ -184,7 +186,7 @@ def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
 
 
 def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """The addresses of masters and shards. If one changes, the plan checks the new tensors."""
+    """Return the addresses of masters and shards. The plan checks new tensors if one changes."""
     return [tuple((t.data_ptr(), t.dtype) for t in _tensors(entry.shard, entry.master)) for entry in entries]
 
 

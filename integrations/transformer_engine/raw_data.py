@@ -15,9 +15,9 @@ from .entry import directions, is_hybrid
 def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     """Copy a tensor's rowwise codes into `new_raw_data`, which becomes the tensor's buffer.
 
-    `new_raw_data` is, say, a part of a flat buffer. Of a Hybrid tensor the rowwise direction is
+    `new_raw_data` may be a part of a flat buffer. Of a Hybrid tensor the rowwise direction is
     moved. MXFP8 in tiles of 32x32 gets the same storage for its columnwise codes. Raises TypeError
-    for anything but a tensor of TransformerEngine, ValueError for storage of another dtype, shape
+    for anything but a tensor of TransformerEngine, ValueError for storage of a wrong dtype, shape
     or device, NotImplementedError for MXFP8 in blocks of 1x32, whose columnwise codes are separate
     and would not move.
     """
@@ -32,7 +32,7 @@ def replace_raw_data(tensor: Any, new_raw_data: Tensor) -> None:
     fmt = adapter.format(quantizer)
     if fmt.casts_columnwise:
         raise NotImplementedError(
-            f"a {type(tensor).__name__} has codes by rows and by columns, and one buffer cannot take both"
+            f"a {type(tensor).__name__} has codes by rows and by columns, and one buffer cannot hold both"
         )
     attribute = adapter.of_tensor["rowwise_data"]
     old = getattr(tensor, attribute)

@@ -14,18 +14,18 @@ from .weight_view import WeightView, view_of
 
 
 class MastersOf:
-    """The result of `masters_of`. `master_views` reads the tensors' present buffers."""
+    """The result of `masters_of`. `master_views` reads the tensors' current buffers."""
 
     def __init__(self, model_weights: Sequence[Any], group: Group) -> None:
         self._model_weights, self._group = list(model_weights), group
 
     def master_views(self) -> Iterator[MasterViews]:
-        """The masters of the last call with these weights. Collective.
+        """Yield the masters of the last call with these weights. Collective.
 
-        Weights whose codes are in transposes alone come as a second, transient MasterViews.
+        Weights whose codes are in transposes only are in a second, transient MasterViews.
 
         An error on one rank raises on all: ValueError for weights that were not cast as this list,
-        TypeError, ValueError or RuntimeError for tensors that a cast would refuse.
+        TypeError, ValueError or RuntimeError for tensors on which a cast would raise.
         """
         sources: list[MasterViews] = []
         problem = None
@@ -40,7 +40,7 @@ class MastersOf:
     def _sources(self) -> list[MasterViews]:
         named = [part for index, weight in enumerate(self._model_weights) for part in _named(index, weight)]
         # The plan has the masters. Its weights are views of the buffers of the last call, so each
-        # is replaced by a view of the present buffers.
+        # is replaced by a view of the current buffers.
         cached = self._cached([view for _, _, view in named])
         cast = cached.master_views()
         by_state = {id(owned.weight.state): owned for owned in cast.masters}
@@ -78,8 +78,8 @@ def masters_of(model_weights: Sequence[Any], group: GroupLike = None) -> Masters
 
     All ranks of the group call `verify` together, when the codes have been gathered: every byte
     that TransformerEngine's products read is compared with an unsharded cast of the masters of the
-    last call, also after masters or buffers moved to other memory. A columnwise copy that is older
-    than the last cast is reported, since TransformerEngine would read it.
+    last call, also after masters or buffers moved to a different storage. A columnwise copy that is
+    older than the last cast is reported, since TransformerEngine would read it.
     """
     return MastersOf(model_weights, Group.of(group))
 

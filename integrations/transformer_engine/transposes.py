@@ -1,7 +1,7 @@
 """post_all_gather_processing: columnwise copies of tensors from their gathered rowwise codes.
 
-The tables of addresses that the kernels read are cached by list of tensors. A call whose buffers
-are all where the last call left them launches the kernels at once.
+The tables of addresses that the kernels read are cached per list of tensors. If all buffers are at
+the same addresses as in the last call, the kernels are launched without new tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ class _Copies:
             self._columnwise = ColumnwiseCopies([view.weight for view in self._views], backends.choose(device))
 
     def are_of(self, copied: list[_Copied]) -> bool:
-        """True if these are the tensors of this object, at the same positions of the list."""
+        """Return True if these are the tensors of this object, at the same list positions."""
         own = zip(self._indices, map(id, self._views), strict=True)
         return list(own) == [(index, id(view)) for index, _, view in copied]
 
@@ -53,7 +53,7 @@ class _Copies:
         self._make([weights[index] for index in self._indices])
 
     def make(self, copied: list[_Copied]) -> None:
-        """Make the copies in the present buffers. A tensor without a copy gets one."""
+        """Make the copies in the current buffers. A tensor without a copy gets one."""
         self._make([tensor for _, tensor, _ in copied], gives_copies=True)
 
     def _make(self, tensors: list[Any], gives_copies: bool = False) -> None:
@@ -75,8 +75,9 @@ _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def post_all_gather_processing(model_weights: Any) -> None:
     """Make the columnwise copies of one tensor or of a list, if this GPU's products read any.
 
-    An existing copy is overwritten in place. Plain tensors are skipped. TypeError or ValueError for
-    tensors that are not cast, and for tensors on several devices; nothing is written then.
+    An existing copy is overwritten in place. Plain tensors are skipped. Raises TypeError or
+    ValueError for tensors that are not cast, and for tensors on several devices; nothing is written
+    then.
     """
     weights = model_weights if isinstance(model_weights, (list, tuple)) else [model_weights]
     cached: _Copies | None = _cache.get(weights[0]) if weights and isinstance(weights[0], Tensor) else None
@@ -102,7 +103,7 @@ def forget_copies() -> None:
 def _copies_of(
     weights: Sequence[Any], copied: list[_Copied], cached: _Copies | None, device: torch.device | None = None
 ) -> _Copies:
-    """The cached copies if they are of these tensors, else new ones."""
+    """Return the cached copies if they are of these tensors, else new ones."""
     if cached is not None and cached.are_of(copied):
         return cached
     copies = _Copies(copied, device)
@@ -112,7 +113,7 @@ def _copies_of(
 
 
 def _fingerprint(weights: Sequence[Any], copied: list[_Copied]) -> Fingerprint | None:
-    """A fingerprint by which another call recognizes these weights.
+    """Return a fingerprint by which a later call recognizes these weights.
 
     None with a Hybrid tensor among them, whose directions come and go.
     """
@@ -126,8 +127,9 @@ def _fingerprint(weights: Sequence[Any], copied: list[_Copied]) -> Fingerprint |
 
 
 def _copied(weights: Any) -> Iterator[_Copied]:
-    """The tensors that need a columnwise copy."""
-    # By adapter: `Adapter.copies` asks TransformerEngine about the GPU, once a call is enough.
+    """Yield the tensors that need a columnwise copy."""
+    # Cached per adapter: `Adapter.copies` asks TransformerEngine about the GPU, and once per call
+    # is enough.
     needed: dict[int, bool] = {}
     for index, weight in enumerate(weights):
         if isinstance(weight, Tensor) and not is_quantized(weight):

@@ -18,10 +18,10 @@ _DATA = "rowwise_data"
 
 
 class WeightView:
-    """A QuantizedWeight over the present buffers of a tensor. It does not keep the tensor alive.
+    """A QuantizedWeight over the current buffers of a tensor. It does not keep the tensor alive.
 
     TransformerEngine may replace the buffers of a tensor, or drop its columnwise copy, between two
-    calls. `locate` and `locate_columnwise` point `weight` at the present ones.
+    calls. `locate` and `locate_columnwise` point `weight` at the current ones.
 
     Args:
         tensor: the tensor of TransformerEngine.
@@ -32,13 +32,13 @@ class WeightView:
         weight: the QuantizedWeight over the tensor's buffers.
         derives: True if the columnwise copy is the transpose of the rowwise codes.
         shares: True if one set of codes serves both directions (MXFP8 in tiles of 32x32). A cast
-            writes the scales of both. TransformerEngine has an attribute for columnwise codes all
-            the same, which `share` points at the rowwise memory.
-        codes_in_transpose: True if an FP8 tensor has its codes in the transpose alone, as one
-            direction of a Hybrid tensor has on GPUs whose products read transposes. `weight` then
-            has no codes.
-        owns_amax: True if the tensor has no buffer for the amax that a cast writes. The weight gets
-            one of its own.
+            writes the scales of both. TransformerEngine's attribute for columnwise codes is pointed
+            at the rowwise memory by `share`.
+        codes_in_transpose: True if an FP8 tensor has its codes only in the transpose, like one
+            direction of a Hybrid tensor on GPUs whose products read transposes. `weight` then has
+            no codes.
+        owns_amax: True if the tensor has no buffer for the amax that a cast writes. The weight then
+            has its own.
     """
 
     def __init__(self, tensor: Any, nominal: torch.dtype) -> None:
@@ -75,7 +75,7 @@ class WeightView:
         self.weight = make(self._shape, fmt, nominal, buffers)
 
     def is_of(self, tensor: Any, nominal: torch.dtype) -> bool:
-        """True if the tensor still has the format, shape and dtype that this was made for."""
+        """Return True if the tensor still has the format, shape and dtype of this view."""
         if self._nominal is not nominal or tuple(tensor.shape) != self._shape:
             return False
         if self.codes_in_transpose and getattr(tensor, self.adapter.of_tensor[_DATA]) is not None:
@@ -86,10 +86,10 @@ class WeightView:
         return self._takes(tensor, self._quantizer if quantizer is None else quantizer)
 
     def _takes(self, tensor: Any, quantizer: Any) -> bool:
-        """Accept another quantizer of the same format, and return True; else return False.
+        """Accept a new quantizer of the same format and return True; otherwise return False.
 
-        The scale and amax of delayed scaling are buffers of the quantizer: `locate` finds those of
-        the new one.
+        The scale and amax of delayed scaling are buffers of the quantizer: `locate` finds the
+        buffers of the new one.
         """
         is_same = adapter_of(quantizer) is self.adapter
         is_same = is_same and self.adapter.format_of(tensor, quantizer) == self.weight.format
@@ -99,32 +99,32 @@ class WeightView:
         return is_same
 
     def cast_attributes(self, tensor: Any) -> tuple[str, ...]:
-        """The attributes that decide how this tensor is cast, and into which buffers."""
+        """Return the attributes that decide how this tensor is cast, and into which buffers."""
         checked = self.adapter.checked(tensor, self._quantizer)
         written = [*self._written, *(_COLUMNWISE[:1] if self.shares else ())]
         return self._watched(tensor, ["dtype", *checked, *self.adapter.places(written)])
 
     def copy_attributes(self, tensor: Any) -> tuple[str, ...]:
-        """The attributes that hold the rowwise buffers and the columnwise copy."""
+        """Return the attributes that hold the rowwise buffers and the columnwise copy."""
         copy = [name for name in _COLUMNWISE if name in self.adapter.of_tensor]
         return self._watched(tensor, self.adapter.places([*self._written, *copy]))
 
     def _watched(self, tensor: Any, names: list[str]) -> tuple[str, ...]:
-        # A part of a tensor may have no quantizer of its own, and then no attributes of one.
+        # A part of a tensor may have no quantizer, and then has no attributes of one.
         if getattr(tensor, "_quantizer", None) is self._quantizer:
             return ("_quantizer", *names)
         return ("_quantizer", *(name for name in names if not name.startswith("_quantizer.")))
 
     def locate(self, tensor: Any) -> None:
-        """Point the weight at the present buffers that a cast writes.
+        """Point the weight at the current buffers that a cast writes.
 
-        ValueError for a buffer that was dropped, and for options that are not cast.
+        Raises ValueError for a buffer that was dropped, and for options that are not cast.
         """
         self.adapter.check(tensor, self._quantizer)
         self._locate(self._present(tensor), self._written)
 
     def locate_columnwise(self, tensor: Any) -> None:
-        """Point the weight at the present rowwise buffers and columnwise copy, if there is one."""
+        """Point the weight at the current rowwise buffers and columnwise copy, if any."""
         present = self._present(tensor)
         self._locate(present, self._written)
         if self.shares:
@@ -162,7 +162,9 @@ class WeightView:
         return foreign
 
     def _present(self, tensor: Any) -> dict[str, Tensor | None]:
-        """The tensor's present buffers, without columnwise codes that share the rowwise memory."""
+        """Return the tensor's current buffers, without columnwise codes that share the rowwise
+        memory.
+        """
         present = self.adapter.buffers(tensor, self._quantizer)
         if self.shares:
             del present["columnwise_data"]
@@ -170,7 +172,7 @@ class WeightView:
         return present
 
     def _columnwise_scales(self, present: Mapping[str, Tensor | None]) -> Tensor | None:
-        """The columnwise scales of tiles: the tensor's, or else the last ones that it had.
+        """Return the columnwise scales of tiles: the tensor's, or else the last ones that it had.
 
         A tensor that never had any gets new ones, made from its rowwise scales. `share` gives them
         to the tensor.
@@ -191,10 +193,10 @@ class WeightView:
         return self._scales
 
     def live(self, tensor: Any) -> QuantizedWeight:
-        """The bytes that matrix products read from the tensor now, without an outdated copy.
+        """Return the bytes that matrix products read from the tensor now, without an outdated copy.
 
-        Returns a separate weight over the same buffers, for `zerocast.verify`. Codes that are in a
-        transpose alone are copied, so that they can be read by rows.
+        Returns a separate weight over the same buffers, for `zerocast.verify`. Codes that are only
+        in a transpose are copied, so that they can be read by rows.
         """
         present = self._present(tensor)
         if self.adapter.outdated(tensor) or self.codes_in_transpose or present.get(_COLUMNWISE[0]) is None:
@@ -212,10 +214,10 @@ class WeightView:
         return QuantizedWeight.of_buffers(self._shape, self.weight.format, self._nominal, buffers)
 
     def _padded(self, scale_inv: Tensor) -> Tensor:
-        """The scales of a columnwise copy with zerocast's padding.
+        """Return the scales of a columnwise copy with zerocast's padding.
 
-        TransformerEngine's padding may have other values. No product reads it, and a comparison of
-        all bytes must not see the difference.
+        TransformerEngine's padding may have different values. No product reads it, and a comparison
+        of all bytes must not see the difference.
         """
         fmt = self.weight.format
         rows, columns = self.weight.matrix_shape
@@ -223,7 +225,7 @@ class WeightView:
         down, across = layout.amax_grid(fmt.block, columns, rows)
         assert buffer is not None
         if fmt.scale_rule is not ScaleRule.FP32:
-            # FP32 scales have one row a block, others one row for each row of the copy.
+            # FP32 scales have one row per block, other scales one row per row of the copy.
             down = columns
         padded = torch.full_like(scale_inv, buffer.padding)
         padded[:down, :across] = scale_inv[:down, :across]
@@ -245,7 +247,7 @@ class WeightView:
             if attribute is None or made is None or self._places.get(name) == _place(made):
                 continue
             # The host's FP8 transpose has all dimensions of the tensor. Scales, and codes of two
-            # elements a byte, have the shape of a matrix.
+            # elements per byte, have the shape of a matrix.
             if self.weight.format.elements_per_byte == 1 and name == "columnwise_data":
                 made_view = made.view(self._shape[-1], *self._shape[:-1])
             else:
@@ -254,7 +256,7 @@ class WeightView:
             self._places[name] = _place(made)
 
     def transpose_of(self, tensor: Any) -> Tensor:
-        """The codes in the transpose, as a view of shape `[M, K]`."""
+        """Return the codes in the transpose, as a view of shape `[M, K]`."""
         name = "columnwise_data"
         present = self.adapter.buffers(tensor, self._quantizer)
         return self._checked(name, present[name]).t()
@@ -266,7 +268,7 @@ class WeightView:
         return self._scratch
 
     def _locate(self, present: dict[str, Tensor | None], names: Iterable[str]) -> None:
-        """Give the weight those of the present buffers that are not where they were."""
+        """Give the weight the current buffers whose addresses changed."""
         moved = {}
         for name in names:
             buffer = present[name]
@@ -276,13 +278,15 @@ class WeightView:
             self.weight.state.set_storage(moved)
 
     def _noted(self, name: str, tensor: Tensor | None) -> Tensor:
-        """The `_checked` buffer. Its place is noted for the next comparison."""
+        """Return the `_checked` buffer. Its address is stored for the next comparison."""
         checked = self._checked(name, tensor)
         self._places[name] = _place(checked)
         return checked
 
     def _checked(self, name: str, tensor: Tensor | None) -> Tensor:
-        """A view of a buffer in the shape of the layout. ValueError for one that does not fit."""
+        """Return a view of a buffer in the shape of the layout. Raises ValueError if it does not
+        fit.
+        """
         buffer, attribute = self._expected[name], self.adapter.attribute(name)
         assert buffer is not None, name
         if tensor is None:
@@ -302,7 +306,7 @@ class WeightView:
 
 
 def _place(buffer: Tensor) -> tuple[int, int]:
-    """The address of a buffer and the size of its storage.
+    """Return the address of a buffer and the size of its storage.
 
     The size, since a host may free or shrink a storage that keeps its address.
     """
@@ -313,9 +317,9 @@ _views: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def view_of(tensor: Any, nominal: torch.dtype) -> WeightView:
-    """The view of a tensor, the same at every call.
+    """Return the view of a tensor, the same at every call.
 
-    TypeError or ValueError for a tensor that is not cast.
+    Raises TypeError or ValueError for a tensor that is not cast.
     """
     view: WeightView | None = _views.get(tensor)
     if view is None or not view.is_of(tensor, nominal):

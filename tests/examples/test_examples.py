@@ -191,7 +191,7 @@ def test_muon_learns_and_is_measured(text: Path, tmp_path: Path):
     assert found[-1] < found[0] - 1
     measured = [record for record in read_records(tmp_path / "metrics.jsonl") if record["event"] == "measured"]
     assert all(len(record["weights"]) == 4 for record in measured) and len(measured) == 2
-    with pytest.raises(ValueError, match=r"muon is ZeroMuon, .*: parallel=zero, not fsdp2"):
+    with pytest.raises(ValueError, match=r"optimizer=muon needs parallel=zero, got fsdp2"):
         tiny(text, tmp_path, optimizer="muon", parallel="fsdp2")
 
 
@@ -427,7 +427,9 @@ def test_a_mistake_on_the_command_line_gets_a_line(
 
 @pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
 def test_cuda_without_a_gpu_is_said(text: Path, tmp_path: Path):
-    with pytest.raises(SystemExit, match=r"--device cuda wants a GPU for each of 1 ranks here, torch .* finds 0"):
+    with pytest.raises(
+        SystemExit, match=r"--device cuda needs a GPU for each of the 1 ranks of this machine, torch .* finds 0"
+    ):
         train.command(["--device", "cuda", "--data", str(text), "--out", str(tmp_path)])
 
 

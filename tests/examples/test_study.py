@@ -105,7 +105,7 @@ def test_a_slice_sees_no_byte_twice() -> None:
     every = corpus._order(0)
     assert len(set(every)) == len(every) == whole and not any(start % 32 for start in every)
     assert set(seen(4, 10)) <= starts and seen(4, 10) == seen(2, 20) != seen(4, 10, seed=1)
-    with pytest.raises(ValueError, match="give more --data, or fewer --steps"):
+    with pytest.raises(ValueError, match="pass more --data, or fewer --steps"):
         corpus.batch_once(whole, seed=0, index=1)
 
 

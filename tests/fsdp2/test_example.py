@@ -102,7 +102,7 @@ def test_ranks_that_do_not_divide(ranks: Ranks, config: TrainConfig) -> None:
     assert ranks(3)(mesh_of, config) == ["--parallel hsdp makes two halves of the ranks, there are 3"] * 3
     config = replace(config, shard_ranks=3)
     assert ranks(4)(mesh_of, config) == ["--parallel hsdp makes replicas of 3 of the ranks, there are 4"] * 4
-    with pytest.raises(ValueError, match="shard_ranks is about the replicas of hsdp, and fsdp2 has none"):
+    with pytest.raises(ValueError, match="shard_ranks needs parallel=hsdp, got fsdp2"):
         replace(config, parallel="fsdp2")
     with pytest.raises(ValueError, match="shard_ranks cannot be negative, got -1"):
         replace(config, shard_ranks=-1)

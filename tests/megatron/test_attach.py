@@ -64,7 +64,7 @@ def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_host_without_buffers_of_four_bits_is_named(ranks: Ranks) -> None:
     for said in ranks(2)(attaching.without_four_bits):
-        assert "it knows no buffers of two elements a byte; 0.19 does" in said
+        assert "its buffers cannot hold two elements per byte; those of 0.19 can" in said
 
 
 def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

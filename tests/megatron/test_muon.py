@@ -111,7 +111,7 @@ def test_each_matrix_has_one_owner_and_starts_from_its_value_before_quantization
 MISTAKES = {
     "twice": r"RuntimeError: a \w+ is attached already: detach\(\) first",
     "not laid out": "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing",
-    "experts with biases": "ValueError: .*bias of an expert is no matrix, .* set add_bias_linear=False",
+    "experts with biases": "ValueError: .*bias of an expert is not a matrix, .* set add_bias_linear=False",
     "experts that are quantized too late": "ValueError: .* is quantized and in no bucket",
     "other recipes": "ValueError: weight 0 is module.layers.0.weight on rank 0 and module.layers.2.weight on rank 1",
     "experts of other recipes": "ValueError: rank 0: weight 0 is module.layers.3.weight on rank 0 and module.layers.2.weight on",

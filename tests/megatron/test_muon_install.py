@@ -18,15 +18,15 @@ SLOW = pytest.mark.slow
 TABLE = {
     "whole masters": "ValueError: .*optimizer='muon' is not supported without .* In pretrain.. that is --use-distributed-op",
     "values of matrices": "ValueError: .*--no-use-layer-wise-param-layout is not supported: .* leave it out",
-    "lion beside": "ValueError: .*muon_scalar_optimizer='lion' is not supported: .* take 'adam'",
-    "torch": "ValueError: .*--ckpt-format torch, .* saved as torch_dist alone",
+    "lion beside": "ValueError: .*muon_scalar_optimizer='lion' is not supported: use 'adam'",
+    "torch": "ValueError: .*--ckpt-format torch, .* saved as torch_dist only",
     "two recipes": "ValueError: .*recipe.*fp8_current",
     "an embedding": "ValueError: .*embedding.word_embeddings.weight is the table of an embedding and is not quantized",
-    "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take mxfp8:block=32x32",
-    "experts with biases": "ValueError: .*bias of an expert is no matrix, .* set add_bias_linear=False",
+    "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* use mxfp8:block=32x32",
+    "experts with biases": "ValueError: .*bias of an expert is not a matrix, .* set add_bias_linear=False",
     "an older release": "ValueError: .*--optimizer muon is not supported: this megatron-core has no layout .*; 0.19 does",
     "a model that is wrapped otherwise": "ValueError: use_distributed_optimizer=False is not supported",
-    "a moment that is not saved": "ValueError: fully_reshardable checkpoints of Megatron leave out exp_avg_sq .* take dp_resh",
+    "a moment that is not saved": "ValueError: fully_reshardable checkpoints of Megatron leave out exp_avg_sq .* use dp_resh",
 }
 
 

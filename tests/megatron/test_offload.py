@@ -149,6 +149,6 @@ def test_what_a_master_in_host_memory_refuses() -> None:
     with pytest.raises(RuntimeError, match="data pointer"):
         master.data_ptr()
     for values in (torch.ones(1), torch.ones(3).bfloat16()):
-        with pytest.raises(ValueError, match="takes values of that shape and dtype"):
+        with pytest.raises(ValueError, match="can be set to values of that shape and dtype"):
             master.data = values
     assert memory.tolist() == [0.0] * 3

@@ -14,9 +14,9 @@ pytestmark = needs_megatron
 NEVER_SHARDED = "ValueError: use_megatron_fsdp is not supported: .* use zerocast.fsdp2"
 WHOLE = "ValueError: .*use_distributed_optimizer=False is not supported: .* set it in DistributedDataParallelConfig and in Opt"
 OTHERS = "ValueError: optimizer=.* is not supported without use_layer_wise_distributed_optimizer=True"
-SGD = "ValueError: optimizer='sgd' is not supported: .* not before the first checkpoint: take optimizer='adam'"
+SGD = "ValueError: optimizer='sgd' is not supported: .* not before the first checkpoint: use optimizer='adam'"
 NO_LAYOUT = (
-    "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing.* or take optimizer='adam'"
+    "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing.* or use optimizer='adam'"
 )
 BLOCK = (
     "RuntimeError: QuantizedWeight.* call quantize_, then build DistributedDataParallel and the optimizer, both inside"
@@ -31,19 +31,19 @@ TABLE = {
     "masters in half precision": "ValueError: main_params_dtype is not supported: .* leave it at torch.float32",
     "sgd": SGD,
     "sgd on the host": SGD,
-    "mxfp8 through gradients": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not supported: .* take mxfp8:block=32x32",
-    "mxfp8 through gradients in DDP": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not .* take mxfp8:block=32x32",
+    "mxfp8 through gradients": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not supported: .* use mxfp8:block=32x32",
+    "mxfp8 through gradients in DDP": "ValueError: reuse_grad_buf_for_mxfp8_param_ag is not .* use mxfp8:block=32x32",
     "fsdp in DDP": NEVER_SHARDED,
     "fsdp": NEVER_SHARDED,
     "torch's fsdp": NEVER_SHARDED,
     "muon": OTHERS,
     "dist_muon": NO_LAYOUT,
     "lion": OTHERS,
-    "lion beside muon": "ValueError: muon_scalar_optimizer='lion' is not supported: .* take 'adam'",
+    "lion beside muon": "ValueError: muon_scalar_optimizer='lion' is not supported: use 'adam'",
     "layer-wise by hand": NO_LAYOUT,
     "whole masters by hand": WHOLE,
     "no masters by hand": WHOLE,
-    "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* take mxfp8:block=32x32",
+    "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* use mxfp8:block=32x32",
     "two blocks": BLOCK,
     "nested blocks": BLOCK,
     "no block": r"RuntimeError: cannot set the data of QuantizedWeight.*integrations.megatron.quantized_params\(\)",

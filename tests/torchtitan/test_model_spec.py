@@ -180,7 +180,7 @@ REFUSED = {
     ),
     "experts": (("--parallelism.expert_parallel_degree=2",), "expert_parallel_degree=2 is not supported with zerocast"),
     "another dtype": (("--training.dtype=bfloat16",), "training.dtype is float32, got bfloat16"),
-    "graphs": (("--training.no-disable_cuda_graphs",), "reads on the host what all ranks sent"),
+    "graphs": (("--training.no-disable_cuda_graphs",), "reads on the CPU the headers of all ranks"),
     "safetensors": (
         ("--checkpoint.enable", "--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"),
         "safetensors",

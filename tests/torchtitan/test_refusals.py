@@ -180,8 +180,14 @@ def test_no_torchtitan() -> None:
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), "torchtitan is there and needs datasets"),
-        (ImportError("cannot import name 'x' from 'torch'"), "is there and cannot be imported: cannot import name 'x'"),
+        (
+            ModuleNotFoundError("No module named 'datasets'", name="datasets"),
+            "torchtitan is installed and needs datasets",
+        ),
+        (
+            ImportError("cannot import name 'x' from 'torch'"),
+            "is installed and cannot be imported: cannot import name 'x'",
+        ),
     ],
 )
 def test_torchtitan_that_cannot_be_imported(error: ImportError, said: str) -> None:

@@ -191,10 +191,10 @@ def refused() -> list[str]:
 
 
 def test_what_is_refused(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="fsdp2_recipe is for accelerate configured with fsdp_version: 2"):
+    with pytest.raises(ValueError, match="fsdp2_recipe needs accelerate configured with fsdp_version: 2"):
         Accelerator(cpu=True, fsdp2_recipe=RECIPE)
     for loading, quantized, *laid_out in ranks(2)(refused):
         assert "set fsdp_cpu_ram_efficient_loading: false" in loading
-        assert "give this Accelerator fsdp2_recipe=recipe and a model in FP32" in quantized
+        assert "pass this Accelerator fsdp2_recipe=recipe and a model in FP32" in quantized
         for error, name in zip(laid_out, ("ZeroAdamW", "FusedAdamW"), strict=True):
             assert f"for which this {name} is laid out" in error

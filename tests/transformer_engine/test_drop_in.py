@@ -174,7 +174,7 @@ def test_shards_may_be_tensors_of_transformer_engine() -> None:
         names = [name for name in ("rowwise_data", "columnwise_data") if name in found]
         casts.assert_same_bytes(found, {name: expected[name] for name in names}, str(case))
     here, shards = Casting(cases(1, formats=(TILES,))), Casting(cases(1, formats=(TILES,)))
-    with pytest.raises(TypeError, match=r"its shard is a MXFP8Tensor of tiles, .*: give its codes alone"):
+    with pytest.raises(TypeError, match=r"its shard is a MXFP8Tensor of tiles, .*: pass its codes only"):
         here.cast(0, shards.tensors)
 
 

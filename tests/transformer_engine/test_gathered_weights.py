@@ -81,7 +81,7 @@ def test_the_recipe_in_use_must_be_that_of_the_weights(ranks: Ranks) -> None:
         assert ranks(1)(gathering.under_recipe, fmt, recipe, {}) == [""]
     (error,) = ranks(1)(gathering.under_recipe, "fp8_block", "Float8CurrentScaling", {})
     assert "is gathered as fp8_block" in error
-    assert "fp8_current: give zerocast.fsdp2.prepare that format" in error
+    assert "fp8_current: pass that format to zerocast.fsdp2.prepare" in error
     (error,) = ranks(1)(gathering.under_recipe, "nvfp4", "NVFP4BlockScaling", {"disable_2d_quantization": True})
     assert "16x16 tiles" in error
 
@@ -106,7 +106,8 @@ def test_exact_scales_are_said_not_to_be_the_hosts(caplog: pytest.LogCaptureFixt
         for fmt, count in (("nvfp4", 0), ("nvfp4:exact_in_fp8", 1), ("nvfp4:exact_in_fp8", 1)):
             gathered.GatheredWeight().check(zerocast.get_format(fmt))
             assert (
-                len([line for line in caplog.messages if "NVFP4Quantizer would make those of plain" in line]) == count
+                len([line for line in caplog.messages if "NVFP4Quantizer would make the scales of plain" in line])
+                == count
             )
 
 

@@ -72,10 +72,10 @@ def test_what_would_go_stale() -> None:
     one = case("fp8_current")
     master = one.master().view(-1)
     with pytest.raises(
-        ValueError, match=r"99 of 3072 elements are owned here, and an all-gather of one direction's codes"
+        ValueError, match=r"99 of 3072 elements are on this rank, and an all-gather of one direction's codes"
     ):
         hybrids.cast(hybrids.hybrid(one, one), master[:99].clone(), 0)
-    with pytest.raises(ValueError, match=r"is made from the rowwise one, which is whole only after the all-gather"):
+    with pytest.raises(ValueError, match=r"is made from the rowwise one, which is complete only after the all-gather"):
         hybrids.cast(hybrids.hybrid(one, one, source="rowwise_dequantized"), master, 0)
     dropped = hybrids.hybrid(one, one)
     dropped._rowwise_storage = dropped._columnwise_storage = None
@@ -93,7 +93,7 @@ def test_shards() -> None:
         casts.assert_same_bytes(hybrids.codes_of(direction), {"rowwise_data": wanted})
     by_columns = hybrids.hybrid(None, case("fp8_current"))
     shard = torch.zeros(NUMEL, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="its codes are in its transpose alone"):
+    with pytest.raises(ValueError, match="its codes are in its transpose only"):
         hybrids.cast(by_columns, case("fp8_current").master().view(-1), 0, fsdp_shard_model_weights=[shard])
 
 

@@ -99,7 +99,7 @@ REFUSED = {
     "4over6 tensor": ("nvfp4", attributes(_nvfp4_use_4over6=True), "_nvfp4_use_4over6 is True and False is needed"),
     "E4M3 bound": ("nvfp4", attributes(_nvfp4_e4m3_max=256), "_nvfp4_e4m3_max is 256 and 448 is needed"),
     "1-D NVFP4": ("nvfp4", quantizer(with_2d_quantization=False), "with_2d_quantization is False and True is needed"),
-    "row scaled": ("nvfp4", attributes(_row_scaled_nvfp4=True), "weights have one FP32 amax a tensor"),
+    "row scaled": ("nvfp4", attributes(_row_scaled_nvfp4=True), "weights have one FP32 amax per tensor"),
     "stochastic": ("nvfp4", quantizer(stochastic_rounding=True), "weights are rounded to nearest"),
     "Hadamard": ("nvfp4", quantizer(with_rht=True), "without a Hadamard transform"),
     "swizzled NVFP4": ("nvfp4", attributes(_with_gemm_swizzled_scales=True), "written in their compact layout"),
@@ -129,7 +129,7 @@ REFUSED = {
     "another shape of the host": (
         "fp8_current",
         lambda weight: delattr(weight._quantizer, "amax_epsilon"),
-        "Float8CurrentScalingQuantizer has no amax_epsilon: this TransformerEngine has another shape",
+        "Float8CurrentScalingQuantizer has no amax_epsilon: this TransformerEngine has an API that",
     ),
 }
 
@@ -188,7 +188,7 @@ def test_arguments_that_do_not_fit() -> None:
             ([torch.zeros(3)], [None], [None]),
             "model weight 0: it is a Tensor: a quantized tensor of TransformerEngine is",
         ),
-        (([weight], [master], [0], None, [None]), "it has a master here and no shard to cast it into"),
+        (([weight], [master], [0], None, [None]), "it has a master on this rank and no shard to cast it into"),
         (
             ([weight], [master], [0], None, [torch.zeros(5, dtype=torch.uint8)]),
             "the shard needs 6144 bytes, its storage has 5",
@@ -251,7 +251,7 @@ def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
     case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
     whole = sharded.expected(case)["rowwise_data"]
     for rank, (refused, taken, found) in enumerate(ranks(2)(cut_anew, case, moved.spans)):
-        assert refused.startswith("RuntimeError: this rank owns other elements of QuantizedWeight(shape=(64, 96)")
+        assert refused.startswith("RuntimeError: this rank owns different elements of QuantizedWeight(shape=(64, 96)")
         assert taken == ""
         start, stop = moved.spans[rank]
         wanted = np.zeros_like(whole)

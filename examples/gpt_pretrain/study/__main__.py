@@ -3,7 +3,7 @@
     python -m examples.gpt_pretrain.study --size cpu
     python -m examples.gpt_pretrain.study --size gpu --data text.bin --at-once 4 --minutes 3
 
-Ended in the middle, the same command goes on where it was: a finished run is not made again.
+If it was interrupted, the same command continues: a finished run is not made again.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class StudyConfig:
     """Compare the quality of training on quantized weights with bf16, seed by seed."""
 
     size: Literal["cpu", "gpu", "pairs"] = "cpu"
-    """Plan (plan.py): cpu takes a minute or two a run on two cores, gpu and pairs less on a GPU."""
+    """Plan (plan.py): cpu needs a minute or two per run on two cores; gpu, pairs less on a GPU."""
     data: tuple[Path, ...] = ()
     """The text of the plan; by default the source of Python's standard library."""
     out: Path = Path("runs/study")
@@ -63,22 +63,22 @@ class StudyConfig:
     known: Path | None = None
     """A runs.jsonl from another machine, whose runs are not made again."""
     checkpoint_every: int = 0
-    """Steps between two checkpoints, from which a run that was ended goes on; 0 writes none."""
+    """Steps between two checkpoints, from which an interrupted run continues; 0 writes none."""
 
 
 class Ended:
-    """Says when runs have to end: after `minutes`, if any, or once `now` was called."""
+    """Decides when runs have to end: after `minutes`, if any, or once `now` was called."""
 
     def __init__(self, minutes: float | None = None) -> None:
         self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
         self._now = threading.Event()
 
     def now(self) -> None:
-        """End runs from now on."""
+        """End all runs."""
         self._now.set()
 
     def __call__(self, seconds: float = 0.0) -> bool:
-        """True if no run may go on for so long."""
+        """Return True if a run may not continue for `seconds`."""
         return self._now.is_set() or (self._deadline is not None and time.monotonic() + seconds > self._deadline)
 
 
@@ -94,8 +94,8 @@ def make_runs(
     ended: Ended | None = None,
     failed: Callable[[RunFailedError], None],
 ) -> Runs:
-    """The records of all runs, or of fewer if `limit` new ones were made before the end, or time
-    was up. `failed` is told of a run that fails, and the others go on.
+    """Return the records of all runs, or of fewer if `limit` new ones were made first or the time
+    was up. `failed` is called with the error of a run that fails, and the others continue.
     """
     environments: SimpleQueue[dict[str, str]] = SimpleQueue()
     for place in range(at_once):
@@ -164,7 +164,9 @@ def check_text(size: Size, data: Sequence[Path]) -> None:
 
 
 def _only(size: Size, rows: Sequence[str]) -> Size:
-    """The plan with these rows alone, or as it is for none; SystemExit for rows that it has not."""
+    """Return the plan with only these rows, or unchanged if there are none. Raises SystemExit for
+    unknown rows.
+    """
     unknown = sorted(set(rows) - size.variants.keys())
     if unknown:
         raise SystemExit(f"--rows: the plan has {', '.join(map(repr, size.variants))}, and not {unknown[0]!r}")
@@ -199,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for failure in failures:
         console.print(str(failure), markup=False, highlight=False, soft_wrap=True)
     if 0 < len(runs) < len(todo):
-        console.print(f"{len(runs)} of {len(todo)} runs are finished; the same command goes on", highlight=False)
+        console.print(f"{len(runs)} of {len(todo)} runs are finished; the same command continues", highlight=False)
     if any(job.variant == BASELINE for job in runs):
         folder = (config.results or config.out) / config.size
         out.mkdir(parents=True, exist_ok=True)

@@ -12,18 +12,19 @@ from examples.gpt_pretrain.run_log import Record
 from examples.gpt_pretrain.study.plan import BASELINE, Job, Size
 
 Outcome = dict[str, Any]
-SAME = ("text", "parameters", "device", "ranks")  # what all runs must share to be compared
-PEERS = ("torchao", "transformer_engine")  # installed beside, and read by no run
+SAME = ("text", "parameters", "device", "ranks")  # compared runs must share these
+PEERS = ("torchao", "transformer_engine")  # other installed packages, read by no run
 OF_THE_HOST = ("cores", "host")  # which compute nothing of a run on a GPU
 
 
 def collect(name: str, size: Size, runs: Mapping[Job, Sequence[Record]]) -> Outcome:
-    """The data of the table and the picture, from the records of all runs.
+    """Return the data of the table and the picture, from the records of all runs.
 
-    A gap is a run's validation loss less that of the baseline of the same seed, which saw the same
-    initial values and the same batches; its spread over the seeds is the sample standard deviation.
-    Runs of a seed without a baseline are left out. ValueError for runs of other texts, and for runs
-    of one seed on two kinds of machines or with two versions: a gap must not have their difference.
+    A gap is a run's validation loss minus the loss of the baseline with the same seed, which saw
+    the same initial values and the same batches; its spread over the seeds is the sample standard
+    deviation. Runs of a seed without a baseline are left out. Raises ValueError for runs of
+    different texts, and for runs of one seed on two kinds of machines or with two versions, whose
+    difference a gap must not include.
     """
     seeds = {job.seed for job in runs if job.variant == BASELINE}
     runs = {job: records for job, records in runs.items() if job.seed in seeds}
@@ -60,7 +61,7 @@ def _check_equal(key: str, values: Sequence[Any]) -> None:
 
 
 def _machine(start: Record) -> dict[str, Any]:
-    """The machine of a run without those of its facts that change no bit of the run."""
+    """Return the machine of a run without the facts that change no bit of the run."""
     aside = PEERS if start["device"] == "cpu" else PEERS + OF_THE_HOST
     return {name: fact for name, fact in start["machine"].items() if name not in aside}
 
@@ -78,9 +79,7 @@ def _run(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _compared(by_seed: Mapping[str, Any], name: str, variants: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What is said of the runs of a variant beside those of the variant `name`, over all seeds that
-    both have.
-    """
+    """Return the comparison of a variant with the variant `name`, over all seeds that both have."""
     baseline = variants.get(name, {})
     by_seed = {seed: run for seed, run in by_seed.items() if seed in baseline}
     numbers = _across(by_seed, baseline) if by_seed else {}
@@ -104,8 +103,8 @@ def _across(by_seed: Mapping[str, Any], baseline: Mapping[str, Any]) -> dict[str
 
 def _interval(values: Sequence[float]) -> float:
     """Half the width of the 95 % interval of the mean of normally distributed values. Student's
-    quantile is approximated from that of the normal distribution (Abramowitz and Stegun, 26.7.5),
-    to 0.001 from 8 values on.
+    quantile is approximated from the quantile of the normal distribution (Abramowitz and Stegun,
+    26.7.5), to 0.001 from 8 values on.
     """
     freedom = len(values) - 1
     if freedom < 1:

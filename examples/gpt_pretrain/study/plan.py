@@ -1,7 +1,8 @@
 """The plans of the study, each fixed before its first run: variants, seeds, sizes and text.
 
-Change nothing here to make a result look better. A change makes every finished run one of another
-plan, which is trained again. What each row is for, and what will count as what: README.md.
+Change nothing here to make a result look better. A change makes every finished run part of a
+different plan, and all runs are trained again. README.md has the purpose of each row and the rules
+of the conclusions.
 """
 
 import dataclasses
@@ -59,8 +60,8 @@ class Size:
     """A size of the study: the configuration that its runs share, the number of ranks, its rows.
 
     `text` is the SHA-256 of the text, None for Python's standard library. `by_row` makes all seeds
-    of a row before the next row, so that what a limit of time cuts are rows. `compared` names the
-    row that another one is compared with where that is not the baseline.
+    of a row before the next row, so that a time limit drops entire rows. `compared` maps a row to
+    the row with which it is compared if that is not the baseline.
     """
 
     ranks: int
@@ -74,7 +75,7 @@ class Size:
 
 _COMMON = TrainConfig(min_lr_ratio=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, grad_clip=1.0)
 
-# 29.7 M parameters, 8.2 M bytes a run, none twice: some seconds on one H200.
+# 29.7 M parameters, 8.2 M bytes per run, none twice: some seconds on one H200.
 _GPU = Size(
     ranks=1,
     config=dataclasses.replace(
@@ -144,7 +145,9 @@ class Job:
 
 
 def jobs(size: Size) -> Iterator[Job]:
-    """All runs: seed by seed, so that an interrupted study has whole comparisons, or by row."""
+    """Yield all runs: seed by seed, so that an interrupted study has complete comparisons, or by
+    row.
+    """
     rows = [(variant, seed) for variant in size.variants for seed in size.seeds]
     for variant, seed in rows if size.by_row else sorted(rows, key=lambda row: row[1]):
         yield Job(variant, seed, size.ranks, dataclasses.replace(size.config, seed=seed, **size.variants[variant]))

@@ -1,7 +1,7 @@
 """The runs of a study on disk; a finished run is not repeated.
 
-What runs have recorded can be carried from machine to machine as one file (`write_store`), so that
-a study takes a slice of the time on each.
+The records of runs can be copied between machines as one file (`write_store`), so that a study can
+run in slices of time on several.
 """
 
 import dataclasses
@@ -18,25 +18,25 @@ from examples.gpt_pretrain.run_log import Record, read_records
 from examples.gpt_pretrain.study.plan import Job
 
 TIMEOUT = 3600.0  # seconds after which a run is ended as hung
-PLACE = ("out", "data", "elastic", "checkpoint_every")  # of a configuration, what changes no bit of a run
+PLACE = ("out", "data", "elastic", "checkpoint_every")  # fields of a configuration that change no bit of a run
 
 
 def write_store(path: Path, runs: Mapping[Job, Sequence[Record]]) -> None:
-    """Write the records of finished runs into one file, a line a run."""
+    """Write the records of finished runs into one file, one line per run."""
     lines = [json.dumps({"name": job.name, "records": list(records)}) + "\n" for job, records in runs.items()]
     path.write_text("".join(lines))
 
 
 def read_store(path: Path | None) -> dict[str, list[Record]]:
-    """The records of a store by the names of their runs; none without a file."""
+    """Return a dict from name of a run in a store to its records; empty without a file."""
     if path is None or not path.exists():
         return {}
     return {line["name"]: line["records"] for line in map(json.loads, path.read_text().splitlines())}
 
 
 def finished(job: Job, out: Path, known: Mapping[str, list[Record]] | None = None) -> list[Record] | None:
-    """The records of a finished run below `out`, or in the store `known`, with the configuration of
-    `job`, or None.
+    """Return the records of a finished run below `out`, or in the store `known`, with the
+    configuration of `job`, or None.
     """
     records = read_records(out / job.name / "metrics.jsonl")
     if not records or records[-1]["event"] != "end":
@@ -80,7 +80,9 @@ def train(
 
 
 def command_line(config: TrainConfig) -> list[str]:
-    """The options of train.py for this configuration, without `--out`, which the caller adds."""
+    """Return the options of train.py for this configuration, without `--out`, which the caller
+    adds.
+    """
     return [
         word for name, value in _flatten(dataclasses.asdict(config)) if name != "out" for word in _option(name, value)
     ]
@@ -105,7 +107,7 @@ def _option(name: str, value: Any) -> Sequence[str]:
 
 
 def _as_recorded(config: TrainConfig) -> Any:
-    """A configuration as the log of a run stores it."""
+    """Return a configuration as the log of a run stores it."""
     return json.loads(json.dumps(dataclasses.asdict(config), default=str))
 
 

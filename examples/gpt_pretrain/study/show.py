@@ -13,15 +13,15 @@ from examples.gpt_pretrain.report import STYLES, smooth
 from examples.gpt_pretrain.study.outcome import Outcome
 from examples.gpt_pretrain.study.plan import BASELINE, SEEDS
 
-# nats a byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
+# nats per byte: gaps below are drawn on a linear scale, larger ones on a logarithmic one
 LINEAR = 0.02
 COLORS = (*FEW_COLORS, "#56b4e9", "#8c564b", "#7f7f00", "#17becf", "#9467bd", "#d62728", "#000000", "#ff9896")
 
 
 def table(outcome: Outcome) -> str:
-    """A table with a row for each variant: what products round, gaps as mean ± standard deviation
-    and as a part of the baseline's loss, then seed by seed, or the interval of the mean gap where
-    there are more seeds than fit into a table.
+    """Return a table with a row for each variant: the rounded operands of products, gaps as mean ±
+    standard deviation and as a part of the baseline's loss, then seed by seed, or the interval of
+    the mean gap where there are more seeds than fit into a table.
     """
     seeds = list(outcome["variants"][BASELINE]["seeds"])
     are_few = len(seeds) <= len(SEEDS)
@@ -42,25 +42,27 @@ def table(outcome: Outcome) -> str:
 
 
 def _seed_by_seed(found: Outcome, seeds: Sequence[str]) -> list[str]:
-    """The gap of each seed."""
+    """Return the gap of each seed."""
     gaps = dict(zip(found["seeds"], found["gaps"], strict=True))
     return [f"{gaps[seed]:+.4f}" if seed in gaps else "not run" for seed in seeds]
 
 
 def _interval(found: Outcome) -> list[str]:
-    """The interval of the mean gap, to which row it is the gap, and of how many pairs."""
+    """Return the interval of the mean gap, to which row it is the gap, and of how many pairs."""
     low, high = found["gap"] - found["gap_interval"], found["gap"] + found["gap_interval"]
     return [f"{low:+.4f} to {high:+.4f}", f"`{found['compared']}`", str(len(found["gaps"]))]
 
 
 def _rounded(paths: set[str]) -> str:
-    """What products by these paths of `zerocast.gemm` round beside the nominal dtype."""
+    """Return the operands that products by these paths of `zerocast.gemm` round, besides rounding
+    to the nominal dtype.
+    """
     scaled = sorted(paths - {"dequantize"})
     return f"weights and inputs ({', '.join(scaled)})" if scaled else "weights" if paths else "nothing"
 
 
 def markdown(outcome: Outcome, command: str) -> str:
-    """The table with the machine that it was measured on and the command that makes it."""
+    """Return the table with the machine that it was measured on and the command that makes it."""
     machine, config = outcome["machine"], outcome["config"]
     tokens = (
         config["steps"] * config["batch_size"] * config["grad_accum"] * config["model"]["context"] * outcome["ranks"]
@@ -75,7 +77,7 @@ def markdown(outcome: Outcome, command: str) -> str:
     ]
     head = "\n".join(f"* {fact}" for fact in facts)
     note = (
-        "Loss in nats a byte over validation text that is never trained on. A gap is a run's loss less that of the "
+        "Loss in nats per byte over validation text that is never trained on. A gap is a run's loss less that of the "
         f"`{BASELINE}` run of the same seed, or of the one that is named; ± is the sample standard deviation over the seeds, "
         "an interval that of the mean gap."
     )
@@ -101,7 +103,8 @@ def _plot_final(axes: Axes, outcome: Outcome) -> None:
         axes.plot(found["gaps"], [row + 0.18] * len(found["gaps"]), "o", color=color, fillstyle="none")
     axes.set_yticks(range(len(names)), names)
     axes.set(
-        xlabel="nats a byte", title=f"validation loss less that of {BASELINE}\nsquare: mean ± deviation; circles: seeds"
+        xlabel="nats per byte",
+        title=f"validation loss less that of {BASELINE}\nsquare: mean ± deviation; circles: seeds",
     )
     axes.axvline(0, color=COLORS[0], linewidth=0.8)
     axes.set_xscale("symlog", linthresh=LINEAR)
@@ -123,7 +126,7 @@ def _plot_course(axes: Axes, outcome: Outcome) -> None:
         axes.fill_between(steps, list(map(min, by_step)), list(map(max, by_step)), color=color, alpha=0.15, linewidth=0)
     axes.set(
         xlabel="step",
-        ylabel="nats a byte",
+        ylabel="nats per byte",
         title=f"training loss less that of {BASELINE}, smoothed\nmean and range of the seeds",
     )
     axes.set_yscale("symlog", linthresh=LINEAR)
