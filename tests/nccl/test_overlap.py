@@ -17,7 +17,7 @@ from tests.optim.language_model import LM, batch
 from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, weight_bytes
 from tests.optim.slow_gathers import late_gathers
 from zerocast import ZeroAdamW, ZeroConfig
-from zerocast.optim.gather import Arrival
+from zerocast.optim.gather import ReadyEvent
 
 pytestmark = gpus(2)
 EAGER = {"rank order": DETERMINISTIC, "library order": ZeroConfig(bucket_size=4096)}
@@ -96,7 +96,7 @@ def second_reader(is_guarded: bool) -> tuple[bool, bool, bool]:
         for weight in weights:
             _ = weight.rowwise_data
         made = first.record_event()
-    unguarded = mock.patch.object(Arrival, "follow", return_value=True)
+    unguarded = mock.patch.object(ReadyEvent, "follow", return_value=True)
     with contextlib.nullcontext() if is_guarded else unguarded, ThreadPoolExecutor(1) as pool:
         read = pool.submit(read_second, weights, found, second).result()
     host_waited, early = made.query(), passes_first(read, made)

@@ -304,7 +304,7 @@ def _averaged(trainer: Trainer) -> Any:
 
 LATE_PARAMETER = ("late", nn.Parameter(torch.zeros(3)))
 BAD_GROUPS: Mapping[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
-    "no name": (lambda _: {"params": [LATE_PARAMETER[1]]}, "parameters come with their names"),
+    "no name": (lambda _: {"params": [LATE_PARAMETER[1]]}, "parameters must have names"),
     "a name twice": (lambda _: {"params": [("nv", LATE_PARAMETER[1])]}, "two parameters have the same name"),
     "a parameter twice": (
         lambda trainer: {"params": [("late", trainer.probe.get_parameter("nv"))]},
@@ -320,13 +320,13 @@ BAD_GROUPS: Mapping[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
     ),
     "a rate out of range": (lambda _: {"params": [LATE_PARAMETER], "lr": -1.0}, "lr is out of range"),
     "an option": (lambda _: {"params": [LATE_PARAMETER], "amsgrad": True}, "has no effect in this optimizer"),
-    "Muon": (lambda _: {"params": [LATE_PARAMETER], "use_muon": True}, "zerocast.ZeroMuon takes such groups"),
+    "Muon": (lambda _: {"params": [LATE_PARAMETER], "use_muon": True}, "use zerocast.ZeroMuon for such groups"),
     "attached": (lambda _: {"params": [("late", attached())]}, "writes weights that a ZeroAdamW is built over"),
 }
 MOMENTS: Mapping[str, tuple[Callable[[Trainer], Any], str]] = {
-    "accumulating": (_accumulating, "an addition of parameters in the middle of an accumulation"),
-    "in no_sync": (_in_no_sync, "in the middle of an accumulation"),
-    "averaged": (_averaged, "leave it first"),
+    "accumulating": (_accumulating, "an addition of parameters during gradient accumulation"),
+    "in no_sync": (_in_no_sync, "during gradient accumulation"),
+    "averaged": (_averaged, "leave the context first"),
 }
 _attached: list[Any] = []
 
@@ -432,7 +432,7 @@ def test_a_group_of_muon_says_what_updates_it() -> None:
     trainer = Growing(MUON_RUN)
     late = ("late", nn.Parameter(torch.zeros(3)))
     error = error_of(lambda: trainer.optimizer.add_param_group({"params": [late]}))
-    assert error.startswith("ValueError: parameter group 2 of a ZeroMuon says use_muon=None")
+    assert error.startswith("ValueError: parameter group 2 of a ZeroMuon has use_muon=None")
     error = error_of(lambda: trainer.optimizer.add_param_group({"params": [late], "use_muon": True}))
     assert error.startswith("ValueError: late of shape (3,) is in a group with use_muon=True")
     assert len(trainer.optimizer.param_groups) == 2

@@ -477,7 +477,7 @@ def test_frozen_parameters_that_differ(ranks):
     assert ranks(2)(said_of_frozen, True) == [[], []]
     (said,), nothing = ranks(2)(said_of_frozen, False)
     assert said.startswith(
-        "2 parameters and buffers that this optimizer does not train have other values on other ranks"
+        "2 parameters and buffers that this optimizer does not train have different values on different ranks"
     )
     assert "among them a.weight, b.weight:" in said
     assert nothing == []

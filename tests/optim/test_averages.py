@@ -138,7 +138,7 @@ def not_meanwhile() -> list[str]:
     ]
     with ema.swapped():
         for call in calls:
-            with pytest.raises(RuntimeError, match="leave it first") as caught:
+            with pytest.raises(RuntimeError, match="leave the context first") as caught:
                 call()
             said.append(str(caught.value))
     optimizer.step()
@@ -223,13 +223,13 @@ def go_on(folder: str) -> None:
     again = averaged.trainer
     state = averaged.ema.state_dict()
     zerocast.optim.load(again.optimizer, folder, extra=state["model"])
-    with pytest.raises(RuntimeError, match="this average has not"):
+    with pytest.raises(RuntimeError, match="the average does not belong to them"):
         again.optimizer.step()
     averaged.ema.load_state_dict(state)
     averaged.check("loaded")
     averaged.check_swapped()
     zerocast.optim.load_masters(again.optimizer, averaged.wanted)
-    with pytest.raises(RuntimeError, match="this average has not"), averaged.ema.swapped():
+    with pytest.raises(RuntimeError, match="the average does not belong to them"), averaged.ema.swapped():
         pass
     averaged.ema.reset()
     with averaged.ema.swapped():

@@ -203,7 +203,7 @@ def graph(work: captured_step.Work) -> captured_step.Work:
     """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
 
     def replay() -> None:
-        with mock.patch.object(ForeignWrites, "note"):
+        with mock.patch.object(ForeignWrites, "record"):
             work()
 
     return replay

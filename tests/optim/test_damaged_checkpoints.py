@@ -75,7 +75,7 @@ def test_a_manifest_names_no_file_elsewhere(tmp_path):
     content["files"]["../../secret"] = {"bytes": 1, "sha256": ""}
     del content["sha256"]
     path.write_text(json.dumps({**content, "sha256": manifest.digest(content)}))
-    with pytest.raises(ValueError, match=r"'\.\./\.\./secret' is no file of the checkpoint"):
+    with pytest.raises(ValueError, match=r"'\.\./\.\./secret' is not a file of the checkpoint"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer, step=2)
 
 
@@ -89,11 +89,11 @@ def test_no_manifest(ranks, tmp_path, caplog):
     saved(str(tmp_path))
     (tmp_path / "step_00000002" / manifest.NAME).unlink()
     for said, step in [loads_or_says(str(tmp_path)), *ranks(2)(loads_or_says, str(tmp_path))]:
-        assert "step_00000002/manifest.json is missing, which each of these checkpoints has" in said
+        assert "step_00000002/manifest.json is missing, so the files of the checkpoint cannot be checked" in said
         assert step == 1
     with caplog.at_level(logging.WARNING, "zerocast"):
         optim.load(Trainer(Run()).optimizer, tmp_path / "step_00000002")
-    assert "step_00000002 has no manifest.json: what its files hold is not checked" in caplog.text
+    assert "step_00000002 has no manifest.json: its files are not checked" in caplog.text
 
 
 def loads_or_says(folder: str) -> tuple[str, int]:
@@ -109,9 +109,9 @@ def test_exchanged_folders(tmp_path):
     first.rename(aside)
     second.rename(first)
     aside.rename(second)
-    with pytest.raises(ValueError, match=r"manifest.json is that of step 1, in the folder of step 2"):
+    with pytest.raises(ValueError, match=r"manifest.json has step 1, expected 2"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer, step=2)
-    with pytest.raises(ValueError, match=r"manifest.json is that of step 2, in the folder of step 1"):
+    with pytest.raises(ValueError, match=r"manifest.json has step 2, expected 1"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer)
 
 
@@ -167,14 +167,14 @@ def test_all_damaged(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "zerocast"), pytest.raises(ValueError, match=r"step_00000001/.* is damaged"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer)
     assert [r.getMessage()[:38] for r in caplog.records if r.name.startswith("zerocast")] == [
-        "passing over the checkpoint of step 2:"
+        "skipping the checkpoint of step 2:"
     ]
 
 
 def test_what_does_not_fit_is_named_with_both_values(tmp_path):
     optim.save(Trainer(Run()).optimizer, tmp_path / "all")
     optim.save(Trainer(Run(MIXED[:-1])).optimizer, tmp_path / "fewer")
-    with pytest.raises(ValueError, match=r"model\.bias is there and is no parameter of the optimizer here"):
+    with pytest.raises(ValueError, match=r"model\.bias is in the checkpoint, but not a parameter of this optimizer"):
         optim.load(Trainer(Run(MIXED[:-1])).optimizer, tmp_path / "all")
     with pytest.raises(ValueError, match=r"model\.bias is missing"):
         optim.load(Trainer(Run()).optimizer, tmp_path / "fewer")

@@ -127,6 +127,8 @@ def test_a_checkpoint_is_not_overwritten(tmp_path):
     trainer = Trainer(Run())
     optim.save(trainer.optimizer, tmp_path / "here")
     before = {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
-    with pytest.raises(RuntimeError, match="is there already: a checkpoint is not overwritten"):
+    with pytest.raises(
+        RuntimeError, match="already exists: checkpoints, and files that zerocast has not written, are not overwritten"
+    ):
         optim.save(trainer.optimizer, tmp_path / "here")
     assert {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()} == before

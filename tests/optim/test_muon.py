@@ -353,7 +353,9 @@ def test_states_of_another_update(ranks: Ranks, tmp_path: Path, world: int) -> N
     for files, back, memory in ranks(world)(of_another_update, str(tmp_path)):
         assert "ValueError" in files and "optim.state.nv.momentum_buffer is missing" in files
         assert "ValueError" in back and "optim.state.block.exp_avg is missing" in back
-        assert "nv has ['exp_avg', 'exp_avg_sq', 'step'] there, and its update here keeps ['momentum_buffer']" in memory
+        assert (
+            "nv has ['exp_avg', 'exp_avg_sq', 'step'] in the state, and its update keeps ['momentum_buffer']" in memory
+        )
 
 
 class Net(nn.Module):
@@ -372,9 +374,9 @@ def groups(**muon: Any) -> list[dict[str, Any]]:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "parameters alone": (
         lambda: ZeroMuon(Net().named_parameters()),
-        "a ZeroMuon takes parameter groups that say what updates them",
+        "a ZeroMuon expects parameter groups that set use_muon",
     ),
-    "a group that does not say": (lambda: ZeroMuon(groups()), "parameter group 0 of a ZeroMuon says use_muon=None"),
+    "a group that does not say": (lambda: ZeroMuon(groups()), "parameter group 0 of a ZeroMuon has use_muon=None"),
     "a vector": (
         lambda: ZeroMuon([{"params": Net().named_parameters(), "use_muon": True}]),
         r"vector of shape \(8,\) is in a group",
@@ -389,7 +391,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: ZeroMuon(groups(use_muon=True), adjust_lr_fn="rms"),
         "adjust_lr_fn is out of range: rms",
     ),
-    "ZeroAdamW": (lambda: ZeroAdamW(groups(use_muon=True)), "zerocast.ZeroMuon takes such groups"),
+    "ZeroAdamW": (lambda: ZeroAdamW(groups(use_muon=True)), "use zerocast.ZeroMuon for such groups"),
     "a graph": (lambda: ZeroMuon(groups(use_muon=True)).capture(), "a step of a ZeroMuon cannot be captured"),
 }
 

@@ -223,10 +223,10 @@ def _written(trainer: Trainer) -> Any:
 
 
 MISUSES: dict[str, tuple[Callable[[Trainer], Any], str]] = {
-    "accumulating": (_accumulating, "in the middle of an accumulation"),
-    "in no_sync": (_in_no_sync, "in the middle of an accumulation"),
-    "after no_sync": (_after_no_sync, "in the middle of an accumulation"),
-    "averaged": (_averaged, "leave it first"),
+    "accumulating": (_accumulating, "during gradient accumulation"),
+    "in no_sync": (_in_no_sync, "during gradient accumulation"),
+    "after no_sync": (_after_no_sync, "during gradient accumulation"),
+    "averaged": (_averaged, "leave the context first"),
     "written": (_written, "parameters were written since the last step, among embedding"),
 }
 

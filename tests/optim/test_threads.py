@@ -168,11 +168,11 @@ def test_a_second_stream_waits_too(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     Stream.current = first
-    arrival = gathers.Arrival.now(torch.device("cuda", 0))
+    arrival = gathers.ReadyEvent.now(torch.device("cuda", 0))
     assert arrival is not None
     trainer = Trainer(Run(SPECS, config=OVERLAP))
     flight = trainer.optimizer._weights.gather
-    monkeypatch.setattr(gathers.Arrival, "now", staticmethod(lambda device: gathers.Arrival(device)))
+    monkeypatch.setattr(gathers.ReadyEvent, "now", staticmethod(lambda device: gathers.ReadyEvent(device)))
     trainer.step(0)
     weight = trainer.probe.get_parameter("nv")
     _ = weight.rowwise_data
@@ -185,7 +185,7 @@ def test_a_second_stream_waits_too(monkeypatch):
         _ = trainer.probe.get_parameter(name).rowwise_data
     Stream.current = first
     _ = trainer.probe.get_parameter("norm")
-    assert [len(flight._arrivals), trainer.optimizer._weights.driver.plan.validity.before_read is None] == [0, True]
+    assert [len(flight._ready_events), trainer.optimizer._weights.driver.plan.validity.before_read is None] == [0, True]
 
 
 def test_a_gather_that_another_thread_completes_between_two_looks():

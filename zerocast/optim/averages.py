@@ -2,7 +2,8 @@
 
 While an average is swapped in, masters and average are exchanged bit by bit, without further
 memory. Casts, checks and `zerocast.verify` then use the average in place of the masters. Calls that
-would train from it, or save it as masters, raise meanwhile. `ema.py` has the average for users.
+would train from it, or save it as masters, raise while it is swapped in. `ema.py` has the average
+for users.
 """
 
 import contextlib
@@ -19,8 +20,8 @@ from zerocast.optim.state import ZeroState
 from zerocast.weight.validity import Use
 
 BACKWARD = (
-    "a backward pass within `with average.swapped()`, where weights are those of an average: evaluate under torch.no_grad(), and "
-    "call zero_grad() of the optimizer"
+    "a backward pass within `with average.swapped()`, where the weights are cast from an average: evaluate under "
+    "torch.no_grad(), and call zero_grad() of the optimizer"
 )
 
 
@@ -34,8 +35,8 @@ class Average(ABC):
 
     @abstractmethod
     def before_step(self) -> None:
-        """Called before a step. RuntimeError if the step would be wrong, for example since the
-        average is one of other masters.
+        """Called before a step. Raises RuntimeError if the step would be wrong, for example because
+        the average belongs to different masters.
         """
 
     @abstractmethod
@@ -46,13 +47,13 @@ class Average(ABC):
 
     @abstractmethod
     def masters_loaded(self) -> None:
-        """Called after other masters were loaded."""
+        """Called after masters were loaded."""
 
     @abstractmethod
     def masters_added(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
-        """Called after parameters were added to the optimizer, whose averages are `averages` from
-        now on. `complete` gives a flat tensor in the layout of the masters before the layout that
-        they have now, with the masters of added parameters.
+        """Called after parameters were added to the optimizer, whose averages `averages` then are.
+        `complete` converts a flat tensor from the previous layout of the masters to the current
+        one, and fills in the masters of the added parameters.
         """
 
 
@@ -62,7 +63,7 @@ class Averages:
     Attributes:
         masters: the flat f32 masters of this rank.
         count: int64[1], the steps taken.
-        state: gives the parts of a flat tensor by parameter name.
+        state: maps parameter names to parts of a flat tensor.
     """
 
     def __init__(
@@ -83,21 +84,23 @@ class Averages:
         self._swapped = False
 
     def add(self, average: Average) -> None:
-        """Call the methods of this average from now on."""
+        """Register an average, so that the optimizer calls its methods."""
         self.check_not_swapped(Use.SWAP)
         self._all.add(average)
 
     def move_to(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
-        """Give all averages to those of the same optimizer after parameters were added to it."""
+        """Move all averages to `averages`, which replaces this object after parameters were added
+        to the optimizer.
+        """
         for average in self._all:
             average.masters_added(averages, complete)
             averages.add(average)
 
     def check_not_swapped(self, use: Use) -> None:
-        """RuntimeError while an average is swapped in."""
+        """Raise RuntimeError while an average is swapped in."""
         if self._swapped:
             raise RuntimeError(
-                f"{use.value} within `with average.swapped()`, where masters and weights are those of an average: leave it first"
+                f"{use.value} within `with average.swapped()`, where masters and weights hold an average: leave the context first"
             )
 
     @property
@@ -106,8 +109,8 @@ class Averages:
         return "".join(sorted(f", averaged {average.description}" for average in self._all))
 
     def before_step(self) -> None:
-        """Call `before_step` of all averages. RuntimeError, with nothing changed, if a step would
-        be wrong.
+        """Call `before_step` of all averages. Raises RuntimeError, with nothing changed, if a step
+        would be wrong.
         """
         for average in self._all:
             average.before_step()
@@ -124,7 +127,7 @@ class Averages:
 
     @contextlib.contextmanager
     def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
-        """A context in which the weights are cast from other masters. `exchange` replaces the
+        """A context in which the weights are cast from exchanged masters. `exchange` replaces the
         masters, and is called again at the end to restore them.
         """
         validity = self._driver.plan.validity

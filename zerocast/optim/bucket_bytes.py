@@ -12,7 +12,7 @@ from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Flight, Group
 from zerocast.formats import layout
 from zerocast.formats.dtypes import torch_dtype
-from zerocast.optim.foreign_writes import ForeignWrites, PlainPlace, QuantizedPlace
+from zerocast.optim.foreign_writes import ForeignWrites, PlainView, QuantizedViews
 from zerocast.weight import QuantizedWeight
 
 
@@ -24,7 +24,7 @@ class BucketBytes:
         weights: the weight of each of `bucket.slots`; an identity weight for a plain parameter.
         lock: held by the thread that completes the gather.
         landing: True while that thread does so.
-        foreign_writes: detects writes of other code to the weights.
+        foreign_writes: detects writes to the weights by other code.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -33,8 +33,8 @@ class BucketBytes:
         self.flats = [
             torch.zeros(bucket.numel // n, dtype=torch_dtype(dtype), device=device) for _, dtype, n in gathered
         ]
-        self._plain: list[PlainPlace] = []
-        self._quantized: list[QuantizedPlace] = []
+        self._plain: list[PlainView] = []
+        self._quantized: list[QuantizedViews] = []
         self.weights = [self._place(slot) for slot in bucket.slots]
         self.lock = threading.RLock()
         self.landing = False
@@ -53,21 +53,21 @@ class BucketBytes:
                 shape = shapes[name]
                 assert shape is not None, name
                 places[name] = view.view(shape.shape)
-            quantized = QuantizedPlace(slot, weight, weight.state, places)
-            quantized.move_home()
+            quantized = QuantizedViews(slot, weight, weight.state, places)
+            quantized.move_to_buffers()
             self._quantized.append(quantized)
             return weight
         view = views[0].view(weight.shape).copy_(weight.detach())
         weight.data = view
-        self._plain.append(PlainPlace(slot, view, view.data_ptr()))
+        self._plain.append(PlainView(slot, view, view.data_ptr()))
         return identity_weight(view)
 
     def move_to(self, start: int) -> None:
-        """Note that the bucket's shard begins there now in the flat FP32 tensors."""
+        """Record that the bucket's shard now begins at `start` in the flat FP32 tensors."""
         self.bucket = replace(self.bucket, start=start)
 
     def gathers(self, name: str) -> bool:
-        """True if the weights' buffers of this name are in a flat buffer."""
+        """Return True if the weights' buffers of this name are in a flat buffer."""
         return any(flat.name == name for flat in self.bucket.storage.gathered)
 
     @property

@@ -1,9 +1,10 @@
-"""DeviceStep: the device's part of an optimizer step, for ordinary and for captured steps.
+"""DeviceStep: the part of an optimizer step that runs on the device, for ordinary and for captured
+steps.
 
-Nothing in it waits for the device or asks the host, so one CUDA graph can hold all of it: norm,
+Nothing in it waits for the device or needs the CPU, so one CUDA graph can hold all of it: norm,
 clip, skip, Adam with its amaxes, the all-reduce, scales and cast, then the all-gather and the
 columnwise copies. With `overlap_all_gather` the all-gather follows the graph, since it outlives the
-step. The host's part before and after is in `zero_optimizer.py`.
+step. The CPU's part before and after is in `zero_optimizer.py`.
 """
 
 import contextlib
@@ -29,7 +30,7 @@ from zerocast.optim.step_counts import StepCounts
 
 
 class DeviceStep:
-    """Norm, clip, skip, Adam and Muon, and the launch of the cast of what they make.
+    """Norm, clip, skip, Adam and Muon, and the launch of the cast of the updated masters.
 
     Args:
         gradients: this rank's averaged gradients, flat like the masters.
@@ -37,13 +38,13 @@ class DeviceStep:
         hyperparameters: of all parameter groups, on the device.
         order: the order of summation of a deterministic norm; None for the library's order.
         group: the ranks that share the masters.
-        muon: the update of the matrices that this rank owns in whole.
+        muon: the update of the matrices that this rank owns.
         counts: the steps taken, by parameter group.
         skipped: i64[1], the steps skipped.
 
     Attributes:
         clip: f32[1], the factor of the coming step's gradients; 1 again after the step.
-        clipped: True if the host asked for that factor, outside of a graph.
+        clipped: True if `clip_grad_norm_` has set that factor, outside of a graph.
     """
 
     def __init__(
@@ -121,9 +122,9 @@ class CapturableZeroStep(CapturableStep):
     unless they overlap the next forward pass.
 
     Args:
-        parts: returns the device's part of the optimizer's steps as it is now, without cast and
-            gathers, and the weights, which are cast and gathered.
-        prepare, finish: the optimizer's part of a step on the host, before and after the device's.
+        parts: returns the current DeviceStep of the optimizer, and the weights, which are cast and
+            gathered.
+        prepare, finish: the optimizer's part of a step on the CPU, before and after the device's.
         max_norm: as in `clip_grad_norm_`; None leaves the clipping to calls of that.
     """
 
@@ -145,13 +146,13 @@ class CapturableZeroStep(CapturableStep):
         self._plan = self._weights.driver.plan
 
     def prepare(self) -> StepMemory:
-        """Prepare the step on the host. Returns the memory that it works in."""
+        """Prepare the step on the CPU. Returns the memory that it works in."""
         self._prepare()
         self._find_parts()
         return self._memory()
 
     def has_same_memory(self, now: StepMemory, recorded: StepMemory) -> bool:
-        """True if gradients and tables have the same addresses."""
+        """Return True if gradients and tables have the same addresses."""
         same = now.gradients is recorded.gradients and len(now.tables) == len(recorded.tables)
         return same and all(a.has_same_memory(b) for a, b in zip(now.tables, recorded.tables, strict=True))
 
@@ -159,14 +160,14 @@ class CapturableZeroStep(CapturableStep):
         """Run the device's part as if a gradient were not finite, which changes nothing."""
         self._find_parts()
         self._run_skipped_step()
-        # The first run allocates what is missing, so tables change. The second run shows the new
+        # The first run allocates missing buffers, so tables change. The second run shows the new
         # tables to the backend, which may read a table at its first use. No graph may record that.
         self._run_skipped_step()
         return self._memory()
 
     @contextlib.contextmanager
     def launch_context(self) -> Iterator[None]:
-        """Count the cast, and gather what the graph does not."""
+        """Count the cast, and gather the weights if the graph does not."""
         with self._plan.transaction("a captured step"):
             yield
             self._plan.done()
@@ -186,7 +187,7 @@ class CapturableZeroStep(CapturableStep):
             self._weights.gather.start(self._plan)
 
     def finish(self) -> Tensor:
-        """Finish the step on the host. Returns the norm before clipping, f32[]."""
+        """Finish the step on the CPU. Returns the norm before clipping, f32[]."""
         self._finish()
         return self._norm.clone()
 

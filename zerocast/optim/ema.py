@@ -1,4 +1,4 @@
-"""EMA: an exponential moving average of the FP32 masters, which is cast into the weights for an
+"""EMA: an exponential moving average of the FP32 masters, which is cast into the weights for
 evaluation.
 
 torch.optim.swa_utils averages parameters. Here parameters are low-precision copies, and an average
@@ -20,8 +20,8 @@ from zerocast.optim.zero_optimizer import ZeroOptimizer
 from zerocast.weight.validity import Use
 
 OUTDATED = (
-    "the optimizer has loaded masters and this average has not, so it is an average of others: load its own state "
-    "(average.load_state_dict), or call average.reset() to start from the masters as they are"
+    "the optimizer has loaded other masters since this average was last loaded, so the average does not belong to them: call "
+    "average.load_state_dict(...), or average.reset() to start from the current masters"
 )
 
 
@@ -35,9 +35,9 @@ class EMA(Average):
         decay: between 0 and 1; may be changed between steps. `1 - 1 / n` at the n-th step gives the
             equal average of SWA.
 
-    The average is FP32 and sharded like the masters: 4 bytes a parameter over all ranks, and one
-    pass over them a step. Captured steps count, too. A step that is skipped for a gradient that is
-    not finite does not change the average. ValueError for a decay out of range.
+    The average is FP32 and sharded like the masters: 4 bytes per parameter over all ranks, and one
+    pass over them per step. Captured steps count, too. A step that is skipped for a gradient that
+    is not finite does not change the average. Raises ValueError for a decay out of range.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
@@ -45,14 +45,14 @@ class EMA(Average):
         self._averages = optimizer.averages
         # This rank's part of the average, flat f32 like the masters.
         self._average = self._averages.masters.clone()
-        # The count of steps taken before the present step.
+        # The count of steps taken before the current step.
         self._count = self._averages.count.clone()
-        # True if the optimizer has loaded other masters than those that were averaged.
+        # True if the optimizer has loaded masters that differ from the averaged ones.
         self._outdated = False
         # True if the average was loaded and the masters were not yet.
         self._loaded = False
         self._resets = 0
-        # This comes last, since steps call the average from now on.
+        # This comes last, since steps then call the average.
         self._averages.add(self)
 
     @property
@@ -63,7 +63,7 @@ class EMA(Average):
     @decay.setter
     def decay(self, decay: float) -> None:
         if not (math.isfinite(decay) and 0 <= decay <= 1):
-            raise ValueError(f"the decay of an average lies between 0 and 1, got {decay}")
+            raise ValueError(f"the decay of an average must be in [0, 1], got {decay}")
         self._decay = decay
 
     @property
@@ -72,8 +72,8 @@ class EMA(Average):
         return f"by {self._decay:.9g} since reset {self._resets}"
 
     def before_step(self) -> None:
-        """Called by the optimizer. RuntimeError if the average is one of other masters than those
-        that step now.
+        """Called by the optimizer. Raises RuntimeError if the average does not belong to the
+        masters of this step.
         """
         self._check_current()
         self._loaded = False
@@ -98,7 +98,7 @@ class EMA(Average):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Start again from the present masters."""
+        """Start again from the current masters."""
         self._averages.check_not_swapped(Use.LOAD)
         self._average.copy_(self._averages.masters)
         self._resets += 1
@@ -107,27 +107,27 @@ class EMA(Average):
 
     @contextlib.contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which the model's weights, including plain parameters, are those of the
-        average. Afterwards they are the previous ones, bit by bit.
+        """A context in which the model's weights, including plain parameters, hold the average.
+        Afterwards they have their previous values, bit by bit.
 
         All ranks enter and leave it together: the average is cast and gathered, and so are the
         masters at the end. With delayed scaling the weights are cast with the live scales, and the
         amax history does not change. Backward passes, steps, loads and saves of the optimizer raise
-        meanwhile. An exception in the body goes on, after the weights were restored. An exception
-        while weights are written leaves them partial until a state is loaded; the average is not
-        changed.
+        inside the context. An exception in the body propagates after the weights were restored. An
+        exception while weights are written leaves them partial until a state is loaded; the average
+        is not changed.
         """
         self._check_current()
         with self._averages.swapped(self._exchange):
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """The average by parameter name, f32 in the logical shape, as
+        """Return the average keyed by parameter name, f32 in the logical shape, as
         `optimizer.state_dict()["model"]` holds the masters.
 
         The tensors are views. torch.distributed.checkpoint saves them, and loads in place on any
         number of ranks; so does the `extra` of a checkpoint. Pass a state that was loaded in place
-        to `load_state_dict`, which takes note of it.
+        to `load_state_dict`, which records that it was loaded.
         """
         self._averages.check_not_swapped(Use.SAVE)
         self._check_current()
@@ -137,12 +137,13 @@ class EMA(Average):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a result of `state_dict`, before or after the optimizer loads its own state.
 
-        ValueError on every rank, with nothing changed, for missing names and other shapes.
+        Raises ValueError on every rank, with nothing changed, if names are missing or shapes
+        differ.
         """
         self._averages.check_not_swapped(Use.LOAD)
         self._averages.state.load_masters(state_dict.get("model", {}), self._average)
-        # If the optimizer has loaded its masters already, these are the ones that the average
-        # belongs to. If not, those that it loads next are.
+        # If the optimizer has already loaded its masters, the average belongs to these. If not, it
+        # belongs to the masters that the optimizer loads next.
         self._loaded = not self._outdated
         self._outdated = False
 

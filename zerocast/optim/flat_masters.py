@@ -17,27 +17,28 @@ from zerocast.formats.layout import Span, cut_moment_groups, moment_groups
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 from zerocast.weight import QuantizedWeight
 
-# The state that AdamW keeps, and the state that Muon keeps, whose parameters ranks own as a whole.
+# The state that AdamW keeps, and the state that Muon keeps. Each of Muon's parameters belongs to
+# one rank.
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTUM = ("momentum_buffer",)
 
 
 class FlatMasters:
     """Flat tensors with an element for each element that this rank owns, bucket after bucket. The
-    buckets of parameters that ranks own as a whole come last.
+    buckets of parameters that each belong to one rank (Muon's) come last.
 
     Attributes:
         master: f32.
-        exp_avg, exp_avg_sq: AdamW's moments, for the buckets that are cut evenly; codes if they are
-            in 8 bits.
-        eight_bit: the moments in 8 bits; None if they are of another dtype.
+        exp_avg, exp_avg_sq: AdamW's moments, for the buckets that are sharded evenly; codes if they
+            are in 8 bits.
+        eight_bit: the moments in 8 bits; None if they have a floating-point dtype.
         momentum_buffer: Muon's momentum, f32 or codes, for the buckets that come last.
 
     Args:
-        buckets: all buckets, those of `older` first.
-        older: the masters of an optimizer to which the other buckets are added. Their values are
-            copied, so there are two of each until they are deleted. None for a new optimizer. Call
-            `initialise` to give values to the others.
+        buckets: all buckets, starting with the buckets of `older`.
+        older: the masters of an optimizer to which the remaining buckets are added. Their values
+            are copied, so there are two copies until `older` is deleted. None for a new optimizer.
+            Call `initialise` to give values to the masters of added buckets.
     """
 
     def __init__(
@@ -64,7 +65,8 @@ class FlatMasters:
             self.exp_avg, self.exp_avg_sq = self.eight_bit.exp_avg, self.eight_bit.exp_avg_sq
         momentum_dtype = torch.float32 if self.eight_bit is None else torch.int8
         self.momentum_buffer = torch.zeros(numel - cut_numel, dtype=momentum_dtype, device=device)
-        # The scales of momentum that is codes, f32 `[rows here, groups of a row]`, by name.
+        # The scales of momentum that is codes, f32 `[rows on this rank, groups of a row]`, keyed by
+        # name.
         self._momentum_scales: dict[str, Tensor] = {}
         for bucket in self._buckets:
             for slot in bucket.slots if bucket.storage.whole and self.eight_bit is not None else ():
@@ -84,7 +86,7 @@ class FlatMasters:
             self._initialise(bucket)
 
     def _take(self, older: "FlatMasters") -> None:
-        """Copy the masters, and their state, of buckets that are the first ones here."""
+        """Copy the masters, and their state, of the buckets of `older`, which come first."""
         self._put(older.master, older, self.master)
         for name in (*MOMENTS, *MOMENTUM):
             values = getattr(older, name)
@@ -96,9 +98,7 @@ class FlatMasters:
             self._momentum_scales[name].copy_(scales)
 
     def _put(self, values: Tensor, older: "FlatMasters", flat: Tensor) -> None:
-        """Copy values in the layout of `older` masters to their places in a flat tensor of this
-        layout.
-        """
+        """Copy values from the layout of `older` masters to a flat tensor of this layout."""
         cut, older_cut = self.exp_avg.numel(), older.exp_avg.numel()
         flat[:older_cut].copy_(values[:older_cut])
         flat[cut : cut + values.numel() - older_cut].copy_(values[older_cut:])
@@ -115,7 +115,7 @@ class FlatMasters:
         """Broadcast the initial values of rank 0, as in DistributedDataParallel, and copy this
         rank's part into its masters.
         """
-        # A bucket of parameters that ranks own as a whole is large, so it is sent shard by shard.
+        # A bucket of Muon's matrices is large, so it is sent shard by shard.
         size = bucket.shard_numel if bucket.storage.whole else bucket.numel
         shard = bucket.shard(self._group.rank)
         for number, slots in groupby(bucket.slots, lambda slot: slot.offset // size):
@@ -133,8 +133,8 @@ class FlatMasters:
                 slot.parameter.high_precision_init_val = None
 
     def update(self, grad: Tensor, scalars: Tensor, clip: Tensor, steps: Tensor) -> AdamUpdate:
-        """The AdamUpdate of these masters by a flat gradient. `steps` are the numbers of the step
-        for each parameter group, i64.
+        """Return the AdamUpdate of these masters by a flat gradient. `steps` are the numbers of the
+        step for each parameter group, i64.
         """
         groups = None
         if self.eight_bit is not None:
@@ -143,8 +143,8 @@ class FlatMasters:
         return AdamUpdate(grad, self.exp_avg, self.exp_avg_sq, scalars, clip, groups)
 
     def owned(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
-        """(the elements of a parameter that this rank owns, views of their masters and of the state
-        of their update by name).
+        """Return (the elements of a parameter that this rank owns, views of their masters and of
+        the state of their update keyed by name).
         """
         span, start = bucket.owned(slot, self._group.rank)
         views = {"master": self.master[start : start + span.numel]}
@@ -155,7 +155,7 @@ class FlatMasters:
         return span, views
 
     def state(self, bucket: Bucket, slot: Slot) -> tuple[Span, dict[str, Tensor]]:
-        """The result of `owned`, with moments in 8 bits as FP32 copies (`store`)."""
+        """Return the result of `owned`, with moments in 8 bits as FP32 copies (`store`)."""
         span, tensors = self.owned(bucket, slot)
         scales = self.momentum_scales(slot)
         if scales is not None:
@@ -166,14 +166,14 @@ class FlatMasters:
         return span, tensors
 
     def momentum_scales(self, slot: Slot) -> Tensor | None:
-        """The scales of a parameter's momentum, f32 `[rows, groups of a row]`, without rows on
-        ranks that do not own it; None if it has no momentum, or FP32.
+        """Return the scales of a parameter's momentum, f32 `[rows, groups of a row]`, without rows
+        on ranks that do not own it; None if it has no momentum, or FP32.
         """
         return self._momentum_scales.get(slot.name)
 
     def compact(self, bucket: Bucket, slot: Slot) -> tuple[Span, tuple[int, int], dict[str, Tensor]]:
-        """(the groups of a parameter that begin on this rank, the shape of all its groups, views of
-        their scales by name). The codes beside them are those of `owned`.
+        """Return (the groups of a parameter that begin on this rank, the shape of all its groups,
+        views of their scales keyed by name). `owned` returns the codes.
         """
         assert self.eight_bit is not None
         momentum = self.momentum_scales(slot)
@@ -183,8 +183,8 @@ class FlatMasters:
         return groups, _groups_shape(slot), scales
 
     def store(self, states: Mapping[str, Mapping[str, Tensor]], counts: Sequence[int]) -> None:
-        """Take over the tensors that `state` has returned, by parameter name, after so many steps
-        of each parameter group, and after a caller has filled them. Collective.
+        """Store the tensors that `state` has returned, keyed by parameter name, after a caller has
+        filled them. `counts` are the steps of each parameter group. Collective.
         """
         if self.eight_bit is not None:
             self.eight_bit.cut_groups.begin()
@@ -200,19 +200,23 @@ class FlatMasters:
 
 
 def fields_of(bucket: Bucket) -> tuple[str, ...]:
-    """The names, as in torch.optim, of the state that the update of a bucket's parameters keeps."""
+    """Return the names, as in torch.optim, of the state that the update of a bucket's parameters
+    keeps.
+    """
     return MOMENTUM if bucket.storage.whole else MOMENTS
 
 
 def _groups_shape(slot: Slot) -> tuple[int, int]:
-    """The shape of the scales of a parameter's moments in 8 bits: (rows, groups of a row)."""
+    """Return the shape of the scales of a parameter's moments in 8 bits: (rows, groups of a
+    row).
+    """
     rows, columns = slot.matrix_shape
     return rows, moment_groups(0, columns, columns)
 
 
 def _owned_parts(buckets: Sequence[Bucket], rank: int) -> tuple[list[OwnedPart], int]:
-    """(the parts of parameters that a rank has, the number of groups of moments that several ranks
-    have parts of).
+    """Return (the parts of parameters that a rank has, the number of groups of moments that several
+    ranks share).
     """
     parts, count = [], 0
     for bucket in buckets:

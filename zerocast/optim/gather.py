@@ -1,9 +1,9 @@
 """WeightGather: the all-gathers of weight buffers, bucket by bucket.
 
-The gather of a plain parameter ends inside the step, since nothing tells when it is read. With
-overlap, the gather of a QuantizedWeight runs on until the weight is first read, by a forward pass,
-a tied head, state_dict or an evaluation. Threads may read at the same time. Each of them waits, and
-on a GPU each on its own stream.
+The gather of a plain parameter ends inside the step, since reads of it cannot be intercepted. With
+overlap, the gather of a QuantizedWeight continues until the weight is first read, by a forward
+pass, a tied head, state_dict or an evaluation. Threads may read at the same time. Each of them
+waits, and on a GPU each on its own stream.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Validity, debugging
 
 
-class Arrival:
+class ReadyEvent:
     """The moment at which the bytes of a bucket have arrived on a GPU.
 
-    A reader on another stream than the one that waited for the gather waits for this.
+    A reader on a stream other than the one that waited for the gather waits for this event.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,12 +33,12 @@ class Arrival:
         self._event.record(self._stream)
 
     @staticmethod
-    def now(device: torch.device) -> "Arrival | None":
-        """Return the present moment. None on a CPU, where a thread that waited has the bytes, and
-        inside a CUDA graph, which waits for all streams at both ends.
+    def now(device: torch.device) -> "ReadyEvent | None":
+        """Return an event for the current moment. None on a CPU, where a thread that waited has the
+        bytes, and inside a CUDA graph, which waits for all streams at both ends.
         """
         outside = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        return Arrival(device) if outside else None
+        return ReadyEvent(device) if outside else None
 
     def follow(self) -> bool:
         """Let the current stream wait. Returns True if the bytes are there for all streams."""
@@ -70,10 +70,11 @@ class WeightGather(Gather):
         self._columnwise = {id(b): ColumnwiseCopies(b.weights, backend) for b in buffers}
         # The bucket of a weight, by the id of its state.
         self._home = {id(weight.state): b for b in buffers for weight in b.weights}
-        # Buckets whose gather is in flight, by id.
+        # Buckets whose gather is in flight, keyed by id.
         self._flying: dict[int, BucketBytes] = {}
-        # Buckets that have arrived on the stream that waited, perhaps not yet on others, by id.
-        self._arrivals: dict[int, Arrival] = {}
+        # Buckets that have arrived on the stream that waited, possibly not yet on others, keyed by
+        # id.
+        self._ready_events: dict[int, ReadyEvent] = {}
 
     def land(self) -> None:
         """Complete the gathers in flight."""
@@ -81,25 +82,26 @@ class WeightGather(Gather):
             self._finish(buffer)
 
     def check_unwritten(self) -> None:
-        """RuntimeError if anything else has written parameters since the last cast.
+        """Raise RuntimeError if anything else has written parameters since the last cast.
 
-        A bucket whose gather is in flight is not looked at: it cannot have been written yet.
+        A bucket whose gather is in flight is not checked: it cannot have been written yet.
         """
         for buffer in self._buffers:
             if id(buffer) not in self._flying:
                 buffer.foreign_writes.check_unwritten()
 
     def check_moved(self) -> bool:
-        """True if parameters have other storage than the buffers; RuntimeError if that holds other
-        values. All parameters are looked at before anything changes.
+        """Return True if parameters are stored outside of the flat buffers. Raises RuntimeError if
+        they have different values there. All parameters are checked before anything changes.
         """
         moved = [b.foreign_writes.check_moved() for b in self._buffers if id(b) not in self._flying]
         return any(moved)
 
     def prepare(self) -> None:
-        """Complete the gathers in flight, and bring every weight back to where the gather writes.
+        """Complete the gathers in flight, and move every weight back into the buffers that the
+        gather writes.
 
-        RuntimeError if anything else has written parameters.
+        Raises RuntimeError if anything else has written parameters.
         """
         self.land()
         self.check_unwritten()
@@ -107,8 +109,8 @@ class WeightGather(Gather):
             self.reclaim()
 
     def reclaim(self) -> None:
-        """Do what `prepare` does, whatever the weights hold, before masters are cast that were
-        loaded.
+        """Complete the gathers in flight and move every weight back into the buffers, without
+        checks of the contents. Called before loaded masters are cast.
         """
         self.land()
         for buffer in self._buffers:
@@ -119,13 +121,11 @@ class WeightGather(Gather):
         return [table for buffer in self._buffers for table in self._columnwise[id(buffer)].tables()]
 
     def done(self) -> None:
-        """Mark all columnwise copies as those of the last cast, after a replay of a graph that
-        gathered.
-        """
+        """Mark all columnwise copies as current, after a replay of a graph that gathered."""
         self._validity.copied()
-        # The replay has run no Python, so it has noted nothing.
+        # The replay has run no Python, so it has recorded nothing.
         for buffer in self._buffers if debugging() else ():
-            buffer.foreign_writes.note()
+            buffer.foreign_writes.record()
 
     def start(self, plan: CastPlan) -> None:
         """Gather the bytes of the last cast and make columnwise copies.
@@ -133,7 +133,7 @@ class WeightGather(Gather):
         With overlap a gather may still be in flight when this returns. The first read waits for it.
         """
         with contextlib.ExitStack() as stack:
-            # Threads that read from here on wait until all gathers have begun.
+            # Threads that read now wait until all gathers have begun.
             for buffer in self._buffers:
                 stack.enter_context(buffer.lock)
             if self._overlap:
@@ -148,9 +148,9 @@ class WeightGather(Gather):
     def _finish_for(self, weight: QuantizedWeight) -> None:
         buffer = self._home[id(weight.state)]
         self._finish(buffer)
-        arrival = self._arrivals.get(id(buffer))
-        if arrival is not None and arrival.follow():
-            self._arrivals.pop(id(buffer), None)
+        ready = self._ready_events.get(id(buffer))
+        if ready is not None and ready.follow():
+            self._ready_events.pop(id(buffer), None)
             self._forget()
 
     def _finish(self, buffer: BucketBytes) -> None:
@@ -169,14 +169,14 @@ class WeightGather(Gather):
                 self._columnwise[id(buffer)].make()
             finally:
                 buffer.landing = False
-            buffer.foreign_writes.note()
-            arrival = None if buffer.is_plain or not self._overlap else Arrival.now(buffer.flats[0].device)
-            if arrival is not None:
-                self._arrivals[id(buffer)] = arrival
+            buffer.foreign_writes.record()
+            ready = None if buffer.is_plain or not self._overlap else ReadyEvent.now(buffer.flats[0].device)
+            if ready is not None:
+                self._ready_events[id(buffer)] = ready
             del self._flying[id(buffer)]
             self._forget()
 
     def _forget(self) -> None:
-        """Let reads ask no more once all bytes have arrived for all threads and streams."""
-        if not self._flying and not self._arrivals:
+        """Remove the hook of reads once all bytes have arrived for all threads and streams."""
+        if not self._flying and not self._ready_events:
             self._validity.before_read = None

@@ -44,7 +44,8 @@ class GradientExchange:
     """The exchange of one optimizer.
 
     Args:
-        limit: the number of elements that a rank gets in a round, unless a single matrix has more.
+        limit: the number of elements that a rank receives in a round, unless a single matrix has
+            more.
     """
 
     def __init__(self, layout: Layout, group: Group, limit: int) -> None:
@@ -54,7 +55,7 @@ class GradientExchange:
         self._most_received = max((sum(round_.received_lengths) for round_ in self._rounds), default=0)
 
     def deliver(self, shard: Tensor, take: Callable[[Tensor], None]) -> None:
-        """Call `take` with the whole gradient of each of this rank's matrices, f32 and
+        """Call `take` with the full gradient of each of this rank's matrices, f32 and
         one-dimensional, in their order. `shard` is this rank's flat part of all gradients.
         Collective.
 
@@ -68,7 +69,9 @@ class GradientExchange:
                 take(_joined(received, spans))
 
     def _exchange(self, number: int, round_: _Round, shard: Tensor, received: Tensor) -> None:
-        """Send each owner its parts of this round, and receive those of this rank's matrices."""
+        """Send each owner its parts of this round, and receive the parts of this rank's
+        matrices.
+        """
         what = f"gradients for the owners of matrices, round {number} of {len(self._rounds)}"
         out = received[: sum(round_.received_lengths)]
         lengths = (round_.received_lengths, round_.sent_lengths)
@@ -96,7 +99,7 @@ class GradientExchange:
         return _Round(sent, received_lengths, sent_lengths, own_matrices)
 
     def _part(self, matrix: Matrix, rank: int) -> Span:
-        """The part of a matrix's gradient that a rank has, in that rank's flat shard."""
+        """Return the part of a matrix's gradient that a rank has, in that rank's flat shard."""
         bucket, slot = self._slots[matrix.slot.name]
         span, start = bucket.owned(slot, rank)
         common = span.intersect(matrix.span)

@@ -1,5 +1,5 @@
-"""The operators that are defined on reduced gradients: norms of the whole gradient, changes of this
-rank's shard in place, and those that autograd and GradScaler call.
+"""The operators that are defined on reduced gradients: norms of the full gradient, in-place changes
+of this rank's shard, and operators that autograd and GradScaler call.
 """
 
 from collections.abc import Callable, Iterable
@@ -28,27 +28,30 @@ IN_PLACE = (
 EACH_IN_PLACE = ("mul_", "div_", "add_", "sub_", "neg_", "sign_", "copy_", "clamp_min_", "clamp_max_")
 
 
-def _operand(value: Any, beside: ReducedGradient) -> Any:
-    """The operand of an operator on this rank's shard: a number, or the elements of a tensor that
-    correspond to the shard of `beside`.
+def _operand(value: Any, gradient: ReducedGradient) -> Any:
+    """Return the operand of an operator on this rank's shard: a number, or the elements of a tensor
+    that correspond to the shard of `gradient`.
     """
     if not isinstance(value, Tensor):
         return value
     if isinstance(value, ReducedGradient):
-        if value.part is not beside.part:
+        if value.part is not gradient.part:
             raise RuntimeError(
-                f"the reduced gradients of {beside.part.name} and {value.part.name} are cut otherwise: "
-                "take full_tensor() of one of them"
+                f"the reduced gradients of {gradient.part.name} and {value.part.name} are sharded differently: "
+                "use full_tensor() of one of them"
             )
         return value.part.owner().view(value.part)
     if type(value) not in PLAIN:
-        raise RuntimeError(f"a reduced gradient goes with plain tensors and numbers, got {type(value).__name__}")
-    if value.shape == beside.shape:
-        return value.detach().reshape(-1)[beside.part.span.start : beside.part.span.stop]
+        raise RuntimeError(
+            f"a reduced gradient can only be combined with plain tensors and numbers, got {type(value).__name__}"
+        )
+    if value.shape == gradient.shape:
+        return value.detach().reshape(-1)[gradient.part.span.start : gradient.part.span.stop]
     if value.numel() == 1:
         return value.detach().reshape(())
     raise RuntimeError(
-        f"a reduced gradient of shape {tuple(beside.shape)} goes with numbers and tensors of that shape, got {tuple(value.shape)}"
+        f"a reduced gradient of shape {tuple(gradient.shape)} can only be combined with numbers and tensors of its shape, got "
+        f"{tuple(value.shape)}"
     )
 
 
@@ -60,15 +63,15 @@ def _in_place(op: Any) -> Callable[..., Any]:
         view = part.owner().view(part)
         values = [_operand(arg, gradient) for arg in args]
         op(view, *values, **{name: _operand(value, gradient) for name, value in kwargs.items()})
-        part.owner().changed(part)
+        part.owner().mark_changed(part)
         return gradient
 
     return run
 
 
 def _accumulating(change: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `add_`. It accumulates a gradient if autograd calls it, and changes the reduced gradient
-    otherwise.
+    """Wrap `add_`, which accumulates a gradient if autograd calls it, and otherwise changes the
+    reduced gradient.
     """
 
     def run(gradient: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,8 +84,8 @@ def _accumulating(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sum(gradient: Any, new: Any, **kwargs: Any) -> Tensor:
-    """The out-of-place `add`, with which autograd accumulates gradients if the backward pass itself
-    is differentiated.
+    """Return the out-of-place `add`, with which autograd accumulates gradients if the backward pass
+    itself is differentiated.
     """
     if not (isinstance(gradient, ReducedGradient) and _accumulates(gradient)):
         raise undefined(torch.ops.aten.add.Tensor, (gradient, new), kwargs)
@@ -102,23 +105,23 @@ def _each(op: Any) -> Callable[..., Any]:
 
     def run(gradients: Any, *args: Any, **kwargs: Any) -> None:
         targets = [g.part.owner().view(g.part) if isinstance(g, ReducedGradient) else g for g in gradients]
-        op(targets, *[_beside(arg, gradients) for arg in args], **kwargs)
-        _have_changed(gradients)
+        op(targets, *[_operands_for(arg, gradients) for arg in args], **kwargs)
+        _mark_changed(gradients)
 
     return run
 
 
-def _beside(values: Any, gradients: Iterable[Any]) -> Any:
+def _operands_for(values: Any, gradients: Iterable[Any]) -> Any:
     if not isinstance(values, list | tuple):
         return values
     pairs = zip(values, gradients, strict=True)
     return [_operand(value, gradient) if isinstance(gradient, ReducedGradient) else value for value, gradient in pairs]
 
 
-def _have_changed(gradients: Iterable[Any]) -> None:
+def _mark_changed(gradients: Iterable[Any]) -> None:
     for gradient in gradients:
         if isinstance(gradient, ReducedGradient):
-            gradient.part.owner().changed(gradient.part)
+            gradient.part.owner().mark_changed(gradient.part)
 
 
 def _norm(gradient: ReducedGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Tensor:
@@ -147,14 +150,14 @@ def _unscale(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     for tensors in (views, plain):
         if tensors:
             torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inv_scale)
-    _have_changed(reduced)
+    _mark_changed(reduced)
     owners = {id(owner): owner for owner in (g.part.owner() for g in reduced)}
     for owner in owners.values():
         owner.finite_everywhere(found_inf)
 
 
 def _zero(gradient: ReducedGradient) -> ReducedGradient:
-    gradient.part.owner().forget(gradient.part)
+    gradient.part.owner().zero(gradient.part)
     return gradient
 
 

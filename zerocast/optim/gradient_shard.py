@@ -1,9 +1,9 @@
 """GradientShard: this rank's flat shard of the reduced gradients, and each parameter's
 `ReducedGradient` over its part.
 
-What lies on the parameters is looked at when gradients arrive, at the end of a round and before a
-step, never at a reading. Whether a reading or a step communicates follows from the calls that were
-made, which are the same on every rank, and not from what a rank finds on its parameters.
+`p.grad` is inspected when a gradient arrives, at the end of a round and before a step, but never
+when a gradient is read. So whether a read or a step communicates depends only on earlier calls,
+which are the same on every rank, and not on the state of `p.grad` on one rank.
 """
 
 import logging
@@ -29,32 +29,34 @@ logger = logging.getLogger(__name__)
 
 
 class Rounds(Protocol):
-    """Who reduces. All of it raises RuntimeError when it cannot be done now."""
+    """The reducer, as GradientShard calls it. Methods raise RuntimeError where they cannot run now,
+    for example inside `no_sync()`.
+    """
 
     def complete(self) -> None:
-        """Reduce what is not reduced yet, if gradients may be read now."""
+        """Reduce the gradients that are not reduced yet, if gradients may be read now."""
 
     def land(self) -> None:
         """Wait for reductions that were started."""
 
-    def changed_by_hand(self) -> None:
-        """The shard no longer holds what a reduction of the local gradients would give."""
+    def mark_modified(self) -> None:
+        """Record that the shard differs from a reduction of the local gradients."""
 
 
 def shard_dtype(layout: Layout, config: ZeroConfig) -> torch.dtype:
     """Return the dtype in which reduced gradients are kept until something would round them.
 
-    It is bf16 if a collective adds all of them in bf16, and FP32 otherwise, or if some of them go
-    to owners of whole matrices.
+    It is bf16 if a collective adds all of them in bf16, and FP32 otherwise, or if some of them are
+    sent to owners of whole matrices.
     """
     return torch.bfloat16 if layout.adds_in_bf16(config.deterministic, config.grad_wire) else torch.float32
 
 
 class GradientShard:
-    """`flat` holds the elements in the layout of the masters; `version` counts what changed them.
+    """`flat` holds the elements in the layout of the masters; `version` counts their changes.
 
     They are f32, or bf16 until something would round them (`shard_dtype`): `widen` is called before
-    gradients are added to them or changed in place, and they stay f32 from then on.
+    gradients are added to them or changed in place, and they stay f32 afterwards.
 
     `keeps_local`: gradients of this rank outlive their arrival. `apply_clip` multiplies the
     elements by a factor that is still to be applied and says whether there was one. `rounds` is not
@@ -72,7 +74,8 @@ class GradientShard:
     ) -> None:
         self.flat = torch.zeros(flat_numel(list(buckets)), dtype=dtype, device=device)
         self.version = 0
-        # by hand since the last step: gradients that were written to or taken off their parameters
+        # The gradients that the user has written to, or removed from their parameters, since the
+        # last step.
         self.changes = 0
         self.keeps_local = False
         self.apply_clip: Callable[[], bool] = bool
@@ -90,67 +93,67 @@ class GradientShard:
         self._placed = {part: ReducedGradient.of(part, slot.parameter) for part, (_, slot) in self._places.items()}
 
     def widen(self) -> None:
-        """Keep the elements in FP32 from now on. No reduction is on its way."""
+        """Convert the elements to FP32, in which they stay. No reduction may be in flight."""
         if self.flat.dtype is torch.float32:
             return
         self.flat = self.flat.float()
         if self._group.rank == 0:
             logger.info(
-                "reduced gradients of a rank take 4 bytes an element from now on, not 2: they are added over several backward "
+                "reduced gradients of a rank now need 4 bytes per element, not 2: they are added over several backward "
                 "passes, or changed in place, which bf16 would round"
             )
 
     def collect(self, part: GradientPart, reduced: bool) -> None:
-        """Take the gradient that lies on a parameter; `reduced` says that a reduced one was
+        """Move the gradient from `p.grad` of a parameter; `reduced` is True if a reduced one was
         there before.
         """
         with torch._C.DisableTorchFunctionSubclass():
             part.collect(self._places[part][1].parameter, self._placed[part], reduced)
 
     def is_frozen(self, part: GradientPart) -> bool:
-        """True if the parameter requires no gradient any more."""
+        """Return True if the parameter no longer requires a gradient."""
         return not self._places[part][1].parameter.requires_grad
 
     def collect_all(self, reduced: bool) -> None:
-        """The same for all of them; every parameter then has a reduced gradient, whatever took
-        part.
+        """Call `collect` for every parameter whose `p.grad` is not its reduced gradient. Afterwards
+        every parameter has one.
         """
-        for part in self._disturbed():
+        for part in self._displaced_parts():
             self.collect(part, reduced)
 
-    def zero_removed(self) -> None:
-        """Gradients that were taken off their parameters since they were reduced are zero.
-        RuntimeError where another lies there.
+    def zero_detached(self) -> None:
+        """Zero the gradients that were removed from their parameters since they were reduced.
+        Raises RuntimeError if `p.grad` was replaced by a different gradient.
 
-        They count as no change of the norms: another rank may not have taken them off.
+        This does not count as a change of the norms: another rank may not have removed them.
         """
-        for part in self._disturbed():
+        for part in self._displaced_parts():
             if self._places[part][1].parameter.grad is not None:
                 raise RuntimeError(
                     f"p.grad of {part.name} was replaced after it was reduced, and this would not be averaged over the ranks: "
-                    "p.grad.copy_(...) sets the reduced gradient, zero_grad() of the optimizer lets another one be given"
+                    "p.grad.copy_(...) sets the reduced gradient, zero_grad() of the optimizer lets a new one be accumulated"
                 )
             self._elements(part).zero_()
             self.changes += 1
 
-    def _disturbed(self) -> list[GradientPart]:
-        """The parts whose gradient no longer lies on the parameter."""
+    def _displaced_parts(self) -> list[GradientPart]:
+        """Return the parts whose reduced gradient is no longer `p.grad` of the parameter."""
         with torch._C.DisableTorchFunctionSubclass():
             return list(compress(self.parts, map(operator.is_not, map(_grad, self._parameters), self._placed.values())))
 
     def drop_local(self) -> None:
-        """Forget the gradients of this rank alone."""
+        """Drop the unreduced gradients of this rank."""
         for part in self.parts:
             part.local, part.forgotten, part.summed = None, False, False
 
-    def leave(self) -> None:
-        """Take the reduced gradients off their parameters."""
+    def detach(self) -> None:
+        """Remove the reduced gradients from their parameters."""
         for part, parameter in zip(self.parts, self._parameters, strict=True):
             if isinstance(parameter.grad, ReducedGradient) and parameter.grad.part is part:
                 take_off(parameter)
 
-    def everything_changed(self) -> None:
-        """All elements are others than before."""
+    def mark_all_changed(self) -> None:
+        """Record that all elements have changed: advance `version` and drop cached norms."""
         self.version += 1
         self._norms.changed()
 
@@ -166,24 +169,24 @@ class GradientShard:
     def _make_ready(self) -> None:
         self._reducer().complete()
         if self.apply_clip():
-            self.everything_changed()
+            self.mark_all_changed()
 
     def view(self, part: GradientPart) -> Tensor:
-        """The elements of a gradient that are on this rank, after all that was done to it."""
+        """Return the elements of a gradient on this rank, reduced and clipped, as FP32."""
         self._make_ready()
         self.widen()
         return self._elements(part)
 
-    def changed(self, part: GradientPart) -> None:
-        """Somebody has written to `view`, on all ranks; whether any elements are here does not
-        matter.
+    def mark_changed(self, part: GradientPart) -> None:
+        """Record that the caller has written to `view(part)`. Called on all ranks, also on those
+        that own no element of it.
         """
         self._count(part)
         self.changes += 1
-        self._reducer().changed_by_hand()
+        self._reducer().mark_modified()
 
-    def forget(self, part: GradientPart) -> None:
-        """The gradient is zero, reduced or not. No collective: a rank without gradients of a
+    def zero(self, part: GradientPart) -> None:
+        """Zero the gradient, reduced or not. Not a collective: a rank without gradients of a
         backward pass has nothing to zero.
         """
         self._reducer().land()
@@ -196,15 +199,15 @@ class GradientShard:
         self._norms.changed(part.name)
 
     def norm(self, part: GradientPart, norm_type: float) -> Tensor:
-        """The norm of the whole gradient, f32[]. The first reading is a collective call, which
-        finds those of all parameters.
+        """Return the norm of the full gradient, f32[]. The first read is a collective call, which
+        computes the norms of all parameters.
         """
         self._make_ready()
         check_same_call(self._group, f"reads norms of gradients, of type {norm_type}")
         return self._norms.read(self.flat, part.name, norm_type)
 
     def gathered(self, part: GradientPart) -> Tensor:
-        """The whole gradient, f32, flat. A collective call."""
+        """Return the full gradient, f32, flat. Collective."""
         self._make_ready()
         check_same_call(self._group, f"gathers the gradient of {part.name}")
         (bucket, slot), ranks = self._places[part], range(self._group.size)
@@ -217,6 +220,6 @@ class GradientShard:
         return torch.cat([piece[:length] for piece, length in zip(pieces, lengths, strict=True)])
 
     def finite_everywhere(self, found_inf: Tensor) -> None:
-        """Make a flag that is set on any rank set on all of them. A collective call."""
+        """Set a flag on all ranks if it is set on any. Collective."""
         check_same_call(self._group, "looks for gradients that are not finite")
         self._group.all_reduce_max(found_inf)

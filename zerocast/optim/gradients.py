@@ -6,11 +6,11 @@ bucket order, on every rank. A parameter without a gradient counts as zero. Hook
 once it and all before it are complete, and the end of the backward pass starts the rest. On GPUs
 reductions are written into the shard on a separate stream. The stream that computes gradients waits
 for them at the end of the pass, or earlier if `IN_FLIGHT` buckets are in flight: a compiled block
-gives all its gradients at once, and the next block is computed while they are sent. After a round
-the gradient of every parameter is a `ReducedGradient`, also of those that had none, so that all
-ranks see the same gradients.
+produces all its gradients together, and the next block is computed while they are sent. After a
+round every parameter has a `ReducedGradient`, even if it had no gradient, so that all ranks see the
+same gradients.
 
-The callback at the end of a backward pass does not run if the pass raises. The next pass notices
+The callback at the end of a backward pass does not run if the pass raises. The next pass detects
 this, and raises until `zero_grad` of the optimizer is called.
 """
 
@@ -34,20 +34,20 @@ from zerocast.optim.reduction import Filling, IdleParameters, Reduction
 from zerocast.optim.validate import TAKEN_OVER
 from zerocast.weight.validity import Use
 
-DIED = "a backward pass raised an exception half-way: call zero_grad() of the optimizer before the next one"
+DIED = "a backward pass was interrupted by an exception: call zero_grad() of the optimizer before the next one"
 THREADS = (
-    "two threads run backward passes of one optimizer's parameters at the same time, and gradients are reduced in one order: let "
-    "one begin when the other has ended, after zero_grad() of the optimizer"
+    "two threads run backward passes of one optimizer's parameters at the same time, but gradients are reduced in one order: run "
+    "them one at a time, after zero_grad() of the optimizer"
 )
-TWICE = "its bucket is on its way already. Reentrant checkpointing of shared weights does this, use_reentrant=False not"
+TWICE = "its bucket is already being reduced. Reentrant checkpointing of shared weights causes this: pass use_reentrant=False"
 RUNNING = "gradients are being reduced: read them, or change them, after the backward pass"
 INSIDE = (
-    "inside no_sync() gradients are those of this rank alone: clip and read them after the backward pass that follows it, or let "
-    "clip_grad_norm_ of the optimizer reduce them"
+    "inside no_sync() gradients are not reduced over the ranks: clip and read them after the backward pass that follows it, or "
+    "let clip_grad_norm_ of the optimizer reduce them"
 )
 USED_UP = (
-    "this gradient was used up by step(), or forgotten by zero_grad(): it is there from a backward pass to the step; call "
-    "zero_grad() after each step"
+    "this gradient no longer exists: step() has consumed it, or zero_grad() has dropped it. Read gradients after a backward pass "
+    "and before step(), and call zero_grad() after each step"
 )
 
 ROUND = "reduces the gradients of a backward pass"
@@ -69,8 +69,8 @@ class GradientReducer:
 
     With `stage` 2 a gradient is freed as soon as its bucket is reduced, and every round adds to the
     sum. With stage 1 the gradients of this rank are kept: each backward pass adds to them in their
-    own dtype, and a round reduces their total again. If reduced gradients were changed, by clipping
-    for example, a stage 1 round would lose the change. So later rounds then add, as with stage 2.
+    dtype, and a round reduces their total again. If reduced gradients were changed, by clipping for
+    example, a stage 1 round would lose the change. So later rounds then add, as with stage 2.
 
     `before_round` is called before the collectives of a round, and raises on all ranks or on none.
     """
@@ -121,7 +121,7 @@ class GradientReducer:
         self._taken_over = False
         self._company: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
         for other in list(reducers):
-            other.meet(self)
+            other.replace_or_coexist(self)
         reducers.add(self)
         # Hooks live as long as the parameters, which may be longer than this object.
         me = weakref.ref(self)
@@ -131,34 +131,34 @@ class GradientReducer:
                 self._hooks.append(hook)
         weakref.finalize(self, _leave, self._hooks, self._flying).atexit = False
 
-    def meet(self, other: "GradientReducer") -> None:
-        """Give way to a new reducer that has any of the same parameters, since a gradient can be
+    def replace_or_coexist(self, other: "GradientReducer") -> None:
+        """Yield to a new reducer if it has any of the same parameters, since a gradient can be
         freed only once.
 
-        If it has other parameters, neither of the two waits during a backward pass from now on.
-        With unused parameters their buckets may start in another order on another rank, and each
-        rank would wait for a bucket that the other has not started.
+        If all of its parameters are different, neither of the two waits during a backward pass any
+        more. With unused parameters their buckets may start in a different order on each rank, and
+        ranks would wait for buckets that others have not started.
         """
         if self._place.keys() & other._place.keys():
             self._taken_over = True
             _remove(self._hooks)
-            self.gradients.leave()
+            self.gradients.detach()
         elif not self._taken_over and self._group.size > 1 and other._group.size > 1:
             self._company.add(other)
             other._company.add(self)
 
-    def stands_beside(self, group: Group, parameters: Iterable[Tensor]) -> bool:
-        """True if this reduces other parameters over the same group."""
+    def coexists_with(self, group: Group, parameters: Iterable[Tensor]) -> bool:
+        """Return True if this reduces different parameters over the same group."""
         others = self._place.keys().isdisjoint(id(parameter) for parameter in parameters)
         return others and not self._taken_over and self._group.handle is group.handle
 
-    def hold(self, synchronise: bool) -> bool:
-        """Let backward passes be rounds from now on, or not. Return the setting before."""
+    def set_synchronise(self, synchronise: bool) -> bool:
+        """Set whether backward passes are rounds. Return the previous setting."""
         before, self.synchronise = self.synchronise, synchronise
         self._unreduced |= not (synchronise and before)
-        self._look()
+        self._update_keeps_local()
         if synchronise and not before:
-            # From here on gradients are read as reduced ones, of the same parameters on every rank.
+            # Gradients are now read as reduced ones, of the same parameters on every rank.
             self.gradients.collect_all(self._reduced)
         return before
 
@@ -172,7 +172,7 @@ class GradientReducer:
         self.gradients.changes = 0
         self._filling.clear()
         self._launched, self._adds_from = None, self._stage
-        self._look()
+        self._update_keeps_local()
 
     @property
     def _adds(self) -> bool:
@@ -181,20 +181,22 @@ class GradientReducer:
         """
         return self._adds_from == 2
 
-    def _look(self) -> None:
+    def _update_keeps_local(self) -> None:
         self.gradients.keeps_local = not (self.synchronise and self._adds)
 
-    def changed_by_hand(self) -> None:
-        """Note that reduced gradients were changed. Another reduction would not give them, so later
-        rounds add to them.
+    def mark_modified(self) -> None:
+        """Record that reduced gradients were changed. Reducing the local gradients again would lose
+        the change, so later rounds add to them.
         """
         if not self._adds:
             self._adds_from = 2
             self.gradients.drop_local()
-            self._look()
+            self._update_keeps_local()
 
     def complete(self) -> None:
-        """Reduce gradients that no round has reduced. RuntimeError if there is no gradient."""
+        """Reduce gradients that no round has reduced. Raises RuntimeError if there is no
+        gradient.
+        """
         self._check_open()
         if not self.synchronise:
             raise RuntimeError(INSIDE)
@@ -203,18 +205,18 @@ class GradientReducer:
         self._reduce()
 
     def finish(self) -> None:
-        """Do the same before a step or a norm, for which a missing gradient counts as zero."""
+        """Reduce gradients before a step or a norm, for which a missing gradient counts as zero."""
         self._check_open()
         self._reduce()
-        self.gradients.zero_removed()
+        self.gradients.zero_detached()
 
     def check_used_up(self, use: Use) -> None:
-        """RuntimeError if there are gradients that no step has used, or within `no_sync`."""
+        """Raise RuntimeError if there are gradients that no step has used, or within `no_sync`."""
         self._check_open()
         is_kept = any(part.local is not None for part in self.gradients.parts)
         if is_kept or self._reduced or self._unreduced or not self.synchronise:
             raise RuntimeError(
-                f"{use.value} in the middle of an accumulation, whose backward passes would not be alike: make it after step() or "
+                f"{use.value} during gradient accumulation, whose backward passes would then differ: call it after step() or "
                 "zero_grad() of the optimizer, and before the next backward pass"
             )
 
@@ -236,7 +238,7 @@ class GradientReducer:
             self._begin()
             self.end_round()
             if without_any and self._idle.found == found:
-                self._idle.note_none()
+                self._idle.warn_no_gradients()
         self._land(wait=True)
 
     def _begin(self) -> None:
@@ -247,7 +249,7 @@ class GradientReducer:
         self._launched = 0
 
     def check_same_call(self, what: str) -> None:
-        """In debug mode, RuntimeError on every rank unless all ranks make this call."""
+        """Raise RuntimeError on every rank, in debug mode, unless all ranks make this call."""
         check_same_call(self._group, what)
 
     def arrived(self, parameter: Tensor) -> None:
@@ -283,9 +285,9 @@ class GradientReducer:
             filling.forgotten.append(part)
             part.forgotten = False
         gradient = part.local
-        self._idle.note(part.name, gradient is not None)
+        self._idle.count(part.name, gradient is not None)
         if gradient is None and self.gradients.is_frozen(part):
-            self._idle.note_frozen(part.name)
+            self._idle.warn_frozen(part.name)
         if gradient is not None:
             filling.put(part, gradient, more=self._adds)
             if self._adds:
@@ -310,7 +312,7 @@ class GradientReducer:
             self._land(wait=True)
             self.gradients.widen()
         target = self.gradients.flat[bucket.start : bucket.start + bucket.shard_numel]
-        # Beside another optimizer reductions are finished after the pass.
+        # If another optimizer reduces in the same pass, reductions are finished after the pass.
         direct = not self._company
         if direct:
             self._make_room(bucket.numel)
@@ -344,7 +346,7 @@ class GradientReducer:
         self._land(wait=not self._company)
         self._launched, self._unreduced = None, not self.synchronise
         self._reduced = True
-        self.gradients.everything_changed()
+        self.gradients.mark_all_changed()
 
     def _land(self, wait: bool) -> None:
         while self._flying and (wait or self._flying[0].is_complete()):
@@ -361,7 +363,9 @@ def _remove(hooks: list[RemovableHandle]) -> None:
 
 
 def _leave(hooks: list[RemovableHandle], flying: list[Reduction]) -> None:
-    """Release what a reducer leaves: its hooks, and reductions that a pass that raised started."""
+    """Remove the hooks of a deleted reducer, and release reductions that an interrupted pass has
+    started.
+    """
     _remove(hooks)
     for reduction in flying:
         reduction.release()

@@ -1,9 +1,9 @@
 """Moments8bit: AdamW's moments in 8 bits (docs/formats/moments_8bit.md) of this rank's parts of
 weights.
 
-Groups of elements that share scales are those of the whole weight. The largest values of a group
-that a boundary between ranks cuts are reduced over the ranks, and only then are its moments
-rounded. So codes and scales are those of one unsharded step.
+Groups of elements that share scales are defined on the full weight. The largest values of a group
+that straddles a shard boundary are reduced over the ranks, and only then are its moments rounded.
+So codes and scales equal the result of an unsharded step.
 """
 
 import itertools
@@ -28,10 +28,10 @@ class OwnedPart:
     Attributes:
         name: the weight's name, the key of its random numbers.
         columns: the columns of the weight's matrix.
-        spans: runs of elements of the whole weight, none of them empty.
-        offset: the place of the first element in the flat tensors. The others follow it.
+        spans: runs of elements of the full weight, none of them empty.
+        offset: the offset of the first element in the flat tensors. The others follow it.
         param_group: the row of Adam's scalars.
-        cut: for each group that other ranks have parts of, its place among all cut groups.
+        cut: the index among all shared groups of each group that other ranks also have parts of.
     """
 
     name: str
@@ -43,17 +43,17 @@ class OwnedPart:
 
 
 class CutGroups:
-    """The groups that several ranks have parts of, in the same places on all ranks.
+    """The groups that several ranks have parts of, with the same indices on all ranks.
 
     Attributes:
-        largest: f32 `[2, groups]`, the largest |m| and v of each in the present step.
+        largest: f32 `[2, groups]`, the largest |m| and v of each in the current step.
 
     Args:
         count: how many there are.
-        groups: the process groups over which values are reduced, one after the other.
-        device: of the moments.
-        wire: the type of the device that the groups reduce on, by default that of `device`.
-            Moments of masters on the host are there, and NCCL reduces on a GPU.
+        groups: the process groups over which values are reduced, one at a time.
+        device: the device of the moments.
+        wire: the type of the device that the groups reduce on, by default the type of `device`.
+            Moments of masters in CPU memory are on the CPU, while NCCL reduces on a GPU.
     """
 
     def __init__(self, count: int, groups: Sequence[Group], device: torch.device, wire: str | None = None) -> None:
@@ -66,7 +66,7 @@ class CutGroups:
         return self.largest.shape[1]
 
     def grow(self, count: int) -> int:
-        """Make places for more groups. Returns the first one."""
+        """Add `count` groups. Returns the index of the first one."""
         first = len(self)
         self.largest = self.largest.new_zeros(2, first + count)
         return first
@@ -80,7 +80,7 @@ class CutGroups:
         if len(self):
             on_wire = self.largest if self._wire is None else self.largest.to(self._wire)
             for group in self._groups:
-                group.all_reduce_max(on_wire, "the largest moments of cut groups")
+                group.all_reduce_max(on_wire, "the largest moments of shared groups")
             if on_wire is not self.largest:
                 self.largest.copy_(on_wire)
 
@@ -91,14 +91,14 @@ class CutGroups:
 
 
 class Moments8bit:
-    """Both moments of parts of weights, side by side in flat tensors.
+    """Both moments of parts of weights, in flat tensors.
 
     Attributes:
         exp_avg, exp_avg_sq: codes, i8 and u8.
-        scales: f32 `[2, groups]`, those of either moment, of all groups that this rank has any of.
-        rows: those of `Piece` that describe the parts to the stage adam_8bit. Their base is 0.
-        cut_groups: where the largest values of cut groups are. A caller begins them before a step
-            or load, and reduces them before the second call of a load.
+        scales: f32 `[2, groups]`, a row per moment, for all groups that this rank has elements of.
+        rows: the rows (`Piece`) that describe the parts to the stage adam_8bit. Their base is 0.
+        cut_groups: holds the largest values of shared groups. A caller begins them before a step or
+            load, and reduces them before the second call of a load.
 
     Args:
         numel: the number of elements of the flat tensors.
@@ -109,7 +109,7 @@ class Moments8bit:
         self.cut_groups = cut_groups
         self.exp_avg = torch.zeros(numel, dtype=torch.int8, device=device)
         self.exp_avg_sq = torch.zeros(numel, dtype=torch.uint8, device=device)
-        # A row for each span of a part, by name.
+        # A row for each span of a part, keyed by name.
         self._pieces: dict[str, list[list[int]]] = {}
         counts = [sum(moment_groups(span.start, span.numel, part.columns) for span in part.spans) for part in parts]
         self.scales = torch.zeros(2, sum(counts), dtype=torch.float32, device=device)
@@ -118,13 +118,15 @@ class Moments8bit:
         self.rows = [row for pieces in self._pieces.values() for row in pieces]
 
     def groups(self, steps: Tensor) -> MomentGroups:
-        """The groups for an AdamUpdate of flat masters. `steps` are the numbers of the step for
-        each parameter group, i64.
+        """Return the groups for an AdamUpdate of flat masters. `steps` are the numbers of the step
+        for each parameter group, i64.
         """
         return MomentGroups([self.scales], self.rows, steps, self.cut_groups.largest, self.cut_groups.reduce)
 
     def values(self, name: str) -> dict[str, Tensor]:
-        """Both moments of this rank's elements of a parameter, flat f32 copies, by name."""
+        """Return both moments of this rank's elements of a parameter, flat f32 copies, keyed by
+        name.
+        """
         state = self.exp_avg, self.exp_avg_sq, self.scales
         none = torch.zeros(0, dtype=torch.float32, device=self.scales.device)
         pairs = [dequantize_moments(*state, piece) for piece in self._pieces.get(name, ())]
@@ -132,9 +134,9 @@ class Moments8bit:
         return {"exp_avg": torch.cat(first), "exp_avg_sq": torch.cat(second)}
 
     def compact(self, name: str) -> tuple[Span, dict[str, Tensor]]:
-        """(the groups of a parameter that begin among this rank's elements, views of their scales
-        by name). A caller may fill the scales of all parameters, and the codes, and then calls
-        `share_scales`.
+        """Return (the groups of a parameter that begin among this rank's elements, views of their
+        scales keyed by name). A caller may fill the scales of all parameters, and the codes, and
+        then calls `share_scales`.
         """
         first = stop = place = 0
         if name in self._pieces:
@@ -144,7 +146,7 @@ class Moments8bit:
         return Span(first, stop), {"exp_avg_scale": self.scales[0, places], "exp_avg_sq_scale": self.scales[1, places]}
 
     def share_scales(self) -> None:
-        """Take the scales of cut groups from the ranks on which they begin. Collective."""
+        """Copy the scales of shared groups from the ranks on which they begin. Collective."""
         ends: list[tuple[int, int, bool]] = []
         for piece in itertools.chain(*self._pieces.values()):
             first, stop, place = _groups_that_begin(piece)
@@ -161,8 +163,8 @@ class Moments8bit:
                 self.scales[:, place] = self.cut_groups.largest[:, cut]
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]], counts: Sequence[int], finishes: bool) -> None:
-        """Take over results of `values`, of all parameters, after so many steps of each parameter
-        group. A second call `finishes` cut groups, once their largest values were reduced.
+        """Store results of `values`, of all parameters. `counts` are the steps of each parameter
+        group. A second call `finishes` shared groups, after their largest values were reduced.
         """
         state = self.exp_avg, self.exp_avg_sq, self.scales
         for name, pieces in self._pieces.items():
@@ -174,8 +176,8 @@ class Moments8bit:
 
 
 def _groups_that_begin(piece: list[int]) -> tuple[int, int, int]:
-    """(the first group that begins within a piece, the end of such groups, the place of the scales
-    of the first one).
+    """Return (the first group that begins within a piece, the end of such groups, the index of the
+    scales of the first one).
     """
     start, columns = piece[Piece.START], piece[Piece.COLUMNS]
     first, stop = moment_group(start, columns), moment_group(start + piece[Piece.NUMEL] - 1, columns) + 1
@@ -184,8 +186,8 @@ def _groups_that_begin(piece: list[int]) -> tuple[int, int, int]:
 
 
 def _pieces(part: OwnedPart, scale: int, second_scale: int) -> list[list[int]]:
-    """The rows that describe a part to the stage adam_8bit. The scales of its moments begin at
-    `scale` and at `second_scale`.
+    """Return the rows that describe a part to the stage adam_8bit. The scales of its moments begin
+    at `scale` and at `second_scale`.
     """
     rows, offset = [], part.offset
     for span in part.spans:

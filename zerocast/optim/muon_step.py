@@ -1,11 +1,11 @@
-"""Muon's update of the matrices that this rank owns in whole, by torch's own optimizer.
+"""Muon's update of the matrices that this rank owns, by torch's own optimizer.
 
 A `torch.optim.Muon` steps each matrix, over an FP32 master and FP32 momentum. So momentum, the
-orthogonalization by Newton-Schulz (Jordan et al. 2024,
-https://kellerjordan.github.io/posts/muon/) and the adjustment of the learning rate are those of the
-installed version of torch. The function behind that class would cost less host time, but it is
-private, and its arguments have changed before. Two things are added: the clip factor, and a step
-with a gradient that is not finite is undone on the device, since the host does not know of it.
+orthogonalization by Newton-Schulz (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/)
+and the adjustment of the learning rate come from the installed version of torch. The function
+behind that class would cost less CPU time, but it is private, and its arguments have changed
+before. Two things are added: the clip factor, and a step with a gradient that is not finite is
+undone on the device, since the CPU does not know of it.
 """
 
 import inspect
@@ -46,37 +46,37 @@ class SteppedMatrix:
     scales: Tensor | None
 
     @staticmethod
-    def of(param_group: int, master: Tensor, momentum: Tensor, scales: Tensor | None) -> "SteppedMatrix":
-        """A matrix with these views of flat tensors."""
+    def from_views(param_group: int, master: Tensor, momentum: Tensor, scales: Tensor | None) -> "SteppedMatrix":
+        """Return a matrix with these views of flat tensors."""
         parameter = nn.Parameter(master)
         return SteppedMatrix(param_group, parameter, torch.optim.Muon([parameter]), momentum, scales)
 
     def read_momentum(self) -> Tensor:
-        """The momentum, f32 `[m, n]`: the view itself, or a copy if it is kept as codes."""
+        """Return the momentum, f32 `[m, n]`: the view itself, or a copy if it is kept as codes."""
         return self.momentum if self.scales is None else dequantize_rows(self.momentum, self.scales)
 
     def keep_momentum(self, momentum: Tensor) -> None:
-        """Keep what `read_momentum` has returned and a step has changed."""
+        """Store the result of `read_momentum`, which a step has changed."""
         if self.scales is not None:
             quantize_rows(momentum, self.momentum, self.scales)
 
     def step(self, gradient: Tensor, momentum: Tensor, group: Mapping[str, Any]) -> None:
-        """One step of master and momentum with an f32 `[m, n]` gradient and the hyper-parameters of
-        a parameter group.
+        """Step master and momentum with an f32 `[m, n]` gradient and the hyper-parameters of a
+        parameter group.
         """
         self.muon.param_groups[0].update({name: group[name] for name in ARGUMENTS}, lr=float(group["lr"]))
         self.muon.state[self.master][STATE] = momentum
         self.master.grad = gradient
-        # Without what torch.optim wraps around a step, so that hooks of all optimizers see the step
-        # of the caller alone. It has disabled gradients.
+        # The undecorated function, so that hooks of all optimizers see only the step of the caller,
+        # which has disabled gradients.
         inspect.unwrap(torch.optim.Muon.step)(self.muon)
         self.master.grad = None
         self.muon.state.clear()
 
 
 class MuonStep:
-    """One step of all matrices of this rank, one after the other, with the hyper-parameters that
-    their groups have at the time of the step.
+    """Steps all matrices of this rank, one at a time, with the hyper-parameters that their groups
+    have at the time of the step.
 
     Args:
         limit: the number of gradient elements that a rank is sent at a time.
@@ -101,7 +101,7 @@ class MuonStep:
         """Step with this rank's flat f32 shard of the `gradients` times `clip`, f32[1]. Nothing
         changes if `skip`, bool[1], is True. Collective, also for ranks without a matrix.
 
-        The host waits for a learning rate that is a tensor on a device, as in torch. While a matrix
+        The CPU waits for a learning rate that is a tensor on a device, as in torch. While a matrix
         is stepped, memory is needed for three FP32 tensors of its size, for a fourth if momentum is
         kept in 8 bits, and for Newton-Schulz in bf16; with several ranks also for the gradients
         that were sent together.
@@ -122,12 +122,12 @@ class MuonStep:
         matrix.step(gradient.view(master.shape) * clip, momentum, self._param_groups[matrix.param_group])
         torch.where(skip, master_before, master, out=master)
         torch.where(skip, momentum_before, momentum, out=momentum)
-        # Codes of a skipped step stay what they are: a value that is a code is kept as that.
+        # The codes of a skipped step do not change: quantizing decoded codes gives the same codes.
         matrix.keep_momentum(momentum)
 
 
 def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[SteppedMatrix]:
-    """The matrices of a bucket that this rank owns, in the order of `owned_matrices`."""
+    """Yield the matrices of a bucket that this rank owns, in the order of `owned_matrices`."""
     for owner, (slot, elements) in owned_matrices(bucket):
         if owner != group.rank:
             continue
@@ -140,4 +140,4 @@ def _matrices(bucket: Bucket, masters: FlatMasters, group: Group) -> Iterator[St
         if scales is not None:
             first = elements.start // columns
             scales = scales[first : first + rows]
-        yield SteppedMatrix.of(slot.param_group, master, momentum, scales)
+        yield SteppedMatrix.from_views(slot.param_group, master, momentum, scales)

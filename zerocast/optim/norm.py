@@ -1,4 +1,4 @@
-"""Gradient norms, the global one and those of single parameters, and the clip factor."""
+"""Gradient norms, global and of single parameters, and the clip factor."""
 
 import math
 
@@ -17,7 +17,7 @@ SMALLEST_PART = 2**16
 
 
 def square_sum(shard: Tensor, group: Group) -> Tensor:
-    """Sum of squares of all ranks' gradients, f64[]. Collective.
+    """Return the sum of squares of all ranks' gradients, f64[]. Collective.
 
     Torch and NCCL choose the order, so the last bits may differ between numbers of ranks.
     """
@@ -32,12 +32,12 @@ def square_sum(shard: Tensor, group: Group) -> Tensor:
 class LogicalOrder:
     """Sums of squares in an order that does not depend on the sharding.
 
-    Chunks of `SHARD_ALIGNMENT_ELEMENTS` never span two ranks, and a parameter is cut into the same
-    chunks for any number of ranks. The f64 sums of chunks are gathered, put into the order of
+    Chunks of `SHARD_ALIGNMENT_ELEMENTS` never span two ranks, and a parameter is split into the
+    same chunks for any number of ranks. The f64 sums of chunks are gathered, put into the order of
     registration, and added by a tree of fixed shape.
 
     Attributes:
-        chunks: the number of chunks of each parameter by name.
+        chunks: the number of chunks of each parameter keyed by name.
     """
 
     def __init__(self, buckets: list[Bucket], names: list[str], group: Group, device: torch.device) -> None:
@@ -59,14 +59,14 @@ class LogicalOrder:
         self.chunks = {name: len(indices[name]) for name in names}
 
     def power_sums(self, shard: Tensor, power: float) -> Tensor:
-        """Sums of powers of each chunk of all ranks, f64[chunks], in the order of registration.
-        Collective.
+        """Return the sums of powers of each chunk of all ranks, f64[chunks], in the order of
+        registration. Collective.
         """
         self._group.all_gather_into(self._gathered, _power_sums(shard, power), what="the gradient norm")
         return self._gathered[self._order]
 
     def square_sum(self, shard: Tensor) -> Tensor:
-        """Sum of squares of all ranks' gradients, f64[]. Collective."""
+        """Return the sum of squares of all ranks' gradients, f64[]. Collective."""
         sums = self.power_sums(shard, 2.0)
         while sums.numel() > 1:
             sums = torch.nn.functional.pad(sums, (0, -sums.numel() % FAN_IN)).view(-1, FAN_IN).sum(1)
@@ -82,7 +82,7 @@ class ParameterNorms:
     determine if the read communicates.
 
     Args:
-        order: the order of a deterministic norm, or None for that of the library.
+        order: the order of summation of a deterministic norm, or None for the library's order.
     """
 
     def __init__(self, buckets: list[Bucket], group: Group, order: LogicalOrder | None, device: torch.device) -> None:
@@ -99,12 +99,12 @@ class ParameterNorms:
         self._kept: dict[float, dict[str, Tensor]] = {}
 
     def read(self, shard: Tensor, name: str, norm_type: float) -> Tensor:
-        """The norm of one parameter's gradient, f32[]. Collective if it is not known. ValueError
-        for a negative `norm_type`.
+        """Return the norm of one parameter's gradient, f32[]. Collective if it is not known. Raises
+        ValueError for a negative `norm_type`.
         """
         if not norm_type >= 0.0:
             raise ValueError(
-                f"norm_type of a reduced gradient is 0, positive or inf, got {norm_type}: for others take full_tensor()"
+                f"norm_type of a reduced gradient is 0, positive or inf, got {norm_type}: for others use full_tensor()"
             )
         kept = self._kept.get(norm_type, {})
         if name not in kept:
@@ -121,7 +121,7 @@ class ParameterNorms:
                 kept.pop(name, None)
 
     def _all(self, shard: Tensor, norm_type: float) -> dict[str, Tensor]:
-        """The norms of all parameters, f32[] by name. Collective."""
+        """Return the norms of all parameters, f32[] keyed by name. Collective."""
         segment_of = self._segment_of
         if norm_type == math.inf:
             norms = self._largest(shard)
@@ -137,7 +137,9 @@ class ParameterNorms:
         return {name: rows[segment] for name, segment in segment_of.items()}
 
     def _largest(self, shard: Tensor) -> Tensor:
-        """The largest |x| of each segment over all ranks; NaN if any element is. Collective."""
+        """Return the largest |x| of each segment over all ranks; NaN if any element is.
+        Collective.
+        """
         chunks = [part.view(-1, SHARD_ALIGNMENT_ELEMENTS).abs().amax(1) for part in _parts(shard)]
         largest = torch.cat(chunks).float()
         # A reduction with MAX loses NaN on some ranks, so NaN is reduced as a flag.
@@ -150,8 +152,8 @@ class ParameterNorms:
 
 
 def _segments(buckets: list[Bucket], rank: int) -> tuple[list[int], dict[str, int]]:
-    """(chunks of each segment of a rank's shard, segment of each parameter by name). A segment is
-    this rank's part of a parameter, or the padding of a bucket.
+    """Return (chunks of each segment of a rank's shard, segment of each parameter keyed by name). A
+    segment is this rank's part of a parameter, or the padding of a bucket.
     """
     lengths: list[int] = []
     segment_of: dict[str, int] = {}
@@ -170,7 +172,7 @@ def _reduce_segments(values: Tensor, reduction: str, lengths: Tensor) -> Tensor:
 
 
 def _power_sums(shard: Tensor, power: float) -> Tensor:
-    """Sums of |x| ** power of each chunk of `SHARD_ALIGNMENT_ELEMENTS` elements, f64."""
+    """Return the sums of |x| ** power of each chunk of `SHARD_ALIGNMENT_ELEMENTS` elements, f64."""
     return torch.cat(
         [_powers(part.view(-1, SHARD_ALIGNMENT_ELEMENTS).double(), power).sum(1) for part in _parts(shard)]
     )
@@ -195,8 +197,8 @@ def _parts(shard: Tensor) -> tuple[Tensor, ...]:
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """The factor, f32[1], that clips gradients of f32[] `norm`: `min(1, max_norm / (norm + 1e-6))`,
-    as in torch.
+    """Return the factor, f32[1], that clips gradients of f32[] `norm`: `min(1, max_norm / (norm +
+    1e-6))`, as in torch.
     """
     # torch computes `scalar / tensor` with two roundings, so the numerator is a tensor as well.
     factor = torch.full_like(norm, max_norm) / (norm + 1e-6)

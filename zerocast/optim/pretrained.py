@@ -1,5 +1,5 @@
 """load_masters, which reads high-precision weights into the masters of an optimizer, and
-full_state_dict, which gathers whole masters from it.
+full_state_dict, which gathers full masters from it.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from zerocast.weight import QuantizedWeight
 @torch.no_grad()
 def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[str] = ()) -> None:
     """Load masters from high-precision weights, and cast the weights from them. Otherwise the
-    optimizer is as if it were new.
+    optimizer is reset, as if it were new.
 
     `source` is a safetensors file, its index or folder, a file of torch.save, a folder of
     torch.distributed.checkpoint (such as one by `zerocast.optim.save`), a mapping from names to
@@ -35,8 +35,8 @@ def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[s
     Raises ValueError on every rank, with nothing changed and both values named, if names, shapes or
     dtypes do not fit: every parameter of the optimizer must be in the source, and every tensor of
     the source must be one of them or match a glob of `ignore` (frozen weights, buffers, second
-    names of shared ones). RuntimeError if a file cannot be read to its end: every call of the
-    optimizer then raises, until a state or masters are loaded.
+    names of shared ones). Raises RuntimeError if a file cannot be read to its end: every call of
+    the optimizer then raises, until a state or masters are loaded.
     """
     state = optimizer.state_to_overwrite()
     with contextlib.ExitStack() as stack:
@@ -51,23 +51,24 @@ def load_masters(optimizer: ZeroOptimizer, source: AnySource, ignore: Sequence[s
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The model's state dict with masters in place of their weights, for `save_pretrained` and
-    other programs that work with whole plain tensors.
+    """Return the model's state dict with masters in place of their weights, for `save_pretrained`
+    and other programs that work with unsharded plain tensors.
 
-    Keys are the names of the model. Those of the optimizer may differ, since it may have been built
-    from a part of the model, or before the model was wrapped. Masters are rounded to `dtype`, or to
-    the dtype of their parameters (for a QuantizedWeight the nominal one). Other parameters and
-    buffers are unchanged, frozen QuantizedWeights are dequantized. Names of a shared parameter
+    Keys are the names of the model. The names of the optimizer may differ, since it may have been
+    built from a part of the model, or before the model was wrapped. Masters are rounded to `dtype`,
+    or to the dtype of their parameters (for a QuantizedWeight the nominal one). Other parameters
+    and buffers are unchanged, frozen QuantizedWeights are dequantized. Names of a shared parameter
     share a tensor. Tensors are copies on the CPU, on the first rank of the optimizer's group; other
-    ranks get an empty dict, as from torch.distributed.checkpoint.state_dict. Collective. ValueError
-    on every rank for a QuantizedWeight that requires a gradient and is not a parameter of this
-    optimizer. RuntimeError as from `ZeroAdamW.state_dict`.
+    ranks get an empty dict, as from torch.distributed.checkpoint.state_dict. Collective. Raises
+    ValueError on every rank for a QuantizedWeight that requires a gradient and is not a parameter
+    of this optimizer. Raises RuntimeError if the masters are partly written or other code has
+    written parameters (`ZeroAdamW.state_dict`).
     """
     group = group_of(optimizer)
     names = names_in(optimizer)
     validate_across_ranks(group, (), _without_master(model, names), "gathers masters")
     masters = optimizer.state_dict()["model"]
-    # Whole values by the id of their parameter.
+    # Full values by the id of their parameter.
     values: dict[int, Tensor] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in names:
@@ -85,7 +86,7 @@ def full_state_dict(model: nn.Module, optimizer: ZeroOptimizer, dtype: torch.dty
 
 
 def names_in(optimizer: ZeroOptimizer) -> dict[int, str]:
-    """The optimizer's name of each of its parameters, by the parameter's id."""
+    """Return the optimizer's name of each of its parameters, by the parameter's id."""
     return {
         id(parameter): name
         for group in optimizer.param_groups
@@ -98,14 +99,14 @@ def _without_master(model: nn.Module, names: Mapping[int, str]) -> ValueError | 
         trains = isinstance(parameter, QuantizedWeight) and parameter.requires_grad and parameter.numel()
         if trains and id(parameter) not in names:
             return ValueError(
-                f"{name} requires a gradient and is not a parameter of this ZeroAdamW, so its master is not here: give the "
+                f"{name} requires a gradient and is not a parameter of this ZeroAdamW, so its master is unknown: pass the "
                 "optimizer that was built over this model, or call requires_grad_(False) on weights that are not trained"
             )
     return None
 
 
 def _gathered(master: Tensor, group: Group, name: str) -> Tensor:
-    """The whole master on every rank. Collective."""
+    """Return the full master on every rank. Collective."""
     if not isinstance(master, TensorShard):
         return master
     gathered = torch.zeros(master.shape, dtype=torch.float32, device=master.flat.device)

@@ -1,14 +1,15 @@
-"""ReducedGradient: the tensor `parameter.grad` after a backward pass, which stands for a gradient
+"""ReducedGradient: the tensor `parameter.grad` after a backward pass, which represents a gradient
 that is reduced over all ranks.
 
-It has the shape and the dtype of the gradient, but no elements. These are a shard of the
-optimizer's flat shard. Norms are those of the whole gradient, the same on every rank, so that
-`torch.nn.utils.clip_grad_norm_` and similar functions are right. Operators that change a gradient
-in place change this rank's shard, which the step then uses (`gradient_ops.py`). Every other
-operator raises, so that no gradient is gathered silently and no shard is taken for the whole.
+It has the shape and the dtype of the gradient, but no elements. This rank's elements are in the
+optimizer's flat shard. Norms are computed over the full gradient and are the same on every rank, so
+that `torch.nn.utils.clip_grad_norm_` and similar functions are right. Operators that change a
+gradient in place change this rank's shard, which the step then uses (`gradient_ops.py`). Every
+other operator raises, so that no gradient is gathered silently and no shard is mistaken for the
+full gradient.
 
 If it is still on a parameter at the next backward pass, autograd adds the gradient of this rank to
-it. That does not change the reduced gradient: the sum is kept beside it (`GradientPart.local`)
+it. That does not change the reduced gradient: the sum is kept separately (`GradientPart.local`)
 until it is reduced as well.
 """
 
@@ -33,19 +34,21 @@ class OwnsGradients(Protocol):
     """
 
     def view(self, part: "GradientPart") -> Tensor:
-        """The elements on this rank, f32. Gradients that are not reduced yet are reduced first."""
+        """Return the elements on this rank, f32. Gradients that are not reduced yet are reduced
+        first.
+        """
 
-    def changed(self, part: "GradientPart") -> None:
-        """Note that the elements of `view` were written."""
+    def mark_changed(self, part: "GradientPart") -> None:
+        """Record that the elements of `view` were written."""
 
     def norm(self, part: "GradientPart", norm_type: float) -> Tensor:
-        """The norm of the whole gradient, f32[]."""
+        """Return the norm of the full gradient, f32[]."""
 
     def gathered(self, part: "GradientPart") -> Tensor:
-        """The whole gradient, f32, one-dimensional. Collective."""
+        """Return the full gradient, f32, one-dimensional. Collective."""
 
-    def forget(self, part: "GradientPart") -> None:
-        """Make the gradient zero, whether it is reduced already or not; not a collective."""
+    def zero(self, part: "GradientPart") -> None:
+        """Zero the gradient, reduced or not. Not a collective."""
 
     def finite_everywhere(self, found_inf: Tensor) -> None:
         """Set a flag on all ranks if it is set on any. Collective."""
@@ -60,19 +63,19 @@ class GradientPart:
     """The gradient of one parameter.
 
     It has no reference to the parameter. A strong one would be a cycle, since the parameter refers
-    to its gradient, which refers to this part; and torch.utils.swap_tensors refuses a parameter
+    to its gradient, which refers to this part; and torch.utils.swap_tensors raises on a parameter
     that has weak references.
 
     Attributes:
         name: the name of the parameter.
         offset: the offset of the parameter in its bucket.
-        numel: the elements of the whole gradient.
+        numel: the number of elements of the full gradient.
         span: the elements that this rank owns.
         start: their offset in the flat shard.
         shard: the owner of the flat shard.
-        local: the gradient of this rank alone, as far as it is not reduced yet; with stage 1 also
-            the part that is reduced.
-        forgotten: True if p.grad was taken off the parameter after it was reduced.
+        local: the unreduced gradient of this rank; with stage 1 also the part that is already
+            reduced. None without one.
+        forgotten: True if p.grad was removed from the parameter after it was reduced.
         summed: True if autograd has put the sum of `local` and a gradient on the parameter.
     """
 
@@ -87,14 +90,14 @@ class GradientPart:
     summed: bool = False
 
     def owner(self) -> OwnsGradients:
-        """The owner of the shard. RuntimeError if it no longer exists."""
+        """Return the owner of the shard. Raises RuntimeError if it no longer exists."""
         owner: OwnsGradients | None = self.shard()
         if owner is None:
             raise RuntimeError(GONE)
         return owner
 
     def collect(self, parameter: Tensor, placed: "ReducedGradient", reduced: bool) -> None:
-        """Take the gradient from the parameter, and put `placed` on the parameter instead.
+        """Move the gradient from `parameter.grad` to `local`, and put `placed` there instead.
         `reduced` is True if `placed` was on the parameter before.
         """
         gradient = parameter.grad
@@ -129,21 +132,21 @@ class GradientPart:
 class ReducedGradient(Tensor):
     """The gradient of a parameter, averaged over all ranks.
 
-    Defined are norms, `clip_grad_norm_` and the other functions of `torch.nn.utils`,
+    Supported are norms, `clip_grad_norm_` and the other functions of `torch.nn.utils`,
     torch.amp.GradScaler, `mul_` and other changes in place with numbers or with plain tensors of
-    the whole gradient's shape, and `full_tensor()`. All ranks must make the same calls.
+    the full gradient's shape, and `full_tensor()`. All ranks must make the same calls.
     """
 
     part: GradientPart
 
     @staticmethod
     def of(part: GradientPart, parameter: Tensor) -> "ReducedGradient":
-        """The gradient to put on a parameter, in the dtype that its gradients have."""
+        """Return the gradient to put on a parameter, in the dtype that its gradients have."""
         return ReducedGradient(part, parameter, getattr(parameter, "grad_dtype", None) or parameter.dtype)
 
     @staticmethod
     def __new__(cls, part: GradientPart, like: Tensor, dtype: torch.dtype) -> "ReducedGradient":
-        """Make the tensor that stands for a part, with the shape, strides and device of `like`."""
+        """Make the tensor that represents a part, with the shape, strides and device of `like`."""
         gradient: ReducedGradient = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=dtype, device=like.device
         )
@@ -151,24 +154,24 @@ class ReducedGradient(Tensor):
         return gradient
 
     def full_tensor(self) -> Tensor:
-        """The whole gradient as a plain tensor, in FP32 as it was reduced. A collective call."""
+        """Return the full gradient as a plain tensor, in FP32 as it was reduced. Collective."""
         return self.part.owner().gathered(self.part).view(self.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Name, shape, dtype and span, without the elements."""
+        """Return the name, shape, dtype and span, without the elements."""
         name, span = self.part.name, self.part.span
         return (
             f"ReducedGradient({name}, shape={tuple(self.shape)}, dtype={self.dtype}, here=[{span.start}, {span.stop}))"
         )
 
     def __format__(self, spec: str) -> str:
-        """The text that `repr` gives."""
+        """Return the text that `repr` gives."""
         return format(repr(self), spec)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Pass queries such as shape and dtype, and functions that end in operators, on to the
-        dispatcher. Functions that read memory raise.
+        """Pass queries such as shape and dtype, and functions that call operators, on to the
+        dispatcher. Raises RuntimeError for functions that read memory.
         """
         name = getattr(func, "__name__", "")
         if func == _SET_DATA and _is_itself(*args):
@@ -181,7 +184,9 @@ class ReducedGradient(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Run the handler that `define` has registered. RuntimeError for any other operator."""
+        """Run the handler that `define` has registered. Raises RuntimeError for any other
+        operator.
+        """
         handler = _HANDLERS.get(func)
         if handler is None:
             raise undefined(func, args, kwargs)
@@ -189,7 +194,7 @@ class ReducedGradient(Tensor):
 
 
 def take_off(parameter: Tensor) -> None:
-    """Replace a reduced gradient on the parameter by the gradient that autograd alone would have
+    """Replace a reduced gradient on the parameter by the gradient that only autograd would have
     left there: the one of this rank, or None.
     """
     if isinstance(parameter.grad, ReducedGradient):
@@ -227,12 +232,14 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def _is_itself(gradient: Any, data: Any) -> bool:
-    """True if `data` stands for the same gradient, as the results of `to` and `detach` do."""
+    """Return True if `data` represents the same gradient, as the results of `to` and `detach`
+    do.
+    """
     return isinstance(data, ReducedGradient) and data.part is gradient.part and data.dtype is gradient.dtype
 
 
 def _has_operator(func: Any, name: str) -> bool:
-    """True if the function calls the dispatcher, which can refuse it."""
+    """Return True if the function calls the dispatcher, which can raise on it."""
     written_with_operators = getattr(func, "__module__", "") in ("torch.functional", "torch.nn.functional")
     # Modes of the dispatcher call overloads.
     is_operator = isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket)
@@ -240,12 +247,14 @@ def _has_operator(func: Any, name: str) -> bool:
 
 
 def undefined(what: Any, args: Any, kwargs: Any) -> RuntimeError:
-    """The error for an operation that a reduced gradient does not have. It names calls to use."""
+    """Return the error for an operation that a reduced gradient does not have. It names calls to
+    use.
+    """
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
     of = next((f" of {leaf.part.name}" for leaf in leaves if isinstance(leaf, ReducedGradient)), "")
     return RuntimeError(
         f"{what} is not defined on the reduced gradient{of}, of which each rank holds a part: clip with optimizer.clip_grad_norm_ "
-        "or torch.nn.utils.clip_grad_norm_, which give the norm; p.grad.full_tensor() on all ranks gives the values"
+        "or torch.nn.utils.clip_grad_norm_, which return the norm; p.grad.full_tensor() on all ranks returns the values"
     )
 
 
@@ -255,5 +264,5 @@ def define(op: Any, handler: Callable[..., Any]) -> None:
 
 
 def defined() -> frozenset[Any]:
-    """The operators that do not raise."""
+    """Return the operators that do not raise."""
     return frozenset(_HANDLERS)

@@ -1,9 +1,9 @@
-"""Reductions of buckets: gradients that have arrived, the collective on its way, and its result.
+"""Reductions of buckets: gradients that have arrived, the collective in flight, and its result.
 
-A gradient stays where autograd put it until its bucket is complete. One that fills a bucket alone
-is sent from there; others are packed into a buffer that lives as long as the collective, or, where
-gradients travel as FP8, until they are quantized. While buckets fill, `IdleParameters` counts which
-parameters get no gradient.
+A gradient stays where autograd put it until its bucket is complete. A gradient that fills a bucket
+by itself is sent from there; others are packed into a buffer that lives as long as the collective,
+or, if gradients are sent as FP8, until they are quantized. While buckets fill, `IdleParameters`
+counts which parameters get no gradient.
 """
 
 import logging
@@ -24,7 +24,8 @@ PATIENCE = 100  # backward passes without a gradient, until a parameter is calle
 class Filling:
     """The gradients of a bucket that have arrived, by their offset in it.
 
-    What was reduced before of `forgotten` parts is not added to.
+    The earlier sums of `forgotten` parts are dropped: the reduction replaces them instead of adding
+    to them.
     """
 
     def __init__(self, bucket: Bucket) -> None:
@@ -39,12 +40,10 @@ class Filling:
         return len(self.gradients) == len(self.bucket.slots)
 
     def put(self, part: GradientPart, gradient: Tensor, more: bool) -> None:
-        """Take a gradient; with `more` it is added to the one that a nested backward pass
-        brought.
-        """
+        """Store a gradient; with `more` it is added to the gradient of a nested backward pass."""
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"the gradient of {part.name} is sparse: buckets hold dense ones (Embedding(sparse=False))"
+                f"the gradient of {part.name} is sparse, which is not supported: use dense gradients (Embedding(sparse=False))"
             )
         gradient = gradient.detach()
         before, dtype = self.gradients.get(part.offset), self.bucket.storage.grad_dtype
@@ -52,11 +51,11 @@ class Filling:
             gradient = (before.to(dtype) + gradient).to(dtype)
         self.gradients[part.offset], self._versions[part.offset] = gradient, gradient._version
 
-    def packed(self, as_it_lies: bool) -> Tensor:
-        """The gradients end to end, `[bucket.numel]`, zero where there is none; `as_it_lies` lets a
-        gradient that fills the bucket alone be given without a copy.
+    def packed(self, allow_view: bool) -> Tensor:
+        """Return the gradients end to end, `[bucket.numel]`, zero where there is none; with
+        `allow_view` a gradient that fills the bucket by itself is returned without a copy.
 
-        RuntimeError for a gradient that was changed in place since it arrived.
+        Raises RuntimeError for a gradient that was changed in place since it arrived.
         """
         for slot in self.bucket.slots:
             gradient = self.gradients.get(slot.offset)
@@ -64,7 +63,7 @@ class Filling:
                 _check_unchanged(slot, gradient, self._versions[slot.offset])
         bucket, dtype = self.bucket, self.bucket.storage.grad_dtype
         alone = self.gradients.get(0)
-        if bucket.is_one_gradient and as_it_lies and alone is not None and _is_plain(alone, dtype):
+        if bucket.is_one_gradient and allow_view and alone is not None and _is_plain(alone, dtype):
             return alone.view(-1)
         full = torch.empty(bucket.numel, dtype=dtype, device=bucket.slots[0].parameter.device)
         gaps, targets, start = [], [], 0
@@ -91,21 +90,21 @@ def _check_unchanged(slot: Slot, gradient: Tensor, version: int) -> None:
 
 
 def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
-    """True if a collective can read the memory of a gradient without a copy."""
+    """Return True if a collective can read the memory of a gradient without a copy."""
     return gradient.dtype is dtype and gradient.is_contiguous() and not gradient.is_neg()
 
 
 class Reduction:
-    """One bucket on its way into `target`, this rank's part of the flat f32 shard.
+    """The reduction of one bucket into `target`, this rank's part of the flat shard.
 
-    With a `stream` the result lands on that stream, beside the backward pass, and takes no time of
-    the stream that computes gradients. Without one it lands in `finish`.
+    With a `stream` the result is written on that stream, in parallel to the backward pass, and
+    takes no time of the stream that computes gradients. Without a stream `finish` writes it.
 
     Args:
         config: how gradients are sent and added (`grad_wire`, `deterministic`).
         stream: a CUDA stream; None on a CPU, for a single rank, and without `direct`.
         direct: `finish` is called before the next pass begins, so the reduction may read a gradient
-            where it lies and write its result into `target`.
+            in place and write its result into `target`.
         adds: the mean is added to the content of `target`.
     """
 
@@ -150,7 +149,7 @@ class Reduction:
         return self._bucket.numel
 
     def is_complete(self) -> bool:
-        """True if `finish` would not wait."""
+        """Return True if `finish` would not wait."""
         if self._landed is not None:
             return bool(self._landed.query())
         if self._quantized:
@@ -158,15 +157,15 @@ class Reduction:
         return self._work is None or self._work.is_completed()
 
     def release(self) -> None:
-        """Let the current stream wait for what uses the memory of this reduction, which may be
-        freed then.
+        """Let the current stream wait for the work that uses the memory of this reduction, which
+        may be freed afterwards.
         """
         if self._landed is not None:
             torch.cuda.current_stream(self._target.device).wait_event(self._landed)
 
     def finish(self) -> None:
-        """Let the current stream, or on a CPU the host, wait until the result is in its place.
-        RuntimeError for a gradient that was changed in place while it was sent from where it lies.
+        """Let the current stream, or on a CPU this thread, wait until the result is in `target`.
+        Raises RuntimeError if a gradient that was sent in place was changed during the collective.
         """
         self.release()
         if self._landed is None:
@@ -175,7 +174,7 @@ class Reduction:
             _check_unchanged(self._bucket.slots[0], self._full, self._version)
 
     def _land(self) -> None:
-        """Put the mean over the ranks into its place, or add it to what is there."""
+        """Write the mean over the ranks to `target`, or add it."""
         if self._quantized:
             self._quantized.wait()
         elif self._work is not None:
@@ -193,7 +192,7 @@ class Reduction:
             torch._foreach_copy_([self._target], [self._result])
 
     def _land_in_rank_order(self) -> None:
-        """Add what the ranks sent in their order, in FP32."""
+        """Add the messages in rank order, in FP32."""
         total = torch.empty_like(self._target) if self._adds else self._target
         first, *others = self._result.view(self._ranks, -1).unbind()
         total.copy_(first)
@@ -212,9 +211,9 @@ class Reduction:
 class IdleParameters:
     """Counts the backward passes since each parameter's last gradient on this rank.
 
-    Experts without tokens are idle rightly, so this warns, and once. A parameter that was replaced
-    in the model is idle too. One that is frozen is named at once: a gradient of zero changes it.
-    `owner` is the optimizer, in messages.
+    Experts without tokens are legitimately idle, so this only warns, and only once. A parameter
+    that was replaced in the model is idle too. A frozen parameter is named immediately, since a
+    zero gradient still changes it. `owner` is the optimizer, in messages.
     """
 
     def __init__(self, owner: str) -> None:
@@ -223,31 +222,31 @@ class IdleParameters:
         self._warned = self._warned_of_frozen = self._warned_of_none = False
         self.found = 0  # gradients so far
 
-    def note_none(self) -> None:
-        """A step had no gradient at all on this rank."""
+    def warn_no_gradients(self) -> None:
+        """Warn that a step had no gradient at all on this rank."""
         if not self._warned_of_none:
             self._warned_of_none = True
             logger.warning(
-                "%s had no gradient on this rank for a step, so all of them count as zero here: its moments and weight "
-                "decay go on changing parameters, where torch's AdamW would leave them. Leave such a step out, on all ranks (this "
-                "is said once)",
+                "%s had no gradient on this rank for a step, so all of them count as zero on this rank: its moments and "
+                "weight decay still change parameters, which torch's AdamW would not. Skip such a step on all ranks (logged "
+                "once)",
                 self._owner,
             )
 
-    def note_frozen(self, name: str) -> None:
-        """A parameter that brought no gradient in a backward pass that is reduced is frozen."""
+    def warn_frozen(self, name: str) -> None:
+        """Warn that a parameter without a gradient in a reduced backward pass is frozen."""
         if not self._warned_of_frozen:
             self._warned_of_frozen = True
             logger.warning(
-                "%s is frozen (requires_grad is False) and one of %s, whose moments and weight decay go on changing it: "
-                "give its parameter group lr=0, or build the optimizer without it and load the state of this one (this is said "
-                "once, of the first)",
+                "%s is frozen (requires_grad is False) and one of %s, whose moments and weight decay still change it: "
+                "set lr=0 for its parameter group, or build the optimizer without it and load the state of this one (logged "
+                "once, for the first)",
                 name,
                 self._owner,
             )
 
-    def note(self, name: str, has_gradient: bool) -> None:
-        """A backward pass that is reduced has brought a gradient of this parameter, or none."""
+    def count(self, name: str, has_gradient: bool) -> None:
+        """Count a reduced backward pass, in which this parameter had a gradient or not."""
         if has_gradient:
             self.found += 1
             if self._passes:
@@ -259,7 +258,7 @@ class IdleParameters:
             idle = [other for other, passes in self._passes.items() if passes >= PATIENCE]
             logger.warning(
                 "%d parameters of %s got no gradient on this rank in %d backward passes, the first is %s: they are "
-                "unused, frozen or no longer parameters of the model (this is said once)",
+                "unused, frozen or no longer parameters of the model (logged once)",
                 len(idle),
                 self._owner,
                 PATIENCE,

@@ -2,7 +2,7 @@
 with the same ranks if another optimizer reduces over the given group.
 
 Process groups are destroyed together with the default group, and not by an optimizer. So the
-separate group of an optimizer that no longer exists is given to the next one. Otherwise each
+separate group of an optimizer that no longer exists is reused by the next one. Otherwise each
 optimizer would leave a group behind, with its threads and connections. Ranks collect garbage at
 different times, so they exchange which groups are free, and take the first that is free on all.
 """
@@ -35,17 +35,17 @@ class _Lease:
         self.owner: weakref.ref[Any] | None = None
 
     def is_free(self) -> bool:
-        """True if the owner no longer exists."""
+        """Return True if the owner no longer exists."""
         return self.owner is not None and self.owner() is None
 
 
 def groups_free_on_all(parent: Group, is_shared: bool) -> list[int] | None:
-    """The numbers of the separate groups that no optimizer on any rank uses. None if no separate
-    group is needed, since `parent` is shared with another optimizer on no rank. Collective.
+    """Return the numbers of the separate groups that no optimizer on any rank uses. None if no
+    separate group is needed, since no other optimizer on any rank uses `parent`. Collective.
     """
     leases = [] if parent.handle is None else _made.get(parent.handle, [])
     is_shared_anywhere, most_leases = largest_of_ranks(
-        parent, [is_shared, len(leases)], "whether optimizers stand side by side"
+        parent, [is_shared, len(leases)], "whether several optimizers reduce over a group"
     )
     if not is_shared_anywhere:
         return None
@@ -55,8 +55,8 @@ def groups_free_on_all(parent: Group, is_shared: bool) -> list[int] | None:
 
 
 def separate_group(parent: Group, owner: Any, free: Sequence[int]) -> Group:
-    """Another process group with the ranks of `parent`, for as long as `owner` exists. `free` has
-    the numbers of the groups that are free on all ranks. Collective.
+    """Return a separate process group with the ranks of `parent`, for as long as `owner` exists.
+    `free` has the numbers of the groups that are free on all ranks. Collective.
 
     Each optimizer starts its buckets in the same order on every rank. But the buckets of two
     optimizers alternate as gradients arrive, which may differ between ranks if parameters are
@@ -72,12 +72,12 @@ def separate_group(parent: Group, owner: Any, free: Sequence[int]) -> Group:
 
 
 def is_shared_with_others(group: Group, parameters: Sequence[Tensor]) -> bool:
-    """True if an optimizer of other parameters than these reduces over this group."""
+    """Return True if an optimizer of different parameters reduces over this group."""
 
     def is_shared() -> bool:
-        return group.size > 1 and any(reducer.stands_beside(group, parameters) for reducer in list(reducers))
+        return group.size > 1 and any(reducer.coexists_with(group, parameters) for reducer in list(reducers))
 
     if is_shared():
-        # The other optimizer may be unused and only wait for the garbage collector.
+        # The other optimizer may be unreferenced and not yet garbage-collected.
         gc.collect()
     return is_shared()

@@ -42,10 +42,11 @@ def hyperparameters(group: Mapping[str, Any], rule: UpdateRule) -> dict[str, Ten
 def loaded_hyperparameters(
     names: Sequence[str], group: Mapping[str, Any], rule: UpdateRule, saved: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the saved numbers of a parameter group, whose parameters are `names`.
+    """Return the saved numbers of a parameter group, whose parameters are `names`; an empty dict if
+    the state has none.
 
-    ValueError for numbers that are missing, unknown or out of range, and for parameters of the
-    group that have different ones. A state without any leaves the group as it is.
+    Raises ValueError for numbers that are missing, unknown or out of range, and if they differ
+    between parameters of the group.
     """
     if not saved:
         return {}
@@ -54,8 +55,8 @@ def loaded_hyperparameters(
     for name in names:
         if name not in saved or saved[name].keys() != expected:
             raise ValueError(
-                f"the state does not fit this optimizer: {name} has the hyper-parameters {sorted(saved.get(name, ()))} there, and "
-                f"{sorted(expected)} here"
+                f"the state does not fit this optimizer: {name} has the hyper-parameters {sorted(saved.get(name, ()))} in the "
+                f"state, and {sorted(expected)} in the optimizer"
             )
         numbers: dict[str, Any] = {key: float(value) for key, value in saved[name].items()}
         if "betas" in rule.others:
@@ -66,13 +67,13 @@ def loaded_hyperparameters(
             raise ValueError(f"in the state of {name}, {error}") from error
         loaded = loaded or numbers
         if loaded != numbers:
-            raise ValueError(f"{name} has other hyper-parameters in the state than the rest of its parameter group")
+            raise ValueError(f"{name} has different hyper-parameters in the state than the rest of its parameter group")
     return loaded
 
 
 def problem_of(check: Callable[[], None], owner: str) -> Exception | None:
     """Return the error of a `check` of a state on this rank, so that all ranks can raise it. It is
-    a ValueError if the state does not fit the `owner`; an error of memory is not changed.
+    a ValueError if the state does not fit the `owner`; an out-of-memory error is returned as it is.
     """
     try:
         check()
@@ -86,20 +87,20 @@ def problem_of(check: Callable[[], None], owner: str) -> Exception | None:
 
 
 def check_moments(name: str, moments: Mapping[str, Any], expected: Collection[str] | None) -> None:
-    """ValueError, on this rank alone, for saved moments that a parameter cannot have. Its update
-    keeps the moments `expected`, which is None if that is not known.
+    """Raise ValueError, on this rank only, for saved moments that a parameter cannot have.
+    `expected` are the moments that its update keeps; None if they are not known.
     """
     if NEVER_STEPPED in moments:
         if len(moments) > 1 or not bool(moments[NEVER_STEPPED]):
             raise ValueError(
-                f"{name} has {sorted(moments)} in the state: {NEVER_STEPPED} is true, and without moments beside it"
+                f"invalid moments of {name} in the state: {NEVER_STEPPED} must be True and the only entry, got {sorted(moments)}"
             )
         return
     if not moments and expected != set():
-        raise ValueError(f"the state lacks the moments of {name}, and no {NEVER_STEPPED} there says that it has none")
+        raise ValueError(f"the state has neither moments of {name} nor a {NEVER_STEPPED} mark")
     if expected is not None and set(moments) != set(expected):
         raise ValueError(
-            f"the state does not fit this optimizer: {name} has {sorted(moments)} there, and its update here keeps "
+            f"the state does not fit this optimizer: {name} has {sorted(moments)} in the state, and its update keeps "
             f"{sorted(expected)}"
         )
     for key, value in moments.items():
@@ -110,19 +111,19 @@ def check_moments(name: str, moments: Mapping[str, Any], expected: Collection[st
 
 
 def check_shapes(name: str, moments: Mapping[str, Any], parameter: Tensor) -> None:
-    """ValueError for saved moments whose shape is not that of their parameter."""
+    """Raise ValueError for saved moments whose shape differs from the parameter's."""
     for key, value in moments.items():
         if key in MOMENTS and tuple(value.shape) != tuple(parameter.shape):
             raise ValueError(
-                f"{key} of {name} has shape {tuple(value.shape)} in the state and {tuple(parameter.shape)} here"
+                f"{key} of {name} has shape {tuple(value.shape)} in the state and {tuple(parameter.shape)} in the model"
             )
 
 
 def check_step(name: str, value: Any) -> None:
-    """ValueError unless a step count is a whole number from 0 on."""
+    """Raise ValueError unless a step count is a non-negative integer."""
     count = float(value)
     if not (0 <= count < math.inf and count == int(count)):
-        raise ValueError(f"{name} has step {count} in the state: a step count is a whole number from 0 on")
+        raise ValueError(f"{name} has step {count} in the state: a step count is a non-negative integer")
 
 
 def _check_values(name: str, key: str, value: Any, is_code: bool) -> None:
@@ -131,6 +132,6 @@ def _check_values(name: str, key: str, value: Any, is_code: bool) -> None:
         raise ValueError(f"{key} of {name} is {kind} in the state: moments are floating-point tensors")
     own = value.flat if isinstance(value, TensorShard) else getattr(value, "_local_tensor", value).detach()
     if type(own) is not Tensor or own.is_meta or not own.numel():
-        # Another library keeps these moments in its own class of tensors, which is not read here.
+        # Another library keeps these moments in its own tensor class, whose values are not checked.
         return
     check_values(name, key, own)

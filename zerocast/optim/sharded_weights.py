@@ -21,13 +21,15 @@ from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Validity
 
-ADVICE = "masters that were written by hand, or read from a checkpoint in place, are taken over by optimizer.load_state_dict(...)"
+ADVICE = (
+    "after writing masters by hand, or reading them from a checkpoint in place, call optimizer.load_state_dict(...)"
+)
 
 LOAD = "load a checkpoint (zerocast.optim.load, Checkpoints.load or load_state_dict)"
 
 
 class ShardedWeights:
-    """The flat byte buffers of a ZeroOptimizer, and what its casts must know of them.
+    """The flat byte buffers of a ZeroOptimizer, and their description for its casts (`Host`).
 
     Plain parameters are cast too, as identity weights: a cast rounds them to their dtype.
 
@@ -35,7 +37,7 @@ class ShardedWeights:
         buffers: the bytes of each bucket.
 
     Attributes:
-        buffers: the same. A switch of formats replaces them.
+        buffers: the bytes of each bucket. A switch of formats replaces them.
         gather: the all-gathers of these buffers; replaced with them.
         driver: the casts, for the life of the optimizer.
         overlap: True if gathers may still be in flight when a step returns.
@@ -49,7 +51,8 @@ class ShardedWeights:
         self._backend = backends.choose(masters.master.device, config.backend)
         self.overlap = config.overlap_all_gather
         self._validity = Validity(LOAD, advice=ADVICE)
-        # The order of the plan. A switch of formats splits buckets and so changes that of `_slots`.
+        # The order of the plan. A switch of formats splits buckets and so changes the order of
+        # `_slots`.
         self._names = [slot.name for slot, _ in self._slots()]
         self.driver = CastDriver(self._host())
         plan = self.driver.plan
@@ -60,7 +63,7 @@ class ShardedWeights:
         self._validity.watch([masters.master], sharded=group.size > 1)
 
     def _host(self) -> Host:
-        """The facts of the buffers as they are now."""
+        """Return the description of the current buffers."""
         self._flatten_scales()
         self.gather = WeightGather(self.buffers, self._group, self._validity, self._backend, self.overlap)
         placed = {slot.name: (buffer.bucket, slot) for buffer in self.buffers for slot in buffer.bucket.slots}
@@ -76,7 +79,7 @@ class ShardedWeights:
             starts=[span.start for span, _ in owned],
             gather=self.gather,
             scale_cuts=[bucket.cuts(slot) for bucket, slot in in_order],
-            # None for a parameter that a cast takes no Adam step on, since Muon updates it.
+            # None for a parameter that Muon updates, so that a cast makes no Adam step for it.
             param_groups=[None if bucket.storage.whole else slot.param_group for bucket, slot in in_order],
             backend=self._backend,
             validity=self._validity,
@@ -86,7 +89,7 @@ class ShardedWeights:
         )
 
     def _slots(self) -> Iterator[tuple[Slot, QuantizedWeight]]:
-        """Every parameter with its weight, bucket by bucket."""
+        """Yield every parameter with its weight, bucket by bucket."""
         for buffer in self.buffers:
             yield from zip(buffer.bucket.slots, buffer.weights, strict=True)
 
@@ -97,20 +100,20 @@ class ShardedWeights:
             into_flat_buffer([weight for weight in kept_here if weight.state.buffers[name] is not None], name)
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
-        """Give weights other formats by name, in flat buffers that the next cast fills. Local.
+        """Convert weights to these formats, in flat buffers that the next cast fills. Local.
 
-        Masters keep their places. A bucket whose weights are no longer stored alike gets flat
-        buffers for each kind, in which the places of the others stay empty.
+        Masters keep their offsets. A bucket whose weights no longer have the same storage gets flat
+        buffers for each kind of storage, in which the ranges of the other weights stay empty.
         """
         self.gather.land()
         self.buffers = [part for buffer in self.buffers for part in _converted(buffer, formats)]
 
     def rebuild(self, changed: Collection[str]) -> None:
-        """Make plan, gathers and bytes for the formats as they are after `convert`. Collective."""
+        """Rebuild plan, gathers and bytes for the formats after `convert`. Collective."""
         self.driver.rebuild(self._host(), changed)
 
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-        """Return the format and nominal dtype of each quantized weight by name."""
+        """Return the format and nominal dtype of each quantized weight keyed by name."""
         return {
             slot.name: (weight.format, weight.dtype)
             for slot, weight in self._slots()
@@ -123,7 +126,9 @@ class ShardedWeights:
         return {name: amax for name, amax in shared.items() if amax is not None}
 
     def shapes(self) -> dict[str, tuple[FormatSpec, Shape]]:
-        """Return format and shape of each QuantizedWeight by name, unquantized ones included."""
+        """Return the format and shape of each QuantizedWeight keyed by name, unquantized ones
+        included.
+        """
         slots = [slot for slot, _ in self._slots()]
         return {s.name: (s.format, s.shape) for s in slots if isinstance(s.parameter, QuantizedWeight)}
 
@@ -134,13 +139,15 @@ class ShardedWeights:
 
 
 def _live_weight(slot: Slot) -> QuantizedWeight:
-    """The parameter in its present storage; a plain one as an identity weight over it."""
+    """Return the parameter with its current storage; a plain one as an identity weight over it."""
     parameter = slot.parameter
     return parameter if isinstance(parameter, QuantizedWeight) else identity_weight(parameter)
 
 
 def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterator[BucketBytes]:
-    """The bytes of a bucket once its weights have these formats, which may be several."""
+    """Yield the buckets that replace a bucket when its weights get these formats, one per kind of
+    storage.
+    """
     bucket = buffer.bucket
     changed = [slot for slot in bucket.slots if slot.name in formats]
     if not changed:

@@ -1,7 +1,7 @@
 """SkippedSteps: a warning if all steps of a run are skipped. Such a run no longer trains, but its
 loss may look as if it did.
 
-The host knows of skipped steps from a late copy of the count of steps taken, which a skipped step
+The CPU learns of skipped steps from a late copy of the count of steps taken, which a skipped step
 does not increase.
 """
 
@@ -18,24 +18,24 @@ WARNED_AT = (20, 200)
 
 
 class SkippedSteps:
-    """Counts the steps that are skipped in a row. Rank 0 warns of them.
+    """Counts the steps that are skipped in a row. Rank 0 logs a warning.
 
     Args:
         count: int64[1], the number of steps taken, on the device.
 
     Attributes:
-        in_a_row: the number of steps that were skipped in a row, as far as the host knows.
+        in_a_row: the number of steps that were skipped in a row, as far as the CPU knows.
     """
 
     def __init__(self, count: Tensor, group: Group) -> None:
         self._group = group
         self._late = LateCopies(count)
-        # The last count that the host knows.
+        # The last count that the CPU knows.
         self._taken = 0
         self.in_a_row = 0
 
     def before_step(self) -> None:
-        """Note if the last step was skipped. On a GPU its count arrives only now."""
+        """Check if the last step was skipped. On a GPU its count arrives only now."""
         copies = self._late.pop()
         if not copies:
             return
@@ -45,13 +45,15 @@ class SkippedSteps:
         self.in_a_row = self.in_a_row + 1 if skipped else 0
         if skipped and self.in_a_row in WARNED_AT and self._group.rank == 0:
             logger.warning(
-                "the last %d steps were all skipped, since gradients are not finite: nothing is trained. zerocast.verify tells "
-                "whether masters are to blame; load an older checkpoint, lower the learning rate or the loss scale",
+                "the last %d steps were all skipped, since gradients are not finite: nothing is trained. zerocast.verify shows "
+                "whether masters are not finite; load an older checkpoint, lower the learning rate or the loss scale",
                 self.in_a_row,
             )
 
     def after_step(self) -> None:
-        """Start the copy of the count to the host. On a CPU it arrives at once."""
+        """Start the copy of the count to the CPU. With masters on the CPU it arrives
+        immediately.
+        """
         self._late.send()
         if not self._late.is_late:
             self.before_step()

@@ -1,9 +1,9 @@
-"""The state of an optimizer as a dictionary of tensors by parameter name. All ranks have the same
-keys.
+"""The state of an optimizer as a dictionary of tensors keyed by parameter name. All ranks have the
+same keys.
 
     model.<name>                                   f32 master, logical shape
     optim.state.<name>.{exp_avg,exp_avg_sq,step}   moments in the dtype in use; step is f32[]
-    optim.state.<name>.{exp_avg_scale,...}         f32, beside codes (ZeroConfig.state="compact")
+    optim.state.<name>.{exp_avg_scale,...}         f32, with codes (ZeroConfig.state="compact")
     optim.state.<name>.momentum_buffer             f32 or codes, for a parameter that Muon updates
     optim.state.<name>.never_stepped               bool[], in place of moments; FSDP2 saves it
     optim.param_groups.<name>.{lr,...}             f64[]
@@ -54,7 +54,7 @@ class StateByName(defaultdict[Any, Any]):
 
     `state[parameter]` has copies of its moments and of the step count, as `state_dict` has them
     under its name. Writes to them change nothing, and iteration finds no parameter: trainers
-    iterate to move the state that they find to a device.
+    iterate to move the state to a device.
 
     torch's `get_optimizer_state_dict` would conclude from an empty state that the optimizer was
     never stepped, and step it. It evaluates `if optimizer.state` first, which raises here.
@@ -65,11 +65,13 @@ class StateByName(defaultdict[Any, Any]):
         self._moments_of = moments_of
 
     def __missing__(self, parameter: Any) -> dict[str, Any]:
-        """KeyError for what is no parameter of the optimizer."""
+        """Return the copies for a parameter. Raises KeyError unless it is a parameter of the
+        optimizer.
+        """
         return self._moments_of(parameter)
 
     def __bool__(self) -> bool:
-        """RuntimeError, since neither True nor False is right."""
+        """Raise RuntimeError, since neither True nor False is right."""
         raise RuntimeError(
             "a ZeroAdamW or ZeroMuon keeps no state by parameter: torch's get_optimizer_state_dict and set_optimizer_state_dict "
             "would step it. Call its own state_dict() and load_state_dict(), or zerocast.optim.save and load"
@@ -96,8 +98,8 @@ class ZeroState:
         self._param_groups, self._group = param_groups, group
 
     def as_dict(self, kept: SavedMoments | None = None) -> dict[str, Any]:
-        """The state as it is now; tensors are views of it, scalars copies. A parameter that was
-        never stepped in what is `kept` has its mark.
+        """Return the current state; tensors are views of it, scalars copies. With the moments
+        `kept` of a checkpoint, a parameter that was never stepped there has its mark.
         """
         model, state, groups = {}, {}, {}
         is_compact = self._is_compact if kept is None else _has_scales(kept)
@@ -112,7 +114,9 @@ class ZeroState:
         return {"model": model, "optim": {"state": state, "param_groups": groups}, "zerocast": delayed}
 
     def moments_of(self, parameter: Any) -> dict[str, Any]:
-        """Copies of the moments and the step count of a parameter; KeyError for others."""
+        """Return copies of the moments and the step count of a parameter. Raises KeyError for
+        others.
+        """
         for bucket, slot in self._slots.values():
             if slot.parameter is parameter:
                 span, owned = self._masters.state(bucket, slot)
@@ -123,11 +127,13 @@ class ZeroState:
         raise KeyError(parameter)
 
     def _step_of(self, slot: Slot) -> Tensor:
-        """The step count of a parameter, f32[]."""
+        """Return the step count of a parameter, f32[]."""
         return self._counts.of_groups[slot.param_group].float()
 
     def masters_of(self, flat: Tensor) -> dict[str, Any]:
-        """Views of a flat f32 tensor that has the layout of the masters, by parameter name."""
+        """Return views of a flat f32 tensor that has the layout of the masters, by parameter
+        name.
+        """
         views = {}
         for name, (bucket, slot) in self._slots.items():
             span, start = bucket.owned(slot, self._group.rank)
@@ -136,7 +142,7 @@ class ZeroState:
 
     def load_masters(self, saved: Mapping[str, Any], flat: Tensor) -> None:
         """Fill a flat f32 tensor, which has the layout of the masters, from a result of
-        `masters_of`. ValueError on every rank, with nothing changed, if it does not fit.
+        `masters_of`. Raises ValueError on every rank, with nothing changed, if it does not fit.
         """
         problem = None
         try:
@@ -151,7 +157,7 @@ class ZeroState:
             _copy(flat[start : start + span.numel], saved[name], span)
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """ValueError on every rank if a state does not fit on any rank, or if only some of them
+        """Raise ValueError on every rank if a state does not fit on any rank, or if only some ranks
         load codes. Collective.
         """
         problem = problem_of(lambda: self._check(state), "optimizer")
@@ -159,14 +165,14 @@ class ZeroState:
         validate_across_ranks(self._group, [], problem, "loads a state", settings)
 
     def check_numbers(self, state: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for impossible step counts or hyper-parameters."""
+        """Raise ValueError, on this rank only, for impossible step counts or hyper-parameters."""
         for steps in self._steps(state).values():
             for name, step in steps.items():
                 check_step(name, step)
             if len(counts := set(steps.values())) > 1:
                 raise ValueError(
-                    f"one step count is needed for all parameters of a group, the state has {sorted(counts)[:4]}: give parameters "
-                    "that were added later a group of their own"
+                    f"one step count is needed for all parameters of a group, the state has {sorted(counts)[:4]}: put parameters "
+                    "that were added later into a separate group"
                 )
         self._loaded_groups(state)
 
@@ -202,8 +208,8 @@ class ZeroState:
             logger.warning("no delayed scaling that fits %s in the state: seeded from the loaded masters", names)
 
     def _parts(self, name: str, is_compact: bool) -> dict[str, tuple[Tensor, Span, tuple[int, ...]]]:
-        """The tensors of the state of a parameter, by name, as (the elements of this rank, their
-        range in the whole tensor, the shape of the whole tensor).
+        """Return the tensors of the state of a parameter, keyed by name, as (the elements of this
+        rank, their range in the full tensor, the shape of the full tensor).
         """
         bucket, slot = self._slots[name]
         shape = tuple(slot.parameter.shape)
@@ -239,7 +245,9 @@ class ZeroState:
         self.check_numbers(state)
 
     def _steps(self, state: Mapping[str, Any]) -> dict[int, dict[str, float]]:
-        """The step counts of the parameters that AdamW updates, by parameter group and name."""
+        """Return the step counts of the parameters that AdamW updates, by parameter group and
+        name.
+        """
         saved = state["optim"]["state"]
         steps: dict[int, dict[str, float]] = {}
         for name, (bucket, slot) in self._slots.items():
@@ -252,36 +260,38 @@ class ZeroState:
         if set(saved) != set(self._slots):
             missing, extra = sorted(set(self._slots) - set(saved)), sorted(set(saved) - set(self._slots))
             raise ValueError(
-                f"the state does not fit this optimizer: it lacks {missing[:4]} and has beyond it {extra[:4]}"
+                f"the state does not fit this optimizer: it lacks {missing[:4]} and has unexpected entries {extra[:4]}"
             )
 
     def _check_scales(self, name: str, scales: Tensor) -> None:
         span, shape, _ = self._masters.compact(*self._slots[name])
         if tuple(scales.shape) != shape:
             raise ValueError(
-                f"{name} has scales {tuple(scales.shape)} of groups of moments in the state and {shape} here, where "
-                f"{MOMENT_GROUP} elements are a group"
+                f"{name} has scales {tuple(scales.shape)} of groups of moments in the state and {shape} in the optimizer, "
+                f"where a group has {MOMENT_GROUP} elements"
             )
         if isinstance(scales, TensorShard) and scales.span != span:
-            raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
+            raise ValueError(f"{name} is sharded differently in the state: load it with torch.distributed.checkpoint")
 
     def _check_tensor(self, name: str, tensor: Tensor, code: torch.dtype | None = None) -> None:
-        """ValueError unless a tensor can take the place of a parameter's masters or moments, or of
-        moments that are codes of dtype `code`.
+        """Raise ValueError unless a tensor can replace a parameter's masters or moments, or moments
+        that are codes of dtype `code`.
         """
         bucket, slot = self._slots[name]
         span, _ = bucket.owned(slot, self._group.rank)
         if tensor.dtype is not code if code else not tensor.is_floating_point():
-            raise ValueError(f"{name} is {tensor.dtype} in the state and {code or slot.parameter.dtype} here")
+            raise ValueError(
+                f"{name} is {tensor.dtype} in the state and {code or slot.parameter.dtype} in the optimizer"
+            )
         if isinstance(tensor, TensorShard) and tensor.span != span:
-            raise ValueError(f"{name} is cut otherwise in the state: go through torch.distributed.checkpoint")
+            raise ValueError(f"{name} is sharded differently in the state: load it with torch.distributed.checkpoint")
         if tuple(tensor.shape) != tuple(slot.parameter.shape):
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(slot.parameter.shape)} here"
+                f"{name} has shape {tuple(tensor.shape)} in the state and {tuple(slot.parameter.shape)} in the optimizer"
             )
 
     def _loaded_groups(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-        """The saved hyper-parameters of each parameter group; none if the state has none."""
+        """Return the saved hyper-parameters of each parameter group; none if the state has none."""
         saved = state["optim"].get("param_groups", {})
         names: dict[int, list[str]] = {}
         for name, (_, slot) in self._slots.items():
@@ -298,12 +308,12 @@ class ZeroState:
 
 
 def _has_scales(moments: Mapping[str, Mapping[str, Any]]) -> bool:
-    """True if moments of a state, by parameter, are codes with scales."""
+    """Return True if moments of a state, by parameter, are codes with scales."""
     return any(scale in of_parameter for of_parameter in moments.values() for scale in SCALES)
 
 
 def _copy(flat: Tensor, value: Tensor, span: Span) -> None:
-    """Copy the elements `span` from a shard that has them, or from a whole tensor. A view of `flat`
+    """Copy the elements `span` from a shard that has them, or from a full tensor. A view of `flat`
     itself, which a reader has filled in place, is not copied.
     """
     source = value.flat if isinstance(value, TensorShard) else value.detach().reshape(-1)[span.start : span.stop]

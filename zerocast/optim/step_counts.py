@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class StepCounts:
-    """The steps taken, on the device, which alone knows of skipped steps.
+    """The steps taken, on the device, since only the device knows of skipped steps.
 
     Attributes:
         taken: i64[1], the steps of the optimizer, a view.
-        of_groups: i64[groups], those since each parameter group was added, a view.
-        before: how many steps were taken before each group was added, on the host.
+        of_groups: i64[groups], the steps since each parameter group was added, a view.
+        before: the number of steps taken before each group was added, on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,8 +28,8 @@ class StepCounts:
         self.taken, self.of_groups = self._all[:1], self._all[1:]
 
     def add_groups(self, number: int) -> None:
-        """Count the steps of so many more groups, from zero on. The counts then have other memory,
-        and the host waits for the device unless no group was there before.
+        """Count the steps of `number` more groups, from zero. The counts get new storage, and the
+        CPU waits for the device unless there was no group before.
         """
         taken = int(self.taken) if self.before else 0
         self.before += [taken] * number
@@ -41,8 +41,8 @@ class StepCounts:
         self._all += takes_step
 
     def load(self, by_group: Mapping[int, int]) -> None:
-        """Take over the counts of groups. The optimizer has taken as many steps as the group with
-        the most. Groups without a count are taken for groups that were never added later.
+        """Load the counts of groups. The optimizer has taken the number of steps of the group with
+        the most. Groups without a count are assumed to exist from the start.
         """
         if not by_group:
             return

@@ -3,10 +3,10 @@
 FrozenParameters raises if a parameter is unfrozen later. An optimizer lays its masters out once, so
 such a parameter would get gradients and never change.
 
-LeftOut compares untrained tensors between ranks. Trained parameters begin with the values of rank 0
-and stay equal on all ranks. Nothing does that for frozen parameters, for those that another
-optimizer steps, and for buffers. Ranks may differ in these for a good reason, as in experts or in
-the statistics of their own batches. So differences are logged once, and never raised.
+UntrainedTensors compares untrained tensors between ranks. Trained parameters begin with the values
+of rank 0 and stay equal on all ranks. Nothing does that for frozen parameters, for parameters of
+other optimizers, and for buffers. These may legitimately differ between ranks, as experts or batch
+statistics do. So differences are logged once, and never raised.
 """
 
 import hashlib
@@ -32,8 +32,8 @@ COMPARED_AFTER = (1, 100)
 
 
 def listed(params: Iterable[Any]) -> list[Any]:
-    """The given parameters, (name, parameter) pairs, or groups of either, in lists that can be
-    iterated over more than once.
+    """Return the given parameters, (name, parameter) pairs, or groups of either, in lists that can
+    be iterated over more than once.
     """
     items: list[Any] = []
     for item in params:
@@ -46,8 +46,8 @@ def listed(params: Iterable[Any]) -> list[Any]:
 
 
 def frozen(params: Sequence[Any]) -> dict[str, Tensor]:
-    """The parameters that need no gradient, by name. `params` are (name, parameter) pairs or groups
-    of them.
+    """Return the parameters that need no gradient, keyed by name. `params` are (name, parameter)
+    pairs or groups of them.
     """
     frozen_parameters: dict[str, Tensor] = {}
     for item in params:
@@ -60,8 +60,8 @@ class FrozenParameters:
     """The parameters that were frozen when an optimizer was built over them.
 
     Attributes:
-        parameters: the frozen parameters by name. The references are strong, since torch's
-            `swap_tensors`, with which `Module.to` may move a parameter, refuses a tensor that has
+        parameters: the frozen parameters keyed by name. The references are strong, since torch's
+            `swap_tensors`, with which `Module.to` may move a parameter, raises on a tensor that has
             weak references.
     """
 
@@ -71,7 +71,7 @@ class FrozenParameters:
         self.add(parameters, [])
 
     def add(self, frozen: Mapping[str, Tensor], trained: Sequence[Tensor]) -> None:
-        """Add frozen parameters, and remove those that are trained now."""
+        """Add frozen parameters, and remove parameters that are trained now."""
         trained_ids = set(map(id, trained))
         self.parameters = {name: p for name, p in self.parameters.items() if id(p) not in trained_ids} | dict(frozen)
         # `zerocast.weight.owners` checks quantized parameters.
@@ -80,20 +80,20 @@ class FrozenParameters:
         }
 
     def check_still_frozen(self) -> None:
-        """RuntimeError if a plain parameter requires a gradient now and no owner trains it.
-        Gradients are not looked at, since only some ranks may have one. So all ranks raise
+        """Raise RuntimeError if a plain parameter requires a gradient now and no owner trains it.
+        Gradients are not inspected, since only some ranks may have one. So all ranks raise
         together.
         """
         unfrozen = [name for name, p in self._plain.items() if p.requires_grad and not is_trained(p)]
         if unfrozen:
             raise RuntimeError(
                 f"{len(unfrozen)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "
-                f"them {', '.join(unfrozen[:SHOWN])}: it has no masters of them and would never train them. Build another one over "
-                "all parameters, or call requires_grad_(False) on these"
+                f"them {', '.join(unfrozen[:SHOWN])}: the optimizer has no masters of them and would never train them. Build a new "
+                "one over all parameters, or call requires_grad_(False) on these"
             )
 
 
-class LeftOut:
+class UntrainedTensors:
     """Compares the tensors that an optimizer does not train between ranks. Collective calls.
 
     These are the `frozen` parameters that it was given, and all untrained parameters and buffers of
@@ -129,18 +129,17 @@ class LeftOut:
         return {name: tensor for name, tensor in tensors.items() if name not in self._logged}
 
     def _compare(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Log, on rank 0, the names of tensors whose bytes differ between ranks. A tensor that a
-        rank does not have differs on no rank. Each tensor is read once. Returns True if any rank
-        knows a model.
+        """Log, on rank 0, the names of tensors whose bytes differ between ranks. A rank that lacks
+        a tensor is not compared. Each tensor is read once. Returns True if any rank knows a model.
         """
         if self._group.size == 1:
             return False
         sums = {name: _sum(tensor) for name, tensor in sorted(tensors.items())}
         digest = int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:7], "big")
         words = [digest, -digest, int(bool(self._models))]
-        highest, negated, has_models = largest_of_ranks(self._group, words, "digests of what is not trained")
+        highest, negated, has_models = largest_of_ranks(self._group, words, "digests of untrained tensors")
         if highest != -negated:
-            by_rank = self._group.all_gather_object(sums, "sums of what is not trained")
+            by_rank = self._group.all_gather_object(sums, "sums of untrained tensors")
             differing = []
             for name, expected in by_rank[0].items():
                 if any(rank_sums.get(name, expected) != expected for rank_sums in by_rank):
@@ -152,9 +151,9 @@ class LeftOut:
         self._logged.update(names)
         if names and self._group.rank == 0:
             logger.warning(
-                "%d parameters and buffers that this optimizer does not train have other values on other ranks, among them %s: "
-                "only trained ones begin as on rank 0 and stay alike. Load or seed the others alike on all ranks, and give the "
-                "optimizer the parameters that are to be trained",
+                "%d parameters and buffers that this optimizer does not train have different values on different ranks, among them "
+                "%s: only trained ones start from rank 0's values and stay equal. Load or seed the others identically on all "
+                "ranks, and pass the parameters that are to be trained to the optimizer",
                 len(names),
                 ", ".join(names[:SHOWN]),
             )
@@ -162,7 +161,7 @@ class LeftOut:
 
 @torch.no_grad()
 def _sum(tensor: Tensor) -> int:
-    """The sum of the bytes of a tensor; zero if they cannot be read."""
+    """Return the sum of the bytes of a tensor; zero if they cannot be read."""
     data = tensor.rowwise_data if isinstance(tensor, QuantizedWeight) else tensor.detach()
     if type(data) is not Tensor or data.is_meta or not data.numel():
         return 0

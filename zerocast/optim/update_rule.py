@@ -22,7 +22,7 @@ class UpdateRule:
 
     Attributes:
         name: the name of the rule, for messages.
-        numbers: hyper-parameters that are numbers from 0 on. A saved state has them.
+        numbers: hyper-parameters that are non-negative numbers. A saved state has them.
         others: further conditions, by hyper-parameter: a function that returns True for a valid
             value.
     """
@@ -32,11 +32,11 @@ class UpdateRule:
     others: Mapping[str, Callable[[Any], bool]]
 
     def check(self, group: Mapping[str, Any], wait: bool = True) -> None:
-        """ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
-        tensors on a device pass unread, since a step does not wait for the device.
+        """Raise ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
+        tensors on a device are not checked, since a step does not wait for the device.
         """
         names = (*self.numbers, *self.others)
-        values = {name: group[name] if wait else _on_host(group[name]) for name in names}
+        values = {name: group[name] if wait else _without_device_tensors(group[name]) for name in names}
         for name in self.numbers:
             if not isinstance(values[name], (Real, Tensor)):
                 raise TypeError(f"{name} is a number, got {values[name]!r}")
@@ -48,14 +48,14 @@ class UpdateRule:
                 raise ValueError(f"{name} is out of range: {values[name]}")
 
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """The hyper-parameters that ranks compare, by name."""
+        """Return the hyper-parameters that ranks compare, keyed by name."""
         return {"lr": float(group["lr"]), **{name: group[name] for name in (*self.others, *self.numbers[1:])}}
 
 
-def _on_host(value: Any) -> Any:
-    """The value, with tensors on a device replaced by 0.0, which is in every range."""
+def _without_device_tensors(value: Any) -> Any:
+    """Return the value, with tensors on a device replaced by 0.0, which is in every range."""
     if isinstance(value, (tuple, list)):
-        return tuple(map(_on_host, value))
+        return tuple(map(_without_device_tensors, value))
     return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
 
 
@@ -88,7 +88,7 @@ MUON = UpdateRule(
 
 
 def rule_of(group: Mapping[str, Any]) -> UpdateRule:
-    """The rule of a parameter group: Muon if `use_muon` is true, otherwise AdamW."""
+    """Return the rule of a parameter group: Muon if `use_muon` is true, otherwise AdamW."""
     return MUON if group.get("use_muon") else ADAMW
 
 

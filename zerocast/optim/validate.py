@@ -1,7 +1,7 @@
 """Validation of an optimizer's arguments: parameters, hyper-parameters, and the ownership of
 weights.
 
-A weight has one owner. Of several optimizers over a weight, that is the one that was built last.
+A weight has one owner. Of several optimizers over a weight, the last one that was built owns it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,39 +20,39 @@ from zerocast.weight.weight import NOMINAL_DTYPES
 OURS = ("a ZeroAdamW", "a ZeroMuon")
 STAGES = (1, 2)
 TAKEN_OVER = (
-    "another optimizer was built over these parameters: this one gets no gradients any more, and writes no weights. Use the newer "
-    "one, and load states into that"
+    "another optimizer was built over these parameters: this one no longer gets gradients or writes weights. Use the newer one, "
+    "and load states into it"
 )
 OTHER_GROUPS = (
-    "parameters were added to this {name}'s param_groups, taken out or moved since it was built, which changes nothing of what "
-    "it trains: call add_param_group, or build another one and load the state of this one"
+    "the param_groups of this {name} were modified after it was built (parameters added, removed or moved), which has no effect: "
+    "call add_param_group, or build another optimizer and load the state of this one"
 )
 # (name, parameter, index of its parameter group)
 Named = tuple[str, Tensor, int]
 
 
 def check_owners(named: Sequence[Named], who: str) -> None:
-    """RuntimeError for a weight that has no value yet, and for one that has another owner, as seen
-    by the new owner `who`.
+    """Raise RuntimeError for a weight that has no value yet, and for one that has another owner, as
+    seen by the new owner `who`.
     """
     for name, parameter, _ in named:
         if not isinstance(parameter, QuantizedWeight):
             continue
         if not parameter.state.ever_cast and parameter.high_precision_init_val is None:
             raise RuntimeError(
-                f"{name}, {parameter!r}, has never been cast: masters start from its value, so give it one (quantize_, "
+                f"{name}, {parameter!r}, has never been cast: masters start from its value, so set one (quantize_, "
                 "load_state_dict, QuantizedWeight.of_buffers)"
             )
     other = find_conflict(_held(named), lambda claim: claim.who in OURS, _parameters(named))
     if other is not None:
         raise RuntimeError(
-            f"{other.who} writes weights that {who} is built over: a weight has one owner, so remove() the handle of that, or "
-            "del it"
+            f"{other.who} writes weights that {who} is built over, but a weight has one owner: remove() the handle of "
+            f"{other.who}, or del it"
         )
 
 
 def check_owns(claim: Claim) -> None:
-    """RuntimeError if a newer optimizer has taken a parameter over."""
+    """Raise RuntimeError if a newer optimizer has taken a parameter over."""
     if claim.ended:
         raise RuntimeError(TAKEN_OVER)
 
@@ -80,8 +80,8 @@ def _held(named: Sequence[Named]) -> Held:
 
 
 def trainable(params: Iterable[Any]) -> list[Any]:
-    """The given (name, parameter) pairs, or groups of pairs, without parameters that are frozen or
-    empty. TypeError for parameters without names.
+    """Return the given (name, parameter) pairs, or groups of pairs, without parameters that are
+    frozen or empty. Raises TypeError for parameters without names.
     """
     items = list(params)
     if items and isinstance(items[0], dict):
@@ -89,13 +89,13 @@ def trainable(params: Iterable[Any]) -> list[Any]:
         return [{"param_names": [], **group, "params": trainable(group.get("params", ()))} for group in items]
     for item in items:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], Tensor)):
-            raise TypeError("parameters come with their names: pass model.named_parameters()")
+            raise TypeError("parameters must have names: pass model.named_parameters()")
     return [(name, parameter) for name, parameter in items if parameter.requires_grad and parameter.numel()]
 
 
 def validated(param_groups: list[dict[str, Any]], stage: int) -> list[Named]:
-    """The parameters with their names and the indices of their groups. ValueError or TypeError for
-    arguments with which nothing can be trained.
+    """Return the parameters with their names and the indices of their groups. Raises ValueError or
+    TypeError for invalid arguments, or if no parameter can be trained.
     """
     if stage not in STAGES:
         raise ValueError(f"stage is one of {STAGES}, got {stage}")
@@ -127,13 +127,13 @@ def _check_parameters(param_groups: list[dict[str, Any]]) -> list[Named]:
 
 
 def hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
-    """The values of a parameter group that ranks compare."""
+    """Return the values of a parameter group that ranks compare."""
     return rule_of(group).compared(group)
 
 
 def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The hyper-parameters of all groups by name. With several groups the names include the number
-    of the group.
+    """Return the hyper-parameters of all groups keyed by name. With several groups the names
+    include the number of the group.
     """
     return {
         f"{name} of group {index}" if len(groups) > 1 else name: value
@@ -143,6 +143,6 @@ def hyperparameters_by_name(groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def describe(parameter: Tensor) -> str:
-    """The format, shape and dtype of a parameter, as a text that ranks compare."""
+    """Return the format, shape and dtype of a parameter, as a text that ranks compare."""
     stored = parameter.format if isinstance(parameter, QuantizedWeight) else "plain"
     return f"{stored} {tuple(parameter.shape)} {parameter.dtype}"

@@ -44,18 +44,18 @@ class ZeroMuon(ZeroOptimizer):
             "8bit".
 
     torch.optim.Muon itself makes the update: momentum and decay in FP32, Newton-Schulz in bf16. It
-    needs the whole matrix, so one rank owns each weight as a whole. That rank has its masters and
-    momentum and casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a
-    part of each on every rank. A step sends the parts to the owners in FP32
+    needs the full matrix, so one rank owns each weight. That rank has its masters and momentum and
+    casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a part of each
+    on every rank. A step sends the parts to the owners in FP32
     (`zerocast.optim.gradient_exchange`). Weights are assigned to ranks so that memory and the work
     of Newton-Schulz are spread (`zerocast.distributed.whole`). With fewer matrices than ranks some
-    ranks own none, and buffers are padded, which is logged. AdamW's parameters are cut as in
+    ranks own none, and buffers are padded, which is logged. AdamW's parameters are sharded as in
     ZeroAdamW. Since one rank orthogonalizes a matrix, any number of ranks gives the same bits for
     the same reduced gradients.
 
     A gradient that is not finite skips the step. Everything else is as in ZeroAdamW, except that a
     step cannot be captured in a CUDA graph: `capture` raises. Raises ValueError for a group without
-    "use_muon", and for a parameter in a group of Muon's that is no matrix.
+    "use_muon", and for a parameter in a group of Muon's that is not a matrix.
     """
 
     NAME = "ZeroMuon"
@@ -72,8 +72,8 @@ class ZeroMuon(ZeroOptimizer):
         stage: int = 2,
         config: ZeroConfig | None = None,
     ) -> None:
-        # As in torch, defaults have all options of the constructor. AdamW's groups get those of
-        # Muon, too, and do not use them.
+        # As in torch, defaults have all options of the constructor. AdamW's groups also get Muon's
+        # options, and do not use them.
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -88,12 +88,12 @@ class ZeroMuon(ZeroOptimizer):
         for number, group in enumerate(given, len(self.param_groups) if self._is_built else 0):
             if not isinstance(group, dict):
                 raise ValueError(
-                    "a ZeroMuon takes parameter groups that say what updates them, got parameters alone: "
+                    "a ZeroMuon expects parameter groups that set use_muon, got parameters only: "
                     '[{"params": [(name, parameter), ...], "use_muon": True}, {"params": ..., "use_muon": False}]'
                 )
             if not isinstance(group.get("use_muon"), bool):
                 raise ValueError(
-                    f"parameter group {number} of a ZeroMuon says use_muon={group.get('use_muon')}: True for matrices of hidden "
+                    f"parameter group {number} of a ZeroMuon has use_muon={group.get('use_muon')}: set True for matrices of hidden "
                     "layers, False for embeddings, heads, norms and biases, which AdamW updates"
                 )
             groups.append({**(MUON_OPTIONS if group["use_muon"] else ADAM_OPTIONS), **group})
@@ -104,7 +104,7 @@ class ZeroMuon(ZeroOptimizer):
             if rule_of(self.param_groups[index]) is MUON and parameter.dim() not in MUON_DIMS:
                 raise ValueError(
                     f"{name} of shape {tuple(parameter.shape)} is in a group with use_muon=True, and Muon updates matrices [m, n] "
-                    "and stacks of them [experts, m, n]: give it to a group with use_muon=False"
+                    "and stacks of them [experts, m, n]: put it into a group with use_muon=False"
                 )
 
     def _build(self, named: list[Named], layout: Layout, masters: FlatMasters) -> None:
@@ -115,8 +115,8 @@ class ZeroMuon(ZeroOptimizer):
         padding = sum(bucket.numel for bucket in buckets) - numel
         if padding > LOGGED_PADDING * numel and self._group.rank == 0:
             logger.warning(
-                "the matrices of a ZeroMuon, %d elements in %d, take %d more of padding on every rank: equal parts for %d ranks, "
-                "which own them in whole, are as large as the largest one",
+                "the matrices of a ZeroMuon, %d elements in %d, need %d more elements of padding on every rank: equal parts for %d "
+                "ranks, each of which owns whole matrices, are as large as the largest one",
                 numel,
                 len(slots),
                 padding,
@@ -139,9 +139,9 @@ class ZeroMuon(ZeroOptimizer):
         return "".join(f"; Muon with {', '.join(f'{name} {group[name]}' for name in MUON.others)}" for group in groups)
 
     def capture(self, max_norm: float | None = None) -> CapturedStep:
-        """RuntimeError. Muon's scalars are computed on the host, so a graph would repeat those of
-        its recording.
+        """Raise RuntimeError. Muon's scalars are computed on the CPU, so a graph would repeat the
+        scalars of its recording.
         """
         raise RuntimeError(
-            "a step of a ZeroMuon cannot be captured, since Muon's learning rates are read on the host: call step()"
+            "a step of a ZeroMuon cannot be captured, since Muon's learning rates are read on the CPU: call step()"
         )

@@ -2,8 +2,8 @@
 
 One step, in order: reduce-scatter of gradients (started by backward hooks), norm, clip and a check
 for non-finite values, the update of this rank's shard (for which gradients of matrices go to the
-ranks that own them in whole), cast, all-gather of bytes, columnwise copies. Only the device knows
-whether a step is skipped, so the host never waits for it.
+ranks that own them), cast, all-gather of bytes, columnwise copies. Only the device knows whether a
+step is skipped, so the CPU never waits for it.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from zerocast.optim.sharded_weights import ShardedWeights
 from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
 from zerocast.optim.step_counts import StepCounts
-from zerocast.optim.untrained_checks import FrozenParameters, LeftOut, frozen, listed
+from zerocast.optim.untrained_checks import FrozenParameters, UntrainedTensors, frozen, listed
 from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
@@ -69,16 +69,16 @@ logger = logging.getLogger(__name__)
 
 
 class ZeroOptimizer(torch.optim.Optimizer):
-    """FP32 masters in flat buckets, sharded over `group`. A subclass says how they are updated.
+    """FP32 masters in flat buckets, sharded over `group`. A subclass defines how they are updated.
 
     Args:
         params, group, stage, config: as in ZeroAdamW.
-        defaults: hyper-parameters of parameter groups that have none of their own.
+        defaults: hyper-parameters of parameter groups that do not set them.
     """
 
     # The name of the class that users build, for messages.
     NAME: ClassVar[str]
-    # The weights, and the casts of them. Others once parameters were added.
+    # The weights and their casts. Replaced when parameters are added.
     _weights: ShardedWeights
     _driver: CastDriver
     _plan: CastPlan
@@ -107,7 +107,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         lines = [f"{name}: {describe(parameter)} in group {index}" for name, parameter, index in named]
         validate_across_ranks(self._group, lines, problem, f"builds a {self.NAME}", settings)
         self._frozen = FrozenParameters(frozen(given), self.NAME)
-        self._left_out = LeftOut(self._group, self._frozen.parameters, [parameter for _, parameter, _ in named])
+        self._untrained = UntrainedTensors(
+            self._group, self._frozen.parameters, [parameter for _, parameter, _ in named]
+        )
         free = groups_free_on_all(self._group, company)
         # The ranks of the reductions, for the life of the optimizer.
         self._reduction_group = self._group if free is None else separate_group(self._group, self, free)
@@ -128,24 +130,26 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._is_built = True
 
     def _with_rules(self, given: list[Any]) -> list[Any]:
-        """Return the given pairs, or groups of them, as torch's constructor takes them. ValueError
-        for a group whose update is invalid.
+        """Return the given pairs, or groups of them, as torch's constructor expects them. Raises
+        ValueError for a group whose update is invalid.
         """
         raise NotImplementedError
 
     def _check_parameters(self, named: list[Named]) -> None:
-        """ValueError or TypeError for parameters that their group's update cannot take."""
+        """Raise ValueError or TypeError for parameters that their group's update does not
+        support.
+        """
 
     def _costs(self, named: list[Named]) -> dict[str, int]:
-        """Return the parameters that one rank owns in whole, with the cost of their update."""
+        """Return the cost of the update of each parameter that one rank owns, keyed by name."""
         return {}
 
     def _described(self) -> str:
-        """Describe the hyper-parameters beside Adam's that all ranks must have alike."""
+        """Describe the hyper-parameters, besides Adam's, that must be equal on all ranks."""
         return ""
 
     def _adam_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups, of which the scalars of Adam are made. ValueError or
+        """Return the parameter groups from which Adam's scalars are made. Raises ValueError or
         TypeError for values that have become invalid since the constructor checked them.
         """
         for group in self.param_groups:
@@ -165,8 +169,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _build(self, named: list[Named], layout: Layout, masters: FlatMasters) -> None:
         """Train these parameters, too, with the results of `_lay_out`. Collective.
 
-        All parts of the optimizer but its step counts are replaced. Buckets that exist keep their
-        cuts and their bytes; the values of masters, moments and delayed scales go on.
+        All parts of the optimizer except its step counts are replaced. Existing buckets keep their
+        shard boundaries and their bytes; the values of masters, moments and delayed scales are
+        kept.
         """
         config, group, device = self._config, self._group, masters.master.device
         masters.initialise()
@@ -203,9 +208,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         )
         self._reducer.gradients.apply_clip = self._device.apply_clip
         self._skipped = SkippedSteps(self._counts.taken, group)
-        # What gradients were clipped to since the last step, for comparison among ranks.
+        # The norm to which gradients were clipped since the last step, as a text that ranks
+        # compare.
         self._clipped = ""
-        # The last sum of squares, with the version of the gradients that it is of.
+        # The last sum of squares, with the version of the gradients at that time.
         self._square_sum: tuple[int, Tensor] | None = None
         is_compact = config.state == "compact"
         self._state = ZeroState(
@@ -217,13 +223,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         # the claim lists the trained parameters, so other objects over the same weights are not
         self._validity.has_masters = False
         self.averages = Averages(self._masters.master, self._counts.taken, self._state, self._driver, self._reducer)
-        self._ask_before_uses()
+        self._register_prechecks()
         self._driver.refresh()
-        # Comes last: steps raise as long as it is not that of `param_groups`.
+        # Comes last: steps raise as long as it differs from `param_groups`.
         self._listed = listed_parameters(self.param_groups)
 
     def _place_weights(self, older: Sequence[Bucket]) -> None:
-        """Place the weights of all buckets behind the `older` ones, whose bytes stay, in flat
+        """Place the weights of all buckets after the `older` ones, whose bytes stay, in flat
         buffers, and prepare the casts of all weights. Collective.
         """
         buckets, device = self._layout.buckets, self._masters.master.device
@@ -242,8 +248,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if delayed:
             self._plan.delayed.load_state_dict({**self._plan.delayed.state_dict(), **delayed})
 
-    def _ask_before_uses(self) -> None:
-        """Let uses of the weights ask what only this optimizer can look at."""
+    def _register_prechecks(self) -> None:
+        """Register the checks of this optimizer that run before its weights are used
+        (`Validity.ask_before`).
+        """
         add_precheck = self._validity.add_precheck
         add_precheck(self._check_parameters_are_ours, Use.REDUCE, Use.STEP, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
         add_precheck(self.averages.check_not_swapped, Use.STEP, Use.SAVE, Use.SWITCH, Use.ADD, Use.SWAP, Use.LOAD)
@@ -251,16 +259,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of masters, moments and weights. A non-finite gradient anywhere skips it on
+        """Update masters, moments and weights once. A non-finite gradient anywhere skips it on
         every rank, nothing changed.
 
-        Uses the gradients up: the next backward pass starts from zero. A parameter whose `grad` is
-        None counts as zero. Returns what `closure` returned, or None. What raises before masters
-        are written (a gradient that is not reduced, out of memory) changes nothing: `zero_grad()`
-        and go on. What raises later leaves an optimizer that says so at every call, until a state
-        is loaded.
+        Consumes the gradients: the next backward pass starts from zero. The gradient of a parameter
+        whose `grad` is None counts as zero. Returns the result of `closure`, or None. An exception
+        before masters are written (an unreduced gradient, out of memory) changes nothing: call
+        `zero_grad()` and continue. After a later exception every call raises until a state is
+        loaded.
         """
-        # A graph would hold neither the hooks of gradients nor the host's part of a cast.
+        # A graph would hold neither the hooks of gradients nor the CPU's part of a cast.
         step = self._step_between_graphs if torch.compiler.is_compiling() else self._step
         return step(closure)
 
@@ -281,8 +289,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def capture(self, max_norm: float | None = None) -> CapturedStep:
-        """Capture `clip_grad_norm_(max_norm)` and `step()` as one CUDA graph. Call what this
-        returns in place of the two.
+        """Capture `clip_grad_norm_(max_norm)` and `step()` as one CUDA graph. Call the result in
+        place of the two.
 
         Collective, before or between steps; it changes nothing. Loops, schedulers, loading of
         states and ordinary steps in between stay as they are: learning rates, tensors or numbers,
@@ -301,17 +309,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._device, self._weights
 
     def _prepare(self, clipped: str = "") -> None:
-        """Do the host's part of a step before the device's. Raises with nothing changed.
+        """Do the CPU's part of a step before the device's. Raises with nothing changed.
 
-        It reduces gradients, takes over hyper-parameters and finds where the weights are. `clipped`
-        describes what a graph clips to. What may be wrong on this rank alone all ranks raise within
-        the cast (`Plan.ready`).
+        It reduces gradients, reads hyper-parameters and finds where the weights are. `clipped`
+        describes the norm to which a graph clips. Errors that may occur on this rank only
+        (parameter groups, hyperparameters, averages) are raised on all ranks by the cast
+        (`Plan.ready`).
         """
-        # What this raises has been raised already, or is the same on all ranks.
+        # These errors are the same on all ranks, or were raised before.
         self._validity.check(Use.STEP)
         self._plan.check_before_collective()
         self._skipped.before_step()
-        self._left_out.after_steps(self._steps)
+        self._untrained.after_steps(self._steps)
         self._reducer.finish()
         problem: Exception | None = None
         try:
@@ -328,12 +337,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
     def _check_parameters_are_ours(self, use: Use) -> None:
-        """RuntimeError once a newer optimizer has taken a parameter over."""
+        """Raise RuntimeError if a newer optimizer has taken a parameter over."""
         check_owns(self._claim)
 
     def _check_parameters_are_listed(self) -> None:
-        """RuntimeError, on this rank alone, for parameters with gradients that would not be
-        trained, and for parameter groups that are not those that masters were laid out for.
+        """Raise RuntimeError, on this rank only, for parameters with gradients that would not be
+        trained, and for parameter groups that changed after masters were laid out.
         """
         check_gradients()
         self._frozen.check_still_frozen()
@@ -341,8 +350,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise RuntimeError(OTHER_GROUPS.format(name=self.NAME))
 
     def _check_unwritten(self, use: Use) -> None:
-        """RuntimeError for parameters that other code has written: masters do not have these
-        values. A step looks for that by itself.
+        """Raise RuntimeError for parameters that other code has written: masters do not have these
+        values. A step checks this separately.
         """
         self._weights.gather.check_unwritten()
         self._weights.gather.check_moved()
@@ -355,10 +364,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._apply_clip()
 
     def _finish(self) -> None:
-        """Do the host's part of a step after the device's: drop the gradients, and verify all live
+        """Do the CPU's part of a step after the device's: drop the gradients, and verify all live
         bytes after every `verify_every` steps.
         """
-        # Averages follow on the device. Where that raises, the step is only half done.
+        # Averages are updated on the device. If that raises, the step is only partly done.
         with self._plan.transaction("an optimizer step"):
             self.averages.after_step()
             self._skipped.after_step()
@@ -366,7 +375,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._square_sum, self._clipped, self._device.clipped = None, "", False
         self._caller.number += 1
         self._reducer.reset()
-        # torch's schedulers look for it, and only a call of `step` itself sets it.
+        # torch's schedulers check this flag, which otherwise only a call of `step` sets.
         self._opt_called = True
         self._steps += 1
         if self._config.verify_every and self._steps % self._config.verify_every == 0:
@@ -377,9 +386,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Scale the coming step's gradients so that their global norm is at most `max_norm`;
         returns the norm before, f32[].
 
-        The norm is that of the averaged gradients over all ranks. As in torch, the factor is
+        The norm is computed over the averaged gradients of all ranks. As in torch, the factor is
         `max_norm / (norm + 1e-6)`, at most 1. `torch.nn.utils.clip_grad_norm_` does the same, but
-        takes a kernel for each gradient where this one scales in the update.
+        launches a kernel for each gradient, while this one scales in the update.
         """
         self._validity.check(Use.REDUCE)
         self._reducer.finish()
@@ -389,49 +398,49 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._device.clip_to(max_norm, norm)
         self._clipped = f", clipped to {max_norm:.6g}"
         self._device.clipped = True
-        self._reducer.changed_by_hand()
+        self._reducer.mark_modified()
         return norm
 
     def _apply_clip(self) -> None:
         """Apply a clip that is due; the gradients then have the norm they were clipped to."""
         if self._device.apply_clip():
-            self._reducer.gradients.everything_changed()
+            self._reducer.gradients.mark_all_changed()
 
     def _reduced_square_sum(self) -> Tensor:
-        """Sum of squares of the averaged gradient, f64[], the same on every rank."""
+        """Return the sum of squares of the averaged gradient, f64[], the same on every rank."""
         version = self._reducer.gradients.version
         if self._square_sum is None or self._square_sum[0] != version:
             self._square_sum = version, self._device.square_sum()
         return self._square_sum[1]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, reduced or not."""
+        """Drop all gradients, reduced or not."""
         self._device.clip.fill_(1.0)
         self._clipped, self._device.clipped = "", False
         self._reducer.reset()
-        # A weight's __torch_function__ would otherwise run at every look at a gradient.
+        # A weight's __torch_function__ would otherwise run at every access of a gradient.
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank alone while the context is open. The next backward pass
+        """Accumulate gradients on this rank only while the context is open. The next backward pass
         outside of it reduces the sum.
         """
-        before = self._reducer.hold(synchronise=False)
+        before = self._reducer.set_synchronise(synchronise=False)
         try:
             yield
         finally:
-            self._reducer.hold(synchronise=before)
+            self._reducer.set_synchronise(synchronise=before)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group that the masters are sharded over; None for one process without any."""
+        """The group that the masters are sharded over; None for one process without a group."""
         return self._group.handle
 
     def master_views(self) -> tuple[MasterViews, ...]:
-        """Return the masters of all parameters, for `zerocast.verify`. RuntimeError for partial
-        ones.
+        """Return the masters of all parameters, for `zerocast.verify`. Raises RuntimeError if
+        masters are partly written.
         """
         return tuple(self._driver.master_views())
 
@@ -453,7 +462,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._check_between_steps(Use.SWITCH)
 
     def _check_between_steps(self, use: Use) -> None:
-        """RuntimeError, on this rank alone, where formats or parameters cannot change now."""
+        """Raise RuntimeError, on this rank only, if formats or parameters cannot change now."""
         self._plan.check_between_steps(use)
         self._reducer.check_used_up(use)
         self._weights.gather.prepare()
@@ -468,7 +477,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def formats(self) -> dict[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name."""
+        """Format and nominal dtype of each quantized weight keyed by name."""
         return self._weights.formats()
 
     @property
@@ -479,7 +488,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """The number of steps that a non-finite gradient has skipped. Reading it waits for the
-        device, and logs what is new.
+        device, and logs new skipped steps.
         """
         count = int(self._skipped_count)
         if count > self._reported and self._group.rank == 0:
@@ -489,21 +498,23 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
-        """The parameters that it was given and that needed no gradient then, by name."""
+        """The parameters that were frozen when the optimizer got them, keyed by name."""
         return self._frozen.parameters
 
     @property
     def model(self) -> None:
-        """Unknown: an optimizer is given parameters."""
+        """None, since the optimizer is built from parameters and does not know their model.
+        Checkpoints read this.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masters, moments, step, hyper-parameters and delayed scales by parameter name
-        (`zerocast.optim.state`).
+        """Return masters, moments, step, hyper-parameters and delayed scales keyed by parameter
+        name (`zerocast.optim.state`).
 
         Save it with torch.distributed.checkpoint, which then loads in place, or on one rank with
-        torch.save. RuntimeError after a step that failed partway, whose masters and moments are of
-        different steps, and if other code has written parameters, since masters do not have these
-        values.
+        torch.save. Raises RuntimeError after a step that failed partway, whose masters and moments
+        belong to different steps, and if other code has written parameters, since masters do not
+        have these values.
         """
         self._validity.check(Use.SAVE)
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
@@ -522,13 +533,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         return self._state.as_dict(kept)
 
     def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for invalid step counts and hyper-parameters."""
+        """Raise ValueError, on this rank only, for invalid step counts and hyper-parameters."""
         self._state.check_numbers(state_dict)
 
     @contextlib.contextmanager
     def overwriting(self) -> Iterator[None]:
         """Overwrite the state while the context is open. After an exception in it the optimizer
-        must load a state before it goes on.
+        must load a state before it continues.
         """
         self._validity.check(Use.LOAD)
         # True if a reader of checkpoints has opened this context around `load_state_dict`.
@@ -548,8 +559,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load a state of the same parameters, saved by any number of ranks, and cast the weights
         from its masters.
 
-        ValueError, with nothing changed, for missing names and other shapes. After a step that
-        failed partway this makes the optimizer whole again, and drops the gradients of that step.
+        Raises ValueError, with nothing changed, if names are missing or shapes differ. After a step
+        that failed partway the optimizer is valid again; the gradients of that step are dropped.
         """
         self._validity.check(Use.LOAD)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -566,27 +577,27 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._steps = 0
             self._driver.refresh()
         if self._counts.before != before:
-            # Graphs hold keys of random numbers, which depend on it.
+            # Graphs hold keys of random numbers, which depend on these counts.
             self._record_again()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """TypeError: shards, hooks and process groups are not copied; `state_dict` is."""
+        """Raise TypeError: shards, hooks and process groups cannot be copied; `state_dict` can."""
         raise TypeError(f"a {self.NAME} cannot be copied or pickled: build another one and load the state of this one")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train the parameters of another group, too. Collective, between two steps.
 
         `param_group` is one that the constructor takes, with (name, parameter) pairs. Its
-        parameters get buckets, masters and moments of their own, and the group's count of steps
-        begins at zero, as in torch.optim.AdamW; checkpoints hold it. Averages start at the masters
-        of the added parameters, and captured steps are recorded again. Schedulers know the groups
-        that they were built for: build another one. Memory for two of the masters and moments is
-        needed meanwhile.
+        parameters get separate buckets, masters and moments, and the group's count of steps begins
+        at zero, as in torch.optim.AdamW; checkpoints hold it. Averages start at the masters of the
+        added parameters, and captured steps are recorded again. Schedulers know the groups that
+        they were built for: build another one. During the call, memory for two copies of the
+        masters and moments is needed.
 
-        Raises on every rank, with nothing changed, for what the constructor refuses, for groups
-        that differ between ranks, and RuntimeError between a backward pass and the step or
+        Raises on every rank, with nothing changed, for groups that the constructor would reject or
+        that differ between ranks. Raises RuntimeError between a backward pass and the step or
         `zero_grad` after it, or while an average is swapped in.
         """
         if not self._is_built:
@@ -617,6 +628,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._skipped.restart(int(self._counts.taken))
         trained = [parameter for _, parameter, _ in self._named]
         self._frozen.add(frozen(given), trained)
-        self._left_out.add(frozen(given), trained)
+        self._untrained.add(frozen(given), trained)
         averages.move_to(self.averages, lambda flat: self._masters.completed(flat, masters))
         self._record_again()
