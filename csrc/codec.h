@@ -207,7 +207,7 @@ ZC_HD float fp32_scale(float amax, float fp8_max, float epsilon, bool power_of_2
   return usable ? scale : 1.0f;
 }
 
-// The same for values that pass by (inputs of products, gradients between ranks), whose amax is given
+// The scale for transient values (inputs of products, gradients between ranks), whose amax is given
 // as its bits: NaN for one that is not finite, so that all values of the group come out as NaN.
 ZC_HD float scale_or_nan(int32_t amax_bits, float fp8_max, bool power_of_2) {
   const float scale = fp32_scale(float_of(amax_bits), fp8_max, 0.0f, power_of_2);
@@ -222,7 +222,7 @@ constexpr int32_t kScaleSpread = 14;  // SCALE_SPREAD of zerocast/formats/spec.p
 
 struct PowerOfTwoScale {
   float inverse;     // 1 / the largest value of the element
-  int32_t exponent;  // of the largest value
+  int32_t exponent;  // exponent of the largest value
   bool rounds_down;
 
   ZC_HD PowerOfTwoScale(bool is_fp4, bool down)
@@ -255,7 +255,7 @@ ZC_HD float e8m0_value(int32_t code) {
 
 // E2M1 codes with E8M0 scales as E4M3 codes with one scale a group of blocks (docs/formats/mxfp4.md).
 constexpr int32_t kUpcastExponent = 6;  // UPCAST_EXPONENT of zerocast/formats/spec.py
-constexpr int32_t kMostSpread = 31;     // from here on every code is a zero
+constexpr int32_t kMostSpread = 31;     // from this value on every code is a zero
 
 // `spread` is the exponent of the group's largest scale less that of the code's own.
 ZC_HD int32_t upcast_code(int32_t code, int32_t spread) {
@@ -287,7 +287,7 @@ ZC_HD int32_t exact_scale_code(float v) {
 }
 
 struct TwoLevel {
-  float multiplier;  // of a block's amax, before its E4M3 encoding
+  float multiplier;  // factor of a block's amax, before its E4M3 encoding
   float decode;      // 1 / S_enc
   bool exact;
 

@@ -1,4 +1,4 @@
-// What a rank sends of a gradient to one rank, for host and device: GradientMessage of
+// The message of a gradient from one rank to another, for host and device: GradientMessage of
 // zerocast/formats/layout.py.
 #pragma once
 

@@ -47,7 +47,7 @@ ZC_HD uint32_t key_of_step(int64_t key, int64_t step) {
   return mix(static_cast<uint32_t>(key) + static_cast<uint32_t>(step) * 0x9E3779B9u);
 }
 
-// What the random numbers of 2**32 elements of a weight share.
+// The seed that the random numbers of 2**32 elements of a weight share.
 ZC_HD uint32_t seed_of(uint32_t key, int64_t element) { return mix(key + static_cast<uint32_t>(element >> 32)); }
 
 // The upper 24 bits are a random number.

@@ -1,7 +1,7 @@
-// The stages on the GPU. Arguments have the names and the order of zerocast/backends/ops.py, without
-// the table; work lists made from it and the stream stand last. Bases are passed as the address of
-// an array of addresses in device memory, None as 0. Tensors without a table are compared at each
-// call with what a stage will touch.
+// The stages on the GPU. Arguments have the names and the order of zerocast/backends/ops.py,
+// without the table; work lists made from it and the stream come last. Bases are passed as the
+// address of an array of addresses in device memory, None as 0. Tensors without a table are
+// compared at each call with the ranges that a stage accesses.
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace py = pybind11;
 namespace zerocast::api {
 namespace {
 
-using TypedBases = std::pair<uintptr_t, std::string>;  // of an array of addresses, and of what they point to
+using TypedBases = std::pair<uintptr_t, std::string>;  // address of an array of addresses, dtype of the tensors
 using WorkArgument = std::tuple<uintptr_t, int64_t, uintptr_t, int64_t>;  // table, weights, items, blocks
 using StreamArgument = std::pair<uintptr_t, int>;                         // handle, device
 
@@ -92,7 +92,7 @@ void roll_history(const Format& format, cuda::DeviceBases amaxes, cuda::DeviceBa
   cuda::roll_history(format, work_of(work), amaxes, scales, histories, skip, stream_of(stream));
 }
 
-// Of an array of addresses in device memory, or the addresses.
+// The device address of an array of addresses, or the addresses themselves.
 using BasesArgument = std::variant<uintptr_t, std::vector<uint64_t>>;
 
 cuda::Bases bases_of(const BasesArgument& argument) {
@@ -220,7 +220,7 @@ void lay_out(const Memories& gradients, int64_t ranks, const Memory& out, const 
   cuda::lay_out(gradients.addresses, numels, dtype_of(gradients.dtype), ranks, array_of("out", out), stream_of(stream));
 }
 
-// The input of a product, of so many elements.
+// Returns the input of a product, which must have `rows` x `columns` elements.
 Array input_of(const Memory& x, int64_t rows, int64_t columns) {
   const Array array = array_of("x", x);
   if (rows < 0 || columns < 0 || (columns && rows > x.bytes / columns / size_of(array.dtype))) {

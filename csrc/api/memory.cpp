@@ -10,7 +10,7 @@
 namespace zerocast::api {
 namespace {
 
-constexpr int64_t kMost = int64_t{1} << 48;  // of elements and of offsets, so that no sum or product overflows
+constexpr int64_t kMost = int64_t{1} << 48;  // most elements and offsets, so that no sum or product overflows
 
 bool is_near(int64_t offset) { return -kMost <= offset && offset <= kMost; }
 

@@ -1,6 +1,6 @@
-// What a stage will touch is compared with the tensors that it was given, before it runs: every call
-// throws std::invalid_argument, ValueError in Python, for a tensor of another dtype or one that is
-// too short. Tables in device memory are not read here; their rows were checked when they were built.
+// The ranges that a stage accesses are compared with its tensors before it runs: every call throws
+// std::invalid_argument, ValueError in Python, for a tensor of a wrong dtype or one that is too
+// short. Tables in device memory are not read here; their rows were checked when they were built.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -49,7 +49,7 @@ int64_t elements_of(const char* name, const Memory& memory);
 // The number of rows of a tensor that is a table of `columns` columns of 4 or 8 bytes.
 int64_t rows_of(const char* name, const Memory& memory, const char* dtype, int64_t columns);
 
-// One direction of one weight, and what it is decoded into.
+// Checks one direction of one weight, and the tensor that it is decoded into.
 void check_dequantize(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
                       int64_t columns, bool columnwise, const Memory& out);
 void check_upcast(const Format& format, const Memory& data, const Memory& scale_inv, const Memory& amax, int64_t rows,
@@ -71,11 +71,11 @@ std::vector<Upcast> check_upcasts(const Format& format, const Memories& data, co
   return weights;
 }
 
-// The number of elements of a tensor of so many equal parts.
+// Returns the number of elements of a tensor of `parts` equal parts.
 int64_t check_parts(const char* name, const Memory& memory, int64_t parts);
 
-// The number of elements of a gradient that has messages of that many equal parts, or that as many
-// messages are added to.
+// Returns the number of elements: of `grad`, which is sent as `parts` messages; of `out`, to which
+// `parts` messages are added.
 int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages);
 int64_t check_add_gradients(const Memory& messages, int64_t parts, const Memory& out);
 
@@ -113,7 +113,7 @@ class Rows {
   // All codes, and all scales.
   void check_whole_codes(const Memories& row_data, const Memories& column_data) const;
   void check_scales(const Memories& row_scales, const Memories& column_scales, bool needs_columnwise) const;
-  // So many floats of each row, or of each that owns something.
+  // Checks `count` floats for each row; with `of_all` false, for each row with owned elements.
   void check_floats(const char* name, const Memories& bases, column::Column base, column::Column offset, int64_t count,
                     bool of_all) const;
   // A row of `scalars` for each row that owns something.

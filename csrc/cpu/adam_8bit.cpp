@@ -15,7 +15,7 @@ namespace zerocast {
 namespace {
 
 constexpr int64_t kGroup = MomentPiece::kGroup;
-constexpr int64_t kLanes = 16;  // of a vector, or of a few
+constexpr int64_t kLanes = 16;  // lanes of a vector, or of a few vectors
 
 constexpr CodeValues kValues = code_values();
 
@@ -30,12 +30,12 @@ constexpr Numbers numbers() {
 }
 constexpr Numbers kNumbers = numbers();
 
-// 1.5 * 2**23: a small number that is added to it is rounded to a whole one, which is then in its last
-// bits. And the bits of 4 there.
+// Adding 1.5 * 2**23 to a small float rounds it to an integer in the low mantissa bits.
+// kWholeOfFour is the bit pattern of 1.5 * 2**23 + 4.
 constexpr float kToWhole = 12582912.0f;
 constexpr int32_t kWholeOfFour = 0x4B400004;
 constexpr int32_t kSixteen = 0x41800000;
-// Of the parabola whose relative distance from 1 / x is least, 1/99, for x from 1/254 to 2/254.
+// Coefficients of the parabola with the smallest relative error (1/99) to 1 / x on [1/254, 2/254].
 constexpr float kParabola[] = {254.0f * 210.0f / 99.0f, -254.0f * 254.0f * 144.0f / 99.0f,
                                254.0f * 254.0f * 254.0f * 32.0f / 99.0f};
 // Codes whose places are that near to a boundary are found by their definition, in units of the
@@ -111,8 +111,8 @@ struct MomentRun {
 // Whether the random numbers of a group have one seed.
 bool has_one_seed(int64_t element) { return element >> 32 == (element + kGroup - 1) >> 32; }
 
-// Asks for what the groups after the next ones need, which the processor does not find by itself in
-// four places at once.
+// Prefetches the memory of the groups after the next ones, since the hardware prefetcher does not
+// follow four streams.
 void ask_ahead(const MomentRun& run, int64_t group, int64_t gradient_bytes) {
   constexpr int64_t kAhead = 8, kLine = 64;
   const int64_t at = (group + kAhead) * kGroup;

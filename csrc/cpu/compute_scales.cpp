@@ -107,7 +107,7 @@ struct Stage {
       const uint8_t* source = scales.data() + (row / buffer.repeat - first) * across * buffer.entry;
       if (buffer.repeat_columns == 1) {
         std::memcpy(line, source, across * buffer.entry);
-      } else {  // of bytes only
+      } else {  // only scales of one byte repeat over columns
         for (int64_t i = 0; i < across; ++i) std::memset(line + i * buffer.repeat_columns, source[i], buffer.repeat_columns);
       }
       if (used < buffer.columns) buffer.pad(line + used * buffer.entry, buffer.columns - used);

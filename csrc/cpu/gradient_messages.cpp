@@ -28,7 +28,7 @@ struct AddLoops {
 namespace zerocast::cpu {
 namespace {
 
-constexpr int64_t kRun = 32 * kGradientGroup;  // whose sums stay in the first-level cache
+constexpr int64_t kRun = 32 * kGradientGroup;  // elements whose sums stay in the first-level cache
 
 int64_t runs_of(const GradientMessage& part) { return (part.numel + kRun - 1) / kRun; }
 

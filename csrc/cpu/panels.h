@@ -1,9 +1,10 @@
-// Cuts the owned elements of many weights into tasks, called panels.
+// Splits the owned elements of many weights into tasks, called panels.
 //
-// A panel is some whole rows of one weight, of which the span owns all or a part. A weight's panels
-// lie between its first and last owned row, so the work follows the spans. Rows are read whole,
-// since memory is fast only for consecutive pages; only very long rows are cut. Columns do not
-// matter to a format without blocks, so its weights may be read as matrices of kFlatColumns columns.
+// A panel is some full rows of one weight, of which the span owns all or a part. A weight's panels
+// are between its first and last owned row, so the work follows the spans. Rows are read
+// completely, since memory is fast only for consecutive pages; only very long rows are split.
+// Columns do not matter to a format without blocks, so its weights may be read as matrices of
+// kFlatColumns columns.
 #pragma once
 
 #include <algorithm>

@@ -23,8 +23,8 @@ struct PackedGrid {
 
 constexpr int64_t kMostGroupColumns = 1024;
 
-// The largest amax of the group of each of n blocks of a grid row, at most kMostGroupColumns of them
-// from a whole group on.
+// Writes the largest amax of the group of each of n blocks of a grid row, at most
+// kMostGroupColumns, which begin with a group.
 inline void group_amaxes(const Format& format, const PackedGrid& grid, int64_t row, int64_t column, int64_t n,
                          float* groups) {
   const int64_t down = format.scale_group.rows / format.block.rows,

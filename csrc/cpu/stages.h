@@ -34,10 +34,10 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, int threads);
 
-// Of a weight, or of its transpose, from its rowwise codes.
+// The upcast of a weight, or of its transpose, from its rowwise codes.
 struct Upcast {
   uintptr_t data, scale_inv, amax;
-  int64_t rows, columns;  // of the weight
+  int64_t rows, columns;  // shape of the weight
   bool transposed;
   uintptr_t codes, group_scale_inv;
 };
@@ -50,7 +50,7 @@ void adam_step(const AdamState& state, const int64_t* segments, int64_t count, c
 void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, int threads);
 
-// The same for spans of whole rows of blocks, and their codes.
+// adam_amax for spans of full rows of blocks, and their codes.
 void adam_cast(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, const Bases& row_data, int threads);
 
@@ -63,8 +63,8 @@ struct Adam8bitState {
   float* scales;
 };
 
-// What a step with moments in 8 bits reads besides these: `pieces` are parallel to the rows of the
-// table, `steps` to those of `scalars`.
+// The further inputs of a step with moments in 8 bits: `pieces` are parallel to the rows of the
+// table, `steps` to the rows of `scalars`.
 struct Adam8bitStep {
   const MomentPiece* pieces;
   const float* scalars;
@@ -73,16 +73,16 @@ struct Adam8bitStep {
 };
 
 // adam_amax with moments in 8 bits. The second of two calls, after `cut_largest` was reduced,
-// `finishes` cut groups.
+// `finishes` shared groups.
 void adam_8bit(const Format& format, Dtype nominal, const std::vector<Adam8bitState>& states, const Table& table,
                const Adam8bitStep& step, Array packed, const CutLargest& cut_largest, bool finishes, int threads);
 
-// adam_cast with moments in 8 bits, of pieces without cut groups.
+// adam_cast with moments in 8 bits, for pieces without shared groups.
 void adam_8bit_cast(const Format& format, Dtype nominal, const std::vector<Adam8bitState>& states, const Table& table,
                     const Adam8bitStep& step, Array packed, const Bases& row_data, int threads);
 
-// A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
-// elements (gradient_message.h).
+// The messages of the `parts` equal parts of a gradient of `numel` elements, and the sum of `parts`
+// messages of `numel` elements (gradient_message.h).
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, int threads);
 void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, int threads);
 

@@ -46,7 +46,7 @@ const std::array<CodeTable, 256>& exact_tables() {
 struct Source {
   const uint8_t* data;
   const uint8_t* scales;
-  int64_t rows, columns, scale_stride;  // of scales, from a row of blocks to the next
+  int64_t rows, columns, scale_stride;  // scale_stride: entries from a row of scales to the next
   Block block;
   bool exact_scales;
 

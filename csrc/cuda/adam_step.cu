@@ -7,7 +7,7 @@ namespace zerocast::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPieces = 4;  // of four elements, a thread
+constexpr int kPieces = 4;  // pieces of four elements per thread
 constexpr int kAtOnce = 1;  // pieces whose loads are in flight together
 
 struct Segment {

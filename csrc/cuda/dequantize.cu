@@ -23,7 +23,7 @@ struct Extent {
   static constexpr int kAcross = kColumns / kEight, kDown = kThreads / kAcross;  // threads
   static constexpr int kPasses = kRows / kDown;
 };
-constexpr int kPitch = Extent<true>::kRows + 2;  // so that neighbouring rows begin in neighbouring banks
+constexpr int kPitch = Extent<true>::kRows + 2;  // padded so that neighbouring rows begin in neighbouring banks
 
 // Scales by block: entry (i, j) of the grid of the stored matrix.
 struct Factors {
@@ -36,8 +36,8 @@ struct Factors {
   // Columns of eight neighbours begin at a multiple of eight.
   __device__ bool is_same_for_eight() const { return column_bits >= 3; }
 
-  // What is stored for an element, and what it stands for: a thread asks for all that it needs
-  // before it waits for any.
+  // `load` returns the stored scale of an element, and a second function decodes it: a thread
+  // issues all its loads before it waits for any.
   __device__ uint32_t load(int32_t row, int32_t column) const {
     const int64_t index = (row >> row_bits) * stride + (column >> column_bits) * column_stride;
     if (rule == ScaleRule::kFP32) return reinterpret_cast<const uint32_t*>(buffer)[index];
@@ -123,8 +123,8 @@ __device__ Words<Out> dequantized(typename Codes8<E>::Word codes, const Factors&
   return words;
 }
 
-// `rows` and `columns` are those of the stored matrix. If `whole`, eight elements of a row, or of a
-// column when transposed, can be read and written at once.
+// `rows` and `columns` are the shape of the stored matrix. If `whole`, eight elements of a row, or
+// of a column when transposed, can be read and written together.
 template <class E, class Out, bool kTransposed>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const uint8_t* data, Factors factors, int32_t rows, int32_t columns, bool whole, typename Out::Word* out) {

@@ -88,7 +88,7 @@ ZC_HD uint32_t scale_threads_across(const ScaleBuffer& buffer) {
 
 ZC_HD uint32_t scale_rows(const ScaleBuffer& buffer) {
   return buffer.repeat == 1 ? kScaleRows : 1;
-}  // of the grid, a thread
+}  // rows of the grid per thread
 
 ZC_HD uint32_t scale_threads(const ScaleBuffer& buffer) {
   const uint32_t grid_rows = static_cast<uint32_t>(buffer.rows) / static_cast<uint32_t>(buffer.repeat);

@@ -1,7 +1,7 @@
-// Stages quantize_gradient and add_gradients: a gradient on its way between ranks, in groups.
+// Stages quantize_gradient and add_gradients: a gradient that is sent between ranks, in groups.
 //
-// Parts of whole groups are read by the tiles of groups.cuh, a group a row. Parts of other lengths,
-// which only unusual shapes under FSDP2 have, go element by element.
+// Parts of complete groups are read by the tiles of groups.cuh, one group per row. Parts of other
+// lengths, which only unusual shapes under FSDP2 have, are read element by element.
 #include <stdexcept>
 
 #include "cuda/dispatch.cuh"
@@ -15,7 +15,7 @@ namespace {
 static_assert(kGradientGroup == kInputGroup, "a row of a tile is a group");
 constexpr int kTileElements = kGradientGroup * kGradientGroup;
 constexpr int kWarps = kThreads / kWarpLanes, kOfLane = kGradientGroup / kWarpLanes;
-constexpr int kSenders = 8;  // whose codes are on their way at once
+constexpr int kSenders = 8;  // senders whose codes are loaded together
 
 int64_t blocks_for(int64_t work, int64_t each) { return (work + each - 1) / each; }
 

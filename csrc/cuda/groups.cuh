@@ -8,7 +8,7 @@
 namespace zerocast::cuda {
 
 constexpr int kElements = 8, kThreads = 256;
-constexpr int kPieces = kInputGroup / kElements;  // of a group; as many lanes take it
+constexpr int kPieces = kInputGroup / kElements;  // pieces of a group, one per lane
 
 // The greater of magnitudes in one word of 32 bits or in two of 16: bits of every type order as its
 // magnitudes do, with NaN above Inf.
@@ -74,8 +74,8 @@ __device__ int32_t greatest_bits(int32_t value) {
   return value;
 }
 
-// Reduces eight results of `greater` of each lane over 16 lanes. A lane is left with that of the row
-// which bits 3 to 1 of its number say: each step gives away half of the rows.
+// Reduces eight results of `greater` of each lane over 16 lanes. A lane ends with the result of the
+// row given by bits 3 to 1 of its index: each step hands over half of the rows.
 template <class In>
 __device__ uint32_t greatest_of_rows(uint32_t (&rows)[kElements]) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// Gradients that are reduced together, laid out by rank in the dtype of the reduction: what
-// `fsdp::chunk_cat` of FSDP2 writes (zerocast/fsdp2/reduction.py), which is not a stage.
+// Gradients that are reduced together, laid out by rank in the dtype of the reduction, as FSDP2's
+// `fsdp::chunk_cat` does (zerocast/fsdp2/reduction.py). This is not a stage.
 //
-// A rank's row has its part of each gradient, one after another. A launch takes up to kMostGradients
-// as arguments, so nothing is copied to the device for it.
+// A rank's row has its concatenated parts of the gradients. A launch takes up to kMostGradients as
+// arguments, so nothing is copied to the device for it.
 #include <stdexcept>
 
 #include "cuda/dispatch.cuh"
@@ -24,15 +24,15 @@ struct alignas(kFour * sizeof(Word)) Four {
 
 struct Gradient {
   uint64_t address;
-  int64_t numel;        // of a rank's part
-  int64_t place;        // of that part in a rank's row
-  int64_t first_block;  // of those for a rank
+  int64_t numel;        // elements of a rank's part
+  int64_t place;        // offset of that part in a rank's row
+  int64_t first_block;  // first block among the blocks for a rank
 };
 
 struct Gradients {
   Gradient gradients[kMostGradients];
   int32_t count;
-  int64_t blocks;  // for a rank
+  int64_t blocks;  // blocks for a rank
   int64_t row;     // elements for a rank
 };
 

@@ -1,8 +1,8 @@
 // AdamW on pieces of weights whose moments are kept in 8 bits, for adam_8bit and adam_8bit_cast.
 //
-// A warp takes some groups of 128 elements one after the other, a lane four neighbours of each. The
-// loads of a group are under way while the group before it is computed. Groups follow each other, or
-// where amaxes are of blocks lie below each other, as the rows of a panel of adam_amax.
+// A warp processes some groups of 128 elements one at a time, a lane four neighbours of each. The
+// loads of a group are in flight while the previous group is computed. Groups are consecutive, or
+// for formats with blocks below each other, as the rows of a panel of adam_amax.
 #pragma once
 
 #include "cuda/amax.cuh"
@@ -36,7 +36,7 @@ struct LaneElements {
   uint32_t m, v;  // codes
 };
 
-// What becomes of them.
+// The updated values of LaneMoments.
 struct LaneResults {
   Four<Float32> masters;
   uint32_t first, second;  // codes
@@ -53,7 +53,7 @@ struct LanePlace {
   int64_t element;
   int first, last;
 
-  // Of a group that begins at `group`, of which the piece has [first, last).
+  // For a group that begins at `group`, of which the piece has [first, last).
   __device__ LanePlace(int64_t group, int first, int last) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpLanes * kLaneElements;
     element = group + lane;
@@ -220,7 +220,7 @@ __device__ GroupPair scales_of(const GroupPair& largest) {
   return {group_scale(largest.first), group_scale(largest.second)};
 }
 
-// Overwrites elements whose bits are set by what is defined.
+// Overwrites elements whose bits are set by the exact results.
 template <class Grad>
 __device__ void update_exactly(uint32_t which, const LaneMoments<Grad>& moments, const GroupPair& scales,
                                const StepScalars& s, const CodeValues& values, const Randoms& randoms, LaneResults& to) {
@@ -256,7 +256,7 @@ __device__ LaneResults update(const LaneMoments<Grad>& moments, const GroupPair&
   return to;
 }
 
-// What all groups of a piece share in a step.
+// The values that all groups of a piece share in a step.
 template <class Grad>
 struct PieceStep {
   const CutLargest& cuts;

@@ -65,7 +65,7 @@ __device__ inline float ordinary_root(float x) {
   return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(0.5f, y), root);
 }
 
-// What all elements of a step share.
+// The values that all elements of a step share.
 struct StepScalars {
   AdamScalars adam;
   float clip;
@@ -155,8 +155,8 @@ class QuickGroup {
   }
 
  private:
-  // In units of the distance between codes. What is rounded on the way to a place, the approximate
-  // instructions by 2**-22.9 of their results at most, moves it by less than 0.00009.
+  // In units of the distance between codes. Rounding, by at most 2**-22.9 of the results of
+  // approximate instructions, moves the position of a code by less than 0.00009.
   static constexpr float kDoubt = 0x1p-13f;
 
   struct Code {

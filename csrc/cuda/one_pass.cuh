@@ -1,8 +1,8 @@
 // The part after the update of a stage that updates masters and casts them in one pass.
 //
 // A thread block of some warps takes 128 x 128 elements, a lane four columns of some rows of them.
-// What a lane has updated stays in shared memory, rounded to the nominal dtype, until the thread
-// block knows the amaxes of its blocks.
+// The updated elements of a lane stay in shared memory, rounded to the nominal dtype, until the
+// thread block knows the amaxes of its blocks.
 #pragma once
 
 #include "cuda/amax.cuh"
@@ -61,7 +61,7 @@ class Kept<Float32, kWarps> {
   }
 };
 
-// What the scale of a lane's block depends on: its amax, and the largest one of the 128 x 128
+// The inputs of the scale of a lane's block: its amax, and the largest amax of the 128 x 128
 // elements.
 struct LaneAmaxes {
   float block, group;
@@ -72,7 +72,7 @@ template <Grid kGrid, int kWarps>
 __device__ LaneAmaxes amaxes_of_lanes(float most) {
   constexpr int kAcross = 128 / side_of(kGrid), kTall = kWarps / kAcross;  // blocks side by side, warps to a block
   constexpr int kLanes = kWarpLanes / kAcross, kParts = kWarps * kAcross;
-  __shared__ float parts[kParts];  // of a warp and a block each
+  __shared__ float parts[kParts];  // a value for each warp and block
   const int warp = threadIdx.x / kWarpLanes, lane = threadIdx.x % kWarpLanes;
   const float part = greatest<kLanes>(most);
   if (lane % kLanes == 0) parts[warp * kAcross + lane / kLanes] = part;

@@ -11,7 +11,7 @@ template <int kColumns>
 struct Lane {
   int64_t row, column, element;
   int64_t pitch, rows, columns;
-  int64_t start, stop;  // of the owned span
+  int64_t start, stop;  // bounds of the owned span
 
   // The owned columns [first, last) of row `r`; none if last <= first.
   struct Owned {
@@ -107,7 +107,7 @@ class MasterReader {
   __device__ MasterReader(const Lane<kColumns>& lane, uint64_t origin, int height)
       : lane_(lane), first_(reinterpret_cast<const Word*>(origin + lane.element * static_cast<int64_t>(sizeof(Word)))) {
     const int shift = static_cast<int>(reinterpret_cast<uint64_t>(first_) / sizeof(Word) % 4);
-    const bool alike = lane.pitch % 4 == 0;  // of all rows
+    const bool alike = lane.pitch % 4 == 0;  // all rows have the same alignment
     if (alike && shift == 0 && lane.whole(height)) {
       shift_ = 0;
     } else if (alike && lane.whole(height, shift, 4 - shift)) {

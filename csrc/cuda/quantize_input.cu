@@ -1,8 +1,8 @@
 // The other operand of an FP8 product: `per_tensor`, `groups` and `groups_both_ways` of
 // zerocast/gemm/inputs.py, byte for byte.
 //
-// A thread takes eight neighbouring elements at once. Groups take one pass, in both directions
-// together too; a whole tensor takes one for its amax and one for its codes.
+// A thread processes eight neighbouring elements together. Groups need one pass, also for both
+// directions; per-tensor scaling needs one pass for the amax and one for the codes.
 #include <algorithm>
 
 #include "cuda/dispatch.cuh"

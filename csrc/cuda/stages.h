@@ -21,8 +21,8 @@ struct Work {
   int64_t blocks;
 };
 
-using DeviceBases = uintptr_t;  // of an array of addresses in device memory
-using Flag = uintptr_t;         // of a bool, or 0
+using DeviceBases = uintptr_t;  // address of an array of addresses in device memory
+using Flag = uintptr_t;         // address of a bool, or 0
 
 struct Stream {
   uintptr_t handle;
@@ -64,11 +64,11 @@ struct Quantized {
 };
 void dequantize(const Format& format, const Quantized& weight, Array out, Stream stream);
 
-// Of a weight, or of its transpose, from its rowwise codes; `codes` begin at a multiple of 16 bytes.
-// All weights of a call are transposed alike.
+// The upcast of a weight, or of its transpose, from its rowwise codes; `codes` begin at a multiple
+// of 16 bytes. Either all weights of a call are transposed or none.
 struct Upcast {
   uintptr_t data, scale_inv, amax;
-  int64_t rows, columns;  // of the weight
+  int64_t rows, columns;  // shape of the weight
   bool transposed;
   uintptr_t codes, group_scale_inv;
 };
@@ -94,14 +94,14 @@ void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int6
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);
 
-// The same for spans of whole rows of blocks, and their codes.
+// adam_amax for spans of full rows of blocks, and their codes.
 void adam_cast(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, DeviceBases row_data, Stream stream);
 
-// adam_amax with moments in 8 bits; all addresses are of arrays of addresses. Pieces are parallel to
-// the rows of the table, and have a work list of runs of groups, for formats without blocks. The second
-// of two calls, after `cuts` were reduced, `finishes` cut groups. `steps` are i64 in device memory,
-// one for each row of scalars.
+// adam_amax with moments in 8 bits; all addresses are of arrays of addresses. Pieces are parallel
+// to the rows of the table, and have a work list of runs of groups, for formats without blocks. The
+// second of two calls, after `cuts` were reduced, `finishes` shared groups. `steps` are i64 in
+// device memory, one for each row of scalars.
 struct Adam8bitState {
   DeviceBases masters;
   Array grads;
@@ -110,12 +110,12 @@ struct Adam8bitState {
 void adam_8bit(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, const Work& pieces,
                const AdamStep& step, uintptr_t steps, Array packed, const CutLargest& cuts, bool finishes, Stream stream);
 
-// adam_cast with moments in 8 bits, of pieces without cut groups.
+// adam_cast with moments in 8 bits, for pieces without shared groups.
 void adam_8bit_cast(const Format& format, Dtype nominal, const Adam8bitState& state, const Work& work, uintptr_t pieces,
                     const AdamStep& step, uintptr_t steps, Array packed, DeviceBases row_data, Stream stream);
 
-// A gradient of `numel` elements in `parts` equal ones, and what as many ranks have sent of `numel`
-// elements (gradient_message.h). Messages are aligned to 16 bytes.
+// The messages of the `parts` equal parts of a gradient of `numel` elements, and the sum of `parts`
+// messages of `numel` elements (gradient_message.h). Messages are aligned to 16 bytes.
 void quantize_gradient(Array grad, int64_t numel, int64_t parts, uintptr_t messages, Stream stream);
 void add_gradients(uintptr_t messages, int64_t parts, int64_t divisor, bool adds, Array out, int64_t numel, Stream stream);
 

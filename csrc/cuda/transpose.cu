@@ -18,7 +18,7 @@ __device__ uint8_t* address(const Bases& bases, int64_t base, int64_t offset) {
 
 struct Matrix {
   uint8_t* data;
-  int64_t rows, bytes;  // of a row
+  int64_t rows, bytes;  // bytes per row
 
   __device__ uint8_t* at(int64_t row, int64_t byte) const { return data + row * bytes + byte; }
 };
@@ -60,7 +60,7 @@ __device__ void write16(const Matrix& m, int64_t row, int64_t byte, uint4 words)
 template <bool kNibbles, int kRows, class Put>
 __device__ void transpose_words(uint4 (&rows)[kRows], int i, const Put& put) {
   if constexpr (kNibbles) {
-    uint32_t even[4], odd[4];  // of byte columns: pairs of rows, of even and of odd codes
+    uint32_t even[4], odd[4];  // byte columns: pairs of rows, of even and of odd codes
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
       even[pair] = (&rows[2 * pair].x)[i];
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     transpose_kernel(Format format, const int64_t* table, const Item* items, const __grid_constant__ Bases row_data,
                      const __grid_constant__ Bases column_data) {
   constexpr int kPerByte = kNibbles ? 2 : 1;
-  constexpr int kRows = 4 * kPerByte, kColumns = 16 * kPerByte;  // of a thread at a time
+  constexpr int kRows = 4 * kPerByte, kColumns = 16 * kPerByte;  // extent that a thread processes at a time
   constexpr int kDown = kTransposeThreads / 8, kSteps = kTransposeRows / (kDown * kRows);
   constexpr int kTransposed = kTransposeBytes * kPerByte, kWords = kTransposeRows / kRows;  // columns, and words of each
   __shared__ uint32_t transposed[kTransposed * kWords];
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kTransposeThreads)
     for (int i = 0; i < 4; ++i) transpose_words<kNibbles>(rows[step], i, put);
   }
   __syncthreads();
-  constexpr int kPieces = kWords / 4;  // of 16 bytes, a column
+  constexpr int kPieces = kWords / 4;  // pieces of 16 bytes per column
   for (int i = threadIdx.x; i < kTransposed * kPieces; i += kTransposeThreads) {
     const int column = i / kPieces, piece = i % kPieces;
     const uint4 words = *reinterpret_cast<const uint4*>(transposed + place<kWords, kColumns>(column, piece * 4));

@@ -18,7 +18,7 @@ namespace zerocast::cuda {
 namespace {
 
 constexpr int kGroup = 128;
-constexpr int kCodes = 16, kRows = 4, kLanes = kGroup / kCodes, kThreads = kLanes * kGroup / kRows;  // of a group
+constexpr int kCodes = 16, kRows = 4, kLanes = kGroup / kCodes, kThreads = kLanes * kGroup / kRows;  // per group
 constexpr int kMagnitudes = 8;
 
 // The groups that a thread block takes side by side.
@@ -28,8 +28,8 @@ struct Source {
   const uint8_t* data;
   const uint8_t* scales;
   int32_t rows, columns;
-  int64_t scale_columns;  // of the scale buffer
-  const float* amax;      // of the tensor, for exact scales
+  int64_t scale_columns;  // columns of the scale buffer
+  const float* amax;      // tensor amax, for exact scales
   bool aligned;           // codes can be read eight bytes at once
 };
 
@@ -90,7 +90,7 @@ struct Members {
 
 template <bool kTransposed, bool kExactScales>
 __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(const __grid_constant__ Members weights) {
-  constexpr int kWide = wide(kTransposed), kWords = kGroup / 4;  // of a column
+  constexpr int kWide = wide(kTransposed), kWords = kGroup / 4;  // words per column
   constexpr int kTile = kExactScales ? 16 : 32, kTiles = kGroup / kTile;
   constexpr int kTables = kExactScales ? 128 : kMostSpread + 1;
   __shared__ uint2 tables[kTables];
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(co
   }
   __syncthreads();
   const int32_t scale = scales[group][strip * kRows / kTile][lane % kLanes * kCodes / kTile];
-  int32_t index;  // of the table
+  int32_t index;  // index in the table
   if constexpr (kExactScales) {
     if (block == 0 && threadIdx.x == 0) *to.scales = exact_upcast_scale(*from.amax);
     index = scale & (kTables - 1);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(wide(kTransposed) * kThreads) upcast_kernel(co
       for (int c = 0; c < 4; ++c) turned[place<kWords, kCodes>(lane * kCodes + 4 * i + c, strip)] = words[c];
     }
     __syncthreads();
-    constexpr int kPieces = kWords / 4;  // of 16 bytes, a column
+    constexpr int kPieces = kWords / 4;  // pieces of 16 bytes per column
 #pragma unroll
     for (int i = threadIdx.x; i < kWide * kGroup * kPieces; i += kWide * kThreads) {
       const int c = i / kPieces, piece = i % kPieces;
