@@ -4,10 +4,10 @@ A backend is one module of this folder, found by its file name; ../backends/READ
 contract. It names the device types that it serves (`DEVICES`, None for any) and its rank among the
 usable ones (`PREFERENCE`); an optional `why_not` gives a reason against a device. A backend that
 cannot run here raises ImportError with the reason. The environment variable `ZEROCAST_BACKEND`
-chooses one for the whole process; a choice that cannot be met raises.
+chooses one for the process; a choice that cannot be met raises.
 
-Another package adds a backend as an entry point of the group `zerocast.backends`. It is used when
-it is asked for by name, and never chosen by itself.
+Another package adds a backend as an entry point of the group `zerocast.backends`. It is used only
+when it is requested by its name, and never chosen automatically.
 """
 
 import functools
@@ -34,8 +34,8 @@ NO_BACKENDS = ("_C", "_cuda", "checks", "descriptor", "extension", "ops")
 
 @functools.cache
 def backend_names() -> tuple[str, ...]:
-    """The names of all backends, whether or not they can run here: those of this version, and those
-    of other packages.
+    """Return the names of all backends, whether or not they can run on this machine: of this
+    version, and of other packages.
     """
     own = _own_names()
     return *own, *plugins(BACKENDS, own)
@@ -62,7 +62,7 @@ def load(name: str) -> ModuleType:
 
 
 def why_not(name: str, device: torch.device) -> str | None:
-    """The reason why the backend cannot run on this device, or None if it can."""
+    """Return the reason why the backend cannot run on this device, or None if it can."""
     try:
         module = load(name)
     except ImportError as error:
@@ -74,7 +74,8 @@ def why_not(name: str, device: torch.device) -> str | None:
 
 
 def choose(device: torch.device, preference: str | None = None) -> str:
-    """The backend for `device`: `preference`, else the environment's, else the most preferred one.
+    """Return the backend for `device`: `preference`, else the environment's, else the most
+    preferred one.
 
     Raises ValueError for an unknown name and RuntimeError for a backend that cannot run here.
     """
@@ -147,7 +148,9 @@ class Report:
 
 
 def report(model: torch.nn.Module | None = None) -> Report:
-    """The backends for each device type of this machine, and the path of each layer of `model`."""
+    """Return the backends for each device type of this machine, and the path of each layer of
+    `model`.
+    """
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     rows = tuple(_row(torch.device(device), name) for device in devices for name in backend_names())
     return Report(rows, tuple(_layers(model.named_parameters() if model else ())))

@@ -1,10 +1,10 @@
 """Checks of the tensors that are passed to an op.
 
-Backends work on addresses. If a tensor were too small, they would read or write the memory of other
-tensors. An op on plain tensors checks them at each call. The rows of a descriptor table are
-compared with their storages once, when the table is built (`descriptor.check_rows`), and the table
-then remembers its bases (`know`): an op only compares identities. For a table that remembers
-nothing, an op reads the rows at each call, which makes the host wait for the device.
+Backends work on addresses. If a tensor were too small, they would access memory of other tensors.
+An op on plain tensors checks them at each call. The rows of a descriptor table are compared with
+their storages once, when the table is built (`descriptor.check_rows`), and the table then records
+its bases (`know`): an op only compares identities. For a table without such a record, an op reads
+the rows at each call, which makes the CPU wait for the device.
 """
 
 import functools
@@ -24,7 +24,7 @@ FLOATS = torch.float32, torch.bfloat16, torch.float16
 # The dtypes of gradients and moments of Adam.
 ADAM_FLOATS = torch.float32, torch.bfloat16
 
-# The names of the buffers of a weight, by the names of the arguments that stages take them as.
+# Dict from the name of a stage's argument to the name of the buffer of a weight.
 BUFFER_ARGUMENTS = {
     "row_data": "rowwise_data",
     "row_scales": "rowwise_scale_inv",
@@ -52,7 +52,7 @@ def know(table: Tensor, bases: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]) -> bool:
-    """True if the rows of a table were checked, when it was built, for these bases of these
+    """Return True if the rows of a table were checked, when it was built, for these bases of these
     arguments.
     """
     known = getattr(table, "_zerocast_bases", None)
@@ -63,9 +63,9 @@ def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]
 
 
 def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
-    """Check a table for `adam_cast` or `adam_8bit_cast`: ValueError unless each owned span consists
-    of whole rows of blocks and no scale depends on anything else. Reads the table, so the host
-    waits for it, unless it was checked before.
+    """Check a table for `adam_cast` or `adam_8bit_cast`. Raises ValueError unless each owned span
+    consists of full rows of blocks and no scale depends on other elements. Reads the table, so the
+    CPU waits for it, unless it was checked before.
     """
     if not fmt.casts_in_one_pass:
         raise ValueError(f"the scales of {fmt} depend on more than their own blocks: adam_amax, then partial_cast")
@@ -76,12 +76,12 @@ def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
     for row, (rows, width, start, numel) in enumerate(columns.tolist()):
         span = layout.Span(start, start + numel)
         if numel and layout.whole_block_rows(fmt, (rows, width), span) != span:
-            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} cut a block of {fmt}")
+            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} split a block of {fmt}")
     checked.add(fmt)
 
 
 def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel: int, device: torch.device) -> None:
-    """TypeError or ValueError unless a tensor is contiguous, has one of these dtypes, is on
+    """Raise TypeError or ValueError unless a tensor is contiguous, has one of these dtypes, is on
     `device`, and has at least `numel` elements with memory behind them.
     """
     if tensor.dtype not in dtypes:
@@ -91,12 +91,12 @@ def check_plain(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype], numel:
     if tensor.numel() < numel:
         raise ValueError(f"{name} has {tensor.numel():,} elements, {numel:,} are needed")
     if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, the other tensors on {device}")
+        raise ValueError(f"{name} is on {tensor.device}, expected {device} as the other tensors")
     check_storage(name, tensor)
 
 
 def check_codes(backend: str, format: str, data: Tensor, rows: int, columns: int, columnwise: bool = False) -> None:
-    """TypeError or ValueError unless these are the codes of one direction of a weight."""
+    """Raise TypeError or ValueError unless these are the codes of one direction of a weight."""
     check_backend(backend, data.device)
     dtypes, numel, *_ = sizes_of_direction(format, rows, columns, columnwise)
     check_plain("data", data, dtypes, numel, data.device)
@@ -105,8 +105,8 @@ def check_codes(backend: str, format: str, data: Tensor, rows: int, columns: int
 def check_direction(
     backend: str, format: str, data: Tensor, scale_inv: Tensor | None, rows: int, columns: int, columnwise: bool = False
 ) -> None:
-    """TypeError or ValueError unless these are the codes and scales of one direction of a weight.
-    Rowwise codes and scales may also be those of only some of its rows.
+    """Raise TypeError or ValueError unless these are the codes and scales of one direction of a
+    weight. Rowwise codes and scales may also belong to only some of its rows.
     """
     check_codes(backend, format, data, rows, columns, columnwise)
     _, _, scale_dtype, width, height = sizes_of_direction(format, rows, columns, columnwise)
@@ -121,7 +121,9 @@ def check_direction(
 
 
 def check_amax(format: str, amax: Tensor | None, device: torch.device) -> None:
-    """TypeError or ValueError if the format decodes with a tensor amax and `amax` is not one."""
+    """Raise TypeError or ValueError if the format decodes with a tensor amax and `amax` is
+    not one.
+    """
     if get_format(format).scale_rule is not ScaleRule.TWO_LEVEL:
         return
     if amax is None:
@@ -133,15 +135,16 @@ def check_amax(format: str, amax: Tensor | None, device: torch.device) -> None:
 def sizes_of_direction(
     format: str, rows: int, columns: int, columnwise: bool
 ) -> tuple[tuple[torch.dtype, ...], int, torch.dtype | None, int, int]:
-    """The sizes that a reader of one direction needs: (allowed dtypes of the data, its number of
-    elements, dtype of the scales or None, columns of the scale buffer, its rows without padding).
+    """Return the sizes that a reader of one direction needs: (allowed dtypes of the data, its
+    number of elements, dtype of the scales or None, columns of the scale buffer, its rows without
+    padding).
     """
     fmt = get_format(format)
     if min(rows, columns) < 0:
         raise ValueError(f"a weight has no negative extents, got {rows}x{columns}")
     has_own = columnwise and fmt.columnwise is not Columnwise.NONE
-    # A block of columnwise codes spans rows, so columnwise codes are read for a whole weight only.
-    # Rowwise ones may be some rows of a weight, whose number need not be a multiple.
+    # A block of columnwise codes spans rows, so columnwise codes are only read for all rows of a
+    # weight. Rowwise codes may be of some rows, whose number need not be a multiple.
     layout.check_shape(fmt, (rows if has_own else layout.round_up(rows, fmt.multiple[0]), columns))
     data = layout.columnwise_data(fmt, rows, columns) if has_own else None
     data = data or layout.rowwise_data(fmt, rows, columns, torch.float32)
@@ -165,14 +168,14 @@ def sizes_of_direction(
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """ValueError unless the backend can work on tensors of this device."""
+    """Raise ValueError unless the backend can work on tensors of this device."""
     devices = backends.load(backend).DEVICES
     if devices is not None and device.type not in devices:
-        raise ValueError(f"the backend {backend!r} takes tensors on {' or '.join(devices)}, got some on {device}")
+        raise ValueError(f"the backend {backend!r} needs tensors on {' or '.join(devices)}, got {device}")
 
 
 def check_messages(backend: str, messages: Tensor, flat: Tensor, parts: int, numel: int) -> None:
-    """TypeError or ValueError unless `messages` has exactly the bytes of `parts` messages of
+    """Raise TypeError or ValueError unless `messages` has exactly the bytes of `parts` messages of
     `numel` gradient elements each.
     """
     check_backend(backend, flat.device)
@@ -194,9 +197,9 @@ _LISTS_OF_PIECES = {
 
 
 def check_pieces(arguments: dict[str, Any]) -> None:
-    """TypeError or ValueError unless all pieces are inside of the flat tensors of their bases, of
-    the scales, and of the cut groups, and each has the elements of its row of the table, which was
-    checked. Reads both, so the host waits for the device.
+    """Raise TypeError or ValueError unless all pieces are inside of the flat tensors of their
+    bases, of the scales, and of the shared groups, and each has the elements of its row of the
+    table, which was checked. Reads both, so the CPU waits for the device.
     """
     table, pieces, scalars = arguments["table"], arguments["pieces"], arguments["scalars"]
     device = table.device
@@ -226,7 +229,9 @@ def check_pieces(arguments: dict[str, Any]) -> None:
 def _check_piece(
     row: int, piece: list[int], lists: Mapping[str, Sequence[Tensor]], cuts: int, rows_of_scalars: int
 ) -> None:
-    """ValueError unless a piece, whose base was checked, is inside of the tensors of its base."""
+    """Raise ValueError unless a piece, whose base was checked, is inside of the tensors of its
+    base.
+    """
     offset, numel = piece[Piece.OFFSET], piece[Piece.NUMEL]
     *flats, scales = (tensors[piece[Piece.BASE]] for tensors in lists.values())
     end = min(tensor.numel() for tensor in flats)
@@ -235,11 +240,13 @@ def _check_piece(
     count = layout.moment_groups(piece[Piece.START], numel, piece[Piece.COLUMNS])
     for place in (piece[Piece.SCALE], piece[Piece.SECOND_SCALE]):
         if not 0 <= place <= scales.numel() - count:
-            raise ValueError(f"piece {row} needs {count:,} scales from {place:,} on, of {scales.numel():,}")
+            raise ValueError(f"piece {row} needs {count:,} scales from index {place:,}, got {scales.numel():,} scales")
     if max(piece[Piece.CUT_FIRST], piece[Piece.CUT_LAST]) >= cuts:
-        raise ValueError(f"piece {row} has a cut group beyond the {cuts} that there are")
+        raise ValueError(f"piece {row} has a shared group outside of the {cuts} groups")
     if not 0 <= piece[Piece.SCALARS] < rows_of_scalars:
-        raise ValueError(f"piece {row} takes row {piece[Piece.SCALARS]} of the scalars, which have {rows_of_scalars}")
+        raise ValueError(
+            f"piece {row} uses row {piece[Piece.SCALARS]} of the scalars, which have {rows_of_scalars} rows"
+        )
 
 
 def _check_rows_of_pieces(table: Tensor, pieces: Tensor) -> None:
@@ -255,12 +262,13 @@ def _check_rows_of_pieces(table: Tensor, pieces: Tensor) -> None:
         of_row = [row[Column.MASTER_BASE], row[Column.MASTER_OFFSET], row[Column.NUMEL], row[Column.COLUMNS]]
         above = piece[Piece.START] - row[Column.START]
         if of_piece != of_row or above < 0 or above % columns:
-            raise ValueError(f"piece {index} has other elements than its row of the table")
+            raise ValueError(f"piece {index} does not have the elements of its row of the table")
 
 
 def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, Any]) -> None:
-    """TypeError or ValueError unless every element that a stage reaches by the rows of a table is
-    inside of the tensors of its `arguments`. Reads the table, so the host waits for the device.
+    """Raise TypeError or ValueError unless every element that a stage reaches by the rows of a
+    table is inside of the tensors of its `arguments`. Reads the table, so the CPU waits for the
+    device.
     """
     table = arguments["table"]
     check_serves(stage, fmt)
@@ -294,8 +302,8 @@ def check_stage(stage: str, backend: str, fmt: FormatSpec, arguments: dict[str, 
 
 
 def _dtypes_like_masters(name: str, of_adam: bool) -> tuple[torch.dtype, ...]:
-    """The dtypes that masters, or tensors parallel to them, may have. A cast reads masters of any
-    float dtype, a stage of Adam writes FP32 ones.
+    """Return the dtypes that masters, or tensors parallel to them, may have. A cast reads masters
+    of any float dtype, a stage of Adam writes FP32 ones.
     """
     if not of_adam:
         return FLOATS
@@ -303,7 +311,7 @@ def _dtypes_like_masters(name: str, of_adam: bool) -> tuple[torch.dtype, ...]:
 
 
 def check_serves(stage: str, fmt: FormatSpec) -> None:
-    """ValueError if a stage has nothing to do for weights of this format."""
+    """Raise ValueError if a stage has nothing to do for weights of this format."""
     has_scales, has_amaxes = fmt.scale_rule is not ScaleRule.NONE, fmt.amax_policy is not AmaxPolicy.NONE
     serves = {
         "partial_amax": has_amaxes,
@@ -316,12 +324,12 @@ def check_serves(stage: str, fmt: FormatSpec) -> None:
         "adam_cast": fmt.casts_in_one_pass,
     }
     if not serves.get(stage, True):
-        raise ValueError(f"the stage {stage} is not for {fmt} weights: zerocast/backends/README.md says what it reads")
+        raise ValueError(f"the stage {stage} is not for {fmt} weights: see zerocast/backends/README.md")
 
 
 def _reached(stage: str, fmt: FormatSpec) -> frozenset[str]:
-    """The names of the buffers that a stage needs for every row of the table (those that write
-    codes of owned elements: for every row that owns some).
+    """Return the names of the buffers that a stage needs for every row of the table (those that
+    write codes of owned elements: for every row that owns some).
     """
     has_own_grid = fmt.columnwise is Columnwise.OWN_GRID
     is_blocked = fmt.block is not None
@@ -358,7 +366,7 @@ def _check_packed(fmt: FormatSpec, rows: Sequence[Sequence[int]], packed: Tensor
         matrix: Block = (row[Column.ROWS], row[Column.COLUMNS])
         row_count, column_count = layout.amax_counts(fmt, *matrix)
         ranges = [(row[Column.ROW_AMAX], row_count), (row[Column.COLUMN_AMAX], column_count)]
-        # A table may be without the number that tells of NaN, and without a shared tensor amax.
+        # A table may lack the number that reports NaN, and a shared tensor amax.
         optional = [row[Column.NOT_FINITE]]
         if fmt.scale_rule is ScaleRule.TWO_LEVEL:
             optional.append(row[Column.SHARED_AMAX])
@@ -375,8 +383,8 @@ def _check_table(name: str, table: Tensor, width: int, device: torch.device) -> 
 
 
 def check_scalars(scalars: Tensor, clip: Tensor, groups: int, device: torch.device) -> None:
-    """TypeError or ValueError unless `scalars` has a row of Adam's scalars for each of `groups`
-    parameter groups, and `clip` is the f32[1] factor that gradients are multiplied by.
+    """Raise TypeError or ValueError unless `scalars` has a row of Adam's scalars for each of
+    `groups` parameter groups, and `clip` is the f32[1] factor that gradients are multiplied by.
     """
     if scalars.dim() != 2 or scalars.shape[1] != _SCALARS:
         raise ValueError(f"scalars have {_SCALARS} columns, got {tuple(scalars.shape)}")
@@ -385,6 +393,6 @@ def check_scalars(scalars: Tensor, clip: Tensor, groups: int, device: torch.devi
 
 
 def check_moments(exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-    """TypeError unless both moments have the same dtype."""
+    """Raise TypeError unless both moments have the same dtype."""
     if exp_avg.dtype != exp_avg_sq.dtype:
         raise TypeError(f"both moments are of one dtype, got {exp_avg.dtype} and {exp_avg_sq.dtype}")

@@ -33,7 +33,7 @@ def _stage(name: str) -> Callable[..., None]:
     """Wrap a stage of the extension to take tensors instead of addresses and sizes.
 
     The wrapper takes the arguments of its table entry by position. It does nothing if `skip`, the
-    last argument of the stages that have one, holds True.
+    last argument of some stages, holds True.
     """
     arguments_of = ops.arguments_of(name)
     converters = {argument.name: _PLAIN[argument.kind] for argument in arguments_of if argument.kind != "skip"}
@@ -58,7 +58,7 @@ transpose = _stage("transpose")
 
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """Bind the stage `transpose` for the weights of a table, with few calls on the host."""
+    """Bind the stage `transpose` for the weights of a table, with few calls on the CPU."""
     plain, plain_table = format_of(fmt), memory(table)
 
     def run(

@@ -1,9 +1,10 @@
-"""The descriptor table: everything a stage needs to know about each weight, one int64 row a weight.
+"""The descriptor table: everything a stage needs to know about each weight, one int64 row per
+weight.
 
-A stage takes base tensors (whole storages, viewed as one-dimensional tensors of the role's dtype)
-and this table. The number of launches then does not depend on the number of weights, and no op
-takes a bare address. `csrc/descriptor.h` names the same columns; an extension whose columns differ
-is refused at import.
+A stage gets base tensors (full storages, viewed as one-dimensional tensors of the role's dtype) and
+this table. The number of launches then does not depend on the number of weights, and no op gets a
+bare address. `csrc/descriptor.h` has the same columns; an extension whose columns differ raises
+ImportError.
 """
 
 import enum
@@ -59,12 +60,12 @@ class Piece(enum.IntEnum):
     OFFSET = 1  # of the first element in the flat tensors
     NUMEL = 2  # more than 0
     SCALARS = 3  # row of Adam's scalars
-    START = 4  # the first element's index in the whole weight, row-major
+    START = 4  # the first element's index in the full weight, row-major
     COLUMNS = 5  # of the weight; each of its rows begins a new group of 128
-    SCALE = 6  # place of the first group's scale of the first moment
+    SCALE = 6  # index of the first group's scale of the first moment
     SECOND_SCALE = 7  # of the second moment
-    CUT_FIRST = 8  # place of the first group among cut groups; -1 if this rank has all of it
-    CUT_LAST = 9  # the same of the last group, which may be the first one
+    CUT_FIRST = 8  # index of the first group among shared groups; -1 if this rank has all of it
+    CUT_LAST = 9  # index of the last group among shared groups, which may be the first one
     KEY = 10  # of the weight's random numbers, less than 2**32
 
 
@@ -91,13 +92,13 @@ def check_rows(
     of_whole_weights: bool = False,
     needed: Container[str] = (),
 ) -> None:
-    """ValueError unless every element that stages reach by these rows is inside of its base.
+    """Raise ValueError unless every element that stages reach by these rows is inside of its base.
 
     Stages check nothing themselves, since on a device the host would have to wait for the table.
 
     `masters` has the bases of the masters and of the lists parallel to them, by argument name, and
-    `bases` those of buffers, by buffer name. A stage reaches the codes of owned elements, or those
-    of whole weights (`of_whole_weights`). No row may be without a buffer in `needed`.
+    `bases` the bases of buffers, keyed by buffer name. A stage accesses the codes of owned
+    elements, or of full weights (`of_whole_weights`). Every row must have the buffers in `needed`.
     """
     sizes = {name: [base.numel() for base in tensors] for name, tensors in (*masters.items(), *bases.items())}
     for row in rows:
@@ -117,8 +118,8 @@ def check_rows(
 
 @functools.lru_cache(maxsize=1024)
 def _extents(fmt: FormatSpec, matrix: tuple[int, int], nominal: torch.dtype) -> list[tuple[str, int, bool]]:
-    """For each buffer of a weight: (name, extent in the unit of its offset, True if a cast only
-    reaches the owned elements).
+    """Return a tuple for each buffer of a weight: (name, extent in the unit of its offset, True if
+    a cast only reaches the owned elements).
     """
     cast = {"rowwise_data"} if fmt.columnwise is Columnwise.TRANSPOSE else {"rowwise_data", "columnwise_data"}
     extents = []
@@ -139,5 +140,5 @@ def _check_inside(name: str, sizes: Sequence[int], base: int, offset: int, reach
     if offset + first < 0 or offset + last > sizes[base]:
         raise ValueError(
             f"{name} needs elements {offset + first:,} to {offset + last:,} of its storage, which has {sizes[base]:,}: it was "
-            "freed or made smaller (untyped_storage().resize_), so give it memory, or build the weight again"
+            "freed or made smaller (untyped_storage().resize_), so allocate it again, or build the weight again"
         )

@@ -24,14 +24,14 @@ Memories = tuple[list[int], str, list[int]]
 # The arguments of the stage upcast for several weights.
 UPCAST_TOGETHER = ("fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes", "group_scale_inv")
 
-# The names of all dtypes. The extension refuses those that it has no use for.
+# The names of all dtypes. The extension raises on dtypes that it does not support.
 DTYPES = {dtype: str(dtype).removeprefix("torch.") for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @functools.cache
 def load() -> ModuleType:
-    """Import the extension; ImportError with the remedy if it is missing or built from other
-    sources.
+    """Import the extension. Raises ImportError with the remedy if it is missing or built from
+    different sources.
     """
     try:
         # A missing extension must not fail the import of this module: so the caller gets the
@@ -79,8 +79,8 @@ def load_kernels() -> ModuleType:
 
 
 def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..., None]:
-    """A stage of `_C.cpu` or of the kernels; ImportError unless it was built to take these
-    arguments, by position.
+    """Return a stage of `_C.cpu` or of the kernels. Raises ImportError unless it was built with
+    these arguments, in this order.
     """
     built = getattr(topic, "ARGUMENTS", {}).get(name, ())
     if built != tuple(arguments):
@@ -93,7 +93,7 @@ def stage(topic: ModuleType, name: str, arguments: Sequence[str]) -> Callable[..
 
 
 def format_maker(module: ModuleType) -> Callable[[FormatSpec], Any]:
-    """A function that returns a format as the plain data that this compiled module takes."""
+    """Return a function that returns a format as the plain data that this compiled module takes."""
     made: dict[str, Any] = {}
 
     def format_of(fmt: FormatSpec) -> Any:
@@ -126,8 +126,8 @@ def _plain(module: ModuleType, fmt: FormatSpec) -> Any:
 
 
 def memory(tensor: Tensor | None) -> Memory:
-    """The address, dtype and bytes of a contiguous tensor; zeros for None. The extension compares
-    the bytes with the bytes that a stage will touch.
+    """Return the address, dtype and bytes of a contiguous tensor; zeros for None. The extension
+    compares the bytes with the bytes that a stage will touch.
     """
     if tensor is None:
         return 0, "", 0
@@ -137,7 +137,7 @@ def memory(tensor: Tensor | None) -> Memory:
 
 
 def memories(tensors: Sequence[Tensor]) -> Memories:
-    """The addresses, the dtype and the bytes of contiguous tensors of one dtype."""
+    """Return the addresses, the dtype and the bytes of contiguous tensors of one dtype."""
     if not tensors:
         return [], "", []
     if not all(map(Tensor.is_contiguous, tensors)):
@@ -153,13 +153,15 @@ _dtype: Callable[[Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 
 def _has_gaps(tensor: Tensor) -> ValueError:
-    return ValueError(f"a stage takes contiguous tensors, got {tuple(tensor.shape)} of strides {tensor.stride()}")
+    return ValueError(
+        f"a stage needs contiguous tensors, got shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+    )
 
 
 def why_no_kernels(targets: str, device: torch.device) -> str | None:
-    """The reason why no target of the build runs on this GPU, or None if one does.
+    """Return the reason why no target of the build runs on this GPU, or None if one does.
 
-    `targets` is text such as "90a 100f 90+PTX": "90a" runs on compute capability 9.0 alone, "100f"
+    `targets` is text such as "90a 100f 90+PTX": "90a" runs on compute capability 9.0 only, "100f"
     on 10.x, "80" on 8.x, and PTX on its own capability and all above.
     """
     if not torch.cuda.is_available():

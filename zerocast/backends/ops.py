@@ -1,9 +1,9 @@
 """The stages of a cast as torch.library ops, made from one table of their arguments.
 
 Ops take base tensors, declared mutable if a stage writes them, and the descriptor table. An op on
-bare addresses would pass opcheck and still compile into wrong results, since nothing would tell the
-compiler what the op writes. A format is passed as text (`str(fmt)`). The backend is chosen when a
-plan is built and passed by name.
+bare addresses would pass opcheck and still compile into wrong results, since the compiler would not
+know which memory the op writes. A format is passed as text (`str(fmt)`). The backend is chosen when
+a plan is built, and its name is passed.
 """
 
 import functools
@@ -24,7 +24,7 @@ LIBRARY = torch.library.Library("zerocast", "DEF")
 
 # The arguments of each stage as "kind name"; "!" marks an argument that the stage writes. Schemas,
 # fake kernels and the calls of the compiled backends are derived from this table; README.md
-# describes what each stage reads and writes.
+# describes the inputs and outputs of each stage.
 STAGES = {
     "partial_amax": "format fmt, dtype nominal, typed_bases masters, table table, typed packed!",
     "compute_scales": (
@@ -67,8 +67,13 @@ STAGES = {
     "add_gradients": "messages messages, int parts, int divisor, bool adds, flat out!",
 }
 
-# The schema type of each kind. The dtype of "bases" follows from the stage; "typed" bases have one
-# of several dtypes.
+# The schema type of each kind. What a kind means: "format" and "dtype" are a format's text and a
+# nominal dtype; "bases" are base tensors whose dtype follows from the stage, "typed" and
+# "typed_bases" have one of several dtypes; "flat" is a contiguous tensor without a table, "data"
+# the buffer of one weight; "messages" are bytes of gradient messages; "table" and "pieces" are
+# int64 rows on the device, "groups" int64 numbers, one per row of the table or of the scalars;
+# "scalars" has a row of Adam's scalars per parameter group, and "clip" is f32[1]; "skip" is None or
+# a flag on the device.
 _TYPES = {"format": "str", "dtype": "ScalarType", "bases": "Tensor[]", "typed_bases": "Tensor[]", "optional": "Tensor?"}
 _TYPES |= {"skip": "Tensor?", "int": "int", "bool": "bool"}
 _TYPES |= dict.fromkeys(("typed", "flat", "data", "messages", "table", "pieces", "groups", "scalars", "clip"), "Tensor")
@@ -85,13 +90,13 @@ class Argument:
 
 @functools.cache
 def arguments_of(stage: str) -> tuple[Argument, ...]:
-    """The arguments of a stage in the order of its table entry."""
+    """Return the arguments of a stage in the order of its table entry."""
     words = [item.split() for item in STAGES[stage].split(", ")]
     return tuple(Argument(kind, name.rstrip("!"), name.endswith("!")) for kind, name in words)
 
 
 def schema_of(stage: str) -> str:
-    """The op schema of a stage: the backend, then the arguments of its table entry."""
+    """Return the op schema of a stage: the backend, then the arguments of its table entry."""
     aliases = iter("abcdefgh")
     schema = ["str backend"]
     for argument in arguments_of(stage):
@@ -107,8 +112,8 @@ _IN_ONE_PASS = {"adam_cast": "adam_amax", "adam_8bit_cast": "adam_8bit"}
 
 
 def implementation(stage: str, backend: str) -> Callable[..., None]:
-    """The function that runs a stage, by the arguments of its table entry in order. A stage in one
-    pass that the backend lacks is made of its other stages.
+    """Return the function that runs a stage, by the arguments of its table entry in order. A stage
+    in one pass that the backend lacks is made of its other stages.
     """
     module = backends.load(backend)
     if stage not in _IN_ONE_PASS or hasattr(module, stage):
@@ -123,7 +128,7 @@ def implementation(stage: str, backend: str) -> Callable[..., None]:
         given = dict(zip(names, arguments, strict=True))
         fmt, table = given["fmt"], given["table"]
         checks.check_whole_blocks(fmt, table)
-        # No group of moments is cut, since a rank owns whole rows of blocks.
+        # No group of moments is shared, since a rank owns full rows of blocks.
         given |= {"cut_largest": _no_cuts(table.device), "finishes": False}
         update(*(given[name] for name in names_of_update))
         masters = given["nominal"], given["masters"], given["packed"]
@@ -134,7 +139,7 @@ def implementation(stage: str, backend: str) -> Callable[..., None]:
 
 @functools.cache
 def _no_cuts(device: torch.device) -> Tensor:
-    """The largest values of no cut groups."""
+    """Return the largest values of no shared groups."""
     return torch.zeros(2, 0, dtype=torch.float32, device=device)
 
 
@@ -145,8 +150,8 @@ def _implementation(stage: str, backend: str, format: str | None = None) -> Call
 
 
 def _run(stage: str) -> Callable[..., None]:
-    """The kernel of a stage's op. It checks the arguments, then passes them to the backend in the
-    order of the stage's table entry.
+    """Return the kernel of a stage's op. It checks the arguments, then passes them to the backend
+    in the order of the stage's table entry.
 
     A descriptor table that was checked with the same bases (`checks.knows`) is not checked again.
     """
@@ -174,7 +179,7 @@ def _run(stage: str) -> Callable[..., None]:
 
 
 def _check_adam_8bit(stage: str) -> Callable[..., None]:
-    """The check of a stage of Adam with moments in 8 bits."""
+    """Return the check of a stage of Adam with moments in 8 bits."""
     names = [argument.name for argument in arguments_of(stage)[1:]]
     read_by_table = [name for name in ("nominal", "masters", "table", "packed", "row_data") if name in names]
     base_names = [name for name in ("masters", "row_data") if name in names]
@@ -201,8 +206,8 @@ def _check_add(backend: str, messages: Tensor, parts: int, divisor: int, adds: b
     checks.check_messages(backend, messages, out, parts, out.numel())
 
 
-# The checks of the stages whose elements are not, or not only, those of a descriptor table, made at
-# every call.
+# The checks of the stages whose elements are not, or not only, described by a descriptor table,
+# made at every call.
 _CHECKS: dict[str, Callable[..., None]] = {
     "adam_8bit": _check_adam_8bit("adam_8bit"),
     "adam_8bit_cast": _check_adam_8bit("adam_8bit_cast"),
@@ -236,13 +241,13 @@ class Stage:
         """
         op = self.op
         names = self.arguments
-        assert fixed.keys() <= {*names}, f"{op} takes {names}, got {[*fixed]}"
+        assert fixed.keys() <= {*names}, f"{op} expects {names}, got {[*fixed]}"
         template = [*head, *(fixed.get(name) for name in names)]
         open_places = [(name, len(head) + i) for i, name in enumerate(names) if name not in fixed]
         open_names = {name for name, _ in open_places}
 
         def call(**arguments: Any) -> None:
-            assert {*arguments} == open_names, f"{op} takes {names}, got {[*fixed, *arguments]}"
+            assert {*arguments} == open_names, f"{op} expects {names}, got {[*fixed, *arguments]}"
             # The cast of each gather comes here, so nothing else is called.
             values = [*template]
             for name, place in open_places:
@@ -252,8 +257,8 @@ class Stage:
         return call
 
 
-# Transposes weights: (rowwise codes, their scales, columnwise codes, their scales). There are no
-# scales for a format with one scale per tensor.
+# Transposes weights: (rowwise codes, their scales, columnwise codes, their scales). A format with
+# one scale per tensor has no scales here.
 Transposer = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], None]
 
 
@@ -264,7 +269,7 @@ class Transposition(NamedTuple):
         run: transposes the weights.
         dtypes: the dtypes that the rowwise codes may have.
         numel: the number of elements of the rowwise codes of the first weight.
-        made: (shape of the columnwise codes, that of their scales, the dtype of these) of each
+        made: (shape of the columnwise codes, shape of their scales, dtype of the scales) of each
             weight.
     """
 
@@ -333,7 +338,7 @@ def transposed_fake(
 
 @functools.lru_cache(maxsize=1024)
 def _columnwise_shapes(format: str, rows: int, columns: int) -> tuple[layout.Shape, layout.Shape, torch.dtype]:
-    """The shapes of columnwise data and scales, and the dtype of the scales."""
+    """Return the shapes of columnwise data and scales, and the dtype of the scales."""
     fmt = get_format(format)
     data, scale = layout.columnwise_data(fmt, rows, columns), layout.columnwise_scale_inv(fmt, rows, columns)
     assert data and scale

@@ -32,7 +32,7 @@ PREFERENCE = 2
 
 
 def why_not(device: torch.device) -> str | None:
-    """The reason why the kernels do not run on this GPU, or None if they do."""
+    """Return the reason why the kernels do not run on this GPU, or None if they do."""
     return why_no_kernels(kernels.targets(), device)
 
 
@@ -50,7 +50,8 @@ _PLAIN |= dict.fromkeys(("groups", "scalars", "clip", "skip"), _address)
 _PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "bases": addresses, "typed_bases": _typed_bases}
 _PLAIN |= {"pieces": piece_work, "int": int, "bool": bool}
 
-# Makers of the arguments that the extension takes instead of a table, by their names.
+# Dict from the name of an argument that the extension needs instead of a table to the function that
+# makes it.
 FromTable = dict[str, Callable[[FormatSpec, Tensor], Any]]
 
 
@@ -66,9 +67,9 @@ def _stage(name: str, from_table: FromTable | None = None, **other: Callable[[An
     """Wrap a stage of the extension to take tensors instead of addresses.
 
     The wrapper takes the arguments of its table entry by position. `from_table` makes the
-    extension's arguments that take the place of the table; `other` replaces how a kind of argument
-    is passed. The stage runs on the current stream of the table's device, or, without a table, of
-    its data or messages.
+    extension's arguments that replace the table; `other` replaces how a kind of argument is passed.
+    The stage runs on the current stream of the table's device, or, without a table, of its data or
+    messages.
     """
     kinds = {**_PLAIN, **other}
     makers = from_table or {}
@@ -99,7 +100,7 @@ transpose = _stage(
 
 
 def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
-    """Bind the stage `transpose` for the weights of a table, with few calls on the host."""
+    """Bind the stage `transpose` for the weights of a table, with few calls on the CPU."""
     entry, plain = kernels.transpose, format_of(fmt)
     works = work("transpose", fmt, table), work("transpose_scales", fmt, table)
 
@@ -132,7 +133,7 @@ add_gradients = _stage("add_gradients")
 
 
 def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor) -> None:
-    """Write to row i of `out`, (ranks, elements for a rank), the parts of all gradients that rank i
-    reduces, one after another. Gradients are bf16 or f32, `out` is f32 or of their dtype.
+    """Write to row i of `out`, (ranks, elements for a rank), the concatenated parts of all
+    gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype.
     """
     kernels.lay_out(memories(gradients), ranks, memory(out), stream_of(out))

@@ -1,10 +1,10 @@
 """Device memory that a launch needs besides its tensors: base addresses and work lists.
 
-A work list tells each thread block which weight and which part of it to process. Addresses and work
+A work list gives each thread block its weight and the part of it to process. Addresses and work
 lists are made once and stored on the tensors that they describe, so they live as long as a captured
-graph that uses those tensors. A step then copies nothing to the device, and its host work does not
+graph that uses those tensors. A step then copies nothing to the device, and its CPU work does not
 grow with the number of weights. Making a work list reads the table back, which is the only time
-that the host waits for the device.
+that the CPU waits for the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,13 +34,15 @@ _current_stream: Callable[[int], int] = getattr(
 
 
 def stream_of(tensor: Tensor) -> Stream:
-    """The current stream of the tensor's device."""
+    """Return the current stream of the tensor's device."""
     index = tensor.get_device()
     return _current_stream(index), index
 
 
 def addresses(tensors: Sequence[Tensor]) -> int:
-    """The device address of an array that has the address of each tensor; 0 for an empty list."""
+    """Return the device address of an array that has the address of each tensor; 0 for an empty
+    list.
+    """
     if not tensors:
         return 0
     values = tuple([tensor.data_ptr() for tensor in tensors])
@@ -55,7 +57,7 @@ class StandIns:
     """Placeholders for tensors whose addresses change between replays of a CUDA graph.
 
     The graph is recorded with the placeholders. At a replay it reads addresses from the array that
-    `addresses` made for them, into which `fill` writes the addresses of the present tensors.
+    `addresses` made for them, into which `fill` writes the addresses of the current tensors.
 
     Attributes:
         tensors: one empty tensor for each tensor of `like`, of the same dtype. They keep the array
@@ -68,13 +70,16 @@ class StandIns:
         (self._addresses,) = _kept_on(self.tensors[0], "_zerocast_addresses").values()
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Let later replays use these tensors, as many and as large as those of the recording."""
+        """Let later replays use these tensors, which must have the number and sizes of the recorded
+        ones.
+        """
         on_host = torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, pin_memory=True)
         self._addresses.copy_(on_host, non_blocking=True)
 
 
 def few_or_many(tensors: Sequence[Tensor]) -> list[int] | int:
-    """The addresses of few tensors, which a kernel takes as arguments; of many, `addresses`.
+    """Return the addresses of a few tensors, which are passed as kernel arguments; for many,
+    `addresses`.
 
     Few tensors may be temporary. An array that is stored on one of them would be copied to the
     device again for each call.
@@ -84,10 +89,11 @@ def few_or_many(tensors: Sequence[Tensor]) -> list[int] | int:
 
 
 def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
-    """The work list of a table for one `kind` of work.
+    """Return the work list of a table for one `kind` of work.
 
-    `kind` is amax, cast, scales, transpose or transpose_scales; "weights" is one thread block a
-    weight and needs no list.
+    `kind` is a kind of `kernels.ordinals` (amax, cast, scales, transpose, transpose_scales,
+    adam_cast or adam_8bit_cast), or "weights", which is one thread block per weight and needs no
+    list.
     """
     if kind == "weights":
         return table.data_ptr(), table.shape[0], 0, table.shape[0]
@@ -102,8 +108,8 @@ def work(kind: str, fmt: FormatSpec, table: Tensor) -> Work:
 
 
 def partial_amaxes(table: Tensor) -> Tensor:
-    """Scratch memory for the tensor amaxes of a table's weights, f32
-    `[weights, PARTIAL_AMAXES]`.
+    """Return scratch memory for the tensor amaxes of a table's weights, f32 `[weights,
+    PARTIAL_AMAXES]`.
     """
     kept = _kept_on(table, "_zerocast_partial_amaxes")
     if not kept:
@@ -112,7 +118,7 @@ def partial_amaxes(table: Tensor) -> Tensor:
 
 
 def piece_work(pieces: Tensor) -> Work:
-    """The work list for pieces of weights, int64 rows of `Piece`."""
+    """Return the work list for pieces of weights, int64 rows of `Piece`."""
 
     def count(row: list[int]) -> int:
         groups = moment_groups(row[Piece.START], row[Piece.NUMEL], row[Piece.COLUMNS])
@@ -122,7 +128,7 @@ def piece_work(pieces: Tensor) -> Work:
 
 
 def _work_of_rows(rows: Tensor, count: Callable[[list[int]], int]) -> Work:
-    """The work list of rows that have `count(row)` thread blocks each."""
+    """Return the work list of rows that have `count(row)` thread blocks each."""
     work_lists = _kept_on(rows, "_zerocast_work")
     if () not in work_lists:
         work_lists[()] = _items([(0, count(row)) for row in rows.tolist()], rows.device)
@@ -131,7 +137,7 @@ def _work_of_rows(rows: Tensor, count: Callable[[list[int]], int]) -> Work:
 
 
 def _items(ordinals: list[tuple[int, int]], device: torch.device) -> Tensor:
-    """int32 `[blocks, 2]`: the table row and the ordinal of each thread block.
+    """Return int32 `[blocks, 2]`: the table row and the ordinal of each thread block.
 
     `ordinals` has (first ordinal, count) for each row of the table.
     """
@@ -142,6 +148,8 @@ def _items(ordinals: list[tuple[int, int]], device: torch.device) -> Tensor:
 
 
 def _kept_on(tensor: Tensor, name: str) -> dict[Any, Tensor]:
-    """Tensors that live as long as `tensor`, in a dict that is stored on it as attribute `name`."""
+    """Return the dict stored on `tensor` as attribute `name`, whose tensors live as long as
+    `tensor`.
+    """
     kept: dict[Any, Tensor] = tensor.__dict__.setdefault(name, {})
     return kept

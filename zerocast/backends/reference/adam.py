@@ -9,7 +9,7 @@ from zerocast.formats import FormatSpec
 
 
 def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The AdamW update of f32 tensors as a pure function; returns the new (p, m, v).
+    """Return the AdamW update of f32 tensors as a pure function: the new (p, m, v).
 
     Each line is one f32 operation on an element, in the order that ../README.md fixes.
     """
@@ -23,7 +23,9 @@ def adamw(p: Tensor, g: Tensor, m: Tensor, v: Tensor, scalars: Tensor, clip: Ten
 
 
 def square_root(x: Tensor) -> Tensor:
-    """The correctly rounded f32 square root; torch.sqrt on the CPU is often off by one ulp."""
+    """Return the correctly rounded f32 square root; torch.sqrt on the CPU is often off by one
+    ulp.
+    """
     return x.double().sqrt().float()
 
 

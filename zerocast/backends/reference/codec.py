@@ -14,7 +14,7 @@ INF_BITS = 0x7F800000
 
 
 def to_nominal(x: Tensor, nominal: torch.dtype) -> Tensor:
-    """`x` rounded to the nominal dtype: RNE, overflow to Inf.
+    """Return `x` rounded to the nominal dtype: RNE, overflow to Inf.
 
     In 16 bits NaN becomes 0x7FFF, as in hardware; the bits of torch's NaN depend on its position.
     """
@@ -25,7 +25,7 @@ def to_nominal(x: Tensor, nominal: torch.dtype) -> Tensor:
 
 
 def round_nominal(x: Tensor, nominal: torch.dtype) -> Tensor:
-    """`x` rounded to the nominal dtype, as f32."""
+    """Return `x` rounded to the nominal dtype, as f32."""
     return to_nominal(x, nominal).float()
 
 
@@ -54,18 +54,18 @@ def _encode_fp8(x: Tensor, mantissa: int, bias: int, largest: float) -> Tensor:
 
 
 def encode_e4m3(x: Tensor) -> Tensor:
-    """f32 to E4M3 codes: RNE, saturating, NaN to 0x7F."""
+    """Convert f32 to E4M3 codes: RNE, saturating, NaN to 0x7F."""
     return _encode_fp8(x, mantissa=3, bias=7, largest=448.0)
 
 
 def encode_e5m2(x: Tensor) -> Tensor:
-    """f32 to E5M2 codes: RNE, saturating, NaN to 0x7F."""
+    """Convert f32 to E5M2 codes: RNE, saturating, NaN to 0x7F."""
     return _encode_fp8(x, mantissa=2, bias=15, largest=57344.0)
 
 
 def encode_e2m1(x: Tensor) -> Tensor:
-    """f32 to E2M1 codes 0..15, one a byte: RNE with ties to the even code, saturating, NaN to
-    +6.
+    """Convert f32 to E2M1 codes 0..15, one per byte: RNE with ties to the even code, saturating,
+    NaN to +6.
     """
     a = x.abs()
     code = (a > 0.25).to(torch.uint8)
@@ -76,12 +76,12 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 
 def encode_int4(x: Tensor) -> Tensor:
-    """f32 to 8 plus the nearest integer from -7 to 7, one a byte: RNE, NaN to 15."""
+    """Convert f32 to 8 plus the nearest integer from -7 to 7, one per byte: RNE, NaN to 15."""
     return torch.where(x.isnan(), 15.0, x.clamp(-7.0, 7.0).round() + 8.0).to(torch.uint8)
 
 
 def encode_e8m0(x: Tensor) -> Tensor:
-    """Non-negative f32 to the biased exponent of the next power of two at or above it."""
+    """Convert non-negative f32 to the biased exponent of the next power of two at or above it."""
     bits = x.contiguous().view(torch.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     bump = (mantissa > 0) & (exponent < 0xFE) & ~((exponent == 0) & (mantissa <= 0x400000))
@@ -99,20 +99,20 @@ def _decode_fp8(code: Tensor, mantissa: int, bias: int) -> Tensor:
 
 
 def decode_e4m3(code: Tensor) -> Tensor:
-    """E4M3 codes to f32; 0x7F and 0xFF are NaN."""
+    """Convert E4M3 codes to f32; 0x7F and 0xFF are NaN."""
     value = _decode_fp8(code, mantissa=3, bias=7)
     return torch.where((code & 0x7F) == 0x7F, torch.full_like(value, torch.nan), value)
 
 
 def decode_e5m2(code: Tensor) -> Tensor:
-    """E5M2 codes to f32, with the Inf and NaN codes of IEEE."""
+    """Convert E5M2 codes to f32, with the Inf and NaN codes of IEEE."""
     value = _decode_fp8(code, mantissa=2, bias=15)
     value = torch.where((code & 0x7F) == 0x7C, torch.copysign(torch.full_like(value, torch.inf), value), value)
     return torch.where((code & 0x7F) > 0x7C, torch.full_like(value, torch.nan), value)
 
 
 def decode_e2m1(code: Tensor) -> Tensor:
-    """E2M1 codes 0..15, one a byte, to f32."""
+    """Convert E2M1 codes 0..15, one per byte, to f32."""
     c = code.to(torch.int32)
     magnitude = c & 7
     exponent, mantissa = magnitude >> 1, magnitude & 1
@@ -122,12 +122,12 @@ def decode_e2m1(code: Tensor) -> Tensor:
 
 
 def decode_int4(code: Tensor) -> Tensor:
-    """INT4 codes 0..15, one a byte, to f32."""
+    """Convert INT4 codes 0..15, one per byte, to f32."""
     return code.float() - 8.0
 
 
 def decode_e8m0(code: Tensor) -> Tensor:
-    """Biased exponents to f32 powers of two; 0 is the subnormal 2**-127 and 255 is NaN."""
+    """Convert biased exponents to f32 powers of two; 0 is the subnormal 2**-127 and 255 is NaN."""
     c = code.to(torch.int32)
     bits = torch.where(c == 0, torch.full_like(c, 0x00400000), c << 23)
     return torch.where(c == 255, torch.full_like(bits, 0x7FC00000), bits).view(torch.float32)
@@ -148,20 +148,20 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def encode(element: Element, x: Tensor) -> Tensor:
-    """f32 to codes of `element`, one a byte."""
+    """Convert f32 to codes of `element`, one per byte."""
     return _ENCODERS[element.name](x)
 
 
 def decode(element: Element, code: Tensor) -> Tensor:
-    """Codes of `element`, one a byte, to f32."""
+    """Convert codes of `element`, one per byte, to f32."""
     return _DECODERS[element.name](code)
 
 
 def pack(codes: Tensor) -> Tensor:
-    """4-bit codes `[..., K]` to bytes `[..., K/2]`: the even element is the low nibble."""
+    """Pack 4-bit codes `[..., K]` into bytes `[..., K/2]`: the even element is the low nibble."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(data: Tensor) -> Tensor:
-    """Bytes `[..., K/2]` to 4-bit codes `[..., K]`."""
+    """Unpack bytes `[..., K/2]` into 4-bit codes `[..., K]`."""
     return torch.stack((data & 0xF, data >> 4), -1).flatten(-2)

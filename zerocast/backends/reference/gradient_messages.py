@@ -1,4 +1,4 @@
-"""The messages of gradients that travel as FP8 (docs/formats/fp8_1x128.md) in plain torch."""
+"""The messages of gradients that are sent as FP8 (docs/formats/fp8_1x128.md) in plain torch."""
 
 import torch
 from torch import Tensor

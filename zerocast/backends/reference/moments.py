@@ -13,7 +13,7 @@ from zerocast.formats import FormatSpec
 from zerocast.formats.layout import MOMENT_GROUP
 
 SMALLEST_SCALE = 2.0**-100
-# Of momentum that is quantized in one go, which takes some twenty bytes an element.
+# The elements of momentum that are quantized together, which needs about twenty bytes per element.
 ELEMENTS_AT_ONCE = 1 << 24
 UINT32 = 0xFFFFFFFF
 # 2**32 over the golden ratio, odd. Multiples of it are far from each other.
@@ -21,29 +21,31 @@ STEP_FACTOR = 0x9E3779B9
 
 
 def first_values(device: torch.device) -> Tensor:
-    """The values of the codes 0 to 127 of |m|, in units of the scale: f32 [128]."""
+    """Return the values of the codes 0 to 127 of |m|, in units of the scale: f32 [128]."""
     code = torch.arange(128, dtype=torch.float32, device=device)
     return code / (254 - code)
 
 
 def second_values(device: torch.device) -> Tensor:
-    """The values of the codes 0 to 255 of v, in units of the scale: f32 [256]."""
+    """Return the values of the codes 0 to 255 of v, in units of the scale: f32 [256]."""
     code = torch.arange(256, dtype=torch.float64, device=device)
-    # Both powers are whole numbers below 2**53, so only the quotient is rounded, and then to f32.
+    # Both powers are integers below 2**53, so only the quotient is rounded, and then to f32.
     values = ((code + 4) ** 4 / 259.0**4).float()
     values[0] = 0
     return values
 
 
 def group_scale(largest: Tensor) -> Tensor:
-    """The scales of groups, f32, from their largest |m| or v. A group of zeros has scale 0."""
+    """Return the scales of groups, f32, from their largest |m| or v. A group of zeros has
+    scale 0.
+    """
     scale = largest.clamp(SMALLEST_SCALE, FLT_MAX)
     return torch.where(largest > 0, scale, torch.zeros_like(scale))
 
 
 def quantize_first(m: Tensor, scale: Tensor) -> Tensor:
-    """The i8 codes of first moments, f32 `[groups, n]`, rounded to the nearest value by the scales
-    `[groups]`. A tie goes to the smaller one, and NaN becomes 0.
+    """Return the i8 codes of first moments, f32 `[groups, n]`, rounded to the nearest value by the
+    scales `[groups]`. A tie goes to the smaller one, and NaN becomes 0.
     """
     size = _finite(m.abs(), scale)
     code, low, high = _around(size, scale, first_values(m.device))
@@ -52,7 +54,7 @@ def quantize_first(m: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_second(v: Tensor, scale: Tensor, random: Tensor) -> Tensor:
-    """The u8 codes of second moments, f32 `[groups, n]`, rounded at random by the scales
+    """Return the u8 codes of second moments, f32 `[groups, n]`, rounded at random by the scales
     `[groups]`; `random` is f32 in [0, 1), like `v`. The roots of `v`, by which an update divides,
     are right on average. A positive value never becomes 0, and NaN does.
     """
@@ -64,21 +66,21 @@ def quantize_second(v: Tensor, scale: Tensor, random: Tensor) -> Tensor:
 
 
 def dequantize_first(code: Tensor, scale: Tensor) -> Tensor:
-    """First moments, f32, from i8 codes and a scale for each."""
+    """Return the first moments, f32, from i8 codes and a scale for each."""
     size = first_values(code.device)[code.abs().long()] * scale
     return torch.where(code < 0, -size, size)
 
 
 def dequantize_second(code: Tensor, scale: Tensor) -> Tensor:
-    """Second moments, f32, from u8 codes and a scale for each."""
+    """Return the second moments, f32, from u8 codes and a scale for each."""
     return second_values(code.device)[code.long()] * scale
 
 
 def random_numbers(key: int, step: int, element: Tensor) -> Tensor:
-    """The random numbers of elements of a weight, f32 in [0, 1) in multiples of 2**-24.
+    """Return the random numbers of elements of a weight, f32 in [0, 1) in multiples of 2**-24.
 
-    They are a function of the key of the weight, the step and the index of an element in the whole
-    weight, i64, so every cut of a weight gives the same ones.
+    They are a function of the key of the weight, the step and the index of an element in the full
+    weight, i64, so they do not depend on the sharding.
     """
     of_step = _mix(torch.tensor(key + step * STEP_FACTOR, device=element.device))
     bits = _mix(_mix(of_step + (element >> 32)) + element)
@@ -86,7 +88,7 @@ def random_numbers(key: int, step: int, element: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3 on the low 32 bits of i64, which permutes them."""
+    """Return the finalizer of MurmurHash3 on the low 32 bits of i64, which permutes them."""
     x = x & UINT32
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & UINT32
     x = ((x ^ (x >> 13)) * 0xC2B2AE35) & UINT32
@@ -94,13 +96,13 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _finite(size: Tensor, scale: Tensor) -> Tensor:
-    """Sizes between 0 and the scale of their group; 0 for NaN."""
+    """Return the sizes between 0 and the scale of their group; 0 for NaN."""
     return torch.where(size > 0, size, torch.zeros_like(size)).minimum(scale.unsqueeze(1))
 
 
 def _around(size: Tensor, scale: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(the largest code whose value is at most `size`, that value, the value of the next code). The
-    last code is its own next one.
+    """Return (the largest code whose value is at most `size`, that value, the value of the next
+    code). The last code is its own next one.
     """
     bounds = values * scale.unsqueeze(1)
     code = torch.searchsorted(bounds, size, right=True) - 1
@@ -114,10 +116,10 @@ class PieceGroups:
 
     Attributes:
         owned: the elements of the piece in the flat tensors.
-        scales: the places of the scales of its groups, i64 `[2, groups]`, a row for each moment.
-        element: the index in the whole weight of each element, i64.
+        scales: the indices of the scales of its groups, i64 `[2, groups]`, a row for each moment.
+        element: the index in the full weight of each element, i64.
         group: the group of each element, counted from the first one of the piece, i64.
-        cut: for each group that other ranks have a part of, its place among the cut groups.
+        cut: the index among the shared groups of each group that other ranks also have a part of.
     """
 
     def __init__(self, piece: list[int], device: torch.device) -> None:
@@ -135,13 +137,13 @@ class PieceGroups:
         self.cut = {group: place for group, place in cut.items() if place >= 0}
 
     def split(self, flat: Tensor) -> Tensor:
-        """The elements of the piece as `[groups, 128]`, with zeros where there are none."""
+        """Return the elements of the piece as `[groups, 128]`, with zeros where there are none."""
         canvas = flat.new_zeros(self.count, MOMENT_GROUP)
         canvas[self.group, self._slot] = flat
         return canvas
 
     def join(self, canvas: Tensor) -> Tensor:
-        """The elements of the piece, flat, from `[groups, 128]`."""
+        """Return the elements of the piece, flat, from `[groups, 128]`."""
         return canvas[self.group, self._slot]
 
 
@@ -156,9 +158,10 @@ def quantize_moments(
     cut_largest: Tensor,
     finishes: bool,
 ) -> None:
-    """Keep the moments of a piece, f32. Unless it `finishes`, this writes the codes and scales of
-    whole groups and enters the largest values of cut ones into `cut_largest`. After these were
-    reduced over the ranks, it is called again, finishes, and writes those of cut groups.
+    """Store the moments of a piece, f32. Unless it `finishes`, this writes the codes and scales of
+    unshared groups and enters the largest values of shared ones into `cut_largest`. After these
+    were reduced over the ranks, it is called again with `finishes`, and writes the codes and scales
+    of shared groups.
     """
     groups = PieceGroups(piece, m.device)
     split_m, split_v = groups.split(m), groups.split(v)
@@ -182,16 +185,16 @@ def quantize_moments(
 
 
 def dequantize_moments(exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, piece: list[int]) -> tuple[Tensor, Tensor]:
-    """Both moments of a piece, flat f32."""
+    """Return both moments of a piece, flat f32."""
     groups = PieceGroups(piece, exp_avg.device)
     scale = scales.view(-1)[groups.scales][:, groups.group]
     return dequantize_first(exp_avg[groups.owned], scale[0]), dequantize_second(exp_avg_sq[groups.owned], scale[1])
 
 
 def quantize_rows(momentum: Tensor, codes: Tensor, scales: Tensor) -> None:
-    """Keep the momentum of whole rows, f32 `[m, n]`, as first moments: i8 `codes` of that shape and
-    f32 `scales` `[m, groups of a row]`. A part of the rows at a time bounds the memory that it
-    takes.
+    """Store the momentum of full rows, f32 `[m, n]`, as first moments: i8 `codes` of that shape and
+    f32 `scales` `[m, groups of a row]`. Some rows are quantized at a time, which bounds the memory
+    that it needs.
     """
     count, columns = scales.shape[1], codes.shape[1]
     rows = max(1, ELEMENTS_AT_ONCE // columns)
@@ -204,7 +207,7 @@ def quantize_rows(momentum: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 
 def dequantize_rows(codes: Tensor, scales: Tensor) -> Tensor:
-    """The momentum of whole rows, f32 `[m, n]`, from the results of `quantize_rows`."""
+    """Return the momentum of full rows, f32 `[m, n]`, from the results of `quantize_rows`."""
     return dequantize_first(codes, scales.repeat_interleave(MOMENT_GROUP, 1)[:, : codes.shape[1]])
 
 

@@ -1,5 +1,5 @@
-"""The unsharded cast of a whole weight. Every plan, on any number of ranks and by any backend,
-gives the bytes that this cast gives.
+"""The unsharded cast of a full weight. Every plan, on any number of ranks and by any backend, gives
+the bytes that this cast gives.
 """
 
 from collections.abc import Sequence
@@ -40,13 +40,13 @@ def quantize(
     scale: Tensor | None = None,
     tensor_amax: Tensor | None = None,
 ) -> Quantized:
-    """Cast a whole master of logical shape to `fmt` (docs/formats).
+    """Cast a full master of logical shape to `fmt` (docs/formats).
 
     `scale` is the f32[1] scale of delayed formats. Columnwise buffers are included, with the bytes
     that post-all-gather processing gives them. The master may also be a slice of rows of a larger
     weight that starts and ends at multiples of 512 rows. `tensor_amax`, f32[1], is then the amax of
-    the whole weight, and the result is that slice of every buffer. Raises ValueError for a shape
-    that the format cannot take.
+    the full weight, and the result is that slice of every buffer. Raises ValueError for a shape
+    that the format does not support.
     """
     check_shape(fmt, master.shape)
     count, (rows, columns) = stored_matrices(fmt, master.shape)
@@ -83,8 +83,8 @@ def quantize(
 def _columnwise(
     fmt: FormatSpec, x: Tensor, codes: Tensor, stored: Tensor, scale: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The columnwise codes, one a byte, and their scale buffer, from the rowwise codes and scales.
-    None for what the format lacks.
+    """Return the columnwise codes, one per byte, and their scale buffer, from the rowwise codes and
+    scales. None for a buffer that the format lacks.
     """
     buffer = columnwise_scale_inv(fmt, *x.shape)
     if buffer is None:
@@ -102,7 +102,7 @@ def _columnwise(
 
 
 def _one_after_another(matrices: Sequence[Quantized]) -> Quantized:
-    """The buffers of several matrices, whose formats have no value per tensor."""
+    """Return the buffers of several matrices, whose formats have no value per tensor."""
     by_name: dict[str, Any] = {}
     for name in (field.name for field in fields(Quantized)):
         parts = [getattr(matrix, name) for matrix in matrices]

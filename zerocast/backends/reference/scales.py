@@ -17,7 +17,7 @@ from zerocast.formats.spec import SCALE_SPREAD
 
 
 def block_amax(x: Tensor, block: Block | None) -> Tensor:
-    """The largest |x| of each block of an f32 matrix `[R, C]`, as `[down, across]`; NaN is
+    """Return the largest |x| of each block of an f32 matrix `[R, C]`, as `[down, across]`; NaN is
     ignored.
     """
     rows, columns = x.shape
@@ -37,7 +37,7 @@ def expand(grid: Tensor, block: Block | None, rows: int, columns: int) -> Tensor
 
 
 def fill_scales(grid: Tensor, repeat: Block, buffer: Buffer) -> Tensor:
-    """Make a whole scale buffer: each scale of the grid repeated over rows or columns
+    """Make a complete scale buffer: each scale of the grid repeated over rows or columns
     (`FormatSpec.scale_repeat`), then padding at the bottom and on the right.
     """
     full = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=grid.device)
@@ -53,13 +53,13 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def f32(bits: int) -> float:
-    """The f32 with these bits, in which form the formats specify their constants."""
+    """Return the f32 with these bits, in which form the formats specify their constants."""
     value: float = struct.unpack("<f", struct.pack("<I", bits))[0]
     return value
 
 
 def divide(numerator: float, x: Tensor) -> Tensor:
-    """`numerator / x`, rounded once; torch computes `scalar / tensor` as reciprocal times
+    """Return `numerator / x`, rounded once; torch computes `scalar / tensor` as reciprocal times
     scalar.
     """
     return torch.full_like(x, numerator) / x
@@ -76,7 +76,9 @@ ONE_OVER = {"e4m3": ONE_448TH, "e2m1": ONE_6TH}
 
 
 def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """FP8 encode scale of FP32-scaled formats: `fp8_max / amax`, 1 for an amax of 0 or Inf."""
+    """Return the FP8 encode scale of FP32-scaled formats: `fp8_max / amax`, 1 for an amax of 0 or
+    Inf.
+    """
     assert fmt.element
     a = torch.where(amax < fmt.amax_epsilon, torch.full_like(amax, fmt.amax_epsilon), amax)
     s = divide(fmt.element.max, a)
@@ -87,13 +89,13 @@ def scale_from_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def _nvfp4_global(amax: Tensor) -> Tensor:
-    """The global scale S_enc, computed from the tensor amax."""
+    """Return the global scale S_enc, computed from the tensor amax."""
     s = divide(2688.0, amax.clamp(min=FLT_MIN)).clamp(max=FLT_MAX)
     return torch.where(amax > 0, s, torch.ones_like(s))
 
 
 def _nvfp4_byte(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Tensor:
-    """The stored E4M3 scale sd of each block, as a byte."""
+    """Return the stored E4M3 scale sd of each block, as a byte."""
     v = block_amax * (_nvfp4_global(tensor_amax) * ONE_6TH)
     # TransformerEngine clamps with fminf, which turns a NaN into the largest value.
     v = torch.where(v <= FLT_MAX, v, torch.full_like(v, FLT_MAX))
@@ -103,8 +105,8 @@ def _nvfp4_byte(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> Ten
 
 
 def _exact_byte(v: Tensor) -> Tensor:
-    """The E4M3 code of the number next to v, among those from 0.125 to 384 with a mantissa of 1,
-    1.25 or 1.5. Ties go up.
+    """Return the E4M3 code of the number next to v, among those from 0.125 to 384 with a mantissa
+    of 1, 1.25 or 1.5. Ties go up.
     """
     bits = v.contiguous().view(torch.int32)
     mantissa = (bits & 0x7FFFFF).float() * 2.0**-23 + 1.0
@@ -116,10 +118,10 @@ def _exact_byte(v: Tensor) -> Tensor:
 
 
 def stored_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """The tensor amax that is stored, and that scales are computed from.
+    """Return the tensor amax that is stored, and that scales are computed from.
 
-    With exact scales it is 2688 times a bf16 number, the tensor scale. Inf stays, and the scales of
-    such a tensor are then those of plain NVFP4.
+    With exact scales it is 2688 times a bf16 number, the tensor scale. Inf stays, and such a tensor
+    then has the scales of plain NVFP4.
     """
     if not fmt.exact_scales:
         return amax
@@ -128,7 +130,7 @@ def stored_amax(fmt: FormatSpec, amax: Tensor) -> Tensor:
 
 
 def amax_of_stored(fmt: FormatSpec, stored: Tensor) -> Tensor:
-    """An amax for which `stored_amax` gives `stored`."""
+    """Return an amax for which `stored_amax` gives `stored`."""
     if not fmt.exact_scales:
         return stored
     # 2304 times the tensor scale, unless the stored amax was clamped.
@@ -143,9 +145,9 @@ def _nvfp4_encode(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> T
 
 
 def _e8m0_bytes(fmt: FormatSpec, amaxes: Tensor) -> Tensor:
-    """The stored biased exponent of each block of `[down, across]` amaxes.
+    """Return the stored biased exponent of each block of `[down, across]` amaxes.
 
-    If the format has scale groups, `amaxes` must hold whole groups, except at the edges of the
+    If the format has scale groups, `amaxes` must hold complete groups, except at the edges of the
     weight.
     """
     assert fmt.element
@@ -163,17 +165,19 @@ def _e8m0_bytes(fmt: FormatSpec, amaxes: Tensor) -> Tensor:
 
 
 def _e8m0_encode(code: Tensor) -> Tensor:
-    """2**(127 - code), including the subnormal 2**-127."""
+    """Return 2**(127 - code), including the subnormal 2**-127."""
     return decode_e8m0(254 - code)
 
 
 def _bf16_scale(amax: Tensor) -> Tensor:
-    """The stored scale of each block, `amax / 7` as a bf16 number, in f32."""
+    """Return the stored scale of each block, `amax / 7` as a bf16 number, in f32."""
     return round_nominal(amax * ONE_7TH, torch.bfloat16).clamp(max=BF16_MAX)
 
 
 def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """The factor for the elements of each block before encoding, f32 of the shape of `amaxes`."""
+    """Return the factor for the elements of each block before encoding, f32 of the shape of
+    `amaxes`.
+    """
     if fmt.scale_rule is ScaleRule.NONE:
         return torch.ones_like(amaxes)
     if fmt.scale_rule is ScaleRule.E8M0:
@@ -190,8 +194,8 @@ def encode_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, scale: Tensor | None) -> Tensor:
-    """The entry of the scale buffer for each block: f32 reciprocals, bf16 scales, or bytes, which
-    are E8M0 or E4M3 codes.
+    """Return the entry of the scale buffer for each block: f32 reciprocals, bf16 scales, or bytes,
+    which are E8M0 or E4M3 codes.
     """
     if fmt.scale_rule is ScaleRule.E8M0:
         return _e8m0_bytes(fmt, amaxes)
@@ -204,12 +208,12 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
 
 
 def scale_grid(buffer: Tensor, repeat: Block, down: int, across: int) -> Tensor:
-    """The `[down, across]` scales that `fill_scales` repeated into a buffer."""
+    """Return the `[down, across]` scales that `fill_scales` repeated into a buffer."""
     return buffer[: down * repeat[0] : repeat[0], : across * repeat[1] : repeat[1]]
 
 
 def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -> Tensor:
-    """The factor for the decoded elements of each block, f32."""
+    """Return the factor for the decoded elements of each block, f32."""
     if fmt.scale_rule is ScaleRule.E8M0:
         return decode_e8m0(stored)
     if fmt.scale_rule is ScaleRule.TWO_LEVEL:

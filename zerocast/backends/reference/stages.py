@@ -1,8 +1,8 @@
 """The stages of a cast in plain torch, in the order in which a step runs them, then the stages that
 read a weight.
 
-This file is the specification: ../README.md says what each stage reads and writes, and every other
-backend gives these bytes.
+This file is the specification: ../README.md describes the inputs and outputs of each stage, and
+every other backend gives these bytes.
 """
 
 import torch
@@ -56,7 +56,7 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
 
 
 def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:
-    """The packed amaxes of a whole weight as f32 `[down, across]`."""
+    """Return the packed amaxes of a full weight as f32 `[down, across]`."""
     down, across = amax_grid(block, rows, columns)
     return packed[offset : offset + down * across].view(down, across).float()
 
@@ -71,7 +71,9 @@ def compute_scales(
     scales: list[Tensor],
     skip: Tensor | None,
 ) -> None:
-    """Stage compute_scales: whole scale buffers and tensor amaxes from the reduced amaxes."""
+    """Stage compute_scales: compute complete scale buffers and tensor amaxes from the reduced
+    amaxes.
+    """
     if skip is not None and bool(skip):
         return
     for row in table.tolist():
@@ -203,9 +205,9 @@ def roll_history(
 
 
 def rolled(fmt: FormatSpec, amax: Tensor, scale: Tensor, history: Tensor) -> tuple[Tensor, Tensor]:
-    """The history f32[L] and scale f32[1] after a step whose reduced amax is `amax`.
+    """Return the history f32[L] and scale f32[1] after a step whose reduced amax is `amax`.
 
-    The formula is that of docs/formats/fp8_delayed.md. The host never waits for the device.
+    The formula is in docs/formats/fp8_delayed.md. The CPU never waits for the device.
     """
     assert fmt.element
     last = torch.where(amax != 0, amax, history[:1])

@@ -1,4 +1,4 @@
-"""Window: the owned elements of one weight as a matrix of whole block rows, zero elsewhere."""
+"""Window: the owned elements of one weight as a matrix of full block rows, zero elsewhere."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from zerocast.formats.layout import amax_grid, round_up
 
 @dataclass(frozen=True)
 class Window:
-    """Rows `[first, last)` of a weight: the whole block rows that contain the owned span."""
+    """Rows `[first, last)` of a weight: the full block rows that contain the owned span."""
 
     row: list[int]  # the weight's descriptor row
     first: int
@@ -21,7 +21,7 @@ class Window:
 
     @staticmethod
     def of(fmt: FormatSpec, row: list[int]) -> "Window | None":
-        """The window of a descriptor row, or None if nothing is owned."""
+        """Return the window of a descriptor row, or None if nothing is owned."""
         if row[Column.NUMEL] == 0:
             return None
         rows, columns = row[Column.ROWS], row[Column.COLUMNS]
@@ -43,19 +43,21 @@ class Window:
         return slice(start, start + self.row[Column.NUMEL])
 
     def elements(self, masters: list[Tensor]) -> Tensor:
-        """The owned elements, flat, in the dtype of the master."""
+        """Return the owned elements, flat, in the dtype of the master."""
         offset = self.row[Column.MASTER_OFFSET]
         return masters[self.row[Column.MASTER_BASE]][offset : offset + self.row[Column.NUMEL]]
 
     def canvas(self, masters: list[Tensor], nominal: torch.dtype) -> Tensor:
-        """f32 `[last - first, columns]`: owned elements rounded to nominal, 0 elsewhere."""
+        """Return f32 `[last - first, columns]`: owned elements rounded to nominal, 0 elsewhere."""
         elements = self.elements(masters)
         canvas = elements.new_zeros((self.last - self.first) * self.columns, dtype=torch.float32)
         canvas[self.owned] = round_nominal(elements, nominal)
         return canvas.view(-1, self.columns)
 
     def grid(self, packed: Tensor, offset: int, block: Block | None) -> Tensor:
-        """The amaxes of the window's blocks, a view `[down, across]` of the packed buffer."""
+        """Return the amaxes of the window's blocks, a view `[down, across]` of the packed
+        buffer.
+        """
         down, across = amax_grid(block, self.row[Column.ROWS], self.columns)
         height = block[0] if block else self.row[Column.ROWS]
         grid = packed[offset : offset + down * across].view(down, across)

@@ -1,10 +1,10 @@
 """Stage adam_8bit: AdamW on pieces of weights whose moments are kept in 8 bits
 (docs/formats/moments_8bit.md), and the partial amaxes of the updated masters.
 
-A program takes some groups of one piece, a row of a tile each: neighbours, or for formats with
-blocks those of whole blocks below each other. Values of codes are read from tables of the
-reference, so that they are its values to the bit. A code is guessed by a formula that errs by one
-at most, and then decided by comparisons with the values of codes, as docs/formats says.
+A program processes some groups of one piece, one per row of a tile: consecutive groups, or for
+formats with blocks the groups of complete blocks below each other. Values of codes are read from
+the reference's tables, so that they are equal to the bit. A code is guessed by a formula that errs
+by one at most, and then decided by comparisons with the values of codes, as docs/formats says.
 """
 
 import functools
@@ -62,12 +62,12 @@ LARGEST_SCALE = tl.constexpr(0x7F7FFFFF)
 
 @dataclass(frozen=True)
 class PieceGroups:
-    """Cuts the groups of pieces into runs of `size`."""
+    """Splits the groups of pieces into runs of `size`."""
 
     size: int
 
     def count(self, row: list[int]) -> int:
-        """The number of runs of one piece."""
+        """Return the number of runs of one piece."""
         return -(-moment_groups(row[Piece.START], row[Piece.NUMEL], row[Piece.COLUMNS]) // self.size)
 
 
@@ -76,12 +76,12 @@ class CutPieces:
     """One tile for each piece that has part of a group that other ranks have parts of."""
 
     def count(self, row: list[int]) -> int:
-        """The number of tiles of one piece."""
+        """Return the number of tiles of one piece."""
         return int(max(row[Piece.CUT_FIRST], row[Piece.CUT_LAST]) >= 0)
 
 
 def _tile(fmt: FormatSpec) -> TileShape:
-    """Tiles of one group across, so many that a program has whole blocks."""
+    """Return tiles that are one group wide, as many per program as complete blocks need."""
     assert fmt.block
     height = fmt.columnwise_block[0] if fmt.columnwise_block else GROUPS
     return TileShape(fmt, height, MOMENT_GROUP, max(1, fmt.block[0] // height))
@@ -111,7 +111,7 @@ def adam_8bit(
     if not masters:
         return
     device = table.device
-    # The tensors of one base stand together.
+    # The tensors of one base are consecutive.
     by_base = zip(masters, grads, exp_avgs, exp_avg_sqs, moment_scales, strict=True)
     bases = addresses(list(itertools.chain.from_iterable(by_base)), device)
     of_step = scalars, clip, steps, skip_flag(skip, device)
@@ -135,13 +135,13 @@ def adam_8bit(
 
 @functools.cache
 def _values(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values of the codes of both moments, in units of the scale."""
+    """Return the values of the codes of both moments, in units of the scale."""
     return first_values(device), second_values(device)
 
 
 @triton.jit
 def _extent(row):
-    """(groups of the weight before the first one of a piece, groups of the piece)."""
+    """Return (groups of the weight before the first one of a piece, groups of the piece)."""
     start = tl.load(row + PIECE_START)
     before = _group_of(row, start)
     return before, _group_of(row, start + tl.load(row + PIECE_NUMEL) - 1) + 1 - before
@@ -149,14 +149,14 @@ def _extent(row):
 
 @triton.jit
 def _group_of(row, element):
-    """The number of the group of an element, counted over the rows of its weight."""
+    """Return the number of the group of an element, counted over the rows of its weight."""
     columns = tl.load(row + PIECE_COLUMNS)
     return element // columns * ((columns - 1) // GROUP + 1) + element % columns // GROUP
 
 
 @triton.jit
 def _mix(x):
-    """The finalizer of MurmurHash3 on u32."""
+    """Return the finalizer of MurmurHash3 on u32."""
     x = (x ^ (x >> 16)) * 0x85EBCA6B
     x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
@@ -164,7 +164,7 @@ def _mix(x):
 
 @triton.jit
 def _random_numbers(key, step, element):
-    """The random numbers of elements of a weight, f32."""
+    """Return the random numbers of elements of a weight, f32."""
     of_step = _mix(key.to(tl.uint32) + step.to(tl.uint32) * 0x9E3779B9)
     bits = _mix(_mix(of_step + (element >> 32).to(tl.uint32)) + element.to(tl.uint32))
     return (bits >> 8).to(tl.float32) * 5.9604644775390625e-08
@@ -172,29 +172,29 @@ def _random_numbers(key, step, element):
 
 @triton.jit
 def _largest(x):
-    """The largest positive number of each row as bits, 0 without one. NaN is ignored."""
+    """Return the largest positive number of each row as bits, 0 without one. NaN is ignored."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.max(tl.where(bits > INF, 0, tl.maximum(bits, 0)), 1)
 
 
 @triton.jit
 def _scale(largest):
-    """The scales of groups from their largest values, as bits."""
+    """Return the scales of groups from their largest values, as bits."""
     scale = tl.minimum(tl.maximum(largest, SMALLEST_SCALE), LARGEST_SCALE)
     return as_f32(tl.where(largest > 0, scale, 0))
 
 
 @triton.jit
 def _at_most(x, scale):
-    """Values between 0 and a scale; 0 for NaN."""
+    """Return the values between 0 and a scale; 0 for NaN."""
     positive = tl.where(x > 0, x, 0.0)
     return tl.where(positive < scale, positive, scale)
 
 
 @triton.jit
 def _decide(code, size, scale, values, LAST: tl.constexpr):
-    """(the largest code whose value is at most `size`, that value, the value of the next code), of
-    a guess that errs by one at most.
+    """Return (the largest code whose value is at most `size`, that value, the value of the next
+    code), of a guess that errs by one at most.
     """
     code = tl.minimum(tl.maximum(code, 0), LAST)
     code -= (tl.load(values + code) * scale > size).to(tl.int32)
@@ -205,7 +205,7 @@ def _decide(code, size, scale, values, LAST: tl.constexpr):
 
 @triton.jit
 def _encode_first(m, scale, values):
-    """The codes of first moments as int32, rounded to nearest by positive scales."""
+    """Return the codes of first moments as int32, rounded to nearest by positive scales."""
     size = _at_most(tl.abs(m), scale)
     ratio = tl.div_rn(size, scale)
     guess = tl.div_rn(254.0 * ratio, 1.0 + ratio).to(tl.int32)
@@ -216,7 +216,7 @@ def _encode_first(m, scale, values):
 
 @triton.jit
 def _encode_second(v, scale, random, values):
-    """The codes of second moments as int32, rounded at random by positive scales."""
+    """Return the codes of second moments as int32, rounded at random by positive scales."""
     size = _at_most(v, scale)
     guess = (259.0 * tl.sqrt_rn(tl.sqrt_rn(tl.div_rn(size, scale))) - 4.0).to(tl.int32)
     code, low, high = _decide(guess, size, scale, values, 255)
@@ -227,8 +227,8 @@ def _encode_second(v, scale, random, values):
 
 @triton.jit
 def _elements(row, group, has_group, COUNT: tl.constexpr, FULL: tl.constexpr):
-    """(an element of the weight, the distances `[COUNT, GROUP]` of the groups' elements from it,
-    the mask of those that the piece has).
+    """Return (an element of the weight, the distances `[COUNT, GROUP]` of the groups' elements from
+    it, the mask of those that the piece has).
     """
     start = tl.load(row + PIECE_START)
     before, _ = _extent(row)
@@ -248,7 +248,9 @@ def _elements(row, group, has_group, COUNT: tl.constexpr, FULL: tl.constexpr):
 
 @triton.jit
 def _cut_places(row, group, has_group):
-    """The places of groups among cut ones, or -1. A piece of one group has it in either column."""
+    """Return the indices of groups among the shared ones, or -1. A piece of one group has it in
+    either column.
+    """
     _, count = _extent(row)
     first = tl.load(row + CUT_FIRST)
     last = tl.where(group == count - 1, tl.load(row + CUT_LAST), -1)
@@ -257,7 +259,7 @@ def _cut_places(row, group, has_group):
 
 @triton.jit
 def _old_moments(m_at, v_at, i, mask, m_scale, v_scale, first_table, second_table, FULL: tl.constexpr):
-    """Both moments as they were kept, f32."""
+    """Return both moments as they were kept, f32."""
     m_code = load_raw(m_at, i, mask, tl.int8, FULL).to(tl.int32)
     v_code = load_raw(v_at, i, mask, tl.uint8, FULL).to(tl.int32)
     m = tl.load(first_table + tl.abs(m_code)) * m_scale
@@ -266,7 +268,7 @@ def _old_moments(m_at, v_at, i, mask, m_scale, v_scale, first_table, second_tabl
 
 @triton.jit
 def _codes(m, v, m_scale, v_scale, random, first_table, second_table):
-    """The codes of both moments. Those of groups of zeros are 0."""
+    """Return the codes of both moments. Groups of zeros have codes 0."""
     # Nothing is divided by a scale of 0.
     m_code = _encode_first(m, tl.where(m_scale > 0, m_scale, 1.0), first_table)
     v_code = _encode_second(v, tl.where(v_scale > 0, v_scale, 1.0), random, second_table)
@@ -336,8 +338,8 @@ def _update(
 
 @triton.jit
 def _addresses(bases, at, GRAD: tl.constexpr):
-    """The addresses of an element in the four flat tensors as one number, which is a multiple of
-    16 if each of them is.
+    """Return the addresses of an element in the four flat tensors as one number, which is a
+    multiple of 16 if each of them is.
     """
     g_at = tl.load(bases + 1) + at * (4 if GRAD == tl.float32 else 2)
     return (tl.load(bases) + at * 4) | g_at | (tl.load(bases + 2) + at) | (tl.load(bases + 3) + at)
@@ -363,7 +365,7 @@ def _groups(
     NOMINAL: tl.constexpr,
     GRAD: tl.constexpr,
 ):
-    """Update a run of groups of a format without blocks. Cut ones keep their codes, and their
+    """Update a run of groups of a format without blocks. Shared groups keep their codes, and their
     largest values are entered.
     """
     if tl.load(skip) != 0:
@@ -377,7 +379,7 @@ def _groups(
     group = begin + tl.arange(0, COUNT)
     has_group = group < count
     is_aligned = _addresses(bases, tl.load(row + OFFSET) + begin * GROUP, GRAD) % 16 == 0
-    # Groups of the same size from end to end, none of which can be cut.
+    # Contiguous groups of the same size, none of which can be shared.
     whole = (tl.load(row + PIECE_COLUMNS) % GROUP == 0) & (tl.load(row + PIECE_START) % GROUP == 0)
     if is_aligned & whole & ((begin + COUNT) * GROUP <= tl.load(row + PIECE_NUMEL)):
         bits, worst = _update_run(
@@ -426,8 +428,8 @@ def _update_run(
 
 @triton.jit
 def _magnitudes(p, mask, NOMINAL: tl.constexpr):
-    """(the bits of |p| in the nominal dtype, 0 for NaN; those of |p|, NaN above Inf), 0 where
-    masked.
+    """Return (the bits of |p| in the nominal dtype, 0 for NaN; the bits of |p|, NaN above Inf), 0
+    where masked.
     """
     return tl.where(mask, amax_bits(round_nominal(p, NOMINAL)), 0), tl.where(mask, magnitude(p), 0)
 
@@ -459,7 +461,7 @@ def _update_band(
     if FULL:
         columns = columns // GROUP * GROUP
     before, _ = _extent(row)
-    # The rows of the weight above those of the table.
+    # The rows of the weight above the rows of the table.
     above = (tl.load(row + PIECE_START) - tl.load(of_table + START)) // columns
     across = (columns + GROUP - 1) // GROUP
     i = tl.arange(0, HEIGHT)[:, None] * columns + tl.arange(0, GROUP)[None, :]
@@ -504,7 +506,7 @@ def _blocks(
     NOMINAL: tl.constexpr,
     GRAD: tl.constexpr,
 ):
-    """A band of whole block rows, one group across: one amax for each block."""
+    """Update a band of full block rows, one group wide, with one amax for each block."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)
@@ -546,7 +548,7 @@ def _cut_groups(
     skip,
     GRAD: tl.constexpr,
 ):
-    """Round the moments of the first and the last group of a piece, where they are cut."""
+    """Round the moments of the first and the last group of a piece, if they are shared."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

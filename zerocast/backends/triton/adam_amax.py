@@ -76,7 +76,8 @@ def adam_amax(
 
 @triton.jit
 def adamw(p, g, m, v, scalars, clip):
-    """The new (master, exp_avg, exp_avg_sq) from f32 blocks; `scalars` points to a group's row.
+    """Return the new (master, exp_avg, exp_avg_sq) from f32 blocks; `scalars` points to a group's
+    row.
 
     Each line is one f32 operation on an element, in the order that ../README.md fixes.
     """
@@ -137,7 +138,7 @@ def _addresses(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """Addresses of element `first` of the weight in the four parallel bases."""
+    """Return the addresses of element `first` of the weight in the four parallel bases."""
     p_at = element(masters, row, first, tl.float32)
     g_at = element(grads, row, first, GRAD)
     m_at = element(exp_avgs, row, first, EXP_AVG)
@@ -165,7 +166,7 @@ def _run(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """A run of elements of a format without blocks: one amax for the tensor."""
+    """Update a run of elements of a format without blocks, with one amax for the tensor."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)
@@ -251,7 +252,7 @@ def _blocks(
     EXP_AVG: tl.constexpr,
     EXP_AVG_SQ: tl.constexpr,
 ):
-    """A band of whole block rows: one amax for each block."""
+    """Update a band of full block rows, with one amax for each block."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

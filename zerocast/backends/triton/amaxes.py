@@ -10,24 +10,24 @@ from zerocast.backends.triton.launch import COLUMNS, NOT_FINITE, ROWS
 
 
 def as_integers(packed: Tensor) -> Tensor:
-    """The packed buffer as int16 or int32: amaxes are not negative, so bits and values order
-    alike.
+    """Return the packed buffer as int16 or int32: amaxes are not negative, so bits and values have
+    the same order.
     """
     return packed.view(torch.int16 if packed.dtype is torch.bfloat16 else torch.int32)
 
 
 @triton.jit
 def amax_bits(x):
-    """Bits of |x| as int32, 0 for a NaN."""
+    """Return the bits of |x| as int32, 0 for a NaN."""
     m = magnitude(x)
     return tl.where(m > INF, 0, m)
 
 
 @triton.jit
 def note_not_finite(packed, row, bits):
-    """Set the NOT_FINITE number of a weight to 1 if `bits` is that of NaN or Inf, and the table has
-    such a number. `bits` is the largest |x| of some elements, NaN above Inf. Several programs may
-    write the same 1.
+    """Set the NOT_FINITE number of a weight to 1 if `bits` is NaN or Inf, and the table has such a
+    number. `bits` is the largest |x| of some elements, NaN above Inf. Several programs may write
+    the same 1.
     """
     i = tl.load(row + NOT_FINITE)
     word = amax_word(packed, tl.full((), 0x3F800000, tl.int32))
@@ -36,14 +36,14 @@ def note_not_finite(packed, row, bits):
 
 @triton.jit
 def block_max(m, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr):
-    """The largest of each ROWS_A x COLUMNS_A block of `m [HEIGHT, WIDTH]`."""
+    """Return the largest of each ROWS_A x COLUMNS_A block of `m [HEIGHT, WIDTH]`."""
     m = tl.reshape(m, (HEIGHT // ROWS_A, ROWS_A, WIDTH // COLUMNS_A, COLUMNS_A))
     return tl.max(tl.max(m, 3), 1)
 
 
 @triton.jit
 def amax_word(packed, bits):
-    """The bits of an f32 amax in the dtype of the packed buffer."""
+    """Return the bits of an f32 amax in the dtype of the packed buffer."""
     if packed.dtype.element_ty == tl.int16:
         return (bf16_bits(as_f32(bits)) >> 16).to(tl.int16)
     else:
@@ -52,7 +52,7 @@ def amax_word(packed, bits):
 
 @triton.jit
 def load_amax(packed, i, mask):
-    """Amaxes `i` of the packed buffer as f32; 0 where masked."""
+    """Return the amaxes `i` of the packed buffer as f32; 0 where masked."""
     bits = tl.load(packed + i, mask=mask, other=0).to(tl.int32)
     if packed.dtype.element_ty == tl.int16:
         bits = bits << 16
@@ -69,8 +69,8 @@ def grid_cells(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """(index in the weight's grid, mask of the blocks that exist) of the DOWN x ACROSS blocks of
-    a tile.
+    """Return (index in the weight's grid, mask of the blocks that exist) of the DOWN x ACROSS
+    blocks of a tile.
     """
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     i = first_row // ROWS_A + tl.arange(0, DOWN)[:, None]
@@ -91,8 +91,8 @@ def group_amaxes(
     GROUP_ROWS: tl.constexpr,
     GROUP_COLUMNS: tl.constexpr,
 ):
-    """The largest amax `[1, ACROSS]` of the scale group of each block of a tile in one row of
-    groups.
+    """Return the largest amax `[1, ACROSS]` of the scale group of each block of a tile in one row
+    of groups.
     """
     top = first_row // (GROUP_ROWS * ROWS_A) * (GROUP_ROWS * ROWS_A)
     cell, exists = grid_cells(row, top, first_column, ROWS_A, COLUMNS_A, GROUP_ROWS, ACROSS)
@@ -114,14 +114,16 @@ def store_blocks(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Store amaxes of whole blocks `[DOWN, ACROSS]`. No other program shares them: no atomics."""
+    """Store amaxes of complete blocks `[DOWN, ACROSS]`. No other program shares them, so no atomics
+    are needed.
+    """
     cell, exists = grid_cells(row, first_row, first_column, ROWS_A, COLUMNS_A, DOWN, ACROSS)
     tl.store(packed + tl.load(row + PLACE) + cell, amax_word(packed, bits), mask=exists)
 
 
 @triton.jit
 def max_into(packed, i, bits):
-    """`packed[i] = max(packed[i], bits)` for one amax that many programs share.
+    """Set `packed[i] = max(packed[i], bits)` for one amax that many programs share.
 
     There is no 16-bit atomic maximum, so a bf16 buffer uses compare-and-swap on the 32-bit word
     around the amax. The word of the last amax, if their number is odd, includes two bytes behind

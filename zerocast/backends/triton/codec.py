@@ -16,20 +16,20 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def magnitude(x):
-    """Bits of |x| as int32, which order as the values do, with NaN above Inf."""
+    """Return the bits of |x| as int32, which order as the values do, with NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & MAGNITUDE
 
 
 @triton.jit
 def as_f32(bits):
-    """The f32 with these bits."""
+    """Return the f32 with these bits."""
     return bits.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def bf16_bits(x):
-    """f32 rounded to bf16 (RNE, overflow to Inf), as int32 bits in the upper half of a word; NaN
-    is 0x7FFF.
+    """Round f32 to bf16 (RNE, overflow to Inf), as int32 bits in the upper half of a word; NaN is
+    0x7FFF.
     """
     a = magnitude(x)
     # The minimum also keeps the next sum within 31 bits.
@@ -41,8 +41,8 @@ def bf16_bits(x):
 
 @triton.jit
 def fp16_bits(x):
-    """f32 rounded to fp16 (RNE, overflow to Inf), as int32 bits in the lower half of a word; NaN
-    is 0x7FFF.
+    """Round f32 to fp16 (RNE, overflow to Inf), as int32 bits in the lower half of a word; NaN is
+    0x7FFF.
     """
     half = x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return tl.where(magnitude(x) > INF, 0x7FFF, half)
@@ -50,7 +50,7 @@ def fp16_bits(x):
 
 @triton.jit
 def round_nominal(x, NOMINAL: tl.constexpr):
-    """f32 rounded to the nominal dtype, as f32; the bits of a NaN are unspecified."""
+    """Round f32 to the nominal dtype, as f32; the bits of a NaN are unspecified."""
     if NOMINAL == tl.bfloat16:
         x = as_f32(bf16_bits(x))
     if NOMINAL == tl.float16:
@@ -67,7 +67,7 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
     half: tl.constexpr = (1 << (drop - 1)) - 1
     normal = ((bounded + half + ((bounded >> drop) & 1)) >> drop) - ((127 - BIAS) << MANTISSA)
     # Below the smallest normal the code counts multiples of 2**(1 - BIAS - MANTISSA): the unit of
-    # this sum's last place.
+    # this sum's last bit.
     unit: tl.constexpr = (151 - BIAS - MANTISSA) << 23
     subnormal = (as_f32(bounded) + as_f32(a * 0 + unit)).to(tl.int32, bitcast=True) - unit
     smallest_normal: tl.constexpr = (128 - BIAS) << 23
@@ -78,7 +78,7 @@ def _encode(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr
 
 @triton.constexpr_function
 def codes_per_byte(element):
-    """2 for 4-bit codes, else 1."""
+    """Return 2 for 4-bit codes, else 1."""
     return 2 if element in ("e2m1", "int4") else 1
 
 
@@ -93,7 +93,9 @@ def _encode_int4(x):
 
 @triton.jit
 def encode(x, ELEMENT: tl.constexpr):
-    """f32 to codes as int32: RNE, saturating, NaN to the largest code pattern without sign."""
+    """Convert f32 to codes as int32: RNE, saturating, NaN to the largest code pattern without
+    sign.
+    """
     if ELEMENT == "e4m3":
         return _encode(x, 3, 7, 0x43E00000, 0x7F)
     elif ELEMENT == "e5m2":
@@ -106,8 +108,8 @@ def encode(x, ELEMENT: tl.constexpr):
 
 @triton.jit
 def encode_e8m0(x):
-    """Non-negative f32 to the biased exponent, as int32, of the next power of two at or above
-    it.
+    """Convert non-negative f32 to the biased exponent, as int32, of the next power of two at or
+    above it.
     """
     bits = x.to(tl.int32, bitcast=True)
     exponent = bits >> 23
@@ -133,7 +135,7 @@ def _decode(
 
 @triton.jit
 def decode(code, ELEMENT: tl.constexpr):
-    """Codes as int32 to f32, with the NaN of E4M3 and the NaN and Inf of E5M2."""
+    """Convert codes as int32 to f32, with the NaN of E4M3 and the NaN and Inf of E5M2."""
     if ELEMENT == "e4m3":
         return _decode(code, 3, 7, 0x80, 0x7F, 0x7F)
     elif ELEMENT == "e5m2":
@@ -146,6 +148,8 @@ def decode(code, ELEMENT: tl.constexpr):
 
 @triton.jit
 def decode_e8m0(code):
-    """Biased exponents as int32 to f32 powers of two; 0 is the subnormal 2**-127 and 255 is NaN."""
+    """Convert biased exponents as int32 to f32 powers of two; 0 is the subnormal 2**-127 and 255 is
+    NaN.
+    """
     bits = tl.where(code == 0, 0x00400000, tl.minimum(code, 254) << 23)
     return as_f32(tl.where(code == 255, 0x7FC00000, bits))

@@ -12,7 +12,9 @@ from zerocast.backends.triton.tiles import load_raw, offsets, owned, store_raw
 
 @triton.jit
 def code_address(bases, row, BASE: tl.constexpr, first, ELEMENT: tl.constexpr):
-    """The address of the byte with the code of element `first`, which is even for 4-bit codes."""
+    """Return the address of the byte with the code of element `first`, which is even for 4-bit
+    codes.
+    """
     return address(bases, row, BASE, 1) + first // codes_per_byte(ELEMENT)
 
 
@@ -53,8 +55,8 @@ def tile_scales(
 
 @triton.jit
 def tile_codes(x, scale, HEIGHT: tl.constexpr, WIDTH_A: tl.constexpr, ELEMENT: tl.constexpr):
-    """Codes of a tile as int32 `[HEIGHT, WIDTH_A]`; `scale [down, across]` is broadcast over
-    blocks.
+    """Return the codes of a tile as int32 `[HEIGHT, WIDTH_A]`; `scale [down, across]` is broadcast
+    over blocks.
     """
     down: tl.constexpr = scale.shape[0]
     across: tl.constexpr = scale.shape[1]

@@ -1,4 +1,4 @@
-"""Stage compute_scales: whole scale buffers and tensor amaxes from the reduced amaxes."""
+"""Stage compute_scales: complete scale buffers and tensor amaxes from the reduced amaxes."""
 
 import triton
 import triton.language as tl
@@ -81,7 +81,7 @@ def _tensor(
     POWER_OF_2: tl.constexpr,
     EPSILON: tl.constexpr,
 ):
-    """One scale for the tensor; one program for each weight."""
+    """Compute one scale for the tensor; one program for each weight."""
     if tl.load(skip) != 0:
         return
     row = table + tl.program_id(0).to(tl.int64) * WIDTH
@@ -124,7 +124,7 @@ def _blocks(
     GROUP_COLUMNS: tl.constexpr,
     ROUNDS_DOWN: tl.constexpr,
 ):
-    """One scale for each block: fill a tile of a scale buffer, padding included."""
+    """Fill a tile of a scale buffer with one scale for each block, padding included."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

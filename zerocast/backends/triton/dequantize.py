@@ -56,7 +56,7 @@ def dequantize(
 
 @triton.jit
 def _origin(height, width, SIDE_A: tl.constexpr):
-    """(first row, first column) of this program's square tile, as int64."""
+    """Return (first row, first column) of this program's square tile, as int64."""
     tile = tl.program_id(0).to(tl.int64)
     across = (width + SIDE_A - 1) // SIDE_A
     return tile // across * SIDE_A, tile % across * SIDE_A
@@ -64,7 +64,7 @@ def _origin(height, width, SIDE_A: tl.constexpr):
 
 @triton.jit
 def _words(x, DTYPE: tl.constexpr):
-    """f32 rounded to a dtype, as integers of its width."""
+    """Round f32 to a dtype, as integers of its width."""
     if DTYPE == tl.bfloat16:
         return (bf16_bits(x) >> 16).to(tl.int16)
     elif DTYPE == tl.float16:
@@ -157,8 +157,8 @@ def _stored_scales(
     REPEAT_COLUMNS: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """Stored scales of the DOWN x ACROSS blocks of a square; ROWS_A of 0 means one scale a
-    tensor.
+    """Return the stored scales of the DOWN x ACROSS blocks of a square; ROWS_A of 0 means one scale
+    a tensor.
     """
     i = tl.arange(0, DOWN)[:, None]
     j = tl.arange(0, ACROSS)[None, :]

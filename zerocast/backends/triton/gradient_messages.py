@@ -1,5 +1,5 @@
-"""Stages quantize_gradient and add_gradients: gradients that travel between ranks as FP8, in groups
-of 128 elements with one scale.
+"""Stages quantize_gradient and add_gradients: gradients that are sent between ranks as FP8, in
+groups of 128 elements with one scale.
 """
 
 import torch
@@ -104,7 +104,7 @@ def _add(
 
 @triton.jit
 def _values(message, i, here, scales_at, GROUP: tl.constexpr):
-    """Elements `i` of one message."""
+    """Return the elements `i` of one message."""
     codes = tl.load(message + i, mask=here, other=0).to(tl.int32)
     scales = (message + scales_at).to(tl.pointer_type(tl.float32))
     return decode(codes, "e4m3") * tl.load(scales + i // GROUP, mask=here, other=0.0)

@@ -1,9 +1,9 @@
-"""The launch of a stage for all weights at once, and how a program finds its weight and its data.
+"""The launch of a stage for all weights together, and how a program finds its weight and its data.
 
 A kernel gets the descriptor table, an int64 tensor of addresses for each list of bases, and a
-`Tiling`, whose running sum tells a program which weight it works on (`find`). All three are made
-once and cached, so that the host work of a step does not grow with the number of weights and the
-host never waits for the device.
+`Tiling`, from whose running sum a program finds its weight (`find`). All three are made once and
+cached, so that the CPU work of a step does not grow with the number of weights and the CPU never
+waits for the device.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _KEPT_ADDRESSES = 1024
 
 
 class Geometry(Protocol):
-    """Cuts the work on one row of a table into tiles; a hashable value."""
+    """Splits the work on one row of a table into tiles; a hashable value."""
 
     def count(self, row: list[int]) -> int:
-        """The number of tiles of a row; 0 if there is nothing to do."""
+        """Return the number of tiles of a row; 0 if there is nothing to do."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ _tilings: Any = WeakIdKeyDictionary()
 
 
 def tiling(table: Tensor, geometry: Geometry) -> Tiling:
-    """The tiles of a table, which must not change afterwards; the first call waits for the
+    """Return the tiles of a table, which must not change afterwards; the first call waits for the
     device.
     """
     tilings: dict[Geometry, Tiling] = _tilings.setdefault(table, {})
@@ -58,7 +58,7 @@ def tiling(table: Tensor, geometry: Geometry) -> Tiling:
 
 
 def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The addresses of base tensors as an int64 tensor on the device.
+    """Return the addresses of base tensors as an int64 tensor on the device.
 
     A CUDA graph reads this tensor at every replay, so a tensor that is used during a capture is
     kept as long as the process lives.
@@ -69,7 +69,8 @@ def addresses(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     return on_device
 
 
-# Address tensors of all captures so far, by id. Never emptied: a graph does not say when it ends.
+# Address tensors of all captures so far, keyed by id. Never emptied: the end of a graph's life is
+# not known.
 _captured: dict[int, Tensor] = {}
 
 
@@ -79,7 +80,7 @@ def _addresses(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def skip_flag(skip: Tensor | None, device: torch.device) -> Tensor:
-    """`skip` as a uint8[1] for a kernel to read; None becomes a flag that is never set."""
+    """Return `skip` as a uint8[1] for a kernel to read; None becomes a flag that is never set."""
     return _never(device) if skip is None else skip.view(torch.uint8)
 
 
@@ -132,7 +133,7 @@ NOT_FINITE = tl.constexpr(int(Column.NOT_FINITE))
 
 @triton.jit
 def find(firsts, n, tile):
-    """The row that a tile belongs to: the last one whose first tile is not after it.
+    """Return the row that a tile belongs to: the last one whose first tile is not after it.
 
     The search skips rows without tiles.
     """
@@ -149,7 +150,7 @@ def find(firsts, n, tile):
 
 @triton.jit
 def address(bases, row, BASE: tl.constexpr, SIZE: tl.constexpr):
-    """The address that the columns BASE and BASE + 1 (its offset) refer to, as an integer.
+    """Return the address that the columns BASE and BASE + 1 (its offset) refer to, as an integer.
 
     SIZE is the size of an element in bytes.
     """

@@ -98,8 +98,8 @@ def _magnitudes(
     NOMINAL: tl.constexpr,
     FULL: tl.constexpr,
 ):
-    """(the elementwise largest |x| of the STEPS tiles of a band, as bits `[HEIGHT, WIDTH_A]`, the
-    largest of all with NaN above Inf).
+    """Return (the elementwise largest |x| of the STEPS tiles of a band, as bits `[HEIGHT,
+    WIDTH_A]`, the largest of all with NaN above Inf).
     """
     columns = tl.load(row + COLUMNS)
     i = offsets(columns, HEIGHT, WIDTH_A, FULL)

@@ -117,8 +117,8 @@ def partial_cast(
 
 @triton.jit
 def _run_origin(masters, table, firsts, n, SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """(table row, address of the run's first master element, its index in the weight, elements
-    left).
+    """Return (table row, address of the run's first master element, its index in the weight,
+    elements left).
     """
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
@@ -141,7 +141,7 @@ def _round(
     DTYPE: tl.constexpr,
     NOMINAL: tl.constexpr,
 ):
-    """Formats without codes: the master rounded to nominal, or its bits if it is nominal
+    """Cast to a format without codes: the master rounded to nominal, or its bits if it is nominal
     already.
     """
     if tl.load(skip) != 0:
@@ -242,7 +242,7 @@ def _blocks(
     GROUP_COLUMNS: tl.constexpr,
     ROUNDS_DOWN: tl.constexpr,
 ):
-    """Encode a tile with one scale for each block, rowwise and in a columnwise grid of its own."""
+    """Encode a tile with one scale for each block, rowwise and in a separate columnwise grid."""
     if tl.load(skip) != 0:
         return
     tile = tl.program_id(0).to(tl.int64)

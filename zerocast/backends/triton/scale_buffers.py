@@ -1,4 +1,4 @@
-"""Scale buffers of blocked formats, cut into tiles with their padding (formats/layout.py)."""
+"""Scale buffers of blocked formats, split into tiles with their padding (formats/layout.py)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,8 @@ WIDTH = 128
 
 @dataclass(frozen=True)
 class ScaleBuffer:
-    """One kind of scale buffer: a padded grid of blocks, perhaps transposed or with repeated
-    rows or columns.
+    """One kind of scale buffer: a padded grid of blocks, possibly transposed or with repeated rows
+    or columns.
     """
 
     fmt: FormatSpec
@@ -31,37 +31,37 @@ class ScaleBuffer:
 
     @staticmethod
     def rowwise(fmt: FormatSpec) -> "ScaleBuffer":
-        """The scale buffer of the rowwise data."""
+        """Return the scale buffer of the rowwise data."""
         assert fmt.block
         rounding = {ScaleRule.FP32: (1, 4), ScaleRule.BF16: (1, 1)}.get(fmt.scale_rule, (128, 4))
         return ScaleBuffer(fmt, fmt.block, False, False, rounding)
 
     @staticmethod
     def columnwise(fmt: FormatSpec) -> "ScaleBuffer":
-        """The scale buffer of columnwise codes that are not transposed."""
+        """Return the scale buffer of columnwise codes that are not transposed."""
         block = fmt.columnwise_block or fmt.block
         assert block
         return ScaleBuffer(fmt, block, True, False, (4, 128))
 
     @staticmethod
     def transpose(fmt: FormatSpec) -> "ScaleBuffer":
-        """The scale buffer of columnwise data that is the transposed rowwise data."""
+        """Return the scale buffer of columnwise data that is the transposed rowwise data."""
         rowwise = ScaleBuffer.rowwise(fmt)
         return ScaleBuffer(fmt, rowwise.block, True, True, rowwise.rounding)
 
     def shape(self, rows: int, columns: int) -> Buffer:
-        """Shape and dtype of the buffer of a weight."""
+        """Return the shape and dtype of the buffer of a weight."""
         buffer = (columnwise_scale_inv if self.is_columnwise else rowwise_scale_inv)(self.fmt, rows, columns)
         assert buffer and len(buffer.shape) == 2
         return buffer
 
     def count(self, row: list[int]) -> int:
-        """The number of tiles of one weight's buffer."""
+        """Return the number of tiles of one weight's buffer."""
         down, across = self.shape(row[Column.ROWS], row[Column.COLUMNS]).shape
         return -(-down // HEIGHT) * -(-across // WIDTH)
 
     def constants(self) -> dict[str, Any]:
-        """The compile-time arguments of the kernels."""
+        """Return the compile-time arguments of the kernels."""
         return {
             "TRANSPOSED": self.transposed,
             "ROWS_A": self.block[0],
@@ -89,8 +89,8 @@ def buffer_tile(
     HEIGHT: tl.constexpr,
     WIDTH_A: tl.constexpr,
 ):
-    """A tile of the buffer: (row and column of the grid, offset, mask of the buffer, mask of the
-    grid within it).
+    """Return a tile of the buffer: (row and column of the grid, offset, mask of the buffer, mask of
+    the grid within it).
     """
     down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
     across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A

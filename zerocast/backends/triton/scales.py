@@ -27,8 +27,8 @@ FP32 = tl.constexpr(int(ScaleRule.FP32))
 E8M0 = tl.constexpr(int(ScaleRule.E8M0))
 BF16 = tl.constexpr(int(ScaleRule.BF16))
 TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL))
-# Two-level scales that are exact in FP8 (FormatSpec.exact_scales). Only this file tells them from
-# plain ones; kernels compare with `>= TWO_LEVEL`.
+# Two-level scales that are exact in FP8 (FormatSpec.exact_scales). Only this file distinguishes
+# them from plain ones; kernels compare with `>= TWO_LEVEL`.
 EXACT_TWO_LEVEL = tl.constexpr(int(ScaleRule.TWO_LEVEL) + 1)
 
 SPREAD = tl.constexpr(SCALE_SPREAD)
@@ -42,7 +42,7 @@ ONE_2688TH = tl.constexpr(0x430C31 * 2.0**-35 + 2.0**-12)  # 0x39C30C31
 
 
 def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
-    """The scale rule of a format as compile-time arguments of the kernels."""
+    """Return the scale rule of a format as compile-time arguments of the kernels."""
     return {
         "RULE": EXACT_TWO_LEVEL.value if fmt.exact_scales else int(fmt.scale_rule),
         "LARGEST": fmt.element.max if fmt.element else 0.0,
@@ -52,8 +52,8 @@ def rule_constants(fmt: FormatSpec) -> dict[str, Any]:
 
 
 def group_constants(fmt: FormatSpec) -> dict[str, Any]:
-    """The scale groups of a format in blocks, 0 if it has none, and its rounding of E8M0 exponents,
-    as compile-time arguments of the kernels.
+    """Return the scale groups of a format in blocks, 0 if it has none, and its rounding of E8M0
+    exponents, as compile-time arguments of the kernels.
     """
     assert fmt.block
     rows, columns = fmt.scale_group or (0, 0)
@@ -63,7 +63,7 @@ def group_constants(fmt: FormatSpec) -> dict[str, Any]:
 
 @triton.jit
 def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr):
-    """`LARGEST / amax`, or 1 for an amax of 0 or Inf; EPSILON is passed as its f32 bits."""
+    """Return `LARGEST / amax`, or 1 for an amax of 0 or Inf; EPSILON is passed as its f32 bits."""
     bits = tl.maximum(amax.to(tl.int32, bitcast=True), EPSILON)
     s = tl.div_rn(LARGEST, as_f32(bits)).to(tl.int32, bitcast=True)
     s = tl.where(s == INF, 0x7F7FFFFF, s)
@@ -74,7 +74,7 @@ def scale_from_amax(amax, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr, EPSIL
 
 @triton.jit
 def stored_amax(amax, RULE: tl.constexpr):
-    """The tensor amax that is stored, and that two-level scales are computed from."""
+    """Return the tensor amax that is stored, and that two-level scales are computed from."""
     if RULE == EXACT_TWO_LEVEL:
         scale = round_nominal(amax * ONE_2304TH, tl.bfloat16)
         product = tl.minimum(2688.0 * tl.maximum(scale, FLT_MIN), FLT_MAX)
@@ -85,28 +85,28 @@ def stored_amax(amax, RULE: tl.constexpr):
 
 @triton.jit
 def two_level_global(amax):
-    """The global scale S_enc, computed from the tensor amax."""
+    """Return the global scale S_enc, computed from the tensor amax."""
     s = tl.minimum(tl.div_rn(2688.0, tl.maximum(amax, FLT_MIN)), FLT_MAX)
     return tl.where(amax > 0, s, 1.0)
 
 
 @triton.jit
 def two_level_byte(amax, s_enc, RULE: tl.constexpr):
-    """The stored E4M3 scale sd of each block, as an int32 code."""
+    """Return the stored E4M3 scale sd of each block, as an int32 code."""
     v = amax * (s_enc * ONE_6TH)
     # TransformerEngine clamps with fminf, which turns a NaN into the largest value.
     finite = tl.where(v <= FLT_MAX, v, FLT_MAX)
     code = encode(finite, "e4m3")
     if RULE == EXACT_TWO_LEVEL:
-        # A tensor amax of Inf makes s_enc 0. The scales of blocks are then those of plain NVFP4.
+        # A tensor amax of Inf makes s_enc 0. The scales of blocks then equal plain NVFP4's.
         code = tl.where(s_enc > 0, tl.where(amax > 0, exact_code(finite), 0), code)
     return code
 
 
 @triton.jit
 def exact_code(v):
-    """The E4M3 code of the number next to v, among those from 0.125 to 384 with a mantissa of 1,
-    1.25 or 1.5. Ties go up.
+    """Return the E4M3 code of the number next to v, among those from 0.125 to 384 with a mantissa
+    of 1, 1.25 or 1.5. Ties go up.
     """
     bits = v.to(tl.int32, bitcast=True)
     # In the constant each four bits hold the quarters of the number next to one eighth.
@@ -117,7 +117,7 @@ def exact_code(v):
 
 @triton.jit
 def two_level_encode(amax, s_enc, RULE: tl.constexpr):
-    """The encoding factor of each block of a two-level format."""
+    """Return the encoding factor of each block of a two-level format."""
     s_dec = tl.div_rn(1.0, tl.where(s_enc > 0, s_enc, 1.0))
     sd = decode(two_level_byte(amax, s_enc, RULE), "e4m3")
     return tl.where(sd > 0, tl.minimum(tl.div_rn(1.0, sd * s_dec), FLT_MAX), FLT_MAX)
@@ -135,7 +135,9 @@ def _e8m0_alone(amax, LARGEST: tl.constexpr, ROUNDS_DOWN: tl.constexpr):
 
 @triton.jit
 def e8m0_byte(amax, group, LARGEST: tl.constexpr, GROUPED: tl.constexpr, ROUNDS_DOWN: tl.constexpr):
-    """The stored exponent of each block; `group` holds the largest amax of its scale group."""
+    """Return the stored exponent of each block; `group` holds the largest amax of its scale
+    group.
+    """
     code = _e8m0_alone(amax, LARGEST, ROUNDS_DOWN)
     if GROUPED:
         code = tl.maximum(code, _e8m0_alone(group, LARGEST, ROUNDS_DOWN) - SPREAD)
@@ -144,7 +146,7 @@ def e8m0_byte(amax, group, LARGEST: tl.constexpr, GROUPED: tl.constexpr, ROUNDS_
 
 @triton.jit
 def bf16_word(amax):
-    """The stored bf16 scale of each block, `amax / 7`, as the int32 value of its bits."""
+    """Return the stored bf16 scale of each block, `amax / 7`, as the int32 value of its bits."""
     return tl.minimum(bf16_bits(amax * ONE_7TH) >> 16, 0x7F7F)
 
 
@@ -160,7 +162,7 @@ def encode_scale(
     GROUPED: tl.constexpr,
     ROUNDS_DOWN: tl.constexpr,
 ):
-    """The factor for the elements of each block before encoding; `group` is for E8M0 scales,
+    """Return the factor for the elements of each block before encoding; `group` is for E8M0 scales,
     `s_enc` for two-level ones.
     """
     if RULE >= TWO_LEVEL:
@@ -185,8 +187,8 @@ def stored_scale(
     GROUPED: tl.constexpr,
     ROUNDS_DOWN: tl.constexpr,
 ):
-    """The entry of the scale buffer: an f32 reciprocal, or as int32 the bits of a bf16 scale or an
-    E8M0 or E4M3 code.
+    """Return the entry of the scale buffer: an f32 reciprocal, or as int32 the bits of a bf16 scale
+    or an E8M0 or E4M3 code.
     """
     if RULE >= TWO_LEVEL:
         return two_level_byte(amax, s_enc, RULE)
@@ -200,7 +202,9 @@ def stored_scale(
 
 @triton.jit
 def decode_scale(stored, amax, RULE: tl.constexpr):
-    """The factor for decoded elements of each block; `stored` is what `stored_scale` returns."""
+    """Return the factor for decoded elements of each block; `stored` is the result of
+    `stored_scale`.
+    """
     if RULE == TWO_LEVEL:
         return (decode(stored, "e4m3") * amax) * ONE_2688TH
     elif RULE == E8M0:

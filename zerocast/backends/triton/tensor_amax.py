@@ -23,7 +23,7 @@ RUN = 4096
 
 @dataclass(frozen=True)
 class GridRuns:
-    """Cuts the rowwise amaxes into runs of `size`, for formats whose tensor amax is their
+    """Splits the rowwise amaxes into runs of `size`, for formats whose tensor amax is their
     maximum.
     """
 
@@ -31,13 +31,15 @@ class GridRuns:
     size: int
 
     def count(self, row: list[int]) -> int:
-        """The number of runs of one weight."""
+        """Return the number of runs of one weight."""
         down, across = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
         return -(-down * across // self.size) if self.fmt.has_tensor_amax else 0
 
 
 def grid_maxima(fmt: FormatSpec, words: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """(the largest amax of each run as bits, the first run of each weight), for `largest_of`."""
+    """Return (the largest amax of each run as bits, the first run of each weight), for
+    `largest_of`.
+    """
     assert fmt.block
     runs = tiling(table, GridRuns(fmt, RUN))
     maxima = torch.empty(max(1, runs.total), dtype=torch.int32, device=table.device)
@@ -48,7 +50,7 @@ def grid_maxima(fmt: FormatSpec, words: Tensor, table: Tensor) -> tuple[Tensor, 
 
 @triton.jit(do_not_specialize=["n"])
 def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr, SIZE: tl.constexpr):
-    """The largest amax of each run, as bits."""
+    """Compute the largest amax of each run, as bits."""
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
     row = table + weight * WIDTH
@@ -63,7 +65,7 @@ def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS
 
 @triton.jit
 def largest_of(maxima, first, last):
-    """The tensor amax of a weight whose runs are `[first, last)`."""
+    """Return the tensor amax of a weight whose runs are `[first, last)`."""
     largest = tl.zeros((128,), tl.int32)
     while first < last:
         i = first + tl.arange(0, 128)

@@ -1,10 +1,10 @@
 """Tiles of the owned span of a weight, and the loads and stores of a tile.
 
-Formats without blocks are cut flat, into runs of elements. Formats with blocks are cut into bands
-of whole block rows around the span, and those into tiles of whole blocks in both directions, so
-that no two programs share a block. A tile whose elements are all owned and whose rows start at
-16-byte boundaries uses loads and stores without masks (`FULL`), which Triton vectorises. All other
-tiles go element by element.
+The elements of formats without blocks are split into flat runs. Weights with blocks are split into
+bands of full block rows around the span, and bands into tiles of complete blocks in both
+directions, so that no two programs share a block. A tile whose elements are all owned and whose
+rows start at 16-byte boundaries uses loads and stores without masks (`FULL`), which Triton
+vectorises. All other tiles go element by element.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,9 @@ class TileShape:
 
     @staticmethod
     def of(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
-        """One tile a program; its height divides that of a block, or is a multiple of it."""
+        """Return one tile per program; its height divides the height of a block, or is a multiple
+        of it.
+        """
         assert fmt.block
         own = fmt.columnwise_block or (1, 1)
         height = max(fmt.block[0], own[0], elements // _WIDEST)
@@ -41,7 +43,7 @@ class TileShape:
 
     @staticmethod
     def for_amaxes(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
-        """Enough tiles a program to cover whole blocks."""
+        """Return as many tiles per program as cover complete blocks."""
         assert fmt.block
         shape = TileShape.of(fmt, elements)
         return TileShape(fmt, shape.height, shape.width, max(1, fmt.block[0] // shape.height))
@@ -52,7 +54,9 @@ class TileShape:
         return self.height * self.steps
 
     def constants(self) -> dict[str, int]:
-        """The compile-time arguments of the kernels; an absent columnwise grid has 0 rows."""
+        """Return the compile-time arguments of the kernels; an absent columnwise grid has 0
+        rows.
+        """
         assert self.fmt.block
         own = self.fmt.columnwise_block or (0, 0)
         return {
@@ -68,24 +72,26 @@ class TileShape:
 
 @dataclass(frozen=True)
 class Flat:
-    """Cuts the owned span into runs of `size` elements."""
+    """Splits the owned span into runs of `size` elements."""
 
     size: int
 
     def count(self, row: list[int]) -> int:
-        """The number of runs of one weight."""
+        """Return the number of runs of one weight."""
         return -(-row[Column.NUMEL] // self.size)
 
 
 @dataclass(frozen=True)
 class Bands:
-    """Cuts the bands of `height` rows that hold an owned element into tiles of `width` columns."""
+    """Splits the bands of `height` rows that hold an owned element into tiles of `width`
+    columns.
+    """
 
     height: int
     width: int
 
     def count(self, row: list[int]) -> int:
-        """The number of tiles of one weight."""
+        """Return the number of tiles of one weight."""
         if row[Column.NUMEL] == 0:
             return 0
         columns, start = row[Column.COLUMNS], row[Column.START]
@@ -95,7 +101,7 @@ class Bands:
 
 @triton.jit
 def band_tile(row, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """(first row, first column) of a tile of `Bands`."""
+    """Return (first row, first column) of a tile of `Bands`."""
     columns = tl.load(row + COLUMNS)
     across = (columns + WIDTH - 1) // WIDTH
     band = tl.load(row + START) // columns // HEIGHT + tile // across
@@ -104,7 +110,7 @@ def band_tile(row, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def is_owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """True if every element of a rectangle is owned."""
+    """Return True if every element of a rectangle is owned."""
     columns = tl.load(row + COLUMNS)
     start = tl.load(row + START)
     first = first_row * columns + first_column
@@ -114,7 +120,7 @@ def is_owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """The mask `[HEIGHT, WIDTH]` of the owned elements of a rectangle.
+    """Return the mask `[HEIGHT, WIDTH]` of the owned elements of a rectangle.
 
     Each row owns one run, so that only the ends of the runs need 64-bit arithmetic.
     """
@@ -129,9 +135,9 @@ def owned(row, first_row, first_column, HEIGHT: tl.constexpr, WIDTH: tl.constexp
 
 @triton.jit
 def offsets(columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constexpr):
-    """Offsets `[HEIGHT, WIDTH]` of a rectangle's elements from its first.
+    """Return the offsets `[HEIGHT, WIDTH]` of a rectangle's elements from its first.
 
-    The row pitch of a full tile is a multiple of 16, which the compiler is told.
+    The row pitch of a full tile is a multiple of 16, which is passed to the compiler as a hint.
     """
     if FULL:
         columns = columns // 16 * 16
@@ -140,14 +146,16 @@ def offsets(columns, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FULL: tl.constex
 
 @triton.jit
 def element(bases, row, first, DTYPE: tl.constexpr):
-    """The address of element `first` of the weight in the master, or in a parallel base."""
+    """Return the address of element `first` of the weight in the master, or in a parallel base."""
     size: tl.constexpr = 4 if DTYPE == tl.float32 else 2
     return address(bases, row, MASTER_BASE, size) + (first - tl.load(row + START)) * size
 
 
 @triton.jit
 def pointer(at, DTYPE: tl.constexpr, FULL: tl.constexpr):
-    """An address as a pointer, which the compiler is told is a multiple of 16 for a full tile."""
+    """Return an address as a pointer, with a hint to the compiler that it is a multiple of 16 for a
+    full tile.
+    """
     p = at.to(tl.pointer_type(DTYPE))
     if FULL:
         p = tl.multiple_of(p, 16)

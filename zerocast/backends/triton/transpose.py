@@ -26,18 +26,18 @@ from zerocast.backends.triton.scales import FP32
 from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
 from zerocast.formats import FormatSpec
 
-SIDE = 64  # bytes along a square tile; with two codes a byte it has twice as many rows
+SIDE = 64  # bytes along a square tile; with two codes per byte it has twice the rows
 
 
 @dataclass(frozen=True)
 class Squares:
-    """Cuts the whole weight into tiles of `height` x `width` elements."""
+    """Splits the weight into tiles of `height` x `width` elements."""
 
     height: int
     width: int
 
     def count(self, row: list[int]) -> int:
-        """The number of tiles of one weight."""
+        """Return the number of tiles of one weight."""
         return -(-row[Column.ROWS] // self.height) * -(-row[Column.COLUMNS] // self.width)
 
 

@@ -13,7 +13,7 @@ from zerocast.backends.triton.tiles import load_raw, offsets, store_raw
 from zerocast.formats import FormatSpec
 from zerocast.formats import spec as formats
 
-# The extent of a program's tiles where one scale serves the whole tensor.
+# The extent of a program's tiles if the tensor has one scale.
 SIDE = 128
 UPCAST_EXPONENT = tl.constexpr(formats.UPCAST_EXPONENT)
 
