@@ -123,7 +123,7 @@ def test_a_frozen_weight_of_another_format(tmp_path: Path, fmt: str, other_fmt: 
     other = built("frozen quantized", other_fmt, seed=1)
     before = state(other)
     with pytest.raises(
-        ValueError, match=f"1.weight is frozen, and {fmt} of bfloat16 there and {other_fmt} of bfloat16 here"
+        ValueError, match=f"1.weight is {fmt} of bfloat16 in the checkpoint, expected {other_fmt} of bfloat16"
     ):
         Checkpoints(tmp_path).load(ZeroAdamW(other.named_parameters()), model=other)
     assert_equal(state(other), before)

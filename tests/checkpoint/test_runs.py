@@ -42,7 +42,7 @@ def test_a_resume_takes_the_branch_that_was_saved_last(tmp_path: Path, caplog: A
     caplog.clear()
     checkpoints().save(ours, 150)
     assert "the checkpoint of step 150" in caplog.text
-    assert "does not descend from those of steps [200, 300]" in caplog.text
+    assert "does not descend from the checkpoints of steps [200, 300]" in caplog.text
     assert Checkpoints(tmp_path).load(optimizer()) == 150
     (tmp_path / "step_00000150" / ".metadata").write_bytes(b"")
     caplog.clear()
@@ -50,7 +50,7 @@ def test_a_resume_takes_the_branch_that_was_saved_last(tmp_path: Path, caplog: A
     (tmp_path / "step_00000100" / ".metadata").write_bytes(b"")
     caplog.clear()
     assert Checkpoints(tmp_path).load(optimizer()) == 300
-    assert "the checkpoint of step 300 is of a branch that was given up" in caplog.text
+    assert "the checkpoint of step 300 belongs to an abandoned branch" in caplog.text
 
 
 def test_branches_that_were_given_up_are_deleted_first(tmp_path: Path, caplog: Any) -> None:
@@ -83,10 +83,10 @@ def test_two_optimizers_in_one_folder(tmp_path: Path) -> None:
 
 
 STEPS: list[tuple[Any, type[Exception], str]] = [
-    (10.0, TypeError, "a step is a whole number, got 10.0, a float"),
-    (True, TypeError, "a step is a whole number, got True, a bool"),
-    ("3", TypeError, "a step is a whole number, got '3', a str"),
-    (None, TypeError, "a step is a whole number, got None"),
+    (10.0, TypeError, "a step is an integer, got 10.0, a float"),
+    (True, TypeError, "a step is an integer, got True, a bool"),
+    ("3", TypeError, "a step is an integer, got '3', a str"),
+    (None, TypeError, "a step is an integer, got None"),
     (-1, ValueError, "a step is 0 or more, got -1"),
 ]
 
@@ -155,16 +155,28 @@ FITS_NOT = {
     "int64 into FP32": (
         {"n": torch.tensor([1])},
         {"n": torch.zeros(1)},
-        r"extra.n is torch.int64 there and torch.float32",
+        r"extra.n is torch.int64 in the checkpoint, expected torch.float32",
     ),
     "FP32 into bf16": (
         {"n": torch.ones(1)},
         {"n": torch.ones(1).bfloat16()},
-        r"extra.n is torch.float32 there and torch.bf",
+        r"extra.n is torch.float32 in the checkpoint, expected torch.bf",
     ),
-    "another shape": ({"n": torch.ones(2)}, {"n": torch.zeros(1)}, r"extra.n has shape \(2,\) there and \(1,\) here"),
-    "a value into a tensor": ({"n": 1}, {"n": torch.zeros(1)}, "extra.n is no tensor there and a tensor here"),
-    "a tensor into a value": ({"n": torch.ones(1)}, {"n": 1}, "extra.n is a tensor there and no tensor here"),
+    "another shape": (
+        {"n": torch.ones(2)},
+        {"n": torch.zeros(1)},
+        r"extra.n has shape \(2,\) in the checkpoint, expected \(1,\)",
+    ),
+    "a value into a tensor": (
+        {"n": 1},
+        {"n": torch.zeros(1)},
+        "extra.n is not a tensor in the checkpoint, expected a tensor",
+    ),
+    "a tensor into a value": (
+        {"n": torch.ones(1)},
+        {"n": 1},
+        "extra.n is a tensor in the checkpoint, expected a plain value",
+    ),
     "a tensor that is missing": ({}, {"n": torch.ones(1)}, "extra.n is missing"),
     "a value that is missing": ({}, {"n": 1}, "extra.n is missing"),
 }
@@ -203,7 +215,7 @@ def test_extra_values_of_ranks(ranks: Ranks, tmp_path: Path, asynchronous: bool)
     checkpoints, ours = Checkpoints(tmp_path), optimizer()
     for name, empty in (("own", torch.zeros(1, dtype=torch.int64)), ("place", [])):
         with pytest.raises(
-            ValueError, match=f"extra.{name} has a value for each of 2 ranks there, and 1 ranks load it"
+            ValueError, match=f"extra.{name} has a value for each of 2 ranks in the checkpoint, but 1 ranks load it"
         ):
             checkpoints.load(ours, extra={name: empty})
     loaded = {"same": torch.zeros(1), "epoch": 0}
@@ -301,7 +313,7 @@ def test_what_is_left_out_is_said(tmp_path: Path, caplog: Any) -> None:
     ours, checkpoints = ZeroAdamW(model.named_parameters()), Checkpoints(tmp_path)
     checkpoints.save(ours, 1)
     checkpoints.save(ours, 2)
-    assert caplog.text.count("checkpoints of this run leave out buffers of the model") == 1
+    assert caplog.text.count("checkpoints of this run do not include buffers of the model") == 1
     assert "buffers of the model" in (tmp_path / "step_00000002" / "manifest.json").read_text()
     caplog.clear()
     checkpoints.save(ours, 3, model=model)

@@ -87,7 +87,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def list_of(model: Model) -> dict[str, Any]:
-    """The list of a model, in which equal blocks that follow each other are one entry."""
+    """Return the list of a model, in which equal blocks that follow each other are one entry."""
     entries: list[dict[str, Any]] = []
     for unit, members in groupby(model.parameters, key=lambda parameter: parameter.unit):
         if unit == ROOT:
@@ -103,7 +103,7 @@ def list_of(model: Model) -> dict[str, Any]:
 
 
 def _block(members: Iterable[Parameter]) -> dict[str, Any]:
-    """The entry of one block, whose name is that of its list without its number."""
+    """Return the entry of one block, whose name is that of its list without its number."""
     entries = [_entry(member) for member in members]
     # Blocks of the models above are `model.layers.<number>`.
     prefix = ".".join(entries[0]["name"].split(".")[:3])
@@ -118,7 +118,7 @@ def _entry(parameter: Parameter) -> dict[str, Any]:
 
 
 def text() -> str:
-    """The lists of all presets as JSON, with one parameter in a line."""
+    """Return the lists of all presets as JSON, with one parameter in a line."""
     models = {name: build(transformers.AutoConfig.for_model(**fields)) for name, fields in CONFIGS.items()}
     spread = json.dumps({name: list_of(model) for name, model in models.items()}, indent=1)
     for innermost in (r"\[[^][{}]*\]", r"\{[^{}]*\}"):

@@ -125,7 +125,7 @@ def test_a_backend_that_raises(monkeypatch, capsys):
     assert main(["doctor", "--seconds", "0"]) == 1
     said = capsys.readouterr().out
     assert "WRONG: RuntimeError: no kernel image (seed " in said
-    assert said.endswith(f"verdict: do not train with {COMPILED} on cpu: its bytes are not those of the reference\n")
+    assert said.endswith(f"verdict: do not train with {COMPILED} on cpu: its bytes differ from the reference\n")
 
 
 def test_a_preference_that_cannot_be_met(monkeypatch, capsys):

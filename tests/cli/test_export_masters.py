@@ -111,15 +111,15 @@ def test_a_run_is_exported_with_its_own_formats(capsys: Any, tmp_path: Path) -> 
 
 
 BAD: dict[str, tuple[list[str], str]] = {
-    "nothing there": (["nowhere", "out"], "nowhere is not there"),
+    "nothing there": (["nowhere", "out"], "nowhere does not exist"),
     "no such weight": (["m.safetensors", "out", "--format", "nvfp4", "--weights", "x*"], "'x*' matches no weight"),
-    "codes": (["codes.safetensors", "out"], "w is float8_e4m3fn (4, 4): no high-precision weight"),
+    "codes": (["codes.safetensors", "out"], "w is float8_e4m3fn (4, 4), not a high-precision weight"),
     "no place in the naming": (
         ["m.safetensors", "out", "--format", "mxfp4", "--weights", "w", "--naming", "modelopt"],
         "w is mxfp4; modelopt has names for nvfp4",
     ),
     "target in use": (["m.safetensors", "."], "is not empty: export into a new folder"),
-    "checkpoint in use": (["m.safetensors", ".", "--to", "checkpoint"], "is there already"),
+    "checkpoint in use": (["m.safetensors", ".", "--to", "checkpoint"], "already exists"),
     "no bytes": (["m.safetensors", "out", "--shard-bytes", "0"], "shard_bytes must be at least 1, got 0"),
 }
 

@@ -174,7 +174,7 @@ def test_what_is_not_finite_or_damaged(capsys: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], "nowhere is not there"),
+        (["nowhere"], "nowhere does not exist"),
         (["m.safetensors", "--format", "fp3"], "unknown format 'fp3'"),
         (["m.safetensors", "--format", "nvfp4", "--weights", "*.mlp.*"], "'*.mlp.*' matches no weight; there are: w"),
     ],

@@ -221,7 +221,7 @@ def test_nothing_interrupts_the_end(monkeypatch: Any, handler: Any) -> None:
     """Whatever was set when the first Ctrl-C came: the second one would kill a process that is being finalised."""
     monkeypatch.setattr(interrupts, "_owns_process", True)
     signal.signal(signal.SIGINT, handler)
-    interrupts.over()
+    interrupts.ignore_signals()
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 
 

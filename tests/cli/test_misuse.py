@@ -18,11 +18,11 @@ COMMANDS = {
     "bench stepp": "no command 'bench stepp': did you mean 'bench step'?",
     "--verison": "did you mean '--version'?",
     "": "usage: zerocast COMMAND",
-    "plan": "name one model, as in zerocast plan llama3-8b",
-    "plan llama3-8": "gpt-oss-120b) and no file: did you mean 'llama3-8b'?",
+    "plan": "pass one model, as in zerocast plan llama3-8b",
+    "plan llama3-8": "gpt-oss-120b) nor a file: did you mean 'llama3-8b'?",
     "plan llama3-8b --format nvfp": "unknown format 'nvfp'; did you mean 'nvfp4'? known:",
     "plan .": "zerocast plan: . has no config.json",
-    "plan llama3-8b --model llama3-8b": "name one model",
+    "plan llama3-8b --model llama3-8b": "pass one model",
     "plan llama3-8b --rank 8": "--ranks",
     "plan llama3-8b --ranks many": "Error parsing --ranks",
     "bench --scale 0": "scale must be at least 1, got 0",
@@ -31,17 +31,17 @@ COMMANDS = {
     "bench --threshold -1": "threshold must be between 0 and inf, got -1",
     "bench --seed -1": "seed must be between 0 and",
     "bench --only nvfp5": "no row is called 'nvfp5': did you mean nvfp4?",
-    "bench --compare nowhere.json": "zerocast bench: nowhere.json is not there",
+    "bench --compare nowhere.json": "zerocast bench: nowhere.json does not exist",
     "bench step --layers 0": "layers must be at least 1, got 0",
     "bench step --lr -1": "lr must be between 0 and",
-    "bench step --compare nowhere.json": "zerocast bench step: nowhere.json is not there",
+    "bench step --compare nowhere.json": "zerocast bench step: nowhere.json does not exist",
     "doctor --seconds -1": "seconds must be between 0 and 3,600, got -1",
     "doctor --seed -1": "seed must be between 0 and",
-    "inspect nowhere": "zerocast inspect: nowhere is not there",
+    "inspect nowhere": "zerocast inspect: nowhere does not exist",
     "inspect m.safetensors --png no/histogram.png": "there is no folder no",
-    "export m.safetensors out --masters bfloat16": "--masters is for --to checkpoint, and this is --to hf",
-    "export m.safetensors out --to checkpoint --naming deepseek": "--naming is for --to hf and safetensors, and this is",
-    "export m.safetensors out --to safetensors --model .": "--model is for --to hf, and this is --to safetensors",
+    "export m.safetensors out --masters bfloat16": "--masters is for --to checkpoint, got --to hf",
+    "export m.safetensors out --to checkpoint --naming deepseek": "--naming is for --to hf and safetensors, got",
+    "export m.safetensors out --to safetensors --model .": "--model is for --to hf, got --to safetensors",
 }
 
 
@@ -66,7 +66,7 @@ def test_a_text_is_no_weights(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# a page")
     assert main(["inspect", str(tmp_path / "README.md")]) == 1
     said = capsys.readouterr().err
-    assert "is no file of plain tensors" in said and "weights_only" not in said
+    assert "is not a file of plain tensors" in said and "weights_only" not in said
 
 
 def test_a_reader_that_goes_away_ends_a_command() -> None:

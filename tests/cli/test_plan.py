@@ -489,7 +489,7 @@ def test_weights_that_a_format_cannot_take(capsys, tmp_path):
         json.dumps({"parameters": [{"name": "w", "shape": [30, 64], "quantized": True, "count": 2}]})
     )
     assert main(["plan", "--model", str(tmp_path / "odd.json"), "--ranks", "2"]) == 0
-    assert "2 linear weights stay in bf16: nvfp4 cannot take their shape" in capsys.readouterr().out
+    assert "2 linear weights stay in bf16: nvfp4 does not support their shape" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "fsdp2", "hsdp"])
@@ -552,7 +552,7 @@ def test_every_model_can_be_planned_for(capsys, model, parallel, fmt):
 BAD = {
     "no model": (
         ["--model", "llama9"],
-        "'llama9' is no model (llama3-8b, llama3-70b, llama3-405b, qwen3-8b, ",
+        "'llama9' is neither a model (llama3-8b, llama3-70b, llama3-405b, qwen3-8b, ",
     ),
     "no format": (["--model", "llama3-8b", "--format", "fp3"], "unknown format 'fp3'"),
     "no ranks": (["--model", "llama3-8b", "--ranks", "0"], "ranks must be at least 1, got 0"),
@@ -579,20 +579,20 @@ def test_what_cannot_be_planned(capsys, arguments, message):
     ("content", "message"),
     [
         ("{", "cannot be read as JSON"),
-        ("[]", "is no config"),
+        ("[]", "is not a config"),
         ('{"hidden_size": 8}', "Should have a `model_type` key"),
         ('{"model_type": "falkon", "hidden_size": 8}', "model type `falkon`"),
         ('{"parameters": [{"name": "w"}]}', "it lacks 'shape'"),
         ('{"parameters": [{"name": "w", "count": 1000000000000, "parameters": []}]}', "have no parameters"),
         ('{"parameters": [{"name": "w", "shape": [0, 2]}]}', "those have elements"),
-        ('{"parameters": 3}', "is no config"),
+        ('{"parameters": 3}', "is not a config"),
         (
             json.dumps(LLAMA | {"num_attention_heads": 0}),
-            "is no config that can be planned for",
+            "is not a config that can be planned for",
         ),
         (json.dumps(LLAMA | {"num_hidden_layers": 10**12}), "it has 1,000,000,000,000 layers"),
         ('{"parameters": [{"name": "w", "shape": [2], "count": 1000000}]}', "it has more than 250,000 parameters"),
-        ('{"parameters": [{"name": "w", "shape": [1e999]}]}', "is no config"),
+        ('{"parameters": [{"name": "w", "shape": [1e999]}]}', "is not a config"),
     ],
 )
 def test_configs_that_are_none(capsys, tmp_path, content, message):

@@ -1,10 +1,10 @@
 """Save and load: atomic checkpoints in the format of torch.distributed.checkpoint.
 
 A checkpoint is written to a temporary folder, synced, hashed (`manifest.py`) and only then renamed
-(`whole_folder.py`), so a kill or a power failure at any moment leaves either all of it or nothing.
-Its files are compared with their hashes before anything is loaded, and loading runs no code from
-them. Any number of ranks can load what any other number saved; other tools read the files as plain
-tensors.
+(`whole_folder.py`), so a kill or a power failure at any moment leaves either the complete
+checkpoint or nothing. Its files are compared with their hashes before anything is loaded, and
+loading runs no code from them. Any number of ranks can load what any other number saved; other
+tools read the files as plain tensors.
 """
 
 import dataclasses
@@ -62,28 +62,31 @@ class Checkpointed(Protocol):
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
-        """The parameters that were given and are not trained, by name; none if `model` is known."""
+        """The parameters that were given and are not trained, keyed by name; none if `model` is
+        known.
+        """
 
     @property
     def formats(self) -> Mapping[str, tuple[FormatSpec, torch.dtype]]:
-        """Format and nominal dtype of each quantized weight by name, for the manifest."""
+        """Format and nominal dtype of each quantized weight keyed by name, for the manifest."""
 
     @property
     def shared_amaxes(self) -> Mapping[str, SharedAmax]:
-        """For each weight that shares its tensor amax, by name, the weights that share it; for the
-        manifest.
+        """The weights of each shared tensor amax, keyed by the name of each weight that shares it,
+        for the manifest.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Tensors by name, under the keys of `zerocast.optim.state`."""
+        """Return the tensors keyed by name, under the keys of `zerocast.optim.state`."""
 
     def state_to_overwrite(self, kept: SavedMoments | None = None) -> dict[str, Any]:
-        """The same tensors, to be overwritten in place by a reader. Moments that the optimizer has
-        not made yet are made with the names and shapes of `kept`, those of the checkpoint.
+        """Return the same tensors, to be overwritten in place by a reader. Moments that the
+        optimizer has not made yet are made with the names and shapes of `kept`, the moments in the
+        checkpoint.
         """
 
     def check_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        """ValueError, on this rank alone, for impossible step counts or hyper-parameters."""
+        """Raise ValueError, on this rank only, for impossible step counts or hyper-parameters."""
 
     def overwriting(self) -> AbstractContextManager[None]:
         """Mark the state as partly written while the body reads into it and calls
@@ -100,11 +103,11 @@ def save(
     """Write the optimizer's state into `path`, a new or empty folder, or the URL of one that fsspec
     opens; all ranks call it.
 
-    Each rank writes its own part. Keys are those of `zerocast.optim.state`, of
-    `checkpoint/untrained.py` for frozen parameters and buffers of the `model`, and of
+    Each rank writes its own part. The keys are listed in `zerocast.optim.state`, in
+    `checkpoint/untrained.py` for frozen parameters and buffers of the `model`, and in
     `checkpoint/extras.py` for `extra`: a few tensors or plain values of the caller, one for all
-    ranks or one a rank. Raises RuntimeError on every rank, and leaves nothing behind, if `path` is
-    not empty or any rank cannot write.
+    ranks or one per rank. Raises RuntimeError on every rank, and leaves nothing behind, if `path`
+    is not empty or any rank cannot write.
     """
     state, manifest = contents_of(optimizer, extra, model)
     write(state, as_place(path), group_of(optimizer), manifest)
@@ -116,15 +119,16 @@ def load(
     extra: MutableMapping[str, Any] | None = None,
     model: nn.Module | None = None,
 ) -> None:
-    """Read what `save` wrote, on any number of ranks, and recast the weights; all ranks call it.
+    """Read a checkpoint of `save`, on any number of ranks, and recast the weights; all ranks call
+    it.
 
     The tensors of `extra` are filled in place, and its other values replaced. Missing state of
-    delayed scaling starts again from the masters. Raises ValueError, with nothing changed, for
-    files that differ from what was written and for a tensor that is missing on either side or has
-    another shape; pickle.UnpicklingError for metadata that would run code. A folder without a
+    delayed scaling is computed from the masters. Raises ValueError, with nothing changed, for files
+    that differ from the written ones and for a tensor that is missing on either side or has a
+    different shape; pickle.UnpicklingError for metadata that would run code. A folder without a
     manifest, as other programs write it, is not checked in advance: a truncated file then raises
     RuntimeError, and the optimizer must load again before it continues. At a URL a folder without a
-    manifest is no whole checkpoint, and raises ValueError.
+    manifest is not a complete checkpoint, and raises ValueError.
     """
     place = as_place(path)
     read(optimizer, place, check_files(place, group_of(optimizer)), extra, model)
@@ -143,17 +147,17 @@ def read(
     metadata = reader.read_metadata()
     saved = metadata.state_dict_metadata
 
-    # The tensors that a reader is to fill: the optimizer's, those of untrained parameters and
-    # buffers, and those of the caller.
+    # The tensors that a reader is to fill: of the optimizer, of untrained parameters and buffers,
+    # and of the caller.
     saved_moments = _moments_of(saved)
     state = optimizer.state_to_overwrite(saved_moments)
     delayed_scaling = state["zerocast"]
     for name in list(delayed_scaling):
         if _unfit(saved, f"zerocast.{name}", delayed_scaling[name]):
-            # A missing state of delayed scaling starts again from the masters.
+            # Missing state of delayed scaling is computed from the masters.
             del delayed_scaling[name]
     if not any(name.startswith("optim.") for name in saved):
-        raise ValueError(f"{path} holds masters and no optimizer state: zerocast.optim.load_masters takes them")
+        raise ValueError(f"{path} has masters but no optimizer state: load them with zerocast.optim.load_masters")
     untrained = Untrained.of(optimizer, model, state["model"])
     untrained_state = untrained.to_overwrite(saved, group)
     extra_tensors = {name: value for name, value in (extra or {}).items() if isinstance(value, Tensor)}
@@ -232,7 +236,7 @@ def write(
         files = _of_all_ranks(torch_checkpoint.save(state, partial, group, planner), group)
         on_rank_0(group, lambda: commit(files))
     except CheckpointException as error:
-        # This error is no Exception, and it is the same on every rank.
+        # This error is not an Exception, and it is the same on every rank.
         _abandon(folder, group)
         if isinstance(error.failures.get(group.rank, (None,))[0], KeyboardInterrupt):
             raise KeyboardInterrupt from error
@@ -253,8 +257,8 @@ def _abandon(folder: Folder[Any], group: Group) -> None:
 def contents_of(
     optimizer: Checkpointed, extra: Mapping[str, Any] | None, model: nn.Module | None, step: Any = UNNUMBERED
 ) -> tuple[dict[str, Any], Manifest]:
-    """The state dictionary and the manifest of a checkpoint. Collective; an error on one rank is
-    raised on all.
+    """Return the state dictionary and the manifest of a checkpoint. Collective; an error on one
+    rank is raised on all.
     """
     group = group_of(optimizer)
     extra = dict(extra or {})
@@ -289,17 +293,19 @@ def contents_of(
 
 
 def _checked_step(step: Any) -> int:
-    """The step as an int. TypeError or ValueError unless it is a whole number from 0."""
+    """Return the step as an int. Raises TypeError or ValueError unless it is a non-negative
+    integer.
+    """
     if isinstance(step, bool) or not hasattr(type(step), "__index__"):
-        raise TypeError(f"a step is a whole number, got {step!r}, a {type(step).__name__}: save(optimizer, int(step))")
+        raise TypeError(f"a step is an integer, got {step!r}, a {type(step).__name__}: save(optimizer, int(step))")
     number = operator.index(step)
     if number < 0:
-        raise ValueError(f"a step is 0 or more, got {number}: a checkpoint is of the state after so many steps")
+        raise ValueError(f"a step is 0 or more, got {number}: it is the number of steps that the state has taken")
     return number
 
 
 def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dictionary with the entries of all, merged at its first two levels."""
+    """Return a state dictionary with the entries of all, merged at its first two levels."""
     merged = {key: dict(value) for key, value in state.items()}
     for other in others:
         for key, value in other.items():
@@ -308,8 +314,8 @@ def _merged(state: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str, A
 
 
 def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
-    """The formats of quantized weights for a manifest, from which `zerocast inspect` and `export`
-    read them.
+    """Return the formats of quantized weights for a manifest, from which `zerocast inspect` and
+    `export` read them.
     """
     shares = {name: shared.names for name, shared in optimizer.shared_amaxes.items()}
     return {
@@ -319,12 +325,12 @@ def formats_of(optimizer: Checkpointed) -> dict[str, Stored]:
 
 
 def group_of(optimizer: Checkpointed) -> Group:
-    """The group of ranks that save and load together."""
+    """Return the group of ranks that save and load together."""
     return ONE_PROCESS if optimizer.process_group is None else Group.of(optimizer.process_group)
 
 
 def _of_all_ranks(own_sums: Mapping[str, FileSum], group: Group) -> dict[str, FileSum]:
-    """The sums of the files of all ranks. Collective."""
+    """Return the sums of the files of all ranks. Collective."""
     sums: dict[str, FileSum] = {}
     for sums_of_rank in group.all_gather_object(own_sums, "the sums of a checkpoint's files"):
         sums |= sums_of_rank
@@ -337,18 +343,19 @@ def on_rank_0(group: Group, work: Callable[[], object]) -> None:
 
 
 def _unfit(saved: Mapping[str, Any], prefix: str, state: Mapping[str, Any]) -> list[str]:
-    """A problem for each tensor of `state` that the checkpoint lacks, or has in another shape or in
-    a dtype that would lose values. Integers, such as codes, are read in their own dtype alone.
+    """Return a problem for each tensor of `state` that the checkpoint lacks, or has with a
+    different shape or with a dtype that would lose values. Integers, such as codes, are only read
+    with the same dtype.
     """
     problems = []
     for name, tensor in _leaves(prefix, state):
         entry = saved.get(name)
         if not isinstance(entry, TensorStorageMetadata):
-            problems.append(f"{name} is no tensor there" if entry else f"{name} is missing")
+            problems.append(f"{name} is not a tensor in the checkpoint" if entry else f"{name} is missing")
         elif entry.size != tensor.shape:
-            problems.append(f"{name} has shape {tuple(entry.size)} there and {tuple(tensor.shape)} here")
+            problems.append(f"{name} has shape {tuple(entry.size)} in the checkpoint, expected {tuple(tensor.shape)}")
         elif entry.properties.dtype != tensor.dtype and not _both_floating_point(entry.properties.dtype, tensor.dtype):
-            problems.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
+            problems.append(f"{name} is {entry.properties.dtype} in the checkpoint, expected {tensor.dtype}")
     return problems
 
 
@@ -357,7 +364,7 @@ def _both_floating_point(first: torch.dtype, second: torch.dtype) -> bool:
 
 
 def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The entries of moments in the metadata of a checkpoint, by parameter."""
+    """Return the entries of moments in the metadata of a checkpoint, by parameter."""
     moments: dict[str, dict[str, Any]] = {}
     for path, entry in saved.items():
         if path.startswith(PREFIX):
@@ -367,8 +374,9 @@ def _moments_of(saved: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The step counts, hyper-parameters and flags of a nested state. Moments of parameters without
-    dimensions are scalar tensors, too, and are not among them: they are views of those in use.
+    """Return the step counts, hyper-parameters and flags of a nested state. Moments of parameters
+    without dimensions are scalar tensors, too, but are not included: they are views of the moments
+    in use.
     """
     numbers: dict[str, Any] = {}
     for key, value in state.items():
@@ -380,9 +388,9 @@ def _numbers(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown_moments(saved_moments: SavedMoments, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A problem for each moment of the checkpoint that the optimizer here does not keep."""
+    """Return a problem for each moment of the checkpoint that this optimizer does not keep."""
     return [
-        f"{PREFIX}{name}.{key} is there and not kept here"
+        f"{PREFIX}{name}.{key} is in the checkpoint, but this optimizer does not keep it"
         for name, moments in state.items()
         for key in saved_moments.get(name, {})
         if key not in moments
@@ -390,13 +398,19 @@ def _unknown_moments(saved_moments: SavedMoments, state: Mapping[str, Mapping[st
 
 
 def _unknown_parameters(saved: Mapping[str, Any], known: set[str]) -> list[str]:
-    """A problem for each parameter of the checkpoint that neither optimizer nor model has."""
+    """Return a problem for each parameter of the checkpoint that neither optimizer nor model
+    has.
+    """
     names = [name.removeprefix("model.") for name in saved if name.startswith("model.")]
-    return [f"model.{name} is there and is no parameter of the optimizer here" for name in names if name not in known]
+    return [
+        f"model.{name} is in the checkpoint, but not a parameter of this optimizer"
+        for name in names
+        if name not in known
+    ]
 
 
 def _raise_unfit(path: Place, problems: list[str], group: Group) -> None:
-    """ValueError on every rank if any rank has problems. Collective."""
+    """Raise ValueError on every rank if any rank has problems. Collective."""
     error = ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}") if problems else None
     validate_across_ranks(group, [], error, LOADS)
 
@@ -418,7 +432,7 @@ def _log_unread(
 
 
 def _leaves(prefix: str, state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a nested state with their names, in which dots join the keys."""
+    """Yield the tensors of a nested state with their names, in which dots join the keys."""
     for key, value in state.items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(value, Mapping):

@@ -5,12 +5,12 @@
         ...
         checkpoints.save(optimizer, step, model=model)  # every so often, on all ranks
 
-An asynchronous save copies this rank's part of the state to host memory (12 bytes an owned
+An asynchronous save copies this rank's part of the state to CPU memory (12 bytes per owned
 element). A thread then writes it, over its own gloo group, while training continues. If it fails,
 the next call raises its error, as do `close` and the end of the `with` block. An error that was
 never raised is logged at the end of the process.
 
-One process at a time writes into a folder (`writer.py`), for one optimizer, and a resume takes the
+One process at a time writes into a folder (`writer.py`), for one optimizer, and a resume loads the
 checkpoint that was saved last (`lineage.py`).
 """
 
@@ -30,12 +30,12 @@ from torch import Tensor, nn
 
 from zerocast.checkpoint import checkpoint
 from zerocast.checkpoint.checkpoint import Checkpointed
-from zerocast.checkpoint.lineage import Lineage, Runs, Trainee
+from zerocast.checkpoint.lineage import Lineage, Runs, TrainedParameters
 from zerocast.checkpoint.manifest import LOADS, Manifest, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard
 from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
 from zerocast.checkpoint.store_folder import folder_at
-from zerocast.checkpoint.whole_folder import NEW, TEMPORARY, Folder, discard, has_manifest, make_folder, retire
+from zerocast.checkpoint.whole_folder import NEW, TEMPORARY, Folder, discard, has_manifest, make_folder, mark_incomplete
 from zerocast.checkpoint.writer import NoLease, WriterLease
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.distributed.group import Group
@@ -43,7 +43,7 @@ from zerocast.distributed.group import Group
 logger = logging.getLogger(__name__)
 STEP = r"step_(\d{8,})"
 NAME = re.compile(rf"{STEP}(?:{TEMPORARY}{re.escape(NEW)})?")
-# Seconds between two looks at the lease of another writer.
+# Seconds between two polls of the lease of another writer.
 POLL_INTERVAL = 0.2
 
 
@@ -51,16 +51,16 @@ class Checkpoints:
     """Checkpoints `step_00000100`, ... in `folder`.
 
     Args:
-        folder: shared by all ranks; created if it does not exist. Or the URL of one that fsspec
+        folder: a folder that all ranks share, created if it does not exist; or a URL that fsspec
             opens.
         keep: the number of the newest checkpoints to keep; None keeps all. Older ones are deleted
-            once a new one is complete, those of abandoned branches first.
-        asynchronous: `save` returns once the state is copied to host memory.
+            once a new one is complete, starting with abandoned branches.
+        asynchronous: `save` returns once the state is copied to CPU memory.
 
     Rank 0 owns the folder as its writer from its first save until `close`, the end of a `with`
-    block, or the end of its process. Another process that saves there meanwhile raises
+    block, or the end of its process. Another process that saves there during this time raises
     RuntimeError. A writer that died is replaced by the next process that saves. At a URL nothing
-    keeps another process from writing: each run needs a folder of its own.
+    prevents another process from writing: each run needs a separate folder.
     """
 
     def __init__(self, folder: AnyPath, keep: int | None = 3, asynchronous: bool = False) -> None:
@@ -82,8 +82,8 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Call `close`. If the block raised an error, that error goes on, and the error of a failed
-        save is only logged.
+        """Call `close`. If the block raised an error, that error propagates, and the error of a
+        failed save is only logged.
         """
         try:
             self.close()
@@ -94,7 +94,7 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait for a save in progress, and let other processes write into the folder; all ranks
-        call it. RuntimeError on every rank if the save could not be written.
+        call it. Raises RuntimeError on every rank if the save could not be written.
         """
         try:
             self.wait()
@@ -102,9 +102,9 @@ class Checkpoints:
             self._writer = None
 
     def steps(self) -> list[int]:
-        """The steps of complete checkpoints, oldest first; nothing is moved or deleted.
+        """Return the steps of complete checkpoints, oldest first; nothing is moved or deleted.
 
-        A complete checkpoint may still be damaged, which `load` detects. RuntimeError if an
+        A complete checkpoint may still be damaged, which `load` detects. Raises RuntimeError if an
         asynchronous save has failed. Since a single rank may call this, `wait` raises the error
         again.
         """
@@ -113,9 +113,9 @@ class Checkpoints:
         return self._steps()
 
     def path(self, step: int) -> Place:
-        """The folder of a step: `step_00000100`, or one with a longer name between a crash and the
-        next save, and at a URL after a step was saved again. The text of the result is the path or
-        the URL.
+        """Return the folder of a step: `step_00000100`, or one with a longer name between a crash
+        and the next save, and at a URL after a step was saved again. The text of the result is the
+        path or the URL.
         """
         path: Place = self._whole_folder(step).current_path
         return path
@@ -130,36 +130,38 @@ class Checkpoints:
         """Write the state after `step` steps; all ranks call it.
 
         A checkpoint of the same step is replaced. `extra` holds a few tensors or plain values of
-        the caller, one for all ranks or one a rank; frozen parameters and buffers are those of
+        the caller, one for all ranks or one per rank; frozen parameters and buffers are taken from
         `model`. Raises RuntimeError on every rank, with all older checkpoints kept, if any rank
-        cannot write, if another process writes here, or if another optimizer saves here. If an
-        asynchronous save cannot be written, the next call raises. TypeError or ValueError for a
-        step that is no whole number from 0.
+        cannot write, or if another process or another optimizer writes into the folder. If an
+        asynchronous save cannot be written, the next call raises. Raises TypeError or ValueError
+        for a step that is not a non-negative integer.
         """
         self.wait()
         state, manifest = checkpoint.contents_of(optimizer, extra, model, step)
         group = checkpoint.group_of(optimizer)
-        trainee = Trainee.of(optimizer)
-        self._become_writer(trainee, group)
-        parent = self._runs.lineage_of(trainee)
+        trained = TrainedParameters.of(optimizer)
+        self._become_writer(trained, group)
+        parent = self._runs.lineage_of(trained)
 
         def write(state: Mapping[str, Any], group: Group) -> None:
             lineage = self._write(state, group, manifest, parent)
-            self._runs.record(trainee, lineage, has_saved=True)
+            self._runs.record(trained, lineage, has_saved=True)
 
         if not self._asynchronous:
             write(state, group)
             return
         if self._group is None:
-            # The thread needs a group that takes host memory and that training does not use at the
-            # same time.
+            # The thread needs a group that works on CPU memory and that training does not use at
+            # the same time.
             self._group = group.duplicate("gloo")
         save_group = self._group
         snapshot = _snapshot(state)
         self._saving = _Saving(step, lambda: write(snapshot, save_group), group.rank)
 
     def wait(self) -> None:
-        """Wait for a save in progress; RuntimeError on every rank if it could not be written."""
+        """Wait for a save in progress. Raises RuntimeError on every rank if it could not be
+        written.
+        """
         saving = self._saving
         self._saving = None
         if saving is not None:
@@ -192,7 +194,7 @@ class Checkpoints:
         else:
             manifest = check_step(paths[step], step, group)
         checkpoint.read(optimizer, paths[step], manifest, extra, model)
-        self._runs.record(Trainee.of(optimizer), manifest.lineage, has_saved=False)
+        self._runs.record(TrainedParameters.of(optimizer), manifest.lineage, has_saved=False)
         return step
 
     @property
@@ -205,14 +207,14 @@ class Checkpoints:
         matches = [NAME.fullmatch(path.name) for path in self._folder.iterdir() if is_checkpoint(path)]
         return sorted({int(match[1]) for match in matches if match})
 
-    def _become_writer(self, trainee: Trainee, group: Group) -> None:
-        """Take the lease of the folder. If it is unclear whether the present writer is alive, wait
-        until it is clear. RuntimeError on every rank if another writer is alive, or if another
-        optimizer saves here.
+    def _become_writer(self, trained: TrainedParameters, group: Group) -> None:
+        """Take the lease of the folder. If it is unclear whether the current writer is alive, wait
+        until it is clear. Raises RuntimeError on every rank if another writer is alive, or if
+        another optimizer saves into the folder.
         """
 
         def poll() -> bool:
-            self._runs.check(trainee, self._folder)
+            self._runs.check(trained, self._folder)
             if self._writer is None:
                 make_folder(self._folder)
                 self._writer = _FolderWriter.of(self._folder)
@@ -223,7 +225,7 @@ class Checkpoints:
         while not from_rank_0(group, poll, checkpoint.SAVES):
             if not is_logged:
                 logger.warning(
-                    "another process has written checkpoints into %s: waiting to see if it lives", self._folder
+                    "another process has written checkpoints into %s: waiting to see if it is alive", self._folder
                 )
             is_logged = True
             time.sleep(POLL_INTERVAL)
@@ -256,8 +258,9 @@ class Checkpoints:
         return written
 
     def _next_lineage(self, step: int, parent: Lineage) -> Lineage:
-        """The lineage of the checkpoint of `step` by a run that continues `parent`. Logs a warning
-        if the run abandons a branch from which an automatic resume would have continued so far.
+        """Return the lineage of the checkpoint of `step` by a run that continues `parent`. Logs a
+        warning if the run abandons a branch from which an automatic resume would have continued
+        until now.
         """
         others = self._lineages()
         replaced = others.pop(step, None)
@@ -266,8 +269,8 @@ class Checkpoints:
         last = max(others.values(), key=lambda known: known.number, default=None)
         if abandoned_steps and last is not None and last.id not in lineage.ancestors and replaced != parent:
             logger.warning(
-                "the checkpoint of step %d in %s does not descend from those of steps %s: from now on an automatic resume goes on "
-                "from step %d, and those are deleted first",
+                "the checkpoint of step %d in %s does not descend from the checkpoints of steps %s: an automatic resume now "
+                "continues from step %d, and these are deleted first",
                 step,
                 self._folder,
                 abandoned_steps,
@@ -279,8 +282,8 @@ class Checkpoints:
         return lineage
 
     def _lineages(self) -> dict[int, Lineage]:
-        """The lineages of complete checkpoints by step; one with an empty id if the manifest cannot
-        be read.
+        """Return the lineages of complete checkpoints by step; one with an empty id if the manifest
+        cannot be read.
         """
         lineages = {}
         for step in self._steps():
@@ -298,7 +301,7 @@ class Checkpoints:
         crashes. Called by the one living writer of the folder only.
         """
         for step in self._steps():
-            self._whole_folder(step).settle()
+            self._whole_folder(step).finish_replacement()
         discard(self._whole_folder(newest).remains(self._folder, STEP))
         if self._keep is None:
             return
@@ -315,13 +318,15 @@ class Checkpoints:
             try:
                 # The rename comes first, so that a kill during the deletion leaves nothing that
                 # looks complete.
-                retired.append(retire(path))
+                retired.append(mark_incomplete(path))
             except OSError as error:
                 logger.warning("%s is too old and cannot be deleted: %s", path, error)
         discard(retired)
 
     def _last_intact(self, paths: Mapping[int, Place], group: Group) -> tuple[int, Manifest]:
-        """The undamaged checkpoint that was saved last; the last error if all are damaged."""
+        """Return the step and manifest of the undamaged checkpoint that was saved last. Raises the
+        last error if all are damaged.
+        """
         lineages: dict[int, Lineage] = from_rank_0(group, self._lineages, LOADS)
         newest = max(lineages.values(), key=lambda known: known.number, default=Lineage())
 
@@ -339,10 +344,10 @@ class Checkpoints:
                 if step == steps[-1]:
                     raise
                 if group.rank == 0:
-                    logger.warning("passing over the checkpoint of step %d: %s", step, error)
+                    logger.warning("skipping the checkpoint of step %d: %s", step, error)
             else:
                 if group.rank == 0 and manifest.lineage.id not in (newest.id, *newest.ancestors):
-                    logger.warning("the checkpoint of step %d is of a branch that was given up", step)
+                    logger.warning("the checkpoint of step %d belongs to an abandoned branch", step)
                 return step, manifest
         raise AssertionError("there is no step")
 
@@ -364,7 +369,7 @@ class _FolderWriter:
 
     @classmethod
     def of(cls, folder: Place) -> "_FolderWriter":
-        """The writer of a folder, which is made if no Checkpoints of this process has it."""
+        """Return the writer of a folder, which is made if no Checkpoints of this process has it."""
         # A forked process must not use the lease of its parent.
         key = os.getpid(), folder.resolve()
         writer = _FOLDER_WRITERS.get(key)
@@ -373,15 +378,15 @@ class _FolderWriter:
         return writer
 
     def check_idle(self) -> None:
-        """RuntimeError while a save of another Checkpoints goes on."""
+        """Raise RuntimeError while a save of another Checkpoints is in progress."""
         if self.is_writing:
             raise RuntimeError(
-                f"another Checkpoints of this process is writing into {self.folder}: use one for a folder, or wait() for its save"
+                f"another Checkpoints of this process is writing into {self.folder}: use one per folder, or wait() for its save"
             )
 
 
 class _Saving:
-    """A checkpoint that a thread writes; the thread starts at once."""
+    """A checkpoint that a thread writes; the thread starts immediately."""
 
     def __init__(self, step: int, write: Callable[[], None], rank: int) -> None:
         self._step = step
@@ -400,12 +405,12 @@ class _Saving:
             _UNREPORTED.add(self)
 
     def wait(self) -> None:
-        """Wait for the thread; RuntimeError if it could not write the checkpoint."""
+        """Wait for the thread. Raises RuntimeError if it could not write the checkpoint."""
         self._thread.join()
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:
-        """RuntimeError if the thread has ended and could not write the checkpoint."""
+        """Raise RuntimeError if the thread has ended and could not write the checkpoint."""
         if self._error is not None:
             _UNREPORTED.discard(self)
             raise RuntimeError(str(self)) from self._error
@@ -429,7 +434,7 @@ def _log_unreported() -> None:
 
 
 def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy the tensors of a nested state to host memory."""
+    """Copy the tensors of a nested state to CPU memory."""
     return {key: _snapshot(value) if isinstance(value, Mapping) else _copy(value) for key, value in state.items()}
 
 

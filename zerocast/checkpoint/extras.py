@@ -1,10 +1,10 @@
-"""Extras: values of the caller in a checkpoint, one for all ranks or one a rank.
+"""Extras: values of the caller in a checkpoint, one for all ranks or one per rank.
 
     extra.<name>                  a tensor that is equal on all ranks
     extra_of_ranks.<rank>.<name>  one that differs, such as a random state or a position in the data
 
-Values that are no tensors are in the manifest. Nothing is converted: a tensor is loaded into the
-same dtype and shape, and a value that JSON would change is refused.
+Values that are not tensors are in the manifest. Nothing is converted: a tensor is loaded into the
+same dtype and shape, and a value that JSON would change raises TypeError.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ OF_RANKS = "extra_of_ranks"
 
 
 def check(extra: Mapping[str, Any] | None) -> None:
-    """TypeError for a value that a checkpoint cannot hold exactly."""
+    """Raise TypeError for a value that a checkpoint cannot hold exactly."""
     for name, value in (extra or {}).items():
         if not isinstance(name, str):
-            raise TypeError(f"names in extra are texts, got {name!r}")
+            raise TypeError(f"names in extra must be str, got {name!r}")
         if not isinstance(value, Tensor) and not _is_plain(value):
             raise TypeError(
                 f"extra[{name!r}] is of type {type(value).__name__}: a checkpoint holds tensors, and None, bool, int, float, str, "
@@ -37,7 +37,7 @@ def check(extra: Mapping[str, Any] | None) -> None:
 
 def split(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split values into those that are equal on all ranks of the group and those that differ.
-    Collective; `what` says which call this is, for errors.
+    Collective; `what` names the call in errors.
     """
     if group.size == 1:
         return dict(extra), {}
@@ -54,16 +54,16 @@ def split(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, 
 
 
 def state_of(tensors: Mapping[str, Tensor], group: Group, prefix: str, what: str) -> dict[str, Any]:
-    """The entries of tensors in a checkpoint: under `prefix` those that are equal on all ranks, and
-    under `<prefix>_of_ranks.<rank>` those of this rank that differ. Collective.
+    """Return the entries of tensors in a checkpoint: under `prefix` those that are equal on all
+    ranks, and under `<prefix>_of_ranks.<rank>` those of this rank that differ. Collective.
     """
     equal, own = split(tensors, group, what)
     return {prefix: equal, f"{prefix}_of_ranks": {str(group.rank): own} if own else {}}
 
 
 def values_of(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[str, Any], tuple[dict[str, Any], ...]]:
-    """The values that are no tensors: those that are equal on all ranks, and for each rank those
-    that differ. Collective.
+    """Return (the values that are not tensors and are equal on all ranks, for each rank the values
+    that differ). Collective.
     """
     equal, own = split({name: value for name, value in extra.items() if not isinstance(value, Tensor)}, group, what)
     by_rank = group.all_gather_object(own, "values of extra") if group.size > 1 else [own]
@@ -71,7 +71,7 @@ def values_of(extra: Mapping[str, Any], group: Group, what: str) -> tuple[dict[s
 
 
 def take_values(extra: MutableMapping[str, Any], manifest: Manifest, group: Group) -> None:
-    """Replace the values in `extra` that are no tensors by those of the manifest."""
+    """Replace the values in `extra` that are not tensors by the values in the manifest."""
     own = manifest.values_of_ranks[group.rank] if group.rank < len(manifest.values_of_ranks) else {}
     for name, value in extra.items():
         if not isinstance(value, Tensor):
@@ -79,8 +79,8 @@ def take_values(extra: MutableMapping[str, Any], manifest: Manifest, group: Grou
 
 
 def problems(extra: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manifest, group: Group) -> list[str]:
-    """The reasons why values for `extra` cannot be taken from a checkpoint with this manifest and
-    the entries `saved` in its metadata.
+    """Return the reasons why values for `extra` cannot be taken from a checkpoint with this
+    manifest and the entries `saved` in its metadata.
     """
     found: list[str] = []
     for name, value in extra.items():
@@ -93,13 +93,13 @@ def problems(extra: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manif
         if not has_tensor and not has_value:
             found.append(f"extra.{name} is missing")
         elif is_tensor and not has_tensor:
-            found.append(f"extra.{name} is no tensor there and a tensor here")
+            found.append(f"extra.{name} is not a tensor in the checkpoint, expected a tensor")
         elif not is_tensor and not has_value:
-            found.append(f"extra.{name} is a tensor there and no tensor here")
+            found.append(f"extra.{name} is a tensor in the checkpoint, expected a plain value")
         elif ranks and len(ranks) != group.size:
             found.append(
-                f"extra.{name} has a value for each of {len(ranks)} ranks there, and {group.size} ranks load it: a value of one "
-                "rank is not another's, so load on as many ranks, or leave it out of extra and begin it again"
+                f"extra.{name} has a value for each of {len(ranks)} ranks in the checkpoint, but {group.size} ranks load it: "
+                "load on the same number of ranks, or remove it from extra and initialize it again"
             )
     return found
 
@@ -107,8 +107,8 @@ def problems(extra: Mapping[str, Any], saved: Mapping[str, Any], manifest: Manif
 def to_overwrite(
     tensors: Mapping[str, Tensor], saved: Mapping[str, Any], prefix: str, rank: int
 ) -> dict[str, dict[str, Any]]:
-    """The entries of a state dictionary whose tensors a reader fills. A tensor that differs between
-    ranks in the checkpoint is read from the entry of `rank`.
+    """Return the entries of a state dictionary whose tensors a reader fills. A tensor that differs
+    between ranks in the checkpoint is read from the entry of `rank`.
     """
     own = {name: tensor for name, tensor in tensors.items() if f"{prefix}_of_ranks.{rank}.{name}" in saved}
     equal = {name: tensor for name, tensor in tensors.items() if name not in own}
@@ -116,13 +116,13 @@ def to_overwrite(
 
 
 def world_of(saved: Mapping[str, Any], prefix: str) -> int:
-    """The number of ranks that have tensors that differ between ranks, under a prefix."""
+    """Return the number of ranks that have tensors that differ between ranks, under a prefix."""
     start = f"{prefix}_of_ranks."
     return len({name.removeprefix(start).partition(".")[0] for name in saved if name.startswith(start)})
 
 
 def _is_plain(value: Any) -> bool:
-    """True for a value that JSON stores exactly."""
+    """Return True for a value that JSON stores exactly."""
     if isinstance(value, dict):
         return type(value) is dict and all(type(key) is str and _is_plain(item) for key, item in value.items())
     if isinstance(value, list):

@@ -3,11 +3,11 @@
 If a run loads step 100 and saves step 150, then steps 200 and 300 in the same folder belong to an
 abandoned branch, though their numbers are larger. So each checkpoint records an id, the number of
 its save in the folder, and the ids of the checkpoints that it descends from. An automatic resume
-takes the checkpoint that was saved last.
+loads the checkpoint that was saved last.
 
 The process remembers which checkpoint each optimizer continues, by its parameters: an optimizer
-that is built again over the same parameters is the same run, and one over other parameters is
-another run.
+that is built again over the same parameters is the same run, and an optimizer over different
+parameters is a different run.
 """
 
 import gc
@@ -25,7 +25,7 @@ MOST_RUNS = 16
 
 @dataclass(frozen=True)
 class Lineage:
-    """The place of a checkpoint among the checkpoints of its folder.
+    """The relation of a checkpoint to the other checkpoints of its folder.
 
     Attributes:
         id: unique; empty for a checkpoint whose manifest cannot be read.
@@ -38,16 +38,16 @@ class Lineage:
     ancestors: tuple[str, ...] = ()
 
     def then(self, others: Iterable["Lineage"]) -> "Lineage":
-        """The lineage of the next save by a run that continues this checkpoint. `others` are the
-        lineages of the checkpoints that the folder still has.
+        """Return the lineage of the next save by a run that continues this checkpoint. `others` are
+        the lineages of the checkpoints that the folder still has.
         """
         numbers = {other.id: other.number for other in others}
         ancestors = tuple(ancestor for ancestor in (*self.ancestors, self.id) if ancestor in numbers)
         return Lineage(number=1 + max(numbers.values(), default=0), ancestors=ancestors)
 
 
-class Trains(Protocol):
-    """The attributes of an optimizer that are read here."""
+class HasParamGroups(Protocol):
+    """The attributes of an optimizer that TrainedParameters reads."""
 
     @property
     def param_groups(self) -> Any:
@@ -59,16 +59,16 @@ class Trains(Protocol):
 
 
 @dataclass(frozen=True)
-class Trainee:
+class TrainedParameters:
     """The set of parameters that an optimizer trains.
 
     Attributes:
-        parameters: their ids. There is no weak reference to a parameter, since
-            `torch.utils.swap_tensors`, with which `Module.to` may move it, refuses one that has
-            any.
+        parameters: their ids. Weak references to them are not kept, since
+            `torch.utils.swap_tensors`, which `Module.to` may use, raises on a parameter that has
+            one.
         owner: an object that lives as long as the parameters are trained: the model, or an
-            optimizer that knows no model. While it lives, the ids are not used again.
-        name: the optimizer, as errors name it.
+            optimizer that knows no model. While it is alive, the ids are not reused.
+        name: a description of the optimizer, for errors.
     """
 
     parameters: frozenset[int]
@@ -76,12 +76,12 @@ class Trainee:
     name: str
 
     @staticmethod
-    def of(optimizer: Trains) -> "Trainee":
-        """The parameters of an optimizer, or of an object that stands for its state."""
+    def of(optimizer: HasParamGroups) -> "TrainedParameters":
+        """Return the parameters of an optimizer, or of an object that holds its state."""
         ids = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         owner = optimizer if optimizer.model is None else optimizer.model
         name = f"a {type(optimizer).__name__} of {len(ids)} parameters (at {id(optimizer):#x})"
-        return Trainee(ids, weakref.ref(owner), name)
+        return TrainedParameters(ids, weakref.ref(owner), name)
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _Run:
     into the folder.
     """
 
-    trainee: Trainee
+    trained: TrainedParameters
     lineage: Lineage
     has_saved: bool
 
@@ -106,42 +106,42 @@ class Runs:
 
     @classmethod
     def of(cls, folder: Place) -> "Runs":
-        """The runs of a folder, the same object for every Checkpoints of that folder."""
+        """Return the runs of a folder, the same object for every Checkpoints of that folder."""
         return cls._of_folders.setdefault(folder.resolve(), Runs())
 
-    def check(self, trainee: Trainee, folder: Place) -> None:
-        """RuntimeError if this run has neither loaded from the folder nor saved into it, but
-        another run that still lives has saved into it.
+    def check(self, trained: TrainedParameters, folder: Place) -> None:
+        """Raise RuntimeError if this run has neither loaded from the folder nor saved into it, but
+        another run that is still alive has saved into it.
         """
-        if self._find(trainee) is not None or not self._living_writers():
+        if self._find(trained) is not None or not self._living_writers():
             return
-        # An optimizer and its hooks refer to each other, so one that is no longer used may still
-        # wait for the garbage collector.
+        # An optimizer and its hooks refer to each other, so an unused optimizer may not be
+        # garbage-collected yet.
         gc.collect()
         if others := self._living_writers():
             raise RuntimeError(
-                f"two optimizers save into {folder}, {others[0].trainee.name} and {trainee.name}, which has neither saved nor "
-                "loaded there and has other parameters: each would replace the checkpoints of the other, so give each a folder of "
-                "its own, as in Checkpoints('run/generator') and Checkpoints('run/discriminator')"
+                f"two optimizers save into {folder}, {others[0].trained.name} and {trained.name}, which has neither saved nor "
+                "loaded there and has different parameters: each would replace the checkpoints of the other, so use a separate "
+                "folder for each, as in Checkpoints('run/generator') and Checkpoints('run/discriminator')"
             )
 
-    def lineage_of(self, trainee: Trainee) -> Lineage:
-        """The lineage of the checkpoint that a run continues; a new lineage for a run that has
-        neither loaded nor saved.
+    def lineage_of(self, trained: TrainedParameters) -> Lineage:
+        """Return the lineage of the checkpoint that a run continues; a new lineage for a run that
+        has neither loaded nor saved.
         """
-        run = self._find(trainee)
+        run = self._find(trained)
         return Lineage() if run is None else run.lineage
 
-    def record(self, trainee: Trainee, lineage: Lineage, has_saved: bool) -> None:
-        """Note that a run has loaded or saved the checkpoint of this lineage."""
-        previous = self._find(trainee)
+    def record(self, trained: TrainedParameters, lineage: Lineage, has_saved: bool) -> None:
+        """Record that a run has loaded or saved the checkpoint of this lineage."""
+        previous = self._find(trained)
         if previous is not None:
             has_saved |= previous.has_saved
         self._runs = [run for run in self._runs if run is not previous][-MOST_RUNS:]
-        self._runs.append(_Run(trainee, lineage, has_saved))
+        self._runs.append(_Run(trained, lineage, has_saved))
 
-    def _find(self, trainee: Trainee) -> _Run | None:
-        return next((run for run in reversed(self._runs) if run.trainee.parameters & trainee.parameters), None)
+    def _find(self, trained: TrainedParameters) -> _Run | None:
+        return next((run for run in reversed(self._runs) if run.trained.parameters & trained.parameters), None)
 
     def _living_writers(self) -> list[_Run]:
-        return [run for run in self._runs if run.has_saved and run.trainee.owner() is not None]
+        return [run for run in self._runs if run.has_saved and run.trained.owner() is not None]

@@ -5,10 +5,10 @@ The manifest is written last. It detects disk errors, broken transfers (of the m
 by a hash of it) and folders whose names were exchanged. It does not detect an attacker who rewrites
 the manifest as well; loading runs no code in any case (`sources/dcp.py`).
 `zerocast.optim.Checkpoints` always writes a manifest and requires it. Folders of other programs
-have none and are loaded unchecked.
+have no manifest and are loaded unchecked.
 
-The manifest also has what is no tensor: the checkpoints that this one descends from, plain values
-of the caller, and a description of the state that the checkpoint leaves out.
+The manifest also has the data that are not tensors: the ids of the checkpoints that this one
+descends from, plain values of the caller, and a description of the state that is not saved.
 """
 
 import hashlib
@@ -46,7 +46,9 @@ class FileSum:
 
     @staticmethod
     def of_stream(stream: IO[bytes], most: int) -> "FileSum":
-        """The sum of a stream, which is read to its end or to a little more than `most` bytes."""
+        """Return the sum of a stream, which is read to its end or to a little more than `most`
+        bytes.
+        """
         digest, nbytes = hashlib.sha256(), 0
         while nbytes <= most and (chunk := stream.read(CHUNK)):
             digest.update(chunk)
@@ -65,7 +67,7 @@ class Stored:
     shares: tuple[str, ...] = ()
 
     def content(self) -> dict[str, Any]:
-        """The entry of a manifest."""
+        """Return the entry of a manifest."""
         shares = {"shares": list(self.shares)} if self.shares else {}
         return {"format": self.format, "dtype": self.dtype, **shares}
 
@@ -75,11 +77,11 @@ class Manifest:
     """The contents of the file `manifest.json` of a checkpoint.
 
     Attributes:
-        files: size and hash of each file by name.
-        formats: formats of quantized weights by parameter name.
+        files: size and hash of each file keyed by name.
+        formats: formats of quantized weights keyed by parameter name.
         step: the training step.
-        lineage: the id of this checkpoint and of those that it descends from.
-        values: values of `extra` that are no tensors and are equal on all ranks, by name.
+        lineage: the id of this checkpoint and the ids of its ancestors.
+        values: values of `extra`, keyed by name, that are not tensors and are equal on all ranks.
         values_of_ranks: for each rank, the values of `extra` that differ between ranks.
         frozen: the names of parameters without a master.
         left_out: descriptions of state that training reads and the checkpoint does not have.
@@ -98,10 +100,10 @@ class Manifest:
 
     @staticmethod
     def read(folder: Place) -> "Manifest | None":
-        """The manifest of a checkpoint, or None if it has none; ValueError for a damaged one, and
-        for a folder of a store that has none.
+        """Return the manifest of a checkpoint, or None if it has none. Raises ValueError for a
+        damaged manifest, and for a folder of a store without one.
 
-        A folder that is no checkpoint may hold an unrelated file of the same name.
+        A folder that is not a checkpoint may hold an unrelated file of the same name.
         """
         if isinstance(folder, StorePath):
             return Manifest._of_store(folder)
@@ -115,33 +117,29 @@ class Manifest:
     @staticmethod
     def _of_store(folder: StorePath) -> "Manifest | None":
         if is_unfinished(folder):
-            raise ValueError(f"{folder} is not whole: a save into it goes on, or was interrupted")
+            raise ValueError(f"{folder} is incomplete: a save is in progress or was interrupted")
         try:
             return Manifest._of_file(folder / NAME)
         except FileNotFoundError:
             if not folder.exists():
                 return None
             raise ValueError(
-                f"{folder} has no {NAME}, by which a whole checkpoint is known at a URL: copy files of other programs to a local "
+                f"{folder} has no {NAME}, which marks a complete checkpoint at a URL: copy files of other programs to a local "
                 "folder to read them"
             ) from None
 
     @staticmethod
     def of_step(folder: Place, step: int) -> "Manifest":
-        """The manifest of a checkpoint of `step`; ValueError if it is missing, damaged or of
-        another step.
+        """Return the manifest of a checkpoint of `step`. Raises ValueError if it is missing,
+        damaged or has a different step.
         """
         path = folder / NAME
         try:
             manifest = Manifest._of_file(path)
         except FileNotFoundError:
-            raise ValueError(
-                f"{path} is missing, which each of these checkpoints has: its files cannot be checked"
-            ) from None
+            raise ValueError(f"{path} is missing, so the files of the checkpoint cannot be checked") from None
         if manifest.step != step:
-            raise ValueError(
-                f"{path} is that of step {manifest.step}, in the folder of step {step}: folders were exchanged"
-            )
+            raise ValueError(f"{path} has step {manifest.step}, expected {step}: folders were exchanged")
         return manifest
 
     @staticmethod
@@ -159,12 +157,14 @@ class Manifest:
             )
         outside = [name for name in manifest.files if PurePath(name).name != name]
         if outside:
-            raise ValueError(f"{path} is damaged: {outside[0]!r} is no file of the checkpoint")
+            raise ValueError(f"{path} is damaged: {outside[0]!r} is not a file of the checkpoint")
         return manifest
 
     @staticmethod
     def _of_fields(fields: dict[str, Any]) -> "Manifest":
-        """A manifest from parsed JSON. KeyError, TypeError or ValueError if it is no manifest."""
+        """Return a manifest from parsed JSON. Raises KeyError, TypeError or ValueError if it is not
+        a manifest.
+        """
         files = {str(name): FileSum(int(sums["bytes"]), str(sums["sha256"])) for name, sums in fields["files"].items()}
         formats = {
             str(name): Stored(str(entry["format"]), str(entry["dtype"]), tuple(map(str, entry.get("shares", ()))))
@@ -202,8 +202,8 @@ class Manifest:
         sync_file(folder / NAME)
 
     def check(self, folder: Place, names: Sequence[str]) -> None:
-        """ValueError, with both values, for the first of these files whose size or hash is not the
-        recorded one.
+        """Raise ValueError, with both values, for the first of these files whose size or hash
+        differs from the recorded one.
         """
         for name in names:
             path, expected = folder / name, self.files[name]
@@ -222,34 +222,34 @@ class Manifest:
 
 
 def digest(content: dict[str, Any]) -> str:
-    """The SHA-256 of a manifest without its own hash."""
+    """Return the SHA-256 of a manifest without its own hash."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_checkpoint(folder: Place) -> bool:
-    """True if a folder is a checkpoint, perhaps damaged: it has metadata or a manifest, and no save
-    into it is unfinished.
+    """Return True if a folder is a checkpoint, possibly damaged: it has metadata or a manifest, and
+    no save into it is unfinished.
     """
     return ((folder / ".metadata").is_file() or has_manifest(folder)) and not is_unfinished(folder)
 
 
 def check_files(path: Place, group: Group) -> Manifest:
     """Compare the files of a folder with its manifest, which is returned. Collective: each rank
-    checks a part of the files. ValueError on every rank if a file differs.
+    checks a part of the files. Raises ValueError on every rank if a file differs.
 
     A local folder of another program has no manifest. Rank 0 then logs that nothing is checked, and
-    the result is empty. In a store the manifest is what tells a whole checkpoint from a part of
-    one, so that a folder without it raises ValueError.
+    the result is empty. In a store the manifest marks a complete checkpoint, so a folder without it
+    raises ValueError.
     """
     manifest: Manifest | None = from_rank_0(group, lambda: Manifest.read(path), LOADS)
     if manifest is None and group.rank == 0 and (path / ".metadata").is_file():
-        logger.warning("%s has no %s: what its files hold is not checked", path, NAME)
+        logger.warning("%s has no %s: its files are not checked", path, NAME)
     return _check(manifest or Manifest(), path, group)
 
 
 def check_step(path: Place, step: int, group: Group) -> Manifest:
-    """Like `check_files`, for a folder of `Checkpoints`: the manifest must exist and name this
-    step.
+    """Compare the files of a checkpoint of `Checkpoints` with its manifest, which is returned and
+    must exist and have this step. Collective. Raises ValueError on every rank if a file differs.
     """
     return _check(from_rank_0(group, lambda: Manifest.of_step(path, step), LOADS), path, group)
 

@@ -1,5 +1,5 @@
 """Bounded reads of files that other programs wrote, on this host or in a store. Devices, FIFOs and
-folders are refused.
+folders raise ValueError.
 
 Symbolic links are followed, since shared storage often uses them. The check is of the file that
 they point to.
@@ -21,8 +21,8 @@ KINDS = {
 
 
 def open_regular(path: str | os.PathLike[str] | StorePath) -> IO[bytes]:
-    """Open a regular file for reading without ever blocking; ValueError for any other kind of
-    file.
+    """Open a regular file for reading without ever blocking. Raises ValueError for any other kind
+    of file.
     """
     if isinstance(path, StorePath):
         return path.open()
@@ -41,7 +41,9 @@ def open_regular(path: str | os.PathLike[str] | StorePath) -> IO[bytes]:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """ValueError if the path exists and is no regular file; for readers that open it themselves."""
+    """Raise ValueError if the path exists and is not a regular file; for readers that open it
+    themselves.
+    """
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -50,7 +52,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 
 def size_of(path: Place, stream: IO[bytes]) -> int:
-    """The size in bytes of the file at a path, which was opened just now."""
+    """Return the size in bytes of the file at a path, which was opened just now."""
     if not isinstance(path, StorePath):
         return os.fstat(stream.fileno()).st_size
     nbytes = stream.seek(0, os.SEEK_END)
@@ -59,13 +61,13 @@ def size_of(path: Place, stream: IO[bytes]) -> int:
 
 
 def read_bounded(path: Place, most: int) -> bytes:
-    """The bytes of a regular file; ValueError if it has more than `most`."""
+    """Return the bytes of a regular file. Raises ValueError if it has more than `most`."""
     with open_regular(path) as stream:
         nbytes = size_of(path, stream)
         content = stream.read(most + 1) if nbytes <= most else b""
     if max(nbytes, len(content)) > most:
         raise ValueError(
-            f"{path} has {max(nbytes, len(content)):,} bytes, and {most:,} is the most that is read of such a file"
+            f"{path} has {max(nbytes, len(content)):,} bytes, but at most {most:,} are read of such a file"
         )
     return content
 
@@ -73,5 +75,5 @@ def read_bounded(path: Place, most: int) -> bytes:
 def _check(path: str | os.PathLike[str], status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(
-            f"{os.fspath(path)} is {KINDS.get(stat.S_IFMT(status.st_mode), 'no regular file')}, where a file belongs"
+            f"{os.fspath(path)} is {KINDS.get(stat.S_IFMT(status.st_mode), 'not a regular file')}, expected a file"
         )

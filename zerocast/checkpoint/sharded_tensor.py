@@ -24,13 +24,13 @@ class TensorShard(Tensor):
     """One rank's elements of a tensor that is sharded over ranks.
 
     Implements the protocol of torch.distributed._checkpointable. The tensor itself is a placeholder
-    without memory that has the shape of the whole tensor and its dtype. Computing with it or
-    copying it raises TypeError.
+    without memory that has the shape and dtype of the full tensor. Computing with it or copying it
+    raises TypeError.
 
     Attributes:
         flat: the elements of this rank, one-dimensional.
-        span: their range in the flattened whole tensor.
-        chunks: views of `flat` as boxes, by their offsets in the whole tensor.
+        span: their range in the flattened full tensor.
+        chunks: views of `flat` as boxes, by their offsets in the full tensor.
     """
 
     flat: Tensor
@@ -39,7 +39,9 @@ class TensorShard(Tensor):
 
     @staticmethod
     def of(flat: Tensor, span: Span, shape: Sequence[int]) -> "TensorShard":
-        """The shard of a tensor of `shape`; `flat` is contiguous and has `span.numel` elements."""
+        """Return the shard of a tensor of `shape`; `flat` is contiguous and has `span.numel`
+        elements.
+        """
         shard: TensorShard = Tensor._make_subclass(TensorShard, flat.new_empty(()).expand(tuple(shape)))
         shard.flat = flat
         shard.span = span
@@ -52,7 +54,7 @@ class TensorShard(Tensor):
         return shard
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        """The boxes that this rank writes, for torch.distributed.checkpoint."""
+        """Return the boxes that this rank writes, for torch.distributed.checkpoint."""
         properties = TensorProperties.create_from_tensor(self.flat)
         return [
             WriteItem(
@@ -64,16 +66,16 @@ class TensorShard(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes that this rank reads, for torch.distributed.checkpoint."""
+        """Return the boxes that this rank reads, for torch.distributed.checkpoint."""
         return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self.chunks.items()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of the flat shard that holds a box."""
+        """Return the view of the flat shard that holds a box."""
         assert index.offset is not None
         return self.chunks[index.offset]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        """Shape, span and dtype, without the elements."""
+        """Return the shape, span and dtype, without the elements."""
         return f"TensorShard(shape={tuple(self.shape)}, span=[{self.span.start}, {self.span.stop}), dtype={self.dtype})"
 
     @classmethod

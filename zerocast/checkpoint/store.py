@@ -1,6 +1,6 @@
 """StorePath: a file or folder of a store that fsspec opens by a URL, such as s3://bucket/run.
 
-A store is used with the operations that all of them have: read and write a whole file, list a
+A store is used with the operations that all of them have: read and write a complete file, list a
 folder, delete a file. It has no atomic rename, no fsync and no exclusive creation.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-# Protocols of the file system of this host, whose URLs are paths.
+# Protocols of the local file system, whose URLs are paths.
 _LOCAL = ("file", "local")
 # A URL that went through a Path, which leaves one slash of two.
 _ONE_SLASH = re.compile(r"([a-z][a-z0-9+.-]+):/(?!/)")
@@ -44,27 +44,27 @@ class StorePath:
         return StorePath(self.url.rpartition("/")[0])
 
     def with_name(self, name: str) -> "StorePath":
-        """The path of another name in the same folder."""
+        """Return the path of another name in the same folder."""
         return self.parent / name
 
     def absolute(self) -> "StorePath":
-        """Itself: a URL depends on no working folder."""
+        """Return itself: a URL depends on no working folder."""
         return self
 
     resolve = absolute
 
     def exists(self) -> bool:
-        """True if there is a file or a folder."""
+        """Return True if there is a file or a folder."""
         fs, path = self._opened()
         return bool(fs.exists(path))
 
     def is_file(self) -> bool:
-        """True if there is a file."""
+        """Return True if there is a file."""
         fs, path = self._opened()
         return bool(fs.isfile(path))
 
     def is_dir(self) -> bool:
-        """True if there is a folder. Some stores have no empty folders."""
+        """Return True if there is a folder. Some stores have no empty folders."""
         fs, path = self._opened()
         return bool(fs.isdir(path))
 
@@ -73,28 +73,28 @@ class StorePath:
         return False
 
     def iterdir(self) -> Iterator["StorePath"]:
-        """The files and folders in this folder; none if it does not exist."""
+        """Yield the files and folders in this folder; none if it does not exist."""
         return (self / name for name in self._listed())
 
     def sizes(self) -> dict[str, int]:
-        """The size in bytes of each file in this folder, by name."""
+        """Return the size in bytes of each file in this folder, keyed by name."""
         return {name: int(entry["size"]) for name, entry in self._listed().items() if entry["type"] == "file"}
 
     def open(self) -> IO[bytes]:
-        """Open the file for reading. FileNotFoundError if it does not exist."""
+        """Open the file for reading. Raises FileNotFoundError if it does not exist."""
         fs, path = self._opened()
         try:
             stream: IO[bytes] = fs.open(path, "rb")
         except FileNotFoundError:
-            raise FileNotFoundError(f"{self} is not there") from None
+            raise FileNotFoundError(f"{self} does not exist") from None
         return stream
 
     def write_text(self, text: str) -> None:
-        """Write a whole file, and make its folder where the store has folders."""
+        """Write a complete file, and make its folder if the store has folders."""
         self.write_bytes(text.encode())
 
     def write_bytes(self, content: bytes) -> None:
-        """Write a whole file like `write_text`."""
+        """Write a complete file like `write_text`."""
         fs, path = self._opened()
         fs.makedirs(self.parent._opened()[1], exist_ok=True)
         fs.pipe_file(path, content)
@@ -128,8 +128,8 @@ class StorePath:
         return {entry["name"].rstrip("/").rpartition("/")[2]: entry for entry in inside}
 
     def _opened(self) -> tuple[Any, str]:
-        """The file system and the path in it. It forgets what it knows of folders, which other
-        processes may have changed since.
+        """Return the file system and the path in it. Its cache of folders is dropped, since other
+        processes may have changed them.
         """
         from fsspec.core import url_to_fs  # noqa: PLC0415
 
@@ -143,7 +143,8 @@ AnyPath = str | os.PathLike[str] | StorePath
 
 
 def as_place(path: AnyPath) -> Place:
-    """The path of a local file or folder, or the StorePath of a URL. `file://` URLs are local.
+    """Return the path of a local file or folder, or the StorePath of a URL. `file://` URLs are
+    local.
 
     Raises ValueError for an unknown protocol, for a chain of URLs and for a URL in a Path;
     ModuleNotFoundError without fsspec, ImportError without its package for the protocol.
@@ -155,7 +156,7 @@ def as_place(path: AnyPath) -> Place:
         _check_slashes(text)
         return Path(text)
     if "::" in text:
-        raise ValueError(f"{text} is a chain of URLs: give one, to a store that can be written")
+        raise ValueError(f"{text} is a chain of URLs: pass a single URL of a store that can be written")
     try:
         from fsspec.core import url_to_fs  # noqa: PLC0415
     except ModuleNotFoundError as error:
@@ -165,17 +166,19 @@ def as_place(path: AnyPath) -> Place:
 
 
 def local_path(path: AnyPath, remedy: str) -> Path:
-    """The path, where only a local one can be used. ValueError for a URL, with the remedy at the
+    """Return the path, which must be local. Raises ValueError for a URL, with the remedy at the
     end.
     """
     place = as_place(path)
     if isinstance(place, StorePath):
-        raise ValueError(f"{path} is a URL, and a local path belongs here: {remedy}")
+        raise ValueError(f"{path} is a URL, expected a local path: {remedy}")
     return place
 
 
 def _check_slashes(text: str) -> None:
-    """ValueError for a URL that has lost a slash in a Path: it would be a local folder `s3:`."""
+    """Raise ValueError for a URL that has lost a slash in a Path: it would be a local folder
+    `s3:`.
+    """
     match = _ONE_SLASH.match(text)
     if match is None:
         return
@@ -184,4 +187,4 @@ def _check_slashes(text: str) -> None:
     except ModuleNotFoundError:
         return
     if match[1] in available_protocols():
-        raise ValueError(f"{text} was a URL before it became a Path, which drops a slash: give its text")
+        raise ValueError(f"{text} was a URL before it became a Path, which drops a slash: pass it as a str")

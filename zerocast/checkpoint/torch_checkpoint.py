@@ -1,6 +1,6 @@
-"""Calls of torch.distributed.checkpoint, with four differences: files are on the disk once they are
-written, and hashed while they are, errors of the operating system keep their own text, and a single
-process gets no warning.
+"""Calls of torch.distributed.checkpoint, with four differences: files are synced to disk, and
+hashed while they are written, errors of the operating system keep their text, and a single process
+gets no warning.
 """
 
 import contextlib
@@ -25,7 +25,8 @@ from zerocast.distributed.group import Group
 
 def save(state: Mapping[str, Any], folder: Place, group: Group, planner: SavePlanner | None) -> dict[str, FileSum]:
     """Write this rank's part of a state dictionary into a folder. Returns the sums of the files
-    that this rank has written, by name. CheckpointException on every rank if any rank cannot write.
+    that this rank has written, keyed by name. Raises CheckpointException on every rank if any rank
+    cannot write.
     """
     writer = ClearWriter(folder)
     with _without_process_group_warning():
@@ -40,9 +41,9 @@ def save(state: Mapping[str, Any], folder: Place, group: Group, planner: SavePla
     return sums
 
 
-def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str, consequence: str = "") -> None:
-    """Fill the tensors of a state dictionary in place. RuntimeError on every rank if any rank
-    cannot read; its text names the `place` and ends with the `consequence` for the tensors.
+def load(state: dict[str, Any], reader: StorageReader, group: Group, location: str, consequence: str = "") -> None:
+    """Fill the tensors of a state dictionary in place. Raises RuntimeError on every rank if any
+    rank cannot read; its text names the `location` and ends with the `consequence` for the tensors.
     """
     try:
         with _without_process_group_warning():
@@ -50,23 +51,25 @@ def load(state: dict[str, Any], reader: StorageReader, group: Group, place: str,
                 state, storage_reader=reader, process_group=group.handle, no_dist=group.handle is None
             )
     except CheckpointException as error:
-        # This error is no Exception, and it is the same on every rank.
-        raise RuntimeError(f"{place} cannot be read to its end{consequence}: {reasons(error)}") from error
+        # This error is not an Exception, and it is the same on every rank.
+        raise RuntimeError(f"{location} cannot be read to its end{consequence}: {reasons(error)}") from error
 
 
-def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, place: str) -> None:
-    """Call `load` for tensors that include masters. An error says that they are partly written."""
-    load(state, reader, group, place, "; masters are now partly what it holds")
+def load_masters(state: dict[str, Any], reader: StorageReader, group: Group, location: str) -> None:
+    """Call `load` for tensors that include masters. The error states that they are partly
+    written.
+    """
+    load(state, reader, group, location, "; masters are now partly overwritten")
 
 
 def reasons(error: CheckpointException) -> str:
-    """The error of each rank that failed, as one text without tracebacks."""
+    """Return the error of each rank that failed, as one text without tracebacks."""
     return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in sorted(error.failures.items()))
 
 
 @contextlib.contextmanager
 def _without_process_group_warning() -> Iterator[None]:
-    """Silence torch's warning that there is no process group, which is an ordinary case here."""
+    """Silence torch's warning that there is no process group, which is a normal case here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
@@ -76,7 +79,7 @@ class HashedFiles(FileSystemBase):
     """Mixed into a file system of torch: each file is hashed while it is written.
 
     Attributes:
-        sums: size and hash of each file that was written, by name.
+        sums: size and hash of each file that was written, keyed by name.
     """
 
     def __init__(self) -> None:
@@ -111,11 +114,11 @@ class _HashedStream:
         return int(self._stream.write(content))
 
     def __getattr__(self, name: str) -> Any:
-        """The other methods of the stream, of which torch calls flush, tell and close."""
+        """Return the other methods of the stream, of which torch calls flush, tell and close."""
         return getattr(self._stream, name)
 
     def sum(self) -> FileSum:
-        """Size and hash of all that was written."""
+        """Return the size and hash of the written bytes."""
         return FileSum(self._nbytes, self._digest.hexdigest())
 
 
@@ -132,13 +135,13 @@ class _SyncedFiles(HashedFiles, FileSystem):
 class ClearWriter(FileSystemWriter):
     """torch's FileSystemWriter, with hashed and synced files and the operating system's errors.
 
-    torch syncs a file before it flushes its own buffer, so the end of a file, or all of a small
-    one, is still in memory. This writer syncs each file after closing it. When a write fails,
-    torch.save reports "unexpected pos 704 vs 598". The OSError, such as a full disk, is only in the
-    context of that exception, which is not sent to other ranks. This writer raises the OSError.
+    torch syncs a file before it flushes its buffer, so the end of a file, or all of a small file,
+    is still in memory. This writer syncs each file after closing it. When a write fails, torch.save
+    reports "unexpected pos 704 vs 598". The OSError, such as a full disk, is only in the context of
+    that exception, which is not sent to other ranks. This writer raises the OSError.
     """
 
-    # Files that are hashed, local ones or of a store.
+    # The file system, local or of a store, which hashes files.
     fs: Any
 
     def __init__(self, folder: Place) -> None:

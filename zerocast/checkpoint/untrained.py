@@ -1,14 +1,15 @@
 """Untrained: the frozen parameters and buffers of a model in a checkpoint.
 
-    model.<name>               a frozen plain parameter, in its own dtype
+    model.<name>               a frozen plain parameter, in its dtype
     zerocast.<name>.<buffer>   the bytes of a frozen quantized weight, which has no master
-    buffers.<name>             a persistent buffer that all ranks have alike
+    buffers.<name>             a persistent buffer that is equal on all ranks
     buffers_of_ranks.<rank>.<name>   one that differs between ranks, such as the statistics of a
                                      BatchNorm
 
 The optimizer knows the frozen parameters that it was given. The rest of a model is known only if
-the model is given; if it is not, the manifest and the log say so. The bytes of a quantized weight
-are saved unchanged, since a cast of the dequantized values would change some of them.
+the model is passed; otherwise the manifest and the log list it as not saved. The bytes of a
+quantized weight are saved unchanged, since a cast of the dequantized values would change some
+bytes.
 """
 
 import logging
@@ -42,7 +43,7 @@ _logged: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class HasParameters(Protocol):
-    """The attributes of an optimizer that are read here."""
+    """The attributes of an optimizer that Untrained reads."""
 
     @property
     def param_groups(self) -> Any:
@@ -50,7 +51,7 @@ class HasParameters(Protocol):
 
     @property
     def frozen(self) -> Mapping[str, Tensor]:
-        """The parameters that it was given and does not train, by name."""
+        """The parameters that it was given and does not train, keyed by name."""
 
     @property
     def model(self) -> nn.Module | None:
@@ -62,11 +63,11 @@ class Untrained:
     """The tensors of a model that its optimizer does not train.
 
     Attributes:
-        plain: frozen plain parameters by name. Empty if the optimizer knows the model, since its
-            own state then has them.
-        quantized: frozen quantized weights by name.
-        buffers: persistent buffers by name.
-        empty: the shapes of persistent buffers without elements, by name. No checkpoint has them.
+        plain: frozen plain parameters keyed by name. Empty if the optimizer knows the model, since
+            its state then has them.
+        quantized: frozen quantized weights keyed by name.
+        buffers: persistent buffers keyed by name.
+        empty: the shapes of persistent buffers without elements, keyed by name. They are not saved.
         left_out: descriptions of state that the checkpoint does not have.
     """
 
@@ -78,10 +79,10 @@ class Untrained:
 
     @staticmethod
     def of(optimizer: HasParameters, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
-        """The untrained tensors of `model`, or of the model that the optimizer knows.
+        """Return the untrained tensors of `model`, or of the model that the optimizer knows.
 
-        `masters` are the optimizer's own entries by name. ValueError if a frozen parameter of the
-        model has the same name as one of them.
+        `masters` are the optimizer's entries keyed by name. Raises ValueError if a frozen parameter
+        of the model has the same name as one of them.
         """
         model = optimizer.model if model is None else model
         trained_ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -99,8 +100,8 @@ class Untrained:
                 plain[name] = parameter
         if optimizer.model is None and (both := sorted({*plain, *quantized} & {*masters})):
             raise ValueError(
-                f"the model calls a parameter {both[0]} that the optimizer does not train, and the optimizer another one: give "
-                "the optimizer the names of this model, model.named_parameters()"
+                f"the model calls a parameter {both[0]} that the optimizer does not train, and the optimizer a different one: "
+                "pass the optimizer the names of this model, model.named_parameters()"
             )
         if model is None:
             return Untrained(plain, quantized, left_out=(UNKNOWN,))
@@ -110,16 +111,20 @@ class Untrained:
         return Untrained(plain, quantized, held, empty, left_out)
 
     def check(self) -> None:
-        """RuntimeError for a weight that was never cast, or whose last write did not finish."""
+        """Raise RuntimeError for a weight that was never cast, or whose last write did not
+        finish.
+        """
         for weight in self.quantized.values():
             weight.check(Use.COPY)
 
     def formats(self) -> dict[str, Stored]:
-        """The formats of quantized weights, as a manifest records them."""
+        """Return the formats of quantized weights, as a manifest records them."""
         return {name: Stored(str(weight.format), dtype_name(weight.dtype)) for name, weight in self.quantized.items()}
 
     def state(self, group: Group, what: str) -> dict[str, dict[str, Any]]:
-        """The entries of a checkpoint. Collective; `what` says which call this is, for errors."""
+        """Return the entries of a checkpoint. Collective; `what` says which call this is, for
+        errors.
+        """
         weights: dict[str, Any] = {}
         for name, weight in self.quantized.items():
             weight.wait()
@@ -128,11 +133,11 @@ class Untrained:
         return {"model": plain, "zerocast": weights, **extras.state_of(self.buffers, group, BUFFERS, what)}
 
     def to_overwrite(self, saved: Mapping[str, Any], group: Group) -> dict[str, dict[str, Any]]:
-        """The same entries, for a reader that fills them. Bytes of quantized weights are read into
-        new memory, from which `take` copies them into the weights.
+        """Return the same entries, for a reader that fills them. Bytes of quantized weights are
+        read into new memory, from which `take` copies them into the weights.
 
-        `saved` are the entries of the checkpoint's metadata. If another number of ranks saved it,
-        rank r takes the buffers of rank r modulo that number.
+        `saved` are the entries of the checkpoint's metadata. If a different number of ranks saved
+        it, rank r loads the buffers of rank r modulo that number.
         """
         weights = {
             name: {key: torch.empty_like(buffer) for key, buffer in own_buffers(weight).items()}
@@ -141,7 +146,7 @@ class Untrained:
         world = extras.world_of(saved, BUFFERS)
         if world not in (0, group.size) and group.rank == 0:
             logger.warning(
-                "buffers of each of %d ranks are in the checkpoint, and %d ranks load it: rank r takes those of rank r modulo %d",
+                "buffers of each of %d ranks are in the checkpoint, and %d ranks load it: rank r loads those of rank r modulo %d",
                 world,
                 group.size,
                 world,
@@ -151,15 +156,15 @@ class Untrained:
         return {"model": plain, "zerocast": weights, **buffers}
 
     def take(self, loaded: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Copy bytes that were read, by name, into the quantized weights."""
+        """Copy loaded bytes, keyed by name, into the quantized weights."""
         for name, weight in self.quantized.items():
             take_buffers(weight, loaded[name])
 
     def problems(self, saved: Mapping[str, Any], state: Mapping[str, Any], formats: Mapping[str, Stored]) -> list[str]:
-        """The reasons why the entries of `to_overwrite` cannot be loaded: tensors of another dtype,
-        which a load would round, buffers that have elements there alone, and quantized weights of
-        another format, in which the same bytes are other values. `saved` and `formats` are those of
-        the checkpoint.
+        """Return the reasons why the entries of `to_overwrite` cannot be loaded: tensors of a
+        different dtype, which a load would round, buffers that have elements only in the
+        checkpoint, and quantized weights of a different format, in which the same bytes are
+        different values. `saved` and `formats` come from the checkpoint.
         """
         tensors = [(f"{BUFFERS}.{name}", buffer) for name, buffer in state[BUFFERS].items()]
         for rank, buffers in state[f"{BUFFERS}_of_ranks"].items():
@@ -171,13 +176,13 @@ class Untrained:
             # Buffers that differ between ranks are under the number of each rank.
             keys = [key for key in saved if key.startswith(BUFFERS) and key.endswith(f".{name}")]
             for key in keys[:1]:
-                problems.append(f"{key} has shape {tuple(saved[key].size)} there and {tuple(shape)} here")
+                problems.append(f"{key} has shape {tuple(saved[key].size)} in the checkpoint, expected {tuple(shape)}")
         for name, here in self.formats().items():
             there = formats.get(name, here)
             if (there.format, there.dtype) != (here.format, here.dtype):
                 problems.append(
-                    f"{name} is frozen, and {there.format} of {there.dtype} there and {here.format} of {here.dtype} here: it has "
-                    "no master to be cast from, so load it in the format that it was saved in"
+                    f"the frozen weight {name} is {there.format} of {there.dtype} in the checkpoint, expected {here.format} of "
+                    f"{here.dtype}: it has no master to cast from, so load it in the format in which it was saved"
                 )
         return problems
 
@@ -186,21 +191,23 @@ class Untrained:
         owner = optimizer if optimizer.model is None else optimizer.model
         if self.left_out and rank == 0 and owner not in _logged:
             _logged.add(owner)
-            logger.warning("checkpoints of this run leave out %s", "; ".join(self.left_out))
+            logger.warning("checkpoints of this run do not include %s", "; ".join(self.left_out))
 
 
 def other_dtypes(tensors: list[tuple[str, Tensor]], saved: Mapping[str, Any]) -> list[str]:
-    """A problem for each (name, tensor) that has another dtype in the checkpoint."""
+    """Return a problem for each (name, tensor) that has a different dtype in the checkpoint."""
     problems = []
     for name, tensor in tensors:
         entry = saved.get(name)
         if isinstance(entry, TensorStorageMetadata) and entry.properties.dtype != tensor.dtype:
-            problems.append(f"{name} is {entry.properties.dtype} there and {tensor.dtype} here")
+            problems.append(f"{name} is {entry.properties.dtype} in the checkpoint, expected {tensor.dtype}")
     return problems
 
 
 def own_buffers(weight: QuantizedWeight) -> dict[str, Tensor]:
-    """Return the buffers of a weight that do not derive from others, as they are stored."""
+    """Return the buffers of a weight that are not derived from other buffers, as they are
+    stored.
+    """
     has_derived_copy = weight.format.columnwise is Columnwise.TRANSPOSE
     return {
         name: buffer.detach()
@@ -210,8 +217,8 @@ def own_buffers(weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
-    """Copy the result of `own_buffers` of another weight of the same format into this weight, and
-    make its columnwise copy again if it keeps one.
+    """Copy the result of `own_buffers` of a weight of the same format into this weight, and make
+    its columnwise copy again if it keeps one.
     """
     state = weight.state
     weight.wait()
@@ -229,8 +236,8 @@ def take_buffers(weight: QuantizedWeight, loaded: Mapping[str, Tensor]) -> None:
 
 
 def _buffers(model: nn.Module) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """The persistent buffers of a model, each under its first name, and a description of each
-    module state that is more than tensors.
+    """Return the persistent buffers of a model, each under its first name, and a description of
+    each module state that is not only tensors.
     """
     buffers: dict[str, Tensor] = {}
     buffer_ids: set[int] = set()

@@ -1,14 +1,16 @@
-"""Folder: a folder that is written whole or not at all. WholeFolder: one of a local file system.
+"""Folder: a folder that is written completely or not at all. WholeFolder: such a folder of a local
+file system.
 
-Exports and checkpoints are such folders. Files are written into a temporary folder beside the path
+Exports and checkpoints are such folders. Files are written into a temporary folder next to the path
 and synced, with their directory entries. One rename then gives the folder its name. To replace a
-folder, the new one is first renamed to a second name, under which it counts as that folder from
-then on. It gets the name itself once the old folder was moved out of the way. So a whole folder
-exists at every moment, and readers move nothing: the next save finishes what a crash interrupted.
+folder, the new one is first renamed to a second name, under which readers already find it. It gets
+its final name once the old folder was moved away. So a complete folder exists at every moment, and
+readers move nothing: the next save finishes an interrupted replacement.
 
-A temporary folder is called `<name>.zerocast-<token>.partial` or `.new`, with a token that no other
-save has. It has a marker file with the same token and the process that writes it. Only folders with
-such a name and marker are ever renamed or deleted, so a user's `<name>.partial` is safe.
+A temporary folder is called `<name>.zerocast-<token>.partial` or `.new`, with a token that is
+unique to the save. It has a marker file with the same token and the process that writes it. Only
+folders with such a name and marker are ever renamed or deleted, so a user's `<name>.partial` is
+safe.
 
 Nothing is deleted before the rename that replaces it is on the disk. The protocol needs only
 renames within a directory and fsync of files and directories, which ext4, XFS, NFS and Lustre all
@@ -45,25 +47,27 @@ PlaceT = TypeVar("PlaceT", Path, StorePath)
 
 
 def has_manifest(folder: Place) -> bool:
-    """True if a folder has a manifest, which only zerocast writes."""
+    """Return True if a folder has a manifest, which only zerocast writes."""
     return (folder / MANIFEST).is_file()
 
 
 def is_unfinished(folder: Place) -> bool:
-    """True for a folder of a store that is being written or deleted, or was when that broke off."""
+    """Return True for a folder of a store that is being written or deleted, or whose save or
+    deletion was interrupted.
+    """
     return isinstance(folder, StorePath) and (folder / MARKER).is_file()
 
 
 def sizes_of(folder: Place) -> dict[str, int]:
-    """The size in bytes of each file in a folder, by name."""
+    """Return the size in bytes of each file in a folder, keyed by name."""
     if isinstance(folder, StorePath):
         return folder.sizes()
     return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
 def check_written(folder: Place, sizes: Mapping[str, int]) -> None:
-    """RuntimeError on rank 0 unless it sees the files of all ranks in the folder, with these sizes
-    by name, and no others.
+    """Raise RuntimeError on rank 0 unless it sees exactly the files of all ranks in the folder,
+    with these sizes keyed by name.
     """
     seen = {name: nbytes for name, nbytes in sizes_of(folder).items() if name != MARKER}
     differing = sorted(name for name in {*sizes, *seen} if sizes.get(name) != seen.get(name))
@@ -71,7 +75,7 @@ def check_written(folder: Place, sizes: Mapping[str, int]) -> None:
         name = differing[0]
         raise RuntimeError(
             f"{folder / name} has {seen.get(name, 'no')} bytes as rank 0 sees it, and {sizes.get(name, 'none')} were written: "
-            "all ranks write into one folder that all of them see, and no other process does"
+            "all ranks must write into one shared folder, and no other process may"
         )
 
 
@@ -84,8 +88,8 @@ class Folder(abc.ABC, Generic[PlaceT]):
     """The folder at `path`, which one process writes.
 
     Attributes:
-        path: the name of the folder once it is whole.
-        may_replace: given the path, returns True if zerocast wrote what is there and it may be
+        path: the path of the folder once it is complete.
+        may_replace: given the path, returns True if zerocast wrote the folder there and it may be
             replaced.
         token: makes the names of temporary folders unique. Processes that write the folder together
             share it.
@@ -103,47 +107,44 @@ class Folder(abc.ABC, Generic[PlaceT]):
     @property
     @abc.abstractmethod
     def current_path(self) -> PlaceT:
-        """The path of the whole folder that was written last, which may be a temporary name; the
-        path if there is none.
+        """The path of the complete folder that was written last, which may be a temporary name;
+        `path` if there is none.
         """
 
     @abc.abstractmethod
     def begin(self) -> PlaceT:
-        """Delete what interrupted saves have left of this folder, and create `partial`, which is
-        returned. FileExistsError, with nothing changed, if something at the path may not be
-        replaced.
+        """Delete the remains of interrupted saves of this folder, and create and return `partial`.
+        Raises FileExistsError, with nothing changed, if something at the path may not be replaced.
         """
 
     @abc.abstractmethod
     def abandon(self) -> None:
-        """Delete what was written. Errors are ignored."""
+        """Delete the written files. Errors are ignored."""
 
     @abc.abstractmethod
     def commit(self) -> None:
-        """Make the folder, whose files are written, the one at the path, and delete what was there
-        before.
-        """
+        """Make the written folder the folder at the path, and delete the previous one."""
 
     @abc.abstractmethod
-    def settle(self) -> None:
+    def finish_replacement(self) -> None:
         """Finish a replacement that was committed and then interrupted."""
 
     @classmethod
     @abc.abstractmethod
     def remains(cls, parent: PlaceT, name: str) -> list[PlaceT]:
-        """The folders in `parent` that interrupted saves of folders whose name matches the pattern
-        `name` have left.
+        """Return the folders in `parent` that interrupted saves of folders whose name matches the
+        pattern `name` have left.
         """
 
     def holds_anything(self) -> bool:
-        """True if something other than an empty folder is at the path."""
+        """Return True if something other than an empty folder is at the path."""
         return self.path.exists() and not (self.path.is_dir() and not any(self.path.iterdir()))
 
     def _check_replaceable(self) -> None:
         if self.holds_anything() and not self.may_replace(self.path):
             raise FileExistsError(
-                f"{self.path} is there already: a checkpoint is not overwritten, nor is what zerocast has not written; delete it "
-                "or choose another place"
+                f"{self.path} already exists: checkpoints, and files that zerocast has not written, are not overwritten; delete it "
+                "or choose a different path"
             )
 
     def _temporary(self, suffix: str) -> list[PlaceT]:
@@ -171,17 +172,17 @@ class WholeFolder(Folder[Path]):
 
     @classmethod
     def remains(cls, parent: Path, name: str) -> list[Path]:
-        """The partial folders of saves that were interrupted."""
+        """Return the partial folders of saves that were interrupted."""
         return temporary_folders(parent, name, PARTIAL)
 
     def begin(self) -> Path:
-        """Finish an interrupted replacement, delete partial folders of this name that dead
-        processes have left, and create `partial`, which is returned. FileExistsError, with nothing
-        changed, if something at the path may not be replaced.
+        """Finish an interrupted replacement, delete partial folders of this name by dead processes,
+        and create and return `partial`. Raises FileExistsError, with nothing changed, if something
+        at the path may not be replaced.
         """
         self._check_replaceable()
         _make_parents(self.partial)
-        self.settle()
+        self.finish_replacement()
         partial_folders = self._temporary(PARTIAL)
         writers = ((folder, Writer.of_content(_read_marker(folder).get("writer"))) for folder in partial_folders)
         discard([folder for folder, writer in writers if writer is not None and writer.has_ended()])
@@ -194,30 +195,28 @@ class WholeFolder(Folder[Path]):
         _delete(self.partial)
 
     def commit(self) -> None:
-        """Rename `partial`, whose files are synced, to the path and delete what was there
-        before.
-        """
+        """Rename `partial`, whose files are synced, to the path and delete the previous folder."""
         sync_folder(self.partial)
         self._check_replaceable()
         replaces = self.holds_anything()
         self.partial.rename(self._beside(NEW) if replaces else self.path)
         sync_folder(self.path.parent)
-        self.settle()
+        self.finish_replacement()
         (self.path / MARKER).unlink(missing_ok=True)
 
-    def settle(self) -> None:
+    def finish_replacement(self) -> None:
         """Finish a replacement that was committed and then interrupted."""
         for new in self._temporary(NEW):
             self._check_replaceable()
-            old = [retire(self.path)] if self.path.exists() else []
+            old = [mark_incomplete(self.path)] if self.path.exists() else []
             new.rename(self.path)
             discard(old)
             (self.path / MARKER).unlink(missing_ok=True)
 
 
 def temporary_folders(parent: PlaceT, name: str, suffix: str) -> list[PlaceT]:
-    """The temporary folders in `parent` of folders whose name matches the pattern `name`, if they
-    are provably zerocast's.
+    """Return the temporary folders in `parent` of folders whose name matches the pattern `name`, if
+    they are provably zerocast's.
     """
     pattern = re.compile(f"(?:{name}){TEMPORARY}{re.escape(suffix)}")
     if not parent.is_dir():
@@ -226,9 +225,9 @@ def temporary_folders(parent: PlaceT, name: str, suffix: str) -> list[PlaceT]:
     return sorted((path for path, token in named if _is_ours(path, token)), key=str)
 
 
-def retire(path: Place) -> Place:
+def mark_incomplete(path: Place) -> Place:
     """Change a folder that zerocast wrote so that it no longer looks complete: rename it, or in a
-    store mark it. Returns its path then, for `discard`.
+    store mark it. Returns its new path, for `discard`.
     """
     if isinstance(path, StorePath):
         mark(path, secrets.token_hex(8))
@@ -240,7 +239,7 @@ def retire(path: Place) -> Place:
 
 def discard(folders: Iterable[Place]) -> None:
     """Delete temporary folders of one parent. Their names are synced first, so that after a power
-    failure no half-deleted folder has its old name.
+    failure no partly deleted folder has its old name.
     """
     for number, folder in enumerate(folders):
         if number == 0:
@@ -250,7 +249,7 @@ def discard(folders: Iterable[Place]) -> None:
 
 def sync_file(path: Place) -> None:
     """Persist a file with fsync; another process or library may have written it. A store persists
-    what it has written.
+    its files itself.
     """
     if not isinstance(path, StorePath):
         _sync(path, os.O_RDONLY)
@@ -292,13 +291,13 @@ def mark(folder: Place, token: str) -> None:
 
 
 def marker_token(folder: Place) -> Any:
-    """The token in the marker of a folder; None if it has no marker."""
+    """Return the token in the marker of a folder; None if it has no marker."""
     return _read_marker(folder).get("token")
 
 
 def _is_ours(folder: Place, token: str) -> bool:
-    """True if zerocast made a folder with a temporary name: it has a marker with the token, or a
-    manifest, or nothing besides a marker that a power failure damaged.
+    """Return True if zerocast made a folder with a temporary name: it has a marker with the token,
+    or a manifest, or nothing except a marker that a power failure damaged.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False

@@ -1,14 +1,14 @@
-"""Writer, the process that writes a folder, and WriterLease, by which a folder has one living
-writer.
+"""Writer, the process that writes a folder, and WriterLease, which ensures that a folder has one
+living writer.
 
 The lease is a file in a folder of checkpoints. Its writer touches the file every few seconds while
 it is alive. A second writer finds the file and watches it. If the file is touched, the first writer
 is alive, and the second gets an error. A writer on this host counts as dead once its process has
-ended. A writer on another host, or in a container with its own process numbers, counts as dead once
-the file was not touched for a while. Clocks of hosts are never compared; the age of the file is
-the difference between two times that the file system gives.
+ended. A writer on another host, or in a container with separate process numbers, counts as dead if
+the file was not touched for a while. Clocks of hosts are never compared; the age of the file is the
+difference between two timestamps of the file system.
 
-A lock of the file system (flock) was left out, since several network file systems have none.
+A lock of the file system (flock) is not used, since several network file systems have none.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from zerocast.checkpoint.regular_file import open_regular, read_bounded
 LEASE = ".writer.json"
 # Seconds between two touches of a lease.
 BEAT = 2.0
-# The least time, in seconds, to watch a lease before its writer counts as dead.
+# The minimum time, in seconds, to watch a lease before its writer counts as dead.
 WATCHED = 5.0
 # Seconds without a touch after which a writer counts as dead.
 SILENCE = 15.0
@@ -46,7 +46,7 @@ class Writer:
             of a host.
         namespace: the namespace of the process number. A container has its own.
         pid: the process number.
-        started: the start of the process in ticks since the boot, since numbers are used again.
+        started: the start of the process in ticks since the boot, since process numbers are reused.
     """
 
     host: str
@@ -57,19 +57,21 @@ class Writer:
 
     @staticmethod
     def this_process() -> "Writer":
-        """The process that calls this."""
+        """Return the process that calls this."""
         return _process(os.getpid())
 
     @staticmethod
     def of_content(content: Any) -> "Writer | None":
-        """A writer from parsed JSON that `dataclasses.asdict` gave; None for anything else."""
+        """Return a writer from the parsed JSON of `dataclasses.asdict`; None for anything else."""
         try:
             return Writer(**content) if isinstance(content["pid"], int) else None
         except (KeyError, TypeError):
             return None
 
     def has_ended(self) -> bool:
-        """True if the process has certainly ended. False if it cannot be seen from here."""
+        """Return True if the process has certainly ended. False if it is not visible from this
+        process.
+        """
         here = Writer.this_process()
         if not self.boot or (self.boot, self.namespace) != (here.boot, here.namespace):
             return False
@@ -95,7 +97,8 @@ class WriterLease:
 
     def poll(self) -> bool:
         """Take the lease, unless this process has it already. Returns False while it is unclear
-        whether another writer is alive; call again soon. RuntimeError if one is.
+        whether another writer is alive; call again soon. Raises RuntimeError if another writer is
+        alive.
         """
         if self._is_ours():
             return True
@@ -117,15 +120,17 @@ class WriterLease:
         return True
 
     def check(self) -> None:
-        """RuntimeError if another writer took the folder over after this process took the lease."""
+        """Raise RuntimeError if another writer took the folder over after this process acquired the
+        lease.
+        """
         if not self._is_ours():
             raise RuntimeError(
-                f"{self._file.parent} was taken over by {_who(self._read())}, since this process stood still for more than "
+                f"{self._file.parent} was taken over by {_who(self._read())}, since this process was stopped for more than "
                 f"{SILENCE:.0f} s: one run writes into a folder at a time"
             )
 
     def release(self) -> None:
-        """Let the next writer take the folder at once."""
+        """Release the lease, so that the next writer can acquire it immediately."""
         self._released.set()
         with contextlib.suppress(OSError):
             if self._is_ours():
@@ -135,7 +140,9 @@ class WriterLease:
         return self._pid == os.getpid() and _parsed(self._read()).get("token") == self._token
 
     def _is_abandoned(self) -> bool:
-        """True if the writer is dead, False while that is unclear. RuntimeError if it is alive."""
+        """Return True if the writer is dead, False while that is unclear. Raises RuntimeError if it
+        is alive.
+        """
         now = time.monotonic()
         content = self._read()
         try:
@@ -150,14 +157,14 @@ class WriterLease:
             self._watched = _Watched(content, touched, now, self._age(touched))
         if touched != self._watched.touched:
             raise RuntimeError(
-                f"{_who(content)} is writing checkpoints into {self._file.parent}, and lives: give each run a folder of its own, "
-                "or end that one first"
+                f"{_who(content)} is still writing checkpoints to {self._file.parent}: use one folder per run, or stop "
+                "that run"
             )
         watched = now - self._watched.since
         return watched >= WATCHED and watched + self._watched.age >= SILENCE
 
     def _age(self, touched: int) -> float:
-        """The seconds since the file was touched, by the clock of the file system."""
+        """Return the seconds since the file was touched, by the clock of the file system."""
         probe = self._beside()
         probe.write_text(self._content())
         age = (_touched(probe) - touched) / 1e9
@@ -192,8 +199,8 @@ class WriterLease:
 
 
 class NoLease:
-    """The right to write into a folder of a store, which has neither exclusive creation nor times
-    that could be compared. Every process has it.
+    """The right to write into a folder of a store, which has neither exclusive creation nor
+    timestamps that could be compared. Every process has this right.
     """
 
     def poll(self) -> bool:
@@ -209,13 +216,13 @@ class NoLease:
 
 @dataclass(frozen=True)
 class _Watched:
-    """The lease of another writer, when it was first looked at.
+    """The lease of another writer, when it was first read.
 
     Attributes:
         content: the content of the file.
         touched: the time of its last touch, in ns, by the clock of the file system.
-        since: the time of the first look, in seconds, by the monotonic clock of this process.
-        age: the seconds between the last touch and the first look.
+        since: the time of the first read, in seconds, by the monotonic clock of this process.
+        age: the seconds between the last touch and the first read.
     """
 
     content: bytes
@@ -225,8 +232,8 @@ class _Watched:
 
 
 def _touched(path: Path) -> int:
-    """The time of the last touch of a file, in ns. The file is opened first, since a network file
-    system then asks its server instead of a cache.
+    """Return the time of the last touch of a file, in ns. The file is opened first, since a network
+    file system then asks its server instead of a cache.
     """
     with open_regular(path) as stream:
         return os.fstat(stream.fileno()).st_mtime_ns
@@ -255,7 +262,7 @@ def _process(pid: int) -> Writer:
 
 
 def _started(pid: int) -> str:
-    """The start time of a process of this host; empty if it does not run or is a zombie."""
+    """Return the start time of a process of this host; empty if it does not run or is a zombie."""
     try:
         fields = read_bounded(Path(f"/proc/{pid}/stat"), MOST_BYTES).rpartition(b")")[2].split()
     except OSError:

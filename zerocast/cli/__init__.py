@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from zerocast.cli import interrupts
 from zerocast.cli.app import find
 
-# The exit status once the reader of the output is gone.
+# The exit status if the reader of the output is gone.
 NO_READER = 128 + signal.SIGPIPE
 # The packages of the extra `cli` that every command needs. safetensors, the third one, is imported
 # only to read or write such files.
@@ -20,11 +20,11 @@ EXTRA = ("matplotlib", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, by default that of the process's command line. Returns the exit status, which
-    is 130 after a Ctrl-C and 141 if the reader of the output is gone.
+    """Run a command, by default the one of the process's command line. Returns the exit status,
+    which is 130 after a Ctrl-C and 141 if the reader of the output is gone.
     """
     if arguments is None:
-        interrupts.own_process()
+        interrupts.install_handler()
     try:
         return _run(arguments)
     except BrokenPipeError:
@@ -33,11 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return NO_READER
     except BaseException as error:
-        if not (interrupts.came() or isinstance(error, KeyboardInterrupt)):
+        if not (interrupts.was_interrupted() or isinstance(error, KeyboardInterrupt)):
             raise
     finally:
-        interrupts.over()
-    interrupts.say()
+        interrupts.ignore_signals()
+    interrupts.print_line()
     return interrupts.STATUS
 
 
@@ -53,7 +53,7 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         print(f"the command line needs {package}: pip install 'zerocast[cli]'", file=sys.stderr)
         return 2
-    if interrupts.came():
+    if interrupts.was_interrupted():
         # A library swallowed the KeyboardInterrupt.
         raise KeyboardInterrupt
     return status

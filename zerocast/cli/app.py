@@ -1,4 +1,4 @@
-"""The commands by name, and the answers to --help, --version and a mistyped command."""
+"""The commands keyed by name, and the answers to --help, --version and a mistyped command."""
 
 import difflib
 import functools
@@ -19,7 +19,7 @@ class Command:
 
     Attributes:
         function: the function that runs the command, by its path in zerocast.
-        options: the class of its options, likewise.
+        options: the class of its options, by its path in zerocast.
         arguments: the positional arguments, as help shows them.
         summary: a line of help.
     """
@@ -35,7 +35,7 @@ COMMANDS = {
         "cli.doctor.doctor",
         "cli.options.DoctorConfig",
         "",
-        "what is installed and chosen here, and are its bytes right?",
+        "show versions and backends, and test every backend's bytes",
     ),
     "plan": Command(
         "cli.plan.plan", "cli.options.PlanConfig", "MODEL", "the bytes that a rank holds and sends in a step"
@@ -44,17 +44,17 @@ COMMANDS = {
         "cli.inspect.inspect",
         "cli.options.InspectConfig",
         "CHECKPOINT",
-        "what a checkpoint holds, and what a format does to its weights",
+        "the contents of a checkpoint, and the effect of a format",
     ),
     "export": Command(
         "cli.export.export",
         "cli.options.ExportConfig",
         "SOURCE TARGET",
-        "masters to what engines load, to safetensors, or to a checkpoint",
+        "masters to a folder for engines, safetensors, or a checkpoint",
     ),
-    "bench": Command("cli.bench.cast", "bench.config.BenchConfig", "", "time casts beside a copy of memory"),
+    "bench": Command("cli.bench.cast", "bench.config.BenchConfig", "", "time casts next to a memory copy"),
     "bench step": Command(
-        "cli.bench.step", "bench.config.StepConfig", "", "time training steps beside bf16 and other libraries"
+        "cli.bench.step", "bench.config.StepConfig", "", "time training steps next to bf16 and other libraries"
     ),
 }
 
@@ -98,13 +98,13 @@ class Call:
 
 
 def _imported(path: str) -> Any:
-    """The object at a path in zerocast."""
+    """Return the object at a path in zerocast."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(f"zerocast.{module}"), name)
 
 
 def find(arguments: Sequence[str] | None = None) -> Call:
-    """Find the command that the arguments name, by default those of the process."""
+    """Find the command that the arguments name, by default the arguments of the process."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = _name(words)
     if name not in COMMANDS:
@@ -113,8 +113,8 @@ def find(arguments: Sequence[str] | None = None) -> Call:
 
 
 def _name(words: Sequence[str]) -> str:
-    """The name of the command in the arguments, known or not. It has two words if a command begins
-    with the first word and has a second one, such as `bench step`.
+    """Return the name of the command in the arguments, known or not. It has two words if a command
+    begins with the first word and has a second one, such as `bench step`.
     """
     if not words or words[0].startswith("-"):
         return ""
@@ -125,8 +125,8 @@ def _name(words: Sequence[str]) -> str:
 
 
 def _with_flowing_help(options: type, program: str) -> type:
-    """A class of the same options whose help texts are one line each, since tyro keeps the line
-    breaks of docstrings. Its name is that of the program, with which tyro begins errors.
+    """Return a class of the same options whose help texts are one line each, since tyro keeps the
+    line breaks of docstrings. Its name is the program's, with which tyro begins errors.
     """
     # This package comes with tyro.
     import docstring_parser  # noqa: PLC0415

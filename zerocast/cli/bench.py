@@ -29,7 +29,7 @@ def cast(config: BenchConfig) -> int:
         stored = stored_ratios(config.compare) if config.compare else {}
         runner = Bench(config)
     except (OSError, RuntimeError, ValueError) as error:
-        interrupts.complain(f"zerocast bench: {error}")
+        interrupts.print_error(f"zerocast bench: {error}")
         return 2
     if not config.json:
         print("\n".join(legend(runner.rows)), flush=True)
@@ -55,7 +55,7 @@ def step(config: StepConfig) -> int:
             report = runner.run(_step_progress if is_first else lambda _: None)
             grown = report.regressions(stored, config.threshold) if stored else []
     except (OSError, RuntimeError, ValueError) as error:
-        interrupts.complain(f"zerocast bench step: {error}")
+        interrupts.print_error(f"zerocast bench step: {error}")
         return 2
     if is_first:
         print(json.dumps(report.as_dict(), indent=1) if config.json else step_markdown(report))
@@ -103,7 +103,7 @@ def _joined() -> Iterator[torch.device]:
     """Yield this rank's device, inside the default process group.
 
     The group uses NCCL if every rank of the host has a GPU, otherwise gloo. Without torchrun the
-    group has this process alone.
+    group has only this process.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -1,4 +1,6 @@
-"""`zerocast doctor`: shows what is usable here and why, and compares every backend's bytes."""
+"""`zerocast doctor`: shows the usable backends and formats and why others are not, and compares
+every backend's bytes.
+"""
 
 import json
 import secrets
@@ -29,7 +31,7 @@ def doctor(config: DoctorConfig) -> int:
                 print("\n".join(LINES[section](content)), flush=True)
     except (RuntimeError, ValueError) as error:
         # For example, ZEROCAST_BACKEND names a backend that cannot run.
-        interrupts.complain(f"zerocast doctor: {error}")
+        interrupts.print_error(f"zerocast doctor: {error}")
         return 2
     if config.json:
         print(json.dumps(report, indent=2))
@@ -61,7 +63,9 @@ def _examine(config: DoctorConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _problems_of_torch() -> list[str]:
-    """List the private names that the installed torch lacks, and say if it was never tested."""
+    """List the private names that the installed torch lacks, and whether this release was never
+    tested.
+    """
     missing = torch_names.missing_names((*torch_names.FSDP2, *torch_names.OTHERS))
     untested = torch_names.untested_release()
     return [*(f"this torch lacks {name}" for name in missing), *([untested] if untested else [])]
@@ -76,14 +80,14 @@ def _why_no_gpu() -> str:
 def _verdict(chosen: dict[str, str], outcomes: list[Outcome]) -> str:
     wrong = [f"{outcome.backend} on {outcome.device}" for outcome in outcomes if not outcome.ok]
     if wrong:
-        return f"do not train with {', '.join(wrong)}: its bytes are not those of the reference"
+        return f"do not train with {', '.join(wrong)}: its bytes differ from the reference"
     used = ", ".join(f"{backend} on {device}" for device, backend in chosen.items())
     return f"right bytes; casts run with {used}"
 
 
 def _usable_formats() -> tuple[list[str], list[str]]:
-    """The names of the formats that have codes, and the reasons why formats of other packages
-    cannot be used.
+    """Return the names of the formats that have codes, and the reasons why formats of other
+    packages cannot be used.
     """
     usable = []
     reasons = []
@@ -128,7 +132,7 @@ def _outcomes(rows: list[dict[str, Any]]) -> Iterator[str]:
         result = f"the same bytes in {rounds}, {row['nbytes']:,} compared" if row["ok"] else f"WRONG: {row['problem']}"
         yield f"  {row['device']:<8}{row['backend']:<12}{result}"
     if not rows:
-        yield "  no backend beside the reference is usable"
+        yield "  no backend other than the reference is usable"
 
 
 # The text of each section of the report.

@@ -1,4 +1,4 @@
-"""`zerocast export`: masters to a folder for engines, to safetensors or to a checkpoint."""
+"""`zerocast export`: export masters to a folder for engines, to safetensors or to a checkpoint."""
 
 import fnmatch
 import json
@@ -23,7 +23,7 @@ def export(config: ExportConfig) -> int:
     try:
         report = _exported(config)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
-        interrupts.complain(f"zerocast export: {error}")
+        interrupts.print_error(f"zerocast export: {error}")
         return 2
     print(json.dumps(report, indent=1) if config.json else _text(report))
     return 0
@@ -54,10 +54,10 @@ def _exported(config: ExportConfig) -> dict[str, Any]:
 
 
 def _names(config: ExportConfig, contents: Contents) -> list[str]:
-    """The names of the tensors to write.
+    """Return the names of the tensors to write.
 
-    ValueError for a tensor that is no high-precision weight. An export to hf leaves such a tensor
-    out, since it compares the others with the model anyway.
+    Raises ValueError for a tensor that is not a high-precision weight. An export to hf leaves such
+    a tensor out, since it compares the others with the model anyway.
     """
     names = [name for name in contents.masters if not any(fnmatch.fnmatchcase(name, glob) for glob in config.ignore)]
     if config.to == "hf":
@@ -65,7 +65,7 @@ def _names(config: ExportConfig, contents: Contents) -> list[str]:
     for name in names:
         if name not in contents.entries:
             entry = contents.source.entries[contents.masters[name]]
-            raise ValueError(f"{name} is {entry}: no high-precision weight (--ignore leaves it out)")
+            raise ValueError(f"{name} is {entry}, not a high-precision weight: skip it with --ignore")
     return names
 
 
@@ -81,7 +81,7 @@ def _write(
     if config.to == "safetensors":
         write_safetensors(source, target, config.naming, shard_bytes)
         return
-    model = config.model or local_path(config.source, "name the model's config.json with --model")
+    model = config.model or local_path(config.source, "pass the model's config.json with --model")
     write_hf(
         source,
         None,
@@ -101,6 +101,6 @@ def _text(report: dict[str, Any]) -> str:
         lines = [f"{count:,} masters in {report['dtype']}; formats are recorded for {quantized:,} of them"]
     else:
         lines = [f"{count:,} tensors: {quantized:,} cast to their formats, {count - quantized:,} in {report['dtype']}"]
-    lines += [f"{name} is not quantized: the format cannot take its shape" for name in report["kept"]]
+    lines += [f"{name} is not quantized: the format does not support its shape" for name in report["kept"]]
     lines += [f"  {nbytes:>16,} bytes  {name}" for name, nbytes in report["files"].items()]
     return "\n".join([*lines, f"wrote {report['target']}"])

@@ -48,7 +48,7 @@ def inspect(config: InspectConfig) -> int:
 
 
 def _complain(error: Exception, status: int) -> int:
-    interrupts.complain(f"zerocast inspect: {error}")
+    interrupts.print_error(f"zerocast inspect: {error}")
     return status
 
 
@@ -96,7 +96,7 @@ def _text(report: dict[str, Any]) -> str:
     for kind, size in {"masters": report["masters"], **report["other"]}.items():
         lines.append(f"  {kind:<12}{size['tensors']:>8,} tensors {size['bytes'] / 2**20:>12,.1f} MiB")
     lines += [f"  {name} is {entry}: not high precision" for name, entry in report["no_masters"].items()]
-    lines += [f"  {name} is not cast: the format cannot take its shape" for name in report["kept"]]
+    lines += [f"  {name} is not cast: the format does not support its shape" for name in report["kept"]]
     width = max([4, *(len(weight["name"]) for weight in report["weights"])])
     head = f"{'name':<{width}}  {'shape':<16}{'format':<16}{'amax':>11}{'zero':>10}{'saturated':>11}{'flushed':>10}{'error':>10}"
     return "\n".join([*lines, "", head, *(_row(weight, width) for weight in report["weights"])])

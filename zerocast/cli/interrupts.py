@@ -1,10 +1,10 @@
-"""Ctrl-C on the command line: one line, exit code 130, and nothing half-written.
+"""Ctrl-C on the command line: one line, exit code 130, and no partly written file.
 
 Before a command runs there is nothing to undo, and a KeyboardInterrupt inside an import may surface
-as any error, so Ctrl-C ends the process at once. During a command the first Ctrl-C raises
-KeyboardInterrupt, and the command removes what it began to write; further ones are ignored, as they
+as any error, so Ctrl-C ends the process immediately. During a command the first Ctrl-C raises
+KeyboardInterrupt, and the command removes partly written files; further ones are ignored, as they
 would interrupt that cleanup. After GRACE_SECONDS the process ends in any case. A process that calls
-a command without being the command line keeps its own handler.
+a command without being the command line keeps its handler.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ LINE = "zerocast: interrupted"
 
 # True from the start of the command line of this process to its end.
 _owns_process = False
-# The time of the first Ctrl-C of the present command, by the monotonic clock.
+# The time of the first Ctrl-C of the current command, by the monotonic clock.
 _first: float | None = None
-# True once LINE was written for the present command.
-_said = False
+# True once LINE was written for the current command.
+_printed = False
 
 
-def came() -> bool:
-    """True if Ctrl-C was pressed during a command, even if a library turned it into another
+def was_interrupted() -> bool:
+    """Return True if Ctrl-C was pressed during a command, even if a library turned it into another
     error.
     """
     return _first is not None
 
 
-def own_process() -> None:
+def install_handler() -> None:
     """Let Ctrl-C end this process, which is the command line, until a command runs."""
     global _owns_process  # noqa: PLW0603
     _owns_process = True
@@ -49,8 +49,8 @@ def own_process() -> None:
 @contextlib.contextmanager
 def raised() -> Iterator[None]:
     """Let the first Ctrl-C in the body raise KeyboardInterrupt; restore the handler afterwards."""
-    global _first, _said
-    _first, _said = None, False
+    global _first, _printed
+    _first, _printed = None, False
     if not _ours_to_handle(signal.default_int_handler, _end):
         yield
         return
@@ -60,21 +60,22 @@ def raised() -> Iterator[None]:
     try:
         yield
     finally:
-        if came():
+        if was_interrupted():
             _end_after_grace()
         sys.unraisablehook = previous_hook
         signal.signal(signal.SIGINT, previous_handler)
 
 
-def over() -> None:
-    """Ignore Ctrl-C once the command has ended, and forget those that came.
+def ignore_signals() -> None:
+    """Ignore Ctrl-C once the command has ended, and reset the record of earlier ones.
 
     A Ctrl-C while Python cleans up would kill the process and so change the exit status.
     """
-    # The handler may still be `_raise`, if Ctrl-C came while that one was being installed.
+    # The handler may still be `_raise`, if Ctrl-C was pressed while the handler was being
+    # installed.
     if _owns_process and _ours_to_handle(_end, _raise, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        if came() and hasattr(signal, "setitimer"):
+        if was_interrupted() and hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
     # If a KeyboardInterrupt has left the exec of a string, which dataclasses use, Python remembers
     # it and ends `python -m` by a signal. Running another string makes it forget.
@@ -86,7 +87,7 @@ def _raise(*_: object) -> None:
     now = time.monotonic()
     if _first is None:
         _first = now
-        # A library may catch the error and go on.
+        # A library may catch the error and continue.
         _end_after_grace()
         raise KeyboardInterrupt
     if now - _first > GRACE_SECONDS:
@@ -95,9 +96,9 @@ def _raise(*_: object) -> None:
 
 def _lost(previous_hook: Callable[[Any], object], unraisable: Any) -> None:
     """Handle an error that Python cannot raise. A KeyboardInterrupt inside a finaliser is raised
-    again soon; Python alone would print a traceback and go on.
+    again soon; Python would only print a traceback and continue.
     """
-    if not (came() and issubclass(unraisable.exc_type, KeyboardInterrupt)):
+    if not (was_interrupted() and issubclass(unraisable.exc_type, KeyboardInterrupt)):
         previous_hook(unraisable)
     elif _owns_process and hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, _raise_again)
@@ -116,27 +117,27 @@ def _end_after_grace() -> None:
 
 
 def _end(*_: object) -> NoReturn:
-    say()
+    print_line()
     os._exit(STATUS)
 
 
-def say() -> None:
+def print_line() -> None:
     """Write the line to stderr, once for a command."""
-    global _said  # noqa: PLW0603
-    if not _said:
-        _said = True
+    global _printed  # noqa: PLW0603
+    if not _printed:
+        _printed = True
         os.write(2, f"{LINE}\n".encode())
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """Print an error of a command, or raise KeyboardInterrupt if Ctrl-C was its cause."""
-    if came():
+    if was_interrupted():
         raise KeyboardInterrupt
     sys.stderr.write(f"{line}\n")
 
 
 def _ours_to_handle(*handlers: object) -> bool:
-    """True if this is the main thread and SIGINT has one of these handlers. A background job has
-    another one, which ignores the signal, and keeps it.
+    """Return True if this is the main thread and SIGINT has one of these handlers. A background job
+    has a different handler, which ignores the signal, and keeps it.
     """
     return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in handlers

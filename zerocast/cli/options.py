@@ -1,7 +1,7 @@
-"""The options of the commands. Their docstrings are what --help shows.
+"""The options of the commands. --help shows their docstrings.
 
-Nothing here imports torch, so help and mistyped options are answered at once. Those of `zerocast
-bench` are in `zerocast.bench.config`.
+Nothing here imports torch, so help and mistyped options are answered immediately. The options of
+`zerocast bench` are in `zerocast.bench.config`.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ import tyro
 from zerocast.bench.config import MOST_SECONDS, MOST_SEED, check_range
 from zerocast.footprint.shapes import presets
 
-# Dtypes of masters and of nominal weights, by name.
+# The names of dtypes of masters and of nominal weights.
 Dtype = Literal["bfloat16", "float16", "float32"]
 # The targets that use an option. Options that are not listed are used by all targets.
 TARGETS = {
@@ -34,7 +34,7 @@ class DoctorConfig:
     Example: zerocast doctor --seconds 30
 
     Exit status: 0 if every usable backend gives the bytes of the reference, 1 if one does not, 2
-    for options that cannot be met.
+    for invalid options.
     """
 
     json: bool = False
@@ -56,7 +56,7 @@ class DoctorConfig:
 @dataclass(frozen=True)
 class PlanConfig:
     """Show the bytes per rank in memory and in a step's communication, compared with FP8 and BF16
-    weights, and what they leave of an H100, H200 and B200 for activations.
+    weights, and the memory of an H100, H200 and B200 that remains for activations.
 
     Laid out by the code that training uses, so padding is counted. Activations are not counted.
 
@@ -71,7 +71,7 @@ class PlanConfig:
     deepseek-v3, gpt-oss-20b, gpt-oss-120b), a config.json of any model that transformers builds, or
     its folder, or a JSON file with a list of parameters.
     """
-    named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The same as an option.")] = ""
+    named: Annotated[str, tyro.conf.arg(name="model", metavar="MODEL", help="The model, as an option.")] = ""
     ranks: int = 8
     """Data-parallel ranks. Tensor, pipeline and expert parallelism are not modelled."""
     format: str = "nvfp4"
@@ -79,37 +79,39 @@ class PlanConfig:
     fp8_block:power_of_2_scale=False.
     """
     parallel: Literal["zero1", "zero2", "fsdp2", "hsdp"] = "zero2"
-    """zero1 and zero2 are ZeroAdamW or ZeroMuon; fsdp2 and hsdp cut every parameter by rows as
+    """zero1 and zero2 are ZeroAdamW or ZeroMuon; fsdp2 and hsdp shard every parameter by rows as
     torch's fully_shard does.
     """
     optimizer: Literal["adamw", "muon"] = "adamw"
     """muon, for zero1 and zero2, is ZeroMuon with the linear weights inside blocks as Muon's."""
     shard_ranks: int = 8
-    """For hsdp: how many ranks share one copy of the model."""
+    """For hsdp: the number of ranks that share one copy of the model."""
     bucket_size: int | None = None
-    """For zero1 and zero2: elements a bucket, by default those of ZeroConfig."""
+    """For zero1 and zero2: elements per bucket, by default the number in ZeroConfig."""
     moment_dtype: Literal["float32", "bfloat16", "8bit"] = "float32"
-    """Dtype of AdamW's moments; Muon's one is float32, or in 8 bits with them."""
+    """Dtype of AdamW's moments; Muon's momentum is float32, or in 8 bits if they are."""
     grad_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype in which gradients are reduced."""
     grad_wire: Literal["fp8_1x128"] | None = None
-    """How gradients travel: as they are reduced, or as FP8 with one scale for 128 elements."""
+    """How gradients are sent: in the dtype of the reduction, or as FP8 with one scale per 128
+    elements.
+    """
     keep_columnwise: bool = False
     """For zero1 and zero2: keep the columnwise copies of all weights."""
     sweep: bool = False
-    """Show instead what every collective carries on 8 to 16,384 ranks, under zero2, fsdp2 and hsdp
+    """Show instead the bytes of every collective on 8 to 16,384 ranks, under zero2, fsdp2 and hsdp
     in groups of 8 and of 64.
     """
     json: bool = False
     """Print JSON."""
     png: Path | None = None
-    """Also draw the footprints as stacked bars, or those of a sweep as curves."""
+    """Also draw the footprints as stacked bars, or a sweep as curves."""
 
     def __post_init__(self) -> None:
         """Raise ValueError unless one model is named."""
         if bool(self.model) == bool(self.named):
             names = ", ".join(presets())
-            raise ValueError(f"name one model, as in zerocast plan llama3-8b: {names}, or a config.json")
+            raise ValueError(f"pass one model, as in zerocast plan llama3-8b: {names}, or a config.json")
         object.__setattr__(self, "model", self.model or self.named)
 
 
@@ -118,15 +120,14 @@ class InspectConfig:
     """Show the contents of a checkpoint, and for each weight its amax, saturated and flushed shares
     and error.
 
-    Weights are listed in the order of the model, as far as their names tell it. Reads a million
-    elements at a time, or one weight of a checkpoint folder. Files are first
-    compared with their hashes, if any.
+    Weights are listed in the order of the model, as far as their names show it. Reads a million
+    elements at a time, or one weight of a checkpoint folder. Files are first compared with their
+    hashes, if any.
 
     Example: zerocast inspect run/checkpoints/step_00001000 --format nvfp4 --weights "*.mlp.*" --png
     histogram.png
 
-    Exit status: 0; 1 for damaged files and masters that are not finite; 2 for options that cannot
-    be met.
+    Exit status: 0; 1 for damaged files and masters that are not finite; 2 for invalid options.
     """
 
     checkpoint: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="CHECKPOINT")]
@@ -165,12 +166,14 @@ class ExportConfig:
     target: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TARGET")]
     """A new folder to write."""
     to: Literal["hf", "safetensors", "checkpoint"] = "hf"
-    """hf: a folder that transformers and engines load. safetensors: the weights alone, under their
+    """hf: a folder that transformers and engines load. safetensors: the weights only, under their
     own names. checkpoint: masters for zerocast.optim.load_masters and for any reader of
     torch.distributed.checkpoint.
     """
     naming: Literal["bf16", "compressed-tensors", "modelopt", "deepseek"] = "bf16"
-    """What the reader of hf or safetensors expects of quantized weights; bf16 dequantizes them."""
+    """The naming that the reader of hf or safetensors expects for quantized weights; bf16
+    dequantizes them.
+    """
     model: Path | None = None
     """For hf: config.json of the model, or a folder with it, whose tokenizer files are copied; by
     default the source.
@@ -180,21 +183,22 @@ class ExportConfig:
     weights: tuple[str, ...] = ()
     """With --format: globs on names of parameters of two or more dimensions."""
     share_amax: Literal["llama"] | None = None
-    """With --format: weights that engines fuse take one tensor amax."""
+    """With --format: weights that engines fuse share one tensor amax."""
     ignore: tuple[str, ...] = ()
     """Globs on names of tensors to leave out."""
     dtype: Dtype = "bfloat16"
     """Nominal dtype, in which hf and safetensors hold other tensors."""
     masters: Literal["float32", "bfloat16"] | None = None
-    """For a checkpoint: dtype of the masters, by default float32; bfloat16 takes half the bytes and
+    """For a checkpoint: dtype of the masters, by default float32; bfloat16 needs half the bytes and
     rounds them.
     """
     allow_unequal_scales: bool = False
-    """For hf: log, and do not refuse, global scales that differ among weights which engines
-    fuse.
+    """For hf: log, instead of raising, if global scales differ among weights that engines fuse.
     """
     shard_bytes: int | None = None
-    """Most bytes in a safetensors file, by default 5 GB; about as many are held in memory."""
+    """Most bytes in a safetensors file, by default 5 GB; about the same amount is held in
+    memory.
+    """
     json: bool = False
     """Print JSON."""
 
@@ -203,13 +207,15 @@ class ExportConfig:
         for option, targets in TARGETS.items():
             if getattr(self, option) != getattr(ExportConfig, option) and self.to not in targets:
                 named = " and ".join(targets)
-                raise ValueError(f"--{option.replace('_', '-')} is for --to {named}, and this is --to {self.to}")
+                raise ValueError(f"--{option.replace('_', '-')} is for --to {named}, got --to {self.to}")
         if self.format is not None and not self.weights:
             raise ValueError(
                 "--format needs --weights, such as --weights '*.mlp.*': embeddings and heads often stay as they are"
             )
         if self.share_amax is not None and self.format is None:
-            raise ValueError("--share-amax needs --format: the weights of a run share what they shared in training")
+            raise ValueError(
+                "--share-amax needs --format: without it weights share the amaxes that they shared in training"
+            )
 
     @property
     def written_dtype(self) -> Dtype:

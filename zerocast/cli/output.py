@@ -1,5 +1,5 @@
-"""The output of commands: files that appear complete or not at all, and a line of progress on
-stderr.
+"""The output of commands: files that are written completely or not at all, and a line of progress
+on stderr.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 def check_folder(path: Path | None) -> None:
-    """FileNotFoundError if the folder of an output file is missing. Called before the work whose
-    result is to be written.
+    """Raise FileNotFoundError if the folder of an output file is missing. Called before the work
+    whose result is to be written.
     """
     if path is not None and not path.parent.is_dir():
         raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
@@ -59,7 +59,7 @@ class Progress:
         self._next = time.monotonic() + FIRST_SECONDS
 
     def say(self, item: str) -> None:
-        """Note that the work on the next item begins."""
+        """Show that the work on the next item begins."""
         self._number += 1
         now = time.monotonic()
         if now < self._next:
@@ -77,7 +77,7 @@ class Progress:
 
 
 def tracked(items: Sequence[T], name: Callable[[T], str] = str) -> Iterator[T]:
-    """Yield the items, with a line of progress that names the present one."""
+    """Yield the items, with a line of progress that names the current one."""
     progress = Progress(len(items))
     try:
         for item in items:

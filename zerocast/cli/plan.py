@@ -1,4 +1,5 @@
-"""`zerocast plan`: the bytes of a model in memory and on the wire, without a machine to run it.
+"""`zerocast plan`: the bytes of a model in memory and in communication, without a machine to run
+it.
 
 Nothing here imports torch, except to build a model from its config.
 """
@@ -20,7 +21,7 @@ def plan(config: PlanConfig) -> int:
         model = read_model(config.model)
         text = report(config, model)
     except (ImportError, OSError, TypeError, ValueError) as error:
-        interrupts.complain(f"zerocast plan: {error}")
+        interrupts.print_error(f"zerocast plan: {error}")
         return 2
     print(text)
     return 0

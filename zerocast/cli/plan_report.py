@@ -28,14 +28,14 @@ GPUS = {"H100": 79.1, "H200": 139.8, "B200": 178.4}
 
 
 def report(config: PlanConfig, model: Model) -> str:
-    """Return what `zerocast plan` prints, after writing the PNG. ValueError for an impossible
-    setup.
+    """Return the output of `zerocast plan`, after writing the PNG. Raises ValueError for an
+    impossible setup.
     """
     return _sweep_text(config, model) if config.sweep else _plan_text(config, model)
 
 
 def _plan_text(config: PlanConfig, model: Model) -> str:
-    """The output for one setup. Also writes the PNG."""
+    """Return the output for one setup. Also writes the PNG."""
     setup = _setup(config)
     formats = list(dict.fromkeys([config.format, *COMPARED]))
     footprints = [footprint(model.parameters, fmt, setup) for fmt in tracked(formats)]
@@ -46,7 +46,7 @@ def _plan_text(config: PlanConfig, model: Model) -> str:
 
 
 def _sweep_text(config: PlanConfig, model: Model) -> str:
-    """The output of --sweep. Also writes the PNG."""
+    """Return the output of --sweep. Also writes the PNG."""
     for name in ("ranks", "parallel", "shard_ranks", "optimizer"):
         if getattr(config, name) != getattr(PlanConfig, name):
             raise ValueError(
@@ -113,21 +113,21 @@ def _text(config: PlanConfig, model: Model, footprints: Sequence[Footprint]) -> 
         f"{first.quantized:,} of them in {first.format}, the rest in bf16",
     ]
     if first.kept:
-        lines.append(f"{first.kept} linear weights stay in bf16: {first.format} cannot take their shape")
+        lines.append(f"{first.kept} linear weights stay in bf16: {first.format} does not support their shape")
     lines += ["", *_table("GiB per rank, without activations", [(f.format, f.memory) for f in footprints], GIB)]
     lines += ["", *_left_table(footprints)]
     lines += ["", *_table("GB sent per rank and step", [(f.format, f.wire) for f in footprints], GB)]
     reduced = ", ".join(f"{f.format} {f.all_amaxes / GB:.3f}" for f in footprints)
     if first.busiest:
-        lines += ["", f"Muon's operations on the rank that has most: {first.busiest:.2f} of the mean"]
-    lines += ["", f"GB in the all-reduce of a host that gathers codes alone: {reduced}"]
+        lines += ["", f"Muon's operations on the rank with the most: {first.busiest:.2f} of the mean"]
+    lines += ["", f"GB in the all-reduce of a framework that gathers codes only: {reduced}"]
     return "\n".join(lines)
 
 
 def _left_table(footprints: Sequence[Footprint]) -> list[str]:
-    """The rows of what weights, gradients and state leave of a GPU for activations."""
+    """Return the table of the memory of a GPU that remains for activations."""
     width = _width([planned.format for planned in footprints])
-    lines = ["GiB per rank that this leaves for activations"]
+    lines = ["GiB per rank that remain for activations"]
     for gpu, capacity in GPUS.items():
         left = [capacity - planned.total_memory / GIB for planned in footprints]
         cells = [f"{gib:.1f}" if gib > 0 else "does not fit" for gib in left]
@@ -136,7 +136,7 @@ def _left_table(footprints: Sequence[Footprint]) -> list[str]:
 
 
 def _width(names: Sequence[str]) -> int:
-    """The width of a column of numbers under these names."""
+    """Return the width of a column of numbers under these names."""
     return max(14, *(len(name) + 2 for name in names))
 
 

@@ -84,12 +84,12 @@ def self_test(device: torch.device, seconds: float, seed: int) -> list[Outcome]:
 
 
 def usable(device: torch.device) -> list[str]:
-    """The usable backends other than the reference."""
+    """Return the usable backends other than the reference."""
     return [name for name in backends.backend_names() if name != REFERENCE and backends.why_not(name, device) is None]
 
 
 def _compare(so_far: Outcome, device: torch.device, seed: int, expected: dict[str, Tensor]) -> Outcome:
-    """The outcome after one more round."""
+    """Return the outcome after one more round."""
     try:
         results = _results(so_far.backend, device, seed)
         problem = next(_differences(results, expected), "")
@@ -114,7 +114,7 @@ def _differences(results: dict[str, Tensor], expected: dict[str, Tensor]) -> Ite
 
 
 def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]:
-    """The bytes of all tensors after a few steps, by name."""
+    """Return the bytes of all tensors after a few steps, keyed by name."""
     draw = random.Random(seed)  # noqa: S311
     generator = torch.Generator().manual_seed(seed)
     model = nn.ParameterDict()
@@ -134,13 +134,13 @@ def _results(backend: str, device: torch.device, seed: int) -> dict[str, Tensor]
 
 
 def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: torch.Generator) -> nn.Parameter:
-    """A weight that was not cast yet, so that every byte of it will come from the optimizer's
-    backend.
+    """Return a weight that was not cast yet, so that every byte of it will come from the
+    optimizer's backend.
     """
     matrix = _matrix(fmt, draw, generator).to(device)
     dtype = draw.choice(NOMINAL_DTYPES)
     if get_format(fmt).element is None:
-        # The matrix has numbers that FP16 cannot hold, and an optimizer refuses masters that are
+        # The matrix has numbers that FP16 cannot hold, and an optimizer raises on masters that are
         # not finite.
         largest = torch.finfo(dtype).max
         return nn.Parameter(matrix.clamp(-largest, largest).to(dtype))
@@ -152,7 +152,7 @@ def _parameter(fmt: str, device: torch.device, draw: random.Random, generator: t
 
 
 def _matrix(fmt: str, draw: random.Random, generator: torch.Generator) -> Tensor:
-    """A matrix of random shape with zeros, blocks of zeros and numbers of very different
+    """Return a matrix of random shape with zeros, blocks of zeros and numbers of very different
     magnitude.
     """
     rows, columns = (

@@ -20,7 +20,7 @@ UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 class Sweep:
     """Footprints by sharding and number of ranks.
 
-    A sharding in groups has no entry for fewer ranks than one group has.
+    A sharding in groups has no entry if there are fewer ranks than one group has.
     """
 
     footprints: dict[str, dict[int, Footprint]]
@@ -46,7 +46,7 @@ class Sweep:
         ]
 
     def text(self) -> str:
-        """A table for each sharding."""
+        """Return a table for each sharding."""
         lines: list[str] = []
         for name, by_ranks in self.footprints.items():
             header = {ranks: f"{ranks:,} ranks" for ranks in by_ranks}

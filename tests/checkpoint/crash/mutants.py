@@ -38,7 +38,7 @@ def _commits_before_sync(self: WholeFolder) -> None:
     self.partial.rename(self._beside(NEW) if self.holds_anything() else self.path)
     sync_folder(self.current_path)
     sync_folder(self.path.parent)
-    self.settle()
+    self.finish_replacement()
 
 
 def _deletes_first(self: WholeFolder) -> None:
@@ -64,7 +64,7 @@ def _through_another_name(self: WholeFolder) -> None:
 def _syncs_at_the_end(self: WholeFolder) -> None:
     sync_folder(self.partial)
     self.partial.rename(self._beside(NEW) if self.holds_anything() else self.path)
-    self.settle()
+    self.finish_replacement()
     sync_folder(self.path.parent)
 
 

@@ -49,7 +49,7 @@ def test_a_state_dict_that_carries_code(tmp_path: Path, archive: bool) -> None:
     path = tmp_path / "weights.pt"
     state = {"w": torch.zeros(3), "hook": Runs(tmp_path / "trap")}
     torch.save(state, path, _use_new_zipfile_serialization=archive)
-    with pytest.raises(ValueError, match=r"weights\.pt is no file of plain tensors: UnpicklingError"):
+    with pytest.raises(ValueError, match=r"weights\.pt is not a file of plain tensors: UnpicklingError"):
         open_source(path)
     assert not (tmp_path / "trap").exists()
     torch.load(path, weights_only=False)
@@ -99,7 +99,7 @@ INDICES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: index(f, lambda c: c["weight_map"].update(other="../secret.safetensors")),
         r"points out of its folder: '\.\./secret\.safetensors'",
     ),
-    "no index": (lambda f: (f / "model.safetensors.index.json").write_text("[" * 10_000), "is no index"),
+    "no index": (lambda f: (f / "model.safetensors.index.json").write_text("[" * 10_000), "is not an index"),
     "another index": (lambda f: (f / "a.safetensors.index.json").write_text("{}"), "holds 2 indices"),
     "without one, the same name twice": (
         lambda f: (f / "model.safetensors.index.json").unlink(),
@@ -118,12 +118,12 @@ def test_indices_that_are_wrong(tmp_path: Path, case: str) -> None:
 
 
 def test_what_is_no_source(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere is not there"):
+    with pytest.raises(FileNotFoundError, match="nowhere does not exist"):
         open_source(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="holds neither safetensors files nor a checkpoint"):
         open_source(tmp_path)
     torch.save([torch.zeros(2)], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match="holds a list and no state dict"):
+    with pytest.raises(ValueError, match="holds a list, expected a state dict"):
         open_source(tmp_path / "list.pt")
     deep: Any = torch.zeros(2)
     for _ in range(20):

@@ -98,13 +98,13 @@ def spoilt(change: str) -> dict[str, Any]:
 
 
 ERRORS = {
-    "shape": r"nv has shape \(112, 48\) there and \(48, 112\) here",
-    "missing": r"bias is missing there, here it has shape \(1,\)",
-    "more": r"rotary\.inv_freq is there and is no master here \(`ignore` passes it over\)",
-    "float64": "mx is float64 there; a master takes float32, bfloat16, float16",
-    "codes": "mx is float8_e4m3fn there",
+    "shape": r"nv has shape \(112, 48\) in the source, expected \(48, 112\)",
+    "missing": r"bias of shape \(1,\) is missing in the source",
+    "more": r"rotary\.inv_freq is in the source, but not a master \(pass it in `ignore` to skip it\)",
+    "float64": "mx is float64 in the source, expected one of float32, bfloat16, float16",
+    "codes": "mx is float8_e4m3fn in the source",
 }
-IN_MEMORY = {"meta": "mx is meta there", "quantized": "mx is QuantizedWeight there"}
+IN_MEMORY = {"meta": "mx is meta in the source", "quantized": "mx is QuantizedWeight in the source"}
 
 
 def refuses(source: Any) -> str:
@@ -144,7 +144,7 @@ def test_one_rank_is_wrong_and_all_say_so(ranks: Any) -> None:
 def test_masters_alone_are_no_whole_checkpoint(tmp_path: Path) -> None:
     KINDS["dcp"](values(SHAPES, torch.float32), tmp_path)
     with pytest.raises(
-        ValueError, match=r"holds masters and no optimizer state: zerocast\.optim\.load_masters takes them"
+        ValueError, match=r"has masters but no optimizer state: load them with zerocast\.optim\.load_masters"
     ):
         optim.load(trained().optimizer, tmp_path)
 

@@ -48,7 +48,7 @@ DAMAGE: dict[str, tuple[Callable[[Any], object], str]] = {
     "no dtype": (lambda m: setattr(chunk(m).properties, "dtype", 3), "w has size .* and dtype 3"),
     "no places": (
         lambda m: setattr(m, "storage_data", {"w": 3}),
-        "object has no attribute 'offset'|is no place in a file",
+        "object has no attribute 'offset'|is not a location in a file",
     ),
     "no tensors": (lambda m: setattr(m, "state_dict_metadata", 3), "TypeError"),
     "no chunks": (lambda m: setattr(chunk(m), "chunks", None), "TypeError"),
@@ -120,13 +120,13 @@ def test_hostile_partitions() -> None:
     assert first_uneven(boxes, (100, 100)) is None
     assert first_uneven([*boxes[:-1], boxes[0]], (100, 100)) == "overlap at element (0, 0)"
     deep = [((0,) * 40, (1,) * 40), ((1,) * 40, (1,) * 40)]
-    assert first_uneven(deep, (2,) * 40) == "are cut in 40 dimensions, and 8 is the most"
+    assert first_uneven(deep, (2,) * 40) == "are split in 40 dimensions, but at most 8 are supported"
 
 
 def test_a_memo_that_would_take_all_memory(folder: Path) -> None:
     """Found by the fuzzer: one flipped byte, and 22 GB before the first error."""
     (folder / ".metadata").write_bytes(b"\x80\x04Nr\xff\xff\xff\x7f.")
-    with pytest.raises(ValueError, match="it would remember 2,147,483,647 objects"):
+    with pytest.raises(ValueError, match="its memo would have 2,147,483,647 entries"):
         open_source(folder)
 
 

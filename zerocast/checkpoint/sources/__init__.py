@@ -20,9 +20,9 @@ def open_source(source: AnySource) -> TensorSource:
     already is returned.
 
     A path is a safetensors file, an index or a folder of them; a folder of
-    torch.distributed.checkpoint; or a file of torch.save. A URL is that of a checkpoint. Raises
-    FileNotFoundError if there is nothing, ValueError for a damaged file, pickle.UnpicklingError for
-    metadata that would run code.
+    torch.distributed.checkpoint; or a file of torch.save. A URL must be a checkpoint. Raises
+    FileNotFoundError if the path does not exist, ValueError for a damaged file,
+    pickle.UnpicklingError for metadata that would run code.
     """
     if isinstance(source, Mapping):
         return StateDictSource(source)
@@ -30,7 +30,7 @@ def open_source(source: AnySource) -> TensorSource:
         return source
     path = as_place(source)
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there")
+        raise FileNotFoundError(f"{path} does not exist")
     if isinstance(path, StorePath):
         return DcpSource(path)
     if path.is_dir() and (path / ".metadata").is_file():
@@ -38,7 +38,7 @@ def open_source(source: AnySource) -> TensorSource:
     if is_safetensors(path):
         return SafetensorsSource(path)
     if path.is_dir():
-        # The path may be that of a run, which has its checkpoints one or two levels below.
+        # The path may be the folder of a run, with checkpoints one or two levels below.
         metadata_files = [*path.glob("*/.metadata"), *path.glob("*/*/.metadata")]
         inside = sorted(str(file.parent.relative_to(path)) for file in metadata_files)
         offer = f"; it holds checkpoints, of which {inside[-1]} is the last: {', '.join(inside[-8:])}" if inside else ""

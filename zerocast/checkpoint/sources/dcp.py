@@ -1,9 +1,10 @@
 """Folders of torch.distributed.checkpoint, from any program and any number of ranks: SafeReader
-reads them without running code from a file, DcpSource is one as a source of tensors.
+reads them without running code from a file, DcpSource presents such a folder as a source of
+tensors.
 
 torch's own reader unpickles `.metadata` without limits. SafeReader builds only the classes of
-checkpoint metadata, and opens only regular files of the folder, even if the metadata names others.
-torch itself reads tensors with `weights_only`.
+checkpoint metadata, and opens only regular files of the folder, even if the metadata names other
+paths. torch itself reads tensors with `weights_only`.
 
 The metadata is checked before anything is read through it. If chunks left out a part of a tensor,
 that part of a master would silently keep its old value. If they overlapped, the result would depend
@@ -41,9 +42,9 @@ from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
 from zerocast.checkpoint.torch_checkpoint import load
 from zerocast.distributed.group import ONE_PROCESS
 
-# The largest metadata that is read; a chunk takes about 200 bytes of it.
+# The largest metadata that is read; a chunk needs about 200 bytes.
 MOST_BYTES = 2**31
-# The number of dimensions in which a tensor may be cut into chunks.
+# The number of dimensions in which a tensor may be split into chunks.
 MOST_CUTS = 8
 
 _METADATA_CLASSES = {
@@ -69,7 +70,9 @@ _PUTS = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 def _memory_format(encoding: Any, name: str) -> Any:
-    """Replaces getattr, with which some releases of Python 3.11 pickle enumeration members."""
+    """Return a memory format: replaces getattr, with which some releases of Python 3.11 pickle
+    enumeration members.
+    """
     if encoding is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(f"checkpoint metadata may not read {name!r} of {encoding!r}")
     return _MEM_FORMAT_ENCODING[name]
@@ -118,7 +121,7 @@ class SafeReader(FileSystemReader):
         self.path = self.fs.init_path(str(self._folder))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read and check the checkpoint's metadata; raises as the class says."""
+        """Read and check the checkpoint's metadata; raises the errors of the class."""
         file = self._folder / ".metadata"
         content = read_bounded(file, MOST_BYTES)
         try:
@@ -141,56 +144,60 @@ class SafeReader(FileSystemReader):
 
 
 class DcpSource:
-    """The tensors of a checkpoint folder. Objects that are no tensors are skipped and never
+    """The tensors of a checkpoint folder. Objects that are not tensors are skipped and never
     unpickled.
 
-    A tensor may be stored in the files of several ranks, so `read` holds one whole tensor in
-    memory. Ranks that load together through `reader` do not. Raises pickle.UnpicklingError for
-    metadata that would run code, ValueError for damaged metadata.
+    A tensor may be stored in the files of several ranks, so `read` holds one full tensor in memory.
+    Ranks that load together through `reader` do not. Raises pickle.UnpicklingError for metadata
+    that would run code, ValueError for damaged metadata.
     """
 
     def __init__(self, path: Place) -> None:
-        self.place = str(path)
+        self.location = str(path)
         self._path = path
         self._entries = {
             name: Entry(tuple(tensor.size), dtype_name(tensor.properties.dtype))
             for name, tensor in SafeReader(path).read_metadata().state_dict_metadata.items()
             if isinstance(tensor, TensorStorageMetadata)
         }
-        # The tensor that was read last, by name.
+        # A cache of the tensor that was read last.
         self._load_cached = functools.lru_cache(maxsize=1)(self._load)
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor by name."""
+        """Shape and dtype of each tensor keyed by name."""
         return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor. The whole tensor stays in memory until another one is read."""
+        """Return a box of a tensor. The full tensor stays in memory until another tensor is
+        read.
+        """
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
         return self._load_cached(name)[box]
 
     def reader(self) -> StorageReader:
-        """The folder as storage that torch.distributed.checkpoint loads from."""
+        """Return the folder as storage that torch.distributed.checkpoint loads from."""
         return SafeReader(self._path)
 
     def _load(self, name: str) -> Tensor:
         entry = self._entries[name]
         state = {name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))}
         try:
-            load(state, self.reader(), ONE_PROCESS, self.place)
+            load(state, self.reader(), ONE_PROCESS, self.location)
         except (pickle.UnpicklingError, RuntimeError, ValueError, AssertionError, OSError) as error:
             lines = str(error).strip().splitlines()
             reason = lines[-1] if lines else ""
-            raise ValueError(f"{name} cannot be read from {self.place}: {reason}") from error
+            raise ValueError(f"{name} cannot be read from {self.location}: {reason}") from error
         return state[name]
 
 
 def _check_memo(content: bytes) -> None:
-    """ValueError for a pickle that would allocate a memo with more entries than it has bytes."""
+    """Raise ValueError for a pickle that would allocate a memo with more entries than it has
+    bytes.
+    """
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in _PUTS and isinstance(argument, int) and argument > len(content):
-            raise ValueError(f"it would remember {argument:,} objects")
+            raise ValueError(f"its memo would have {argument:,} entries")
 
 
 def _problems(metadata: Metadata) -> Iterator[str]:
@@ -200,13 +207,13 @@ def _problems(metadata: Metadata) -> Iterator[str]:
     stored = dict(metadata.storage_data or {})
     for location in stored.values():
         if not isinstance(location, _StorageInfo) or location.offset < 0 or location.length < 0:
-            yield f"{location!r} is no place in a file"
+            yield f"{location!r} is not a location in a file"
         elif PurePath(location.relative_path).name != location.relative_path:
             yield f"it points out of its folder: {location.relative_path!r}"
     entries: dict[Any, Any] = dict(metadata.state_dict_metadata)
     for name, entry in entries.items():
         if not isinstance(name, str):
-            yield f"{name!r} is no name"
+            yield f"{name!r} is not a str"
         if isinstance(entry, TensorStorageMetadata):
             yield from _tensor_problems(name, entry, stored)
 
@@ -233,7 +240,8 @@ def _tensor_problems(name: str, entry: TensorStorageMetadata, stored: dict[Metad
 
 
 def first_uneven(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], size: tuple[int, ...]) -> str | None:
-    """The first element that the boxes do not cover exactly once, as text; None for a partition.
+    """Return the first element that the boxes do not cover exactly once, as text; None if the boxes
+    are a partition.
 
     The number of boxes over an element is a step function that its mixed differences determine:
     each box adds +1 and -1 alternately at its corners. The boxes are a partition exactly if all
@@ -243,7 +251,7 @@ def first_uneven(boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], size:
     """
     cut_axes = [axis for axis, extent in enumerate(size) if any(sizes[axis] != extent for _, sizes in boxes)]
     if len(cut_axes) > MOST_CUTS:
-        return f"are cut in {len(cut_axes)} dimensions, and {MOST_CUTS} is the most"
+        return f"are split in {len(cut_axes)} dimensions, but at most {MOST_CUTS} are supported"
     differences: Counter[tuple[int, ...]] = Counter()
     whole_tensor = ((0,) * len(size), size)
     for (offsets, sizes), weight in [*((box, 1) for box in boxes), (whole_tensor, -1)]:

@@ -16,7 +16,7 @@ from zerocast.distributed.group import Group
 
 # Prefixes that all names in a source may have.
 PREFIXES = ("", "model.", "module.", "state_dict.")
-# Prefixes in zerocast's own checkpoints of entries that are no masters.
+# Prefixes in zerocast's own checkpoints of entries that are not masters.
 BESIDE_MASTERS = ("optim.", "zerocast.", "extra.")
 # The number of problems that an error lists.
 SHOWN = 4
@@ -25,16 +25,18 @@ SHOWN = 4
 def read_masters(
     masters: Mapping[str, Tensor], source: AnySource, ignore: Sequence[str], group: Group, begin: Callable[[], object]
 ) -> None:
-    """Fill the FP32 tensors `masters` in place by name; each rank reads the elements it owns.
+    """Fill the FP32 tensors `masters`, keyed by name, in place; each rank reads the elements it
+    owns.
 
     bf16 and fp16 are widened exactly. All names in the source may begin with "model.", "module." or
     "state_dict.". Tensors that match a glob of `ignore` are skipped. `begin` is called just before
     masters are written.
 
     Raises on every rank, with nothing changed: ValueError for a tensor that is missing on either
-    side, has another shape or a dtype that FP32 cannot hold, and for files that differ from their
-    manifest; FileNotFoundError, on several ranks as RuntimeError. Raises RuntimeError for damage
-    that shows only while reading; masters are then partly overwritten.
+    side, or has a different shape or a dtype that FP32 cannot hold, and for files that differ from
+    their manifest; FileNotFoundError if the source does not exist (RuntimeError with several
+    ranks). Raises RuntimeError for damage that is detected only while reading; masters are then
+    partly overwritten.
     """
     if isinstance(source, (str, os.PathLike, StorePath)):
         check_files(as_place(source), group)
@@ -48,7 +50,7 @@ def read_masters(
         problems = _problems(masters, opened, prefix, names)
         if problems:
             more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
-            problem = ValueError(f"{opened.place} does not fit the masters: {'; '.join(problems[:SHOWN])}{more}")
+            problem = ValueError(f"{opened.location} does not fit the masters: {'; '.join(problems[:SHOWN])}{more}")
     except (ImportError, OSError, ValueError, pickle.UnpicklingError) as error:
         if group.size == 1:
             raise
@@ -57,23 +59,27 @@ def read_masters(
     assert opened is not None
     begin()
     state = {prefix + name: tensor for name, tensor in masters.items()}
-    load_masters(state, opened.reader(), group, opened.place)
+    load_masters(state, opened.reader(), group, opened.location)
 
 
 def _problems(masters: Mapping[str, Tensor], source: TensorSource, prefix: str, names: Sequence[str]) -> list[str]:
-    """The reasons why the tensors `names` of a source cannot be read into the masters."""
+    """Return the reasons why the tensors `names` of a source cannot be read into the masters."""
     problems = []
     for name, tensor in masters.items():
         entry = source.entries.get(prefix + name)
         shape = tuple(tensor.shape)
         if entry is None:
-            problems.append(f"{prefix}{name} is missing there, here it has shape {shape}")
+            problems.append(f"{prefix}{name} of shape {shape} is missing in the source")
         elif entry.shape != shape:
-            problems.append(f"{prefix}{name} has shape {entry.shape} there and {shape} here")
+            problems.append(f"{prefix}{name} has shape {entry.shape} in the source, expected {shape}")
         elif entry.dtype not in HIGH_PRECISION:
-            problems.append(f"{prefix}{name} is {entry.dtype} there; a master takes {', '.join(HIGH_PRECISION)}")
+            problems.append(
+                f"{prefix}{name} is {entry.dtype} in the source, expected one of {', '.join(HIGH_PRECISION)}"
+            )
     unknown = [name for name in names if not name.startswith(prefix) or name.removeprefix(prefix) not in masters]
     if prefix == "model.":
         # The source may be a checkpoint of zerocast, which has optimizer states and more.
         unknown = [name for name in unknown if not name.startswith(BESIDE_MASTERS)]
-    return problems + [f"{name} is there and is no master here (`ignore` passes it over)" for name in unknown]
+    return problems + [
+        f"{name} is in the source, but not a master (pass it in `ignore` to skip it)" for name in unknown
+    ]

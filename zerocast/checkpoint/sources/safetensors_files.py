@@ -36,14 +36,14 @@ DTYPES = {
 class SafetensorsSource:
     """Tensors of safetensors files; `path` is a file, an index or a folder.
 
-    Raises ValueError, naming the file, for one that is truncated or damaged, for a file that the
-    index names and that is missing or lacks a tensor, and for a tensor that two files hold;
+    Raises ValueError, with the name of the file, if a file is truncated or damaged, if a file in
+    the index is missing or lacks a tensor, or if two files hold the same tensor;
     ModuleNotFoundError without the package safetensors.
     """
 
     def __init__(self, path: Path) -> None:
-        self.place = str(path)
-        # The open file and the entry of each tensor by name.
+        self.location = str(path)
+        # The open file and the entry of each tensor keyed by name.
         self._files: dict[str, Any] = {}
         self._entries: dict[str, Entry] = {}
         index = _index_of(path)
@@ -55,20 +55,20 @@ class SafetensorsSource:
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor by name."""
+        """Shape and dtype of each tensor keyed by name."""
         return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor; nothing else is read from the file."""
+        """Return a box of a tensor; nothing else is read from the file."""
         opened = self._files[name]
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
-        tensor: Tensor = _or_damaged(
-            self.place, lambda: opened.get_slice(name)[box] if box else opened.get_tensor(name)
+        tensor: Tensor = _with_read_errors(
+            self.location, lambda: opened.get_slice(name)[box] if box else opened.get_tensor(name)
         )
         return tensor
 
     def reader(self) -> StorageReader:
-        """The files as storage that torch.distributed.checkpoint loads from."""
+        """Return the files as storage that torch.distributed.checkpoint loads from."""
         return SourceReader(self)
 
     def _open_index(self, index: Path) -> None:
@@ -77,7 +77,7 @@ class SafetensorsSource:
             file_of: dict[str, str] = dict(json.loads(content)["weight_map"])
             outside = [file for file in file_of.values() if PurePath(file).name != file]
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"{index} is no index of safetensors files: {error!r}") from None
+            raise ValueError(f"{index} is not an index of safetensors files: {error!r}") from None
         if outside:
             raise ValueError(f"{index} points out of its folder: {outside[0]!r}")
         for file in sorted(set(file_of.values())):
@@ -90,14 +90,14 @@ class SafetensorsSource:
         # safe_open would block on a FIFO.
         check_regular(file)
         if not file.is_file():
-            raise ValueError(f"{file} is missing, which the index of {self.place} names")
-        opened = _or_damaged(str(file), lambda: safe_open(file, "pt"))
+            raise ValueError(f"{file} is missing, but the index of {self.location} lists it")
+        opened = _with_read_errors(str(file), lambda: safe_open(file, "pt"))
         names = set(opened.keys())
         for name in sorted(names if wanted is None else wanted):
             if name not in names:
-                raise ValueError(f"{name} is not in {file}, where the index of {self.place} has it")
+                raise ValueError(f"{name} is not in {file}, but the index of {self.location} says so")
             if name in self._entries:
-                raise ValueError(f"{name} is in two files of {self.place}, {file} is the second")
+                raise ValueError(f"{name} is in two files of {self.location}, the second is {file}")
             view = opened.get_slice(name)
             dtype = str(view.get_dtype())
             self._files[name] = opened
@@ -105,7 +105,7 @@ class SafetensorsSource:
 
 
 def is_safetensors(path: Path) -> bool:
-    """True for a safetensors file or index by name, and for a folder that contains one."""
+    """Return True for a safetensors file or index by name, and for a folder that contains one."""
     if path.is_dir():
         return any(path.glob(f"*{SUFFIX}")) or any(path.glob(f"*{INDEX_SUFFIX}"))
     return path.name.endswith((SUFFIX, INDEX_SUFFIX))
@@ -116,15 +116,15 @@ def _index_of(path: Path) -> Path | None:
         return path
     indices = sorted(path.glob(f"*{INDEX_SUFFIX}")) if path.is_dir() else []
     if len(indices) > 1:
-        raise ValueError(f"{path} holds {len(indices)} indices: name one of {', '.join(file.name for file in indices)}")
+        raise ValueError(f"{path} holds {len(indices)} indices: pass one of {', '.join(file.name for file in indices)}")
     return indices[0] if indices else None
 
 
-def _or_damaged(place: str, work: Callable[[], Any]) -> Any:
-    """Return `work()`. Errors of safetensors are raised as ValueError, which names the `place`."""
+def _with_read_errors(location: str, work: Callable[[], Any]) -> Any:
+    """Return `work()`. Errors of safetensors are raised as ValueError with the `location`."""
     from safetensors import SafetensorError  # noqa: PLC0415
 
     try:
         return work()
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{place} cannot be read as safetensors: {error}") from None
+        raise ValueError(f"{location} cannot be read as safetensors: {error}") from None

@@ -1,5 +1,5 @@
-"""TensorSource: named tensors in storage. Their shapes are known at once, their values are read box
-by box.
+"""TensorSource: named tensors in storage. Their shapes are known immediately, their values are read
+box by box.
 
 A safetensors file, a plain state dict and a folder of torch.distributed.checkpoint are sources;
 none of them runs code from a file. SourceReader lets torch.distributed.checkpoint load from any of
@@ -52,36 +52,36 @@ class Entry:
 class TensorSource(Protocol):
     """Tensors by name; the constructor reads names and shapes and raises ValueError for damage."""
 
-    place: str  # for messages
+    location: str  # for messages
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor by name."""
+        """Shape and dtype of each tensor keyed by name."""
         ...
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, on the CPU, in its stored dtype. ValueError if reading shows that the
-        source is damaged.
+        """Return a box of a tensor, on the CPU, in its stored dtype. Raises ValueError if reading
+        shows that the source is damaged.
         """
         ...
 
     def reader(self) -> StorageReader:
-        """The source as storage that torch.distributed.checkpoint loads from."""
+        """Return the source as storage that torch.distributed.checkpoint loads from."""
         ...
 
 
 def read_span(source: TensorSource, name: str, span: Span) -> Tensor:
-    """The elements `span` of a row-major tensor, one-dimensional, as f32."""
+    """Return the elements `span` of a row-major tensor, one-dimensional, as f32."""
     shape = source.entries[name].shape
     boxes = [source.read(name, *box).reshape(-1).float() for box in span.boxes(shape)]
     if len(boxes) == 1:
         return boxes[0]
-    # torch.cat takes no empty list, and an empty span has no boxes.
+    # torch.cat does not accept an empty list, and an empty span has no boxes.
     return torch.cat([torch.empty(0, dtype=torch.float32), *boxes])
 
 
 def pieces(rows: int, columns: int, multiple: int) -> Iterator[Span]:
-    """Cut a matrix into spans of about PIECE elements, each of whole rows in multiples of
+    """Split a matrix into spans of about PIECE elements, each of full rows in multiples of
     `multiple`.
     """
     step = max(1, PIECE // (multiple * max(1, columns))) * multiple
@@ -90,7 +90,7 @@ def pieces(rows: int, columns: int, multiple: int) -> Iterator[Span]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype as an attribute of `torch`."""
+    """Return the name of a dtype as an attribute of `torch`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -104,7 +104,7 @@ class SourceReader(StorageReader):
         """Do nothing: the reader has one fixed source."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Metadata in which each tensor is one chunk."""
+        """Return the metadata, in which each tensor is one chunk."""
         entries = self._source.entries.items()
         tensors: dict[str, Any] = {name: _metadata(entry) for name, entry in entries if entry.dtype in HIGH_PRECISION}
         return Metadata(tensors, storage_meta=StorageMeta())
@@ -132,7 +132,7 @@ class SourceReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return False: a source is not opened by a path here."""
+        """Return False: this reader does not open a source by its path."""
         return False
 
 

@@ -2,7 +2,7 @@
 
 Files are read with `weights_only`, which builds nothing but tensors and containers, and are mapped
 if torch can map them. Nested dictionaries are flattened with names joined by dots; values that are
-no tensors are skipped.
+not tensors are skipped.
 """
 
 import zipfile
@@ -24,17 +24,19 @@ DEEPEST = 16
 class StateDictSource:
     """Tensors of a mapping from names to tensors."""
 
-    def __init__(self, state: Mapping[str, Any], place: str = "the state dict") -> None:
-        self.place = place
+    def __init__(self, state: Mapping[str, Any], location: str = "the state dict") -> None:
+        self.location = location
         try:
             self._tensors = dict(_tensors(state, "", DEEPEST))
         except ValueError as error:
-            raise ValueError(f"{place}: {error}") from None
+            raise ValueError(f"{location}: {error}") from None
         self._entries = {name: Entry(tuple(tensor.shape), _kind(tensor)) for name, tensor in self._tensors.items()}
 
     @staticmethod
     def of_file(path: Path) -> "StateDictSource":
-        """Open a file of torch.save. ValueError if it is damaged or has more than plain tensors."""
+        """Open a file of torch.save. Raises ValueError if it is damaged or has more than plain
+        tensors.
+        """
         check_regular(path)
         try:
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -45,23 +47,23 @@ class StateDictSource:
             # after it torch advises to load with weights_only=False, which runs code of the file.
             first_line = next(iter(str(error).strip().splitlines()), "")
             reason = first_line.partition(". In PyTorch")[0]
-            raise ValueError(f"{path} is no file of plain tensors: {type(error).__name__}: {reason}") from None
+            raise ValueError(f"{path} is not a file of plain tensors: {type(error).__name__}: {reason}") from None
         if not isinstance(state, Mapping):
-            raise ValueError(f"{path} holds a {type(state).__name__} and no state dict")
+            raise ValueError(f"{path} holds a {type(state).__name__}, expected a state dict")
         return StateDictSource(state, str(path))
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """Shape and dtype of each tensor by name."""
+        """Shape and dtype of each tensor keyed by name."""
         return self._entries
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor: a view, or a copy from its device."""
+        """Return a box of a tensor: a view, or a copy from its device."""
         box = tuple(slice(first, first + size) for first, size in zip(offsets, sizes, strict=True))
         return self._tensors[name].detach()[box].cpu()
 
     def reader(self) -> StorageReader:
-        """The tensors as storage that torch.distributed.checkpoint loads from."""
+        """Return the tensors as storage that torch.distributed.checkpoint loads from."""
         return SourceReader(self)
 
 
@@ -76,7 +78,9 @@ def _tensors(state: Mapping[Any, Any], prefix: str, levels: int) -> Iterator[tup
 
 
 def _kind(tensor: Tensor) -> str:
-    """The name of the dtype, or a name for the kind of tensor if its elements cannot be read."""
+    """Return the name of the dtype, or a name for the kind of tensor if its elements cannot be
+    read.
+    """
     if type(tensor) not in (Tensor, nn.Parameter):
         return type(tensor).__name__
     if tensor.is_meta or tensor.layout is not torch.strided:
