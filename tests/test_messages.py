@@ -49,7 +49,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: zerocast.fsdp2.FusedAdamW(zerocast.fsdp2.prepare(net(), FP8).parameters(), lr="1e-3"),  # type: ignore[arg-type]
         "TypeError: lr is a number, got '1e-3'",
     ),
-    "no names": (lambda: ZeroAdamW(net().parameters()), "TypeError: parameters come with their names"),
+    "no names": (lambda: ZeroAdamW(net().parameters()), "TypeError: parameters must have names"),
     "convolution": (
         lambda: quantize_(nn.Sequential(nn.Conv2d(16, 16, 3)), FP8),
         "ValueError: 0.weight is the kernel of a convolution and cannot be fp8_current: match it with 'identity'",

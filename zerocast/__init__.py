@@ -99,7 +99,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return the public names, for `help` and completion; the rooms of the package are found by
-    import.
-    """
+    """Return the public names, for `help` and completion. Subpackages are found by import."""
     return [*__all__, "serve", *(name for name in globals() if name.startswith("__"))]

@@ -6,8 +6,8 @@ An entry point names a module, in the group of its kind:
     [project.entry-points."zerocast.formats"]
     fp8_square = "their_package.fp8_square"
 
-The metadata of installed packages is read when a name is asked for that zerocast itself does not
-have, and when all names are listed. A module is imported when it is asked for by name.
+The metadata of installed packages is read when a name is requested that zerocast does not have, and
+when all names are listed. A module is imported when its name is requested.
 """
 
 import functools

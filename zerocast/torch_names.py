@@ -2,8 +2,8 @@
 work, and the public way that would replace each.
 
 `docs/tested.md` says which tests ran with which release. A test fails on a private name that is not
-in this table (`tests/test_torch_names.py`). `zerocast.fsdp2.prepare` and `zerocast doctor` look
-whether the torch that is installed has the names.
+in this table (`tests/test_torch_names.py`). `zerocast.fsdp2.prepare` and `zerocast doctor` check
+whether the installed torch has the names.
 """
 
 import functools

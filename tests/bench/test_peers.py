@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zerocast.bench.peers import transformer_engine, usable
-from zerocast.bench.workload import C, Place
+from zerocast.bench.workload import BenchEnv, C
 
 CPU = torch.device("cpu")
 SMALL = C.scaled(64)
@@ -41,7 +41,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recording:
 
 @pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "mxfp8"])
 def test_transformer_engine_gets_the_same_shard(recorded: Recording, fmt: str):
-    job = transformer_engine.PEER.works["whole step"](SMALL, fmt, Place(CPU, "cpu", 0))
+    job = transformer_engine.PEER.works["whole step"](SMALL, fmt, BenchEnv(CPU, "cpu", 0))
     job.run()
     name, (weights, masters, starts, group), options = recorded.calls[-1]
     assert (name, group, options) == ("quantize_master_weights", "group", {"manual_post_all_gather_processing": True})
@@ -56,14 +56,14 @@ def test_transformer_engine_gets_the_same_shard(recorded: Recording, fmt: str):
 
 
 def test_its_transpose_follows_a_cast(recorded: Recording):
-    transformer_engine.PEER.works["transpose"](SMALL, "fp8_block", Place(CPU, "cpu", 0)).run()
+    transformer_engine.PEER.works["transpose"](SMALL, "fp8_block", BenchEnv(CPU, "cpu", 0)).run()
     assert [name for name, *_ in recorded.calls][-2:] == ["quantize_master_weights", "post_all_gather_processing"]
 
 
 def test_fp4_is_not_asked_of_a_gpu_that_cannot(recorded: Recording, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     with pytest.raises(RuntimeError, match="needs compute capability 10"):
-        transformer_engine.PEER.works["cast"](SMALL, "nvfp4", Place(CPU, "cpu", 0))
+        transformer_engine.PEER.works["cast"](SMALL, "nvfp4", BenchEnv(CPU, "cpu", 0))
 
 
 def test_a_cpu_has_one_peer():

@@ -17,7 +17,7 @@ from zerocast.bench.config import BenchConfig
 from zerocast.bench.row import CAST, Row, Work, all_rows, select
 from zerocast.bench.run import Bench, WrongBytesError, check
 from zerocast.bench.shard import Shard
-from zerocast.bench.workload import A, Job, Place, Workload
+from zerocast.bench.workload import A, BenchEnv, Job, Workload
 from zerocast.cli import main
 
 CPU = torch.device("cpu")
@@ -63,8 +63,8 @@ def test_only_ours_is_measured_without_peers():
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "fp8_block"])
 def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
-    place = Place(CPU, "cpu", seed=0)
-    shard = Shard(SMALL, fmt, place)
+    env = BenchEnv(CPU, "cpu", seed=0)
+    shard = Shard(SMALL, fmt, env)
     assert len(shard.plan.amaxes.offsets) == len(SMALL.shapes)  # amaxes and scales of every weight, owned or not
     before = [weight.rowwise_data.clone() for weight in shard.weights]
     shard.plan.cast()
@@ -73,16 +73,16 @@ def test_a_shard_does_one_ranks_share_of_the_whole(fmt: str):
         per_byte = weight.format.elements_per_byte
         assert bool(len(changed)) == bool(span.numel)
         assert all(span.start // per_byte <= byte < -(-span.stop // per_byte) for byte in changed.tolist())
-    again = Shard(SMALL, fmt, place)
+    again = Shard(SMALL, fmt, env)
     assert torch.equal(again.flat, shard.flat)
-    assert not torch.equal(Shard(SMALL, fmt, Place(CPU, "cpu", seed=1)).flat, shard.flat)
+    assert not torch.equal(Shard(SMALL, fmt, BenchEnv(CPU, "cpu", seed=1)).flat, shard.flat)
 
 
 @pytest.mark.parametrize("row", list(all_rows()), ids=lambda row: row.name)
 def test_the_check_notices_one_wrong_byte(row: Row):
-    def spoiled(workload: Workload, fmt: str, place: Place) -> Job:
-        job = row.work.build(workload, fmt, place)
-        if place.backend == "reference":
+    def spoiled(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+        job = row.work.build(workload, fmt, env)
+        if env.backend == "reference":
             return job
 
         def run() -> None:
@@ -93,11 +93,11 @@ def test_the_check_notices_one_wrong_byte(row: Row):
 
     wrong = dataclasses.replace(row, work=Work("wrong", spoiled, row.work.moved, ""))
     with pytest.raises(WrongBytesError, match="buffer 0"):
-        check(wrong, row.workload.scaled(256), Place(CPU, "cpu", seed=0))
+        check(wrong, row.workload.scaled(256), BenchEnv(CPU, "cpu", seed=0))
 
 
 def test_a_row_that_fails_is_reported_and_costs_no_other(monkeypatch: pytest.MonkeyPatch):
-    def broken(workload: Workload, fmt: str, place: Place) -> Job:
+    def broken(workload: Workload, fmt: str, env: BenchEnv) -> Job:
         raise RuntimeError("no such kernel\nand more")
 
     rows = [Row(SMALL, Work("broken", broken, lambda traffic: 1, ""), "nvfp4"), Row(SMALL, CAST, "nvfp4")]

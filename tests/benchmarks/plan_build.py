@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import zerocast
-from zerocast.bench.shard import Seat
+from zerocast.bench.shard import SimulatedGroup
 from zerocast.bench.workload import Workload
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.formats.layout import BUFFERS, Span
@@ -45,8 +45,8 @@ WORKLOADS = {"end to end": Workload, "each": CutEach}
 
 
 @dataclass(frozen=True)
-class Counted(Seat):
-    """A seat that notes the bytes of each collective."""
+class Counted(SimulatedGroup):
+    """A simulated group that records the bytes of each collective."""
 
     log: list[int] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class Counted(Seat):
         self.log.append(tensor.nbytes)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
-        """Note it, and answer as the seat does."""
+        """Note it, and answer as the simulated group does."""
         self.log.append(tensor.nbytes)
         super().all_reduce_sum(tensor, what)
 

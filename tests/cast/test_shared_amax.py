@@ -213,15 +213,21 @@ def _switched() -> Any:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "fused weights of two formats": (_two_formats, "share a tensor amax and have the formats nvfp4 and identity"),
+    "fused weights of two formats": (_two_formats, "share a tensor amax but have the formats nvfp4 and identity"),
     "plain and exact scales": (
         lambda: zerocast.quantize_(
             Net(), Recipe({"*.q_proj.weight": "nvfp4", "*": "nvfp4:exact_in_fp8"}, share_amax="llama")
         ),
-        "share a tensor amax and have the formats nvfp4 and nvfp4:exact_in_fp8=True",
+        "share a tensor amax but have the formats nvfp4 and nvfp4:exact_in_fp8=True",
     ),
-    "part of a group in a plan": (_part_of_a_group, "2 of the weights .* are cast here, and 3 share a tensor amax"),
-    "delayed scaling": (lambda: zerocast.quantize_(Net(), recipe("fp8_delayed")), "each scales by its own past"),
+    "part of a group in a plan": (
+        _part_of_a_group,
+        "2 of the weights .* are cast in this plan, but 3 share a tensor amax",
+    ),
+    "delayed scaling": (
+        lambda: zerocast.quantize_(Net(), recipe("fp8_delayed")),
+        "scales come from the amax history of each weight",
+    ),
     "no group": (
         lambda: zerocast.quantize_(nn.Linear(64, 64), Recipe({"weight": "nvfp4"}, share_amax="llama")),
         "finds no two",

@@ -152,9 +152,7 @@ def test_a_recipe_for_an_engine_shares_what_it_fuses(caplog: pytest.LogCaptureFi
     shared = recipe.shared_amaxes([name for name, _ in model.named_parameters() if name.endswith("weight")])
     assert shared.keys() == fused and {frozenset(group.names) for group in shared.values()} == {frozenset(fused)}
     assert recipe.fast
-    assert (
-        "vllm fuses share a tensor amax from now on: *.q_proj.weight, *.k_proj.weight, *.v_proj.weight" in caplog.text
-    )
+    assert "vllm fuses now share a tensor amax: *.q_proj.weight, *.k_proj.weight, *.v_proj.weight" in caplog.text
     # Nothing is left to add.
     assert recipe.for_reader("sglang", model) is recipe
 
@@ -179,7 +177,7 @@ def test_formats_without_a_global_scale_share_nothing_for_an_engine() -> None:
             "vllm",
             Recipe({"*.weight": "nvfp4"}, share_amax=[("*.q_proj.weight", "*.k_proj.weight")]),
             ["q_proj", "k_proj", "v_proj"],
-            "of which share_amax takes some: name all of them in one group",
+            "but share_amax has only some of them: put all of them into one group",
         ),
         (
             "vllm",

@@ -50,12 +50,12 @@ CHOSEN = [
 ]
 NOT_CHOSEN = [
     ("fp8_current", A100, {}, "8.9, this device has 8.0"),
-    ("fp8_current", ROCM, {}, "for NVIDIA GPUs"),
+    ("fp8_current", ROCM, {}, "needs an NVIDIA GPU"),
     ("fp8_current", CPU, {}, r"only when asked for: zerocast.gemm.use\('scaled_mm'\)"),
     ("fp8_current", H200, {"dtype": torch.float32}, "bfloat16 or float16, not float32"),
     ("fp8_current", H200, {"matrix_shape": (256, 200)}, r"multiples of 16, the weight is \[256, 200\]"),
     ("fp8_current", H200, {"matrix_shape": (200, 256)}, r"multiples of 16, the weight is \[200, 256\]"),
-    ("fp8_current", H200, {"transposed": True}, "x @ W needs the operand in the other layout"),
+    ("fp8_current", H200, {"transposed": True}, "x @ W needs the operand in its transposed layout"),
     ("fp8_current", H200, {"aligned": False}, "multiple of 16 bytes"),
     ("fp8_block", B200, {}, r"Hopper GPUs \(compute capability 9.x\), this device has 10.0"),
     ("fp8_block", L40, {}, "this device has 8.9"),

@@ -143,5 +143,5 @@ def test_steps_that_are_not_measured_do_nothing_more(ranks: Ranks) -> None:
 
 def test_what_owns_no_masters_is_refused() -> None:
     for what, name in ((torch.nn.Linear(2, 2), "Linear"), (np.zeros(1), "ndarray")):
-        with pytest.raises(TypeError, match=f"a meter takes a model or an optimizer that owns masters, got {name}"):
+        with pytest.raises(TypeError, match=f"a meter expects a model or an optimizer that owns masters, got {name}"):
             Meter(what)

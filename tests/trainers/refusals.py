@@ -35,12 +35,15 @@ def accelerate(folder: Path) -> Said:
     models = Seen(), Seen()
     two.prepare(*models, *(optimizer_of(one)[0] for one in models))
     return [
-        (said(lambda: two.load_state(saved)), "states of 1 ZeroAdamWs, and 2 were given"),
+        (said(lambda: two.load_state(saved)), "states of 1 ZeroAdamWs, but 2 were passed"),
         (said(lambda: lone.save_state(str(folder / "lone"))), "it has the masters"),
         (said(lambda: lone.load_state(saved)), "it has the masters"),
         (said(accelerator.load_state), "No input_dir provided and automatic checkpoint naming is disabled"),
         (said(lambda: accelerator.load_state(str(folder / "empty"))), "was saved without zerocast"),
-        (said(lambda: accelerator.prepare(elsewhere)), "move the model there before zerocast.quantize_"),
+        (
+            said(lambda: accelerator.prepare(elsewhere)),
+            "before zerocast.quantize_, since masters are on the device of the weights",
+        ),
     ]
 
 

@@ -103,7 +103,7 @@ def lightning(folder: Path) -> Found:
     with mock.patch.object(zero_run, "save", side_effect=OSError("the store is gone")):
         error_of(lambda: run.save_checkpoint(f"{URL}/again.ckpt"))
     said = error_of(lambda: fitted(path=f"{URL}/again.ckpt"))
-    return [*found, ("of two saves", "ValueError" in said and "are of two saves" in said)]
+    return [*found, ("from two saves", "ValueError" in said and "are from two saves" in said)]
 
 
 def exceptions(whole: list[bytes]) -> Found:
@@ -155,7 +155,7 @@ def fabric(folder: Path) -> Found:
     fresh = made()
     before = value(fresh)
     said = error_of(lambda: runner.load(f"{URL}/fabric", fresh))
-    return [*found, ("of two saves", "are of two saves" in said), ("as before", value(fresh) == before)]
+    return [*found, ("from two saves", "are from two saves" in said), ("as before", value(fresh) == before)]
 
 
 def transformers(folder: Path) -> Found:
@@ -177,7 +177,7 @@ def transformers(folder: Path) -> Found:
         "output_dir": lambda: Trainer(model, at_url, train_dataset=rows),
         "resume_from_checkpoint": lambda: local.train(resume_from_checkpoint=f"{URL}/checkpoint-1"),
     }
-    return [(name, "is a URL, and a local path belongs here" in error_of(call)) for name, call in calls.items()]
+    return [(name, "is a URL, expected a local path" in error_of(call)) for name, call in calls.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Clock: the time of a call on the device, on the host, and from end to end.
+"""Clock: the time of a call on the device, on the CPU, and from end to end.
 
 Device time is the median, over many calls, of the time between two CUDA events around one call.
 Before each call a copy of several times the size of the L2 overwrites the L2, so that a call finds
@@ -30,7 +30,7 @@ class Times:
     """Milliseconds of one call: medians over `calls` calls, and percentiles of the device time.
 
     Attributes:
-        device_ms: time on the device. On a CPU it is the host time.
+        device_ms: time on the device. On a CPU it is the CPU time.
         host_ms: time until the call returns, on an idle device.
         wall_ms: time of calls made back to back, up to the end of the last one, divided by their
             number; the median of five such windows.
@@ -78,7 +78,7 @@ class Clock:
         )
 
     def _elapsed(self, run: Run) -> float:
-        """Seconds from an idle device to an idle device."""
+        """Return the seconds from an idle device to an idle device."""
         self._synchronize()
         start = time.perf_counter()
         run()
@@ -114,7 +114,7 @@ class Clock:
 
 
 def launches(run: Run, device: torch.device) -> int | None:
-    """The kernels, fills and copies of one call, counted by torch.profiler; None if it sees
+    """Return the kernels, fills and copies of one call, counted by torch.profiler; None if it sees
     none.
     """
     if device.type != "cuda":

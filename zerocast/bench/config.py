@@ -20,11 +20,11 @@ def check_range(name: str, value: float, least: float, most: float) -> None:
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Time casts, Adam steps and columnwise copies beside a copy of memory, and beside
+    """Time casts, Adam steps and columnwise copies and compare them with a memory copy, and with
     TransformerEngine where it is installed.
 
-    Prints what the rows are and a table; --out also writes Markdown, JSON and a plot into a folder.
-    `zerocast bench step` times whole training steps.
+    Prints a description of the rows and a table; --out also writes Markdown, JSON and a plot into a
+    folder. `zerocast bench step` times whole training steps.
 
     Example: zerocast bench --only "A cast" --out reports
 
@@ -87,15 +87,15 @@ class StepConfig:
     """
 
     variants: tuple[str, ...] = ()
-    """Variants to train, by name or shell pattern, as in fsdp2:bf16 'zero_adamw:*'; with a mode one
-    row, as in 'fsdp2:nvfp4 compiled'. By default all that are installed.
+    """Variants to train, by name or shell pattern, as in fsdp2:bf16 'zero_adamw:*'; with a mode a
+    single row, as in 'fsdp2:nvfp4 compiled'. By default all that are installed.
     """
     modes: tuple[Literal["compiled", "eager"], ...] = ("compiled", "eager")
     """Run blocks through torch.compile."""
     shape: Literal["llama3-1b", "llama3-8b", "llama3-70b", "tiny"] = "llama3-8b"
     """Widths of a block."""
     layers: int = 8
-    """Blocks. Time and memory of blocks grow with their number, those of the head do not."""
+    """Blocks. Time and memory of blocks grow with their number, those of the output head do not."""
     vocabulary: int = 32768
     """Rows of the embedding and of the head."""
     seq: int = 8192
@@ -107,13 +107,13 @@ class StepConfig:
     steps.
     """
     keep_gathered: bool = False
-    """Let FSDP2 gather the weights of a block once a step and free them in its last backward pass.
-    By default a block is gathered for each forward and each backward pass.
+    """Let FSDP2 gather the weights of a block once per step and free them in its last backward
+    pass. By default a block is gathered for each forward and each backward pass.
     """
     steps: int = 8
     """Steps timed in each way: synchronized before each step, and free-running."""
     warm_up: int = 6
-    """Steps before those that are timed, on random tokens; --text takes their place."""
+    """Untimed steps before the timed ones, on random tokens; replaced by --text."""
     text: Path | None = None
     """A file of text, whose bytes are the tokens of the steps before those that are timed."""
     loss_steps: int = 200

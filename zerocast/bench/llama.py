@@ -75,13 +75,13 @@ class MLP(nn.Module):
         self.w2 = nn.Linear(shape.ffn, shape.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output, `w2(silu(w1(x)) * w3(x))`."""
+        """Return the layer's output, `w2(silu(w1(x)) * w3(x))`."""
         out: Tensor = self.w2(functional.silu(self.w1(x)) * self.w3(x))
         return out
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm and beside the residual stream."""
+    """Attention and MLP, each after a norm, with residual connections."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A causal language model; `forward` returns the mean cross-entropy in nats a token.
+    """A causal language model; `forward` returns the mean cross-entropy in nats per token.
 
     Matrices are drawn from a normal distribution with standard deviation 0.02.
     """
@@ -118,7 +118,7 @@ class Llama(nn.Module):
         self.register_buffer("sin", angles.sin().bfloat16(), persistent=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss of `labels` given `tokens`, both of shape (batch, sequence)."""
+        """Return the loss of `labels` given `tokens`, both of shape (batch, sequence)."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)

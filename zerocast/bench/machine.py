@@ -14,7 +14,9 @@ QUERY = ("driver_version", "power.limit", "clocks.max.sm", "clocks.max.mem")
 
 
 def describe(device: torch.device) -> dict[str, str | int | None]:
-    """Hardware names, sizes in bytes and versions; None for a package that is not installed."""
+    """Return hardware names, sizes in bytes and versions; None for a package that is not
+    installed.
+    """
     description: dict[str, str | int | None] = {
         "device": _processor(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -32,7 +34,7 @@ def describe(device: torch.device) -> dict[str, str | int | None]:
             "compute capability": f"{properties.major}.{properties.minor}",
             **_driver(device),
         }
-    # This version includes the name of the build, which that of the package lacks.
+    # This version includes the name of the build, which the package's version lacks.
     description["torch"] = str(torch.__version__)
     return description | {name: _version(name) for name in PACKAGES}
 

@@ -19,7 +19,7 @@ LEFT = {"row", "by"}
 
 
 def markdown(report: Report) -> str:
-    """The whole report as Markdown, ready for a README."""
+    """Return the whole report as Markdown, ready for a README."""
     return "\n".join([*_head(report), "", *_table(report), *_failures(report.failures)]) + "\n"
 
 
@@ -42,17 +42,17 @@ def _versions(machine: Mapping[str, str | int | None]) -> str:
 
 
 def legend(rows: Sequence[Row]) -> Iterator[str]:
-    """The names of rows explained, for a terminal."""
+    """Yield the names of rows explained, for a terminal."""
     workloads = {row.workload.name: row.workload.summary for row in rows}
     works = {row.work.name: row.work.summary for row in rows}
     yield "A row is a workload, a piece of work and a format."
     for name, summary in (workloads | works).items():
         yield f"  {name:<20}{summary}"
-    yield "  x floor             time over that of a copy of as many bytes; 1 is as fast as memory"
+    yield "  x floor             time over the time of a copy of the same bytes; 1 is memory speed"
 
 
 def terminal(report: Report) -> Iterator[str]:
-    """The table for a terminal, 100 columns wide."""
+    """Yield the table for a terminal, 100 columns wide."""
     heads = ("row", "by", "ms", "GB/s", "x floor", "host ms", "x ours")
     yield TERMINAL.format(*heads)
     for m in report.measurements:
@@ -112,7 +112,7 @@ def _failures(failures: Sequence[Failure]) -> Iterator[str]:
 
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
-# The longest bar of a report at full size, in times of the floor. Longer ones are cut there.
+# The longest bar of a report at full size, in times of the floor. Longer bars are truncated there.
 LONGEST = 4.0
 
 
@@ -142,7 +142,7 @@ def plot(report: Report, path: Path) -> None:
         xlabel="time / floor",
         title=f"{report.machine['device']}, {report.date}",
     )
-    left.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], rows, fontsize=8)
+    left.set_yticks([index + 0.4 - height / 2 for index in range(len(rows))], rows, fontsize=8)
     left.invert_yaxis()
     for axes in (left, right):
         axes.margins(y=0.01)
@@ -175,7 +175,7 @@ STEP_METHOD = (
 
 
 def step_markdown(report: StepReport) -> str:
-    """The whole report of training steps as Markdown."""
+    """Return the whole report of training steps as Markdown."""
     failures = [f"* {failure.row}: {failure.reason}" for failure in report.failures]
     return "\n".join(
         [
@@ -225,7 +225,7 @@ def _step_cells(report: StepReport, m: StepMeasurement) -> list[str]:
 
 
 def _code(report: StepReport) -> Iterator[str]:
-    """The lines of code that give rows: the fast recipe's, and the plain default's."""
+    """Yield the lines of code that give rows: the fast recipe's, and the plain default's."""
     lines = [f"* {m.row}: `{code}`" for m in report.measurements if (code := code_of(m.row))]
     if lines:
         yield from ("", "By one line of code, beside the optimizer's:", *lines)

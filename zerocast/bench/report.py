@@ -26,7 +26,7 @@ class Measurement:
     Attributes:
         by: the name of a backend of ours, or of a peer.
         launches: kernels, fills and copies of one call.
-        checked: the workload on which our bytes were compared with those of the reference.
+        checked: the workload on which our bytes were compared with the reference's.
     """
 
     row: Row
@@ -51,11 +51,15 @@ class Measurement:
         return self.moved / self.ms / 1e6
 
     def floor_ms(self, copy_rate: float) -> float:
-        """The milliseconds in which a copy at `copy_rate` GB/s moves as many bytes."""
+        """Return the milliseconds in which a copy at `copy_rate` GB/s moves the same number of
+        bytes.
+        """
         return self.moved / copy_rate / 1e6
 
     def over_floor(self, copy_rate: float) -> float:
-        """The time divided by its floor; it can be below 1, as reads are faster than a copy."""
+        """Return the time divided by its floor; it can be below 1, as reads are faster than a
+        copy.
+        """
         return self.ms / self.floor_ms(copy_rate)
 
 
@@ -77,7 +81,9 @@ class Failure:
 
 
 def copy_rate(clock: Clock, device: torch.device, nbytes: int) -> float:
-    """GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes written."""
+    """Return the GB/s of a copy of `nbytes` on the device, counting bytes read plus bytes
+    written.
+    """
     source = torch.full((nbytes,), 1, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / clock.time(lambda: target.copy_(source)).device_ms / 1e6
@@ -122,7 +128,7 @@ class Report:
         return {m.row.name: m for m in self.measurements if m.by == self.backend}
 
     def over_ours(self, measurement: Measurement) -> float | None:
-        """A peer's time divided by ours for the same row; None for our own measurements."""
+        """Return a peer's time divided by ours for the same row; None for our own measurements."""
         ours = self._ours.get(measurement.row.name)
         return None if measurement.by == self.backend or ours is None else measurement.ms / ours.ms
 
@@ -132,7 +138,7 @@ class Report:
         return any(failure.ours for failure in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, measured and derived, as JSON types; README.md lists the keys."""
+        """Return all numbers, measured and derived, as JSON types; README.md lists the keys."""
         return {
             "schema": SCHEMA,
             "date": self.date,
@@ -195,9 +201,11 @@ class Regression:
 
 
 def read_stored(path: Path, schema: int | str) -> dict[str, Any]:
-    """The content of a stored report; ValueError for a file that is no report of `schema`."""
+    """Return the content of a stored report. Raises ValueError for a file that is not a report of
+    `schema`.
+    """
     if not path.exists():
-        raise FileNotFoundError(f"{path} is not there")
+        raise FileNotFoundError(f"{path} does not exist")
     stored = json.loads(read_bounded(path, MOST_BYTES))
     if not isinstance(stored, dict) or stored.get("schema") != schema:
         raise ValueError(f"{path} is not a report of this benchmark (schema {schema})")
@@ -207,14 +215,14 @@ def read_stored(path: Path, schema: int | str) -> dict[str, Any]:
 def stored_ratios(path: Path) -> dict[str, float]:
     """Time divided by floor for each row of a stored report's own backend.
 
-    Raises ValueError for a file that is no report of this benchmark.
+    Raises ValueError for a file that is not a report of this benchmark.
     """
     stored = read_stored(path, SCHEMA)
     return {line["row"]: line["over_floor"] for line in stored["rows"] if line["by"] == stored["backend"]}
 
 
 def regressions(report: Report, stored: dict[str, float], threshold: float) -> list[Regression]:
-    """The rows whose ratio grew by more than the fraction `threshold`; only rows in both are
+    """Return the rows whose ratio grew by more than the fraction `threshold`; only rows in both are
     compared.
     """
     rate = report.copy.rate
@@ -224,10 +232,10 @@ def regressions(report: Report, stored: dict[str, float], threshold: float) -> l
 
 
 def grown(pairs: Iterable[Regression], threshold: float) -> list[Regression]:
-    """The pairs that grew by more than the fraction `threshold`."""
+    """Return the pairs that grew by more than the fraction `threshold`."""
     return [pair for pair in pairs if pair.now > pair.before * (1 + threshold)]
 
 
 def today() -> str:
-    """The date of a report, in UTC."""
+    """Return the date of a report, in UTC."""
     return datetime.datetime.now(datetime.timezone.utc).date().isoformat()

@@ -7,10 +7,10 @@ from typing import Literal
 
 from zerocast.bench import work
 from zerocast.bench.traffic import Traffic
-from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, C, Job, Place, Workload
+from zerocast.bench.workload import B_FLAT, B_SCATTERED, A, BenchEnv, C, Job, Workload
 from zerocast.formats import get_format
 
-Build = Callable[[Workload, str, Place], Job]
+Build = Callable[[Workload, str, BenchEnv], Job]
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Work:
 
     Attributes:
         name: the name in the names of rows.
-        build: sets the work up for a workload, a format and a place.
+        build: sets the work up for a workload, a format and an environment.
         moved: the bytes that any implementation must read and write.
         summary: a line of explanation.
     """
@@ -63,13 +63,13 @@ CAST_OF_OWN_SCALES = Work(
     "the same where scales are gathered with the codes, as by ZeroAdamW",
 )
 PARTIAL_AMAX = Work(
-    "partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax, "the amaxes of the shard alone"
+    "partial_amax", work.partial_amax, lambda traffic: traffic.partial_amax, "the amaxes of the shard only"
 )
 COMPUTE_SCALES = Work(
-    "compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales, "the scales of all weights alone"
+    "compute_scales", work.compute_scales, lambda traffic: traffic.compute_scales, "the scales of all weights only"
 )
 PARTIAL_CAST = Work(
-    "partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast, "the codes of the shard alone"
+    "partial_cast", work.partial_cast, lambda traffic: traffic.partial_cast, "the codes of the shard only"
 )
 AMAX_AND_CAST = Work(
     "amax and cast", work.amax_and_cast, lambda traffic: traffic.amax_and_cast, "the two stages that follow the shard"
@@ -79,7 +79,7 @@ TRANSPOSE = Work(
 )
 UPCAST = Work("upcast", work.upcast, lambda traffic: traffic.upcast, "E4M3 operands of 4-bit weights, for a product")
 UPCAST_TRANSPOSED = Work(
-    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same of the transposed weights"
+    "upcast transposed", work.upcast_transposed, lambda traffic: traffic.upcast, "the same for the transposed weights"
 )
 ADAM = Work("Adam", work.adam, lambda traffic: traffic.adam, "AdamW on the shard, without a cast")
 ADAM_8BIT = Work(
@@ -101,13 +101,13 @@ STEP = Work(
     "whole step",
     work.step,
     lambda traffic: traffic.step,
-    "AdamW with amaxes, and codes of local scales, in one pass; the other codes",
+    "AdamW with amaxes, and codes of local scales, in one pass; then the other codes",
 )
 STEP_IN_TWO_PASSES = Work(
     "two-pass step",
     work.step_in_two_passes,
     lambda traffic: traffic.step_in_two_passes,
-    "the same where all codes wait for reduced amaxes, as those of cut blocks do",
+    "the same if all codes wait for reduced amaxes, as codes of shared blocks do",
 )
 
 FORMATS = ("fp8_block", "fp8_current", "mxfp8", "mxfp8:block=32x32", "mxfp4", "nvfp4", "int4")
@@ -115,7 +115,7 @@ EXACT = "nvfp4:exact_in_fp8"
 
 
 def all_rows() -> Iterator[Row]:
-    """The rows of the report at full size, in its order."""
+    """Yield the rows of the report at full size, in its order."""
     for fmt in (*FORMATS, EXACT):
         yield Row(A, CAST, fmt)
     yield Row(A, CAST_OF_OWN_SCALES, "mxfp8")
@@ -132,7 +132,7 @@ def all_rows() -> Iterator[Row]:
     for workload in (B_FLAT, B_SCATTERED):
         yield from (Row(workload, CAST, fmt, "wall") for fmt in FORMATS)
     for fmt in FORMATS:
-        # A rank of C has an eighth of what a rank of A has of the same weights.
+        # A rank of C owns an eighth of the elements that a rank of A owns of the same weights.
         yield from (Row(workload, AMAX_AND_CAST, fmt) for workload in (A, C))
     for fmt in ("fp8_block", "fp8_current", "nvfp4"):
         yield Row(A, TRANSPOSE, fmt)
@@ -144,8 +144,8 @@ def all_rows() -> Iterator[Row]:
 
 
 def select(only: Sequence[str], scale: int) -> list[Row]:
-    """The rows whose names contain one of `only`, or all rows, on workloads shrunk by `scale`.
-    ValueError for a text that no name contains.
+    """Return the rows whose names contain one of `only`, or all rows, on workloads shrunk by
+    `scale`. Raises ValueError for a text that no name contains.
     """
     rows = list(all_rows())
     for text in only:

@@ -1,8 +1,8 @@
 """One run of the benchmark: a copy, every row by a backend of zerocast and by the peers, and the
 copy again.
 
-Before a row is timed, the bytes that it writes are compared with those of the reference backend, so
-that no wrong kernel is timed.
+Before a row is timed, the bytes that it writes are compared with the reference backend's, so that
+no wrong kernel is timed.
 """
 
 import gc
@@ -20,16 +20,16 @@ from zerocast.bench.config import CPU_SCALE, BenchConfig
 from zerocast.bench.peers import usable
 from zerocast.bench.report import CopyRate, Failure, Measurement, Report, copy_rate, today
 from zerocast.bench.row import Build, Row, select
-from zerocast.bench.workload import Place, Workload
+from zerocast.bench.workload import BenchEnv, Workload
 
 REFERENCE = "reference"
 
 
 class WrongBytesError(Exception):
-    """A backend wrote other bytes than the reference; the message names the buffer."""
+    """A backend wrote bytes that differ from the reference; the message names the buffer."""
 
 
-def check(row: Row, workload: Workload, place: Place) -> None:
+def check(row: Row, workload: Workload, env: BenchEnv) -> None:
     """Run the row's work once by its backend and once by the reference, from the same inputs.
 
     All buffers start with the same random bytes for both. Raises WrongBytesError if a buffer
@@ -37,16 +37,16 @@ def check(row: Row, workload: Workload, place: Place) -> None:
     """
 
     def buffers(backend: str) -> Sequence[Tensor]:
-        job = row.work.build(workload, row.fmt, replace(place, backend=backend))
+        job = row.work.build(workload, row.fmt, replace(env, backend=backend))
         job.run()
         return job.written()
 
-    written = buffers(place.backend)
+    written = buffers(env.backend)
     expected = buffers(REFERENCE)
     for index, (buffer, expected_buffer) in enumerate(zip_longest(written, expected)):
         if buffer is None or expected_buffer is None or not torch.equal(_bytes(buffer), _bytes(expected_buffer)):
             raise WrongBytesError(
-                f"{row.name} by {place.backend} on {workload.name}: buffer {index} of {len(expected)} differs from the reference"
+                f"{row.name} by {env.backend} on {workload.name}: buffer {index} of {len(expected)} differs from the reference"
             )
 
 
@@ -72,7 +72,7 @@ class Bench:
         device = _device(config.backend)
         self._config = config
         self._scale = config.scale or (1 if device.type == "cuda" else CPU_SCALE)
-        self._place = Place(device, backends.choose(device, config.backend), config.seed)
+        self._place = BenchEnv(device, backends.choose(device, config.backend), config.seed)
         self._clock = Clock(device, config.seconds)
         self._rows = select(config.only, self._scale)
         self._peers = usable(device.type) if config.peers else []
@@ -100,7 +100,9 @@ class Bench:
         return self._report(copy, measurements, failures)
 
     def _contenders(self, row: Row) -> list[tuple[str, Build]]:
-        """(name, build) of zerocast's backend, then of the peers, which take flat masters only."""
+        """Return (name, build) of zerocast's backend, then of the peers, which take flat masters
+        only.
+        """
         peers = self._peers if row.workload.flat else []
         peer_builds = [(peer.name, peer.works[row.work.name]) for peer in peers if row.work.name in peer.works]
         return [(self._place.backend, row.work.build), *peer_builds]
@@ -148,7 +150,7 @@ class Bench:
 
 
 def _device(backend: str | None) -> torch.device:
-    """The GPU, if there is one on which the requested backend runs; else the CPU."""
+    """Return the GPU, if there is one on which the requested backend runs; else the CPU."""
     gpu = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
     if gpu is not None and (backend is None or backends.why_not(backend, gpu) is None):
         return gpu

@@ -1,6 +1,7 @@
 """One rank's share of a workload: its tensors, the plan over them, and the stages.
 
-A Seat stands in for the other ranks, so that one device does exactly one rank's share of a cast.
+A SimulatedGroup replaces the other ranks, so that one device does exactly one rank's share of a
+cast.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.bench.traffic import NOMINAL
-from zerocast.bench.workload import Place, Workload
+from zerocast.bench.workload import BenchEnv, Workload
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.cast.partition import MasterShard
 from zerocast.cast.plan import CastPlan
@@ -23,7 +24,7 @@ from zerocast.weight import QuantizedWeight
 
 
 @dataclass(frozen=True)
-class Seat(Group):
+class SimulatedGroup(Group):
     """A group whose other members are simulated: same weights, the other shards.
 
     A plan in it has amaxes and scales for every weight, as on a cluster. Collectives move nothing:
@@ -33,9 +34,9 @@ class Seat(Group):
     workload: Workload
 
     @staticmethod
-    def at(workload: Workload) -> "Seat":
-        """The seat of the workload's rank."""
-        return Seat(None, workload.rank, workload.world, workload)
+    def of_workload(workload: Workload) -> "SimulatedGroup":
+        """Return the group of the workload's rank."""
+        return SimulatedGroup(None, workload.rank, workload.world, workload)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
         """Fill in the sums over all ranks, which are known: when a plan is built, ranks add up the
@@ -44,33 +45,33 @@ class Seat(Group):
         tensor.copy_(whole_sums([math.prod(shape) for shape in self.workload.shapes]))
 
     def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
-        """Do nothing. When a plan is built all ranks have the same values; in a cast the amaxes
-        stay those of this rank.
+        """Do nothing. When a plan is built all ranks have the same values; in a cast the amaxes of
+        this rank are used.
         """
 
 
-# The standard deviation of the masters, about that of a trained weight.
+# The standard deviation of the masters, about the same as of a trained weight.
 STANDARD_DEVIATION = 0.02
 
 
 class Shard:
-    """Weights of random bytes, and random masters of the owned spans, on `place.device`.
+    """Weights of random bytes, and random masters of the owned spans, on `env.device`.
 
     A flat workload has all masters in `flat` and each kind of weight buffer in one tensor. A
     scattered one has separate tensors for each weight. With `gathers_scales` the plan only makes
     the scales of the owned elements, if the format allows it.
     """
 
-    def __init__(self, workload: Workload, fmt: str, place: Place, gathers_scales: bool = False) -> None:
-        random = place.generator()
+    def __init__(self, workload: Workload, fmt: str, env: BenchEnv, gathers_scales: bool = False) -> None:
+        random = env.generator()
         self.spans = list(workload.spans(workload.rank))
-        self.weights = [QuantizedWeight.empty(shape, fmt, NOMINAL, place.device) for shape in workload.shapes]
+        self.weights = [QuantizedWeight.empty(shape, fmt, NOMINAL, env.device) for shape in workload.shapes]
         if workload.flat:
             for name in BUFFERS:
                 into_flat_buffer([weight for weight in self.weights if weight.state.buffers[name] is not None], name)
         for tensor in self.written():
             _fill(tensor, random)
-        self.flat = torch.empty(workload.owned, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
+        self.flat = torch.empty(workload.owned, device=env.device).normal_(0, STANDARD_DEVIATION, generator=random)
         masters = self.flat.split([span.numel for span in self.spans])
         self.masters = [master if workload.flat else master.clone() for master in masters]
         starts = [span.start for span in self.spans]
@@ -78,8 +79,8 @@ class Shard:
             cuts if gathers_scales and elements_per_scale(weight.format, weight.shape) else None
             for weight, cuts in zip(self.weights, workload.cuts(), strict=True)
         ]
-        seat = Seat.at(workload)
-        self.plan = CastPlan(self.weights, self.masters, starts, seat, backend=place.backend, scale_cuts=cuts)
+        group = SimulatedGroup.of_workload(workload)
+        self.plan = CastPlan(self.weights, self.masters, starts, group, backend=env.backend, scale_cuts=cuts)
 
     @property
     def packed(self) -> Tensor:
@@ -87,12 +88,12 @@ class Shard:
         return self.plan.amaxes.buffer
 
     def written(self) -> list[Tensor]:
-        """All buffers of all weights, in a fixed order."""
+        """Return all buffers of all weights, in a fixed order."""
         buffers = chain.from_iterable(weight.state.buffers.values() for weight in self.weights)
         return [buffer for buffer in buffers if buffer is not None]
 
     def table(self) -> WeightTable:
-        """The plan's weights as a table, to run the stages of a cast one by one."""
+        """Return the plan's weights as a table, to run the stages of a cast one at a time."""
         tables = WeightTables(self.flat.device, self.plan.backend)
         for index, (weight, master, span) in enumerate(zip(self.weights, self.masters, self.spans, strict=True)):
             shard = MasterShard(weight, master if span.numel else None, span)
@@ -102,8 +103,8 @@ class Shard:
 
 
 def _fill(tensor: Tensor, random: torch.Generator) -> None:
-    """Fill a tensor with random bytes, or with floats between 0.5 and 1. A kernel that leaves out
-    an element then gives other bytes than the reference.
+    """Fill a tensor with random bytes, or with floats between 0.5 and 1. A kernel that omits an
+    element then writes different bytes than the reference.
     """
     if tensor.dtype is torch.uint8:
         tensor.random_(0, 256, generator=random)

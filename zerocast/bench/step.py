@@ -43,7 +43,7 @@ Progress = Callable[[StepMeasurement | StepFailure], None]
 
 @dataclass(frozen=True)
 class Text:
-    """A text to train on. A token is a byte, so a loss is in nats a byte and no tokenizer is
+    """A text to train on. A token is a byte, so a loss is in nats per byte and no tokenizer is
     needed.
 
     Attributes:
@@ -102,7 +102,7 @@ class StepBench:
         self._first_batches = self._batches_of_text(self._text) if self._text else self._in_turn(config.warm_up)
 
     def check_comparable(self, stored: StepReport) -> None:
-        """ValueError for a report that this run will not be compared with."""
+        """Raise ValueError for a report that this run will not be compared with."""
         stored.check_comparable(self._world, self.settings())
 
     def run(self, progress: Progress = lambda _: None) -> StepReport:
@@ -123,7 +123,9 @@ class StepBench:
         )
 
     def settings(self) -> dict[str, Any]:
-        """The settings that rows depend on; reports with other settings are not compared."""
+        """Return the settings that rows depend on; reports with different settings are not
+        compared.
+        """
         irrelevant = ("variants", "modes", "out", "compare", "threshold", "json", "profile", "text")
         settings = {name: value for name, value in asdict(self._config).items() if name not in irrelevant}
         if self._text:
@@ -134,7 +136,8 @@ class StepBench:
         """Measure a row; an error on any rank becomes a StepFailure on all, so that the other rows
         still run.
 
-        Ranks agree before the first step: what most often fails on one alone is to build a model.
+        Ranks agree before the first step: building a model is the most likely step to fail on one
+        rank only.
         """
         before = self._allocated()
         try:
@@ -145,7 +148,7 @@ class StepBench:
             return StepFailure(row.name, str(error))
 
     def _together(self, work: Callable[[], Result]) -> Result:
-        """The result of `work`. RuntimeError on every rank if it raised on any."""
+        """Return the result of `work`. Raises RuntimeError on every rank if it raised on any."""
         result: Result | None = None
         problem: str | None = None
         try:
@@ -242,7 +245,7 @@ class StepBench:
         """Measure steps that start together on idle devices.
 
         Returns the milliseconds of each step until all work is done, the milliseconds until its
-        calls on the host return, the milliseconds of processor time that all threads of the process
+        calls on the CPU return, the milliseconds of processor time that all threads of the process
         take until then, and the bytes that a forward pass left allocated in the last step.
         """
         step_ms, host_ms, cpu_ms = [], [], []
@@ -264,7 +267,9 @@ class StepBench:
         return step_ms, host_ms, cpu_ms, kept_bytes
 
     def _free_running_steps(self, training: Training) -> tuple[float, float]:
-        """Milliseconds a step, and of its calls on the host, when nothing waits between steps."""
+        """Return the milliseconds per step, and of its calls on the CPU, when nothing waits between
+        steps.
+        """
         host_ms = []
         self._synchronize()
         dist.barrier()
@@ -277,7 +282,7 @@ class StepBench:
         return (time.perf_counter() - start) * 1e3 / self._config.steps, median(host_ms)
 
     def _wire_bytes(self, training: Training) -> dict[str, int]:
-        """Bytes of the collectives of one step, which runs eagerly to be seen."""
+        """Return the bytes of the collectives of one step, which runs eagerly to be seen."""
         with torch.compiler.set_stance("force_eager"), TrafficCounter(None) as traffic:
             self._step(training, self._tokens[0])
         return dict(sorted(traffic.nbytes.items()))
@@ -291,7 +296,7 @@ class StepBench:
         return Profile.of(profiler.key_averages(), PROFILED)
 
     def _slowest(self, values: list[float]) -> list[float]:
-        """The largest of all ranks, for each value."""
+        """Return the largest of all ranks, for each value."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MAX)
         maxima: list[float] = tensor.tolist()

@@ -24,8 +24,8 @@ class Profile:
     """The time of a step by kernel and by call, on the rank that reports.
 
     Attributes:
-        kernels: (name, milliseconds a step, calls a step), the longest first.
-        host: the same of operators and CUDA calls on the host, without what they call.
+        kernels: (name, milliseconds per step, calls per step), the longest first.
+        host: the same for operators and CUDA calls on the CPU, without nested calls.
         waits: the number of times a step that the host waited for an event or a stream.
         wait_ms: milliseconds of those waits.
     """
@@ -57,7 +57,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class StepMeasurement:
-    """A variant's training step; every time and size is that of the slowest or fullest rank.
+    """A variant's training step; every time and size is of the slowest or fullest rank.
 
     Attributes:
         step_ms: of each step that starts on idle devices, until all of its work is done.
@@ -66,7 +66,7 @@ class StepMeasurement:
         free_ms: mean of steps between which nothing waits.
         free_host_ms: median of the calls of such a step, any wait for a full queue included.
         peak_bytes: the most that was allocated during training; None on a CPU.
-        kept_bytes: what the first forward pass of a step leaves allocated; None on a CPU.
+        kept_bytes: the bytes that the first forward pass of a step leaves allocated; None on a CPU.
         wire_bytes: full-size side of a step's collectives by operation; `weight_gather` has all
             all-gathers.
         losses: of each step before those that are timed, the mean over ranks.
@@ -103,7 +103,7 @@ class StepMeasurement:
 
 @dataclass(frozen=True)
 class StepFailure:
-    """A row that raised, and what."""
+    """A row that raised, and its error."""
 
     row: str
     reason: str
@@ -111,7 +111,7 @@ class StepFailure:
 
 @dataclass(frozen=True)
 class StepReport:
-    """All results of one run on `ranks` devices, of `tokens` tokens a step."""
+    """All results of one run on `ranks` devices, of `tokens` tokens per step."""
 
     date: str
     ranks: int
@@ -122,8 +122,8 @@ class StepReport:
     failures: tuple[StepFailure, ...] = ()
 
     def over_bf16(self, m: StepMeasurement, host: str | None = None) -> list[float] | None:
-        """A row's time over that of `host` with bf16: [of synchronized steps, of free-running
-        ones]. None if that was not measured.
+        """Return a row's time over the time of `host` with bf16: [of synchronized steps, of
+        free-running ones]. None if that was not measured.
 
         By default the host is ZeroAdamW for a row of ZeroAdamW, and FSDP2 for every other.
         """
@@ -131,22 +131,26 @@ class StepReport:
         return [m.ms / other.ms, m.free_ms / other.free_ms] if other else None
 
     def host_over_bf16(self, m: StepMeasurement) -> float | None:
-        """A row's host time over that of the same host with bf16. None if that was not measured."""
+        """Return a row's CPU time over the CPU time of the same host with bf16. None if that was
+        not measured.
+        """
         other = self._bf16(m)
         return m.host_ms / other.host_ms if other else None
 
     def _bf16(self, m: StepMeasurement, host: str | None = None) -> StepMeasurement | None:
-        """The row of bf16 that `over_bf16` divides by."""
+        """Return the row of bf16 that `over_bf16` divides by."""
         host = host or ("zero_adamw" if m.variant.startswith("zero_adamw:") else "fsdp2")
         return self.by_row.get(f"{host}:bf16 {m.mode}")
 
     @cached_property
     def by_row(self) -> dict[str, StepMeasurement]:
-        """The measurements by the names of their rows."""
+        """The measurements, keyed by the names of their rows."""
         return {m.row: m for m in self.measurements}
 
     def tokens_per_second(self, m: StepMeasurement) -> float:
-        """The tokens of all ranks in a second of synchronized steps, of which `ms` is one."""
+        """Return the tokens of all ranks in a second of synchronized steps, of which `ms` is
+        one.
+        """
         return self.tokens / m.ms * 1e3
 
     @property
@@ -155,7 +159,7 @@ class StepReport:
         return any(failure.row.startswith(OURS) for failure in self.failures)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, measured and derived, as JSON types; README.md lists the keys."""
+        """Return all numbers, measured and derived, as JSON types; README.md lists the keys."""
         return {
             "schema": SCHEMA,
             "date": self.date,
@@ -188,7 +192,7 @@ class StepReport:
 
     @classmethod
     def read(cls, path: Path) -> "StepReport":
-        """Read what `write_json` wrote; ValueError for any other file."""
+        """Read a file of `write_json`. Raises ValueError for any other file."""
         stored = read_stored(path, SCHEMA)
         fields = ("date", "ranks", "tokens", "machine", "settings")
         return cls(
@@ -198,16 +202,16 @@ class StepReport:
         )
 
     def check_comparable(self, ranks: int, settings: Mapping[str, Any]) -> None:
-        """ValueError for a run on another number of ranks or of other settings."""
+        """Raise ValueError for a run with a different number of ranks or different settings."""
         if (ranks, settings) != (self.ranks, self.settings):
             raise ValueError(
                 f"the stored report has {self.ranks} ranks and {self.settings}, this one {ranks} and {settings}"
             )
 
     def regressions(self, stored: "StepReport", threshold: float) -> list[Regression]:
-        """Our rows whose time or peak memory grew by more than the fraction `threshold`.
+        """Return our rows whose time or peak memory grew by more than the fraction `threshold`.
 
-        Raises ValueError for a report that `check_comparable` refuses.
+        Raises ValueError for a report that cannot be compared (`check_comparable`).
         """
         stored.check_comparable(self.ranks, self.settings)
         pairs = []

@@ -2,7 +2,7 @@
 
 A master is read once for the amaxes and once for the cast, and rounded to the nominal dtype in
 registers. Work that every rank repeats counts in full: the packed amaxes of all weights (stored and
-read) and their scale buffers (written). An element of the shard takes 9 bytes for FP8, 8.5 for
+read) and their scale buffers (written). An element of the shard needs 9 bytes for FP8, 8.5 for
 nvfp4 and 10 for mxfp8; an element of the whole model adds 0.3125 for mxfp8 and 0.078 for nvfp4. If
 scales are gathered from their owners, a rank has the latter bytes for its own elements only.
 """
@@ -35,7 +35,7 @@ ADAM_8BIT = 3 * FP32 + 4
 
 
 def nbytes(buffer: Buffer | None) -> int:
-    """The bytes of a buffer with its padding; 0 if there is no buffer."""
+    """Return the bytes of a buffer with its padding; 0 if there is no buffer."""
     return buffer.nbytes if buffer else 0
 
 
@@ -47,7 +47,7 @@ class Traffic:
     fmt: FormatSpec
 
     def _whole(self, count: Callable[[int, int], int]) -> int:
-        """The sum over all weights of a count for one weight."""
+        """Return the sum over all weights of a count for one weight."""
         return self.workload.layers * sum(count(*shape) for shape in self.workload.layer)
 
     @cached_property
@@ -83,7 +83,7 @@ class Traffic:
 
     @property
     def messages(self) -> int:
-        """A gradient of as many elements as the shard has, in messages for all ranks."""
+        """A gradient with the shard's number of elements, in messages for all ranks."""
         return self.workload.world * GradientMessage(self.workload.owned // self.workload.world).nbytes
 
     @property
@@ -118,26 +118,26 @@ class Traffic:
 
     @property
     def cast(self) -> int:
-        """A whole cast: masters twice, packed amaxes stored and read, scales and codes out."""
+        """A complete cast: masters twice, packed amaxes stored and read, scales and codes out."""
         return 2 * self.masters + 2 * self.packed + self.scales + self.codes
 
     @property
     def cast_of_own_scales(self) -> int:
-        """A cast whose amaxes and scales are those of the owned elements."""
+        """A cast of the amaxes and scales of the owned elements only."""
         all_scales = 2 * self.packed + self.scales
         own_scales = all_scales * self.workload.owned // self.workload.numel
         return 2 * self.masters + own_scales + self.codes
 
     @property
     def adam(self) -> int:
-        """An Adam step alone: 28 bytes an element."""
+        """An Adam step only: 28 bytes per element."""
         return ADAM * self.workload.owned
 
     @property
     def adam_8bit(self) -> int:
-        """An Adam step with moments in 8 bits: 16 bytes an element, the two scales of each group
-        read and written, and amaxes. If the format casts in one pass, the codes of blocks that no
-        rank cuts too.
+        """An Adam step with moments in 8 bits: 16 bytes per element, the two scales of each group
+        read and written, and amaxes. If the format casts in one pass, also the codes of blocks that
+        have one owner.
         """
         owned = zip(self.workload.shapes, self.workload.spans(self.workload.rank), strict=True)
         groups = sum(moment_groups(span.start, span.numel, columns) for (_, columns), span in owned if span.numel)
@@ -169,8 +169,8 @@ class Traffic:
 
     @property
     def upcast(self) -> int:
-        """E4M3 operands of all weights: codes and a scale a tile read, codes and a scale a group
-        written.
+        """E4M3 operands of all weights: codes and a scale per tile read, codes and a scale per
+        group written.
         """
         return self._whole(self._upcast_of)
 

@@ -70,7 +70,7 @@ class Training:
         return torch.stack(losses).mean()
 
     def keep_gathered(self) -> None:
-        """Let FSDP2 free the weights of blocks in the last backward pass of a step alone."""
+        """Let FSDP2 free the weights of blocks in the last backward pass of a step only."""
         if isinstance(self.model, FSDPModule):
             self.model.set_reshard_after_forward(False)
             self.no_sync = functools.partial(_no_sync, self.model, keep_gathered=True)
@@ -97,7 +97,7 @@ class Host:
 @dataclass(frozen=True)
 class Variant:
     """A row of the table, called `host:format`. The name has `+fp8_wgrad` if weight gradients are
-    computed in FP8 instead of the dtype of the gradients, and `+fp8_wire` if gradients travel as
+    computed in FP8 instead of the dtype of the gradients, and `+fp8_wire` if gradients are sent as
     FP8.
     """
 
@@ -142,11 +142,11 @@ class StepRow:
 
     @property
     def code(self) -> str | None:
-        """The line of code that gives this row beside the optimizer: the fast recipe, or the plain
-        default. None for other rows.
+        """The line of code that gives this row, besides the optimizer: the fast recipe, or the
+        plain default. None for other rows.
         """
         call = {"fsdp2": "zerocast.fsdp2.prepare", "zero_adamw": "zerocast.quantize_"}.get(self.variant.host.name)
-        # Formats of other libraries are no recipes.
+        # Formats of other libraries are not recipes.
         recipe = self.recipe if call else None
         if recipe is None or self.variant.grad_wire:
             return None
@@ -247,7 +247,9 @@ def _te_linear(te: Any, linear: nn.Linear) -> nn.Module:
 def _sharded(
     model: Llama, lr: float, compile_block: Compile, optimizer: Callable[..., torch.optim.Optimizer] | None = None
 ) -> Training:
-    """`fully_shard` by block, bf16 weights and FP32 reductions; by default torch's fused AdamW."""
+    """Return `fully_shard` by block, bf16 weights and FP32 reductions; by default torch's fused
+    AdamW.
+    """
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
         compile_block(block)
@@ -317,14 +319,14 @@ VARIANTS = tuple(_all_variants())
 
 
 def code_of(name: str) -> str | None:
-    """`StepRow.code` of the row of this name."""
+    """Return the `StepRow.code` of the row with this name."""
     variant, _, mode = name.partition(" ")
     return next((StepRow(known, mode).code for known in VARIANTS if known.name == variant), None)
 
 
 def select(patterns: tuple[str, ...], modes: tuple[str, ...]) -> list[StepRow]:
-    """The rows in `modes` whose names, with or without the mode, match one of `patterns` (shell
-    wildcards); without patterns all. Variants that are not installed are left out.
+    """Return the rows in `modes` whose names, with or without the mode, match one of `patterns`
+    (shell wildcards); without patterns all. Variants that are not installed are left out.
 
     Raises ValueError for a pattern that matches no row, RuntimeError for a variant that is not
     installed and that a pattern without wildcards names.

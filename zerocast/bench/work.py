@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerocast.backends import ops
 from zerocast.bench.shard import Shard
-from zerocast.bench.workload import Job, Place, Workload
+from zerocast.bench.workload import BenchEnv, Job, Workload
 from zerocast.cast.adam_update import AdamUpdate, Hyperparameters
 from zerocast.cast.tables import WeightTable
 from zerocast.formats import get_format
@@ -18,39 +18,39 @@ from zerocast.formats.layout import GradientMessage
 from zerocast.optim.moments_8bit import CutGroups, Moments8bit, OwnedPart
 
 
-def cast(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of a whole `CastPlan.cast()`: amaxes, scales and codes."""
-    shard = Shard(workload, fmt, place)
+def cast(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of a complete `CastPlan.cast()`: amaxes, scales and codes."""
+    shard = Shard(workload, fmt, env)
     return Job(shard.plan.cast, shard.written)
 
 
-def cast_of_own_scales(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of a cast whose scales are gathered with the codes, so that each rank only makes the
-    scales of its own elements.
+def cast_of_own_scales(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of a cast whose scales are gathered with the codes, so that each rank only
+    makes the scales of the elements that it owns.
     """
-    shard = Shard(workload, fmt, place, gathers_scales=True)
+    shard = Shard(workload, fmt, env, gathers_scales=True)
     return Job(shard.plan.cast, shard.written)
 
 
-def partial_amax(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the amaxes of the owned elements, into a buffer that starts as zeros."""
-    shard = Shard(workload, fmt, place)
+def partial_amax(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the amaxes of the owned elements, into a buffer that starts as zeros."""
+    shard = Shard(workload, fmt, env)
     table, packed = shard.table(), shard.packed
     shard.plan.amaxes.begin()
     return Job(lambda: table.measure(packed), lambda: [packed])
 
 
-def compute_scales(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the scales of all weights, from random amaxes."""
-    shard = Shard(workload, fmt, place)
+def compute_scales(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the scales of all weights, from random amaxes."""
+    shard = Shard(workload, fmt, env)
     table, packed = shard.table(), shard.packed
-    packed.uniform_(0, 0.1, generator=place.generator())
+    packed.uniform_(0, 0.1, generator=env.generator())
     return Job(lambda: table.compute_scales(packed, None), shard.written)
 
 
-def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, Place], Job]:
-    def build(workload: Workload, fmt: str, place: Place) -> Job:
-        shard = Shard(workload, fmt, place)
+def _after_amaxes(stages: Callable[[Shard, WeightTable], None]) -> Callable[[Workload, str, BenchEnv], Job]:
+    def build(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+        shard = Shard(workload, fmt, env)
         # The cast computes the amaxes and scales that the stages read.
         shard.plan.cast()
         table = shard.table()
@@ -64,20 +64,22 @@ partial_cast = _after_amaxes(lambda shard, table: table.partial_cast(shard.packe
 
 @_after_amaxes
 def amax_and_cast(shard: Shard, table: WeightTable) -> None:
-    """The two stages whose work is proportional to the shard and not to the whole weight."""
+    """Run the two stages whose work is proportional to the shard and not to the full weight."""
     table.measure(shard.packed)
     table.partial_cast(shard.packed, None)
 
 
 @_after_amaxes
 def transpose(shard: Shard, table: WeightTable) -> None:
-    """`CastPlan.post_all_gather()` over all weights. Elements of other ranks have random bytes."""
+    """Run `CastPlan.post_all_gather()` over all weights. Elements of other ranks have random
+    bytes.
+    """
     shard.plan.post_all_gather()
 
 
-def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
-    def build(workload: Workload, fmt: str, place: Place) -> Job:
-        shard = Shard(workload, fmt, place)
+def _upcast(transposed: bool) -> Callable[[Workload, str, BenchEnv], Job]:
+    def build(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+        shard = Shard(workload, fmt, env)
         shard.plan.cast()
         operands: list[Tensor] = []  # of the last layer
 
@@ -89,10 +91,10 @@ def _upcast(transposed: bool) -> Callable[[Workload, str, Place], Job]:
                 scale_inv = [weight.rowwise_scale_inv for weight in layer if weight.rowwise_scale_inv is not None]
                 amaxes = [weight.amax for weight in layer if weight.amax is not None and get_format(fmt).exact_scales]
                 shapes = tuple(weight.matrix_shape for weight in layer)
-                made = ops.upcast_together(place.backend, fmt, data, scale_inv, amaxes, shapes, transposed)
+                made = ops.upcast_together(env.backend, fmt, data, scale_inv, amaxes, shapes, transposed)
                 operands[:] = chain.from_iterable(made)
 
-        return Job(in_a_graph(run, place.device), lambda: operands)
+        return Job(in_a_graph(run, env.device), lambda: operands)
 
     return build
 
@@ -115,7 +117,7 @@ def in_a_graph(run: Callable[[], None], device: torch.device) -> Callable[[], ob
 
 
 # Jobs that make the E4M3 operands of every weight, layer by layer, as if each layer was gathered by
-# itself: those of the forward pass, and those of the input gradients.
+# itself: for the forward pass, and for the input gradients.
 upcast = _upcast(transposed=False)
 upcast_transposed = _upcast(transposed=True)
 
@@ -140,21 +142,21 @@ class Moments:
         self.clip = torch.ones(1, device=device)
 
 
-def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of an update with moments in 8 bits, which begin as zeros, on the flat shard: with
-    amaxes, and with the codes of local scales.
+def adam_8bit(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of an update with moments in 8 bits, which begin as zeros, on the flat shard:
+    with amaxes, and with the codes of local scales.
     """
-    shard = Shard(workload, fmt, place)
+    shard = Shard(workload, fmt, env)
     table, packed, numel = shard.table(), shard.plan.amaxes, workload.owned
-    inputs = Moments(numel, place.device, place.generator())
+    inputs = Moments(numel, env.device, env.generator())
     parts: list[OwnedPart] = []
     offset = 0
     for number, ((_, columns), span) in enumerate(zip(workload.shapes, shard.spans, strict=True)):
         if span.numel:
             parts.append(OwnedPart(f"weight {number}", columns, [span], offset, param_group=0, cut={}))
             offset += span.numel
-    moments = Moments8bit(parts, numel, CutGroups(0, [], place.device))
-    groups = moments.groups(torch.full((1,), STEP, device=place.device))
+    moments = Moments8bit(parts, numel, CutGroups(0, [], env.device))
+    groups = moments.groups(torch.full((1,), STEP, device=env.device))
     update = AdamUpdate(inputs.grad, moments.exp_avg, moments.exp_avg_sq, inputs.scalars, inputs.clip, groups)
 
     def run() -> None:
@@ -165,36 +167,36 @@ def adam_8bit(workload: Workload, fmt: str, place: Place) -> Job:
     return Job(run, lambda: [*state, *shard.written()])
 
 
-def quantize_gradient(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `quantize_gradient`: a bf16 gradient of as many elements as the shard has, to messages
-    for all ranks.
+def quantize_gradient(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of `quantize_gradient`: a bf16 gradient with the shard's number of elements,
+    to messages for all ranks.
     """
     parts = workload.world
     message = GradientMessage(workload.owned // workload.world)
-    grad = torch.empty(parts * message.numel, device=place.device)
-    grad = grad.normal_(0, GRADIENT, generator=place.generator()).bfloat16()
-    messages = torch.empty(parts * message.nbytes, dtype=torch.uint8, device=place.device)
-    run = functools.partial(ops.quantize_gradient, place.backend, grad=grad, parts=parts, messages=messages)
+    grad = torch.empty(parts * message.numel, device=env.device)
+    grad = grad.normal_(0, GRADIENT, generator=env.generator()).bfloat16()
+    messages = torch.empty(parts * message.nbytes, dtype=torch.uint8, device=env.device)
+    run = functools.partial(ops.quantize_gradient, env.backend, grad=grad, parts=parts, messages=messages)
     return Job(run, lambda: [messages])
 
 
-def add_gradients(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of `add_gradients`, with which an owner sums the messages of all ranks."""
-    quantized = quantize_gradient(workload, fmt, place)
+def add_gradients(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of `add_gradients`, with which an owner sums the messages of all ranks."""
+    quantized = quantize_gradient(workload, fmt, env)
     quantized.run()
     (messages,) = quantized.written()
     parts = workload.world
-    out = torch.empty(workload.owned // parts, device=place.device)
+    out = torch.empty(workload.owned // parts, device=env.device)
     sums = {"messages": messages, "parts": parts, "divisor": parts, "adds": False, "out": out}
-    return Job(functools.partial(ops.add_gradients, place.backend, **sums), lambda: [out])
+    return Job(functools.partial(ops.add_gradients, env.backend, **sums), lambda: [out])
 
 
-def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable[[Workload, str, Place], Job]:
-    def build(workload: Workload, fmt: str, place: Place) -> Job:
-        shard = Shard(workload, fmt, place)
+def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable[[Workload, str, BenchEnv], Job]:
+    def build(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+        shard = Shard(workload, fmt, env)
         table = shard.table()
         packed = shard.plan.amaxes
-        moments = Moments(shard.flat.numel(), place.device, place.generator())
+        moments = Moments(shard.flat.numel(), env.device, env.generator())
         update = AdamUpdate(moments.grad, moments.exp_avg, moments.exp_avg_sq, moments.scalars, moments.clip)
 
         def run() -> None:
@@ -208,8 +210,8 @@ def _step(stages: Callable[[WeightTable, AdamUpdate, Tensor], None]) -> Callable
 
 @_step
 def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
-    """All work of a step after the reduce-scatter: Adam with amaxes, and with the codes of blocks
-    that have one owner; then scales, and the other codes.
+    """Run all work of a step after the reduce-scatter: Adam with amaxes, and with the codes of
+    blocks that have one owner; then scales, and the other codes.
     """
     table.measure(packed, update, None)
     table.compute_scales(packed, None)
@@ -219,14 +221,14 @@ def step(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
 _adam_of_plain_masters = _step(lambda table, update, packed: table.measure(packed, update, None))
 
 
-def adam(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the update of plain parameters, which are not cast, on the flat shard."""
-    return _adam_of_plain_masters(workload, "identity", place)
+def adam(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the update of plain parameters, which are not cast, on the flat shard."""
+    return _adam_of_plain_masters(workload, "identity", env)
 
 
 @_step
 def step_in_two_passes(table: WeightTable, update: AdamUpdate, packed: Tensor) -> None:
-    """The same work if all codes wait for reduced amaxes."""
+    """Run the same work if all codes wait for reduced amaxes."""
     table.adam_each(update.inputs, packed)
     table.compute_scales(packed, None)
     table.partial_cast(packed, None)

@@ -1,5 +1,5 @@
-"""The values of a benchmark: Workload, the weights that are cast; Place, the device and backend;
-Job, the call that is timed.
+"""The values of a benchmark: Workload, the weights that are cast; BenchEnv, the device, backend and
+seed; Job, the call that is timed.
 
 Nothing is allocated here. A workload has shapes and one rank's share of them.
 """
@@ -19,7 +19,7 @@ MULTIPLE = 32
 
 @dataclass(frozen=True)
 class Workload:
-    """The weights of `layers` equal layers, concatenated and cut into `world` equal shards.
+    """The weights of `layers` equal layers, concatenated and split into `world` equal shards.
 
     Attributes:
         layer: (rows, columns) of each weight of one layer.
@@ -46,7 +46,9 @@ class Workload:
         return self.layers * sum(rows * columns for rows, columns in self.layer)
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """The span of each weight that `rank` owns, in elements of the weight; [0, 0) if none."""
+        """Yield the span of each weight that `rank` owns, in elements of the weight; [0, 0) if
+        none.
+        """
         shard = Span(self.numel * rank // self.world, self.numel * (rank + 1) // self.world)
         start = 0
         for rows, columns in self.shapes:
@@ -55,7 +57,9 @@ class Workload:
             start += rows * columns
 
     def cuts(self) -> Iterator[range]:
-        """The boundaries between shards within each weight. `world` must divide the workload."""
+        """Yield the boundaries between shards within each weight. `world` must divide the
+        workload.
+        """
         shard_numel = self.numel // self.world
         start = 0
         for rows, columns in self.shapes:
@@ -75,13 +79,15 @@ class Workload:
         return sum(span.numel for span in self.spans(self.rank))
 
     def cut(self, fmt: FormatSpec) -> int:
-        """The number of owned elements in rows of blocks that the shard does not own as a whole."""
+        """Return the number of owned elements in rows of blocks that the shard owns only in
+        part.
+        """
         spans = zip(self.shapes, self.spans(self.rank), strict=True)
         return sum(span.numel - whole_block_rows(fmt, shape, span).numel for shape, span in spans if span.numel)
 
     def scaled(self, scale: int) -> "Workload":
-        """The workload with rows, columns and layers divided by `scale`; extents are multiples
-        of 32.
+        """Return the workload with rows, columns and layers divided by `scale`; extents are
+        multiples of 32.
         """
         if scale == 1:
             return self
@@ -109,7 +115,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchEnv:
     """A device, the backend that works there, and the seed of all inputs."""
 
     device: torch.device
@@ -117,5 +123,7 @@ class Place:
     seed: int
 
     def generator(self) -> torch.Generator:
-        """A generator on the device: equal seeds give every backend there the same inputs."""
+        """Return a generator on the device: equal seeds give every backend there the same
+        inputs.
+        """
         return torch.Generator(self.device).manual_seed(self.seed)

@@ -12,13 +12,13 @@ from zerocast.serve.stored_model import class_of, config_of, on_meta
 
 # The most layers that are built, so that a typing error is reported.
 MOST_LAYERS = 10_000
-# The weights that choose experts, which stay in the dtype of the model, by the names of modules.
+# The names of modules whose weights choose experts. These stay in the dtype of the model.
 ROUTERS = ("gate", "router", "shared_expert_gate")
 NEXT_LAYERS = "num_nextn_predict_layers"
 
 
 def read_config(path: Path) -> Model:
-    """Read a config.json. ModuleNotFoundError without transformers, and the errors of transformers
+    """Read a config.json. Raises ModuleNotFoundError without transformers, and transformers' errors
     for a config that it cannot build.
     """
     try:
@@ -53,7 +53,7 @@ def parameters_of(model: nn.Module) -> Iterator[Parameter]:
 
 
 def _block_of(model: nn.Module, name: str) -> str | None:
-    """The name of the outermost element of a module list that a module is in."""
+    """Return the name of the outermost element of a module list that a module is in."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         if isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList | nn.ModuleDict):
@@ -62,7 +62,9 @@ def _block_of(model: nn.Module, name: str) -> str | None:
 
 
 def _is_in_products(owner: nn.Module, attribute: str) -> bool:
-    """True for the weight of a linear layer, and for a parameter that has a matrix per expert."""
+    """Return True for the weight of a linear layer, and for a parameter that has a matrix per
+    expert.
+    """
     if isinstance(owner, tuple(NO_PRODUCT)):
         return False
     # GPT-2's linear layer is a class of transformers.

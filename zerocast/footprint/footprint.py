@@ -25,8 +25,8 @@ class Setup:
     """The sharding and the optimizer of a training on `ranks` data-parallel ranks.
 
     `parallel` is zero1, zero2, fsdp2, or hsdp, which shards over groups of `shard_ranks` and
-    replicates across them. `optimizer` is adamw, or muon for ZeroMuon under zero1 and zero2, which
-    owns the linear weights in whole. Raises ValueError for an unknown `parallel` or `optimizer`,
+    replicates across them. `optimizer` is adamw, or muon for ZeroMuon under zero1 and zero2, where
+    one rank owns each linear weight. Raises ValueError for an unknown `parallel` or `optimizer`,
     for group sizes that do not divide, and for muon under torch's sharding.
     """
 
@@ -65,9 +65,9 @@ class Footprint:
         quantized: elements that are stored in `format`.
         kept: linear weights that stay bf16 because `format` cannot take their shape.
         memory: bytes by purpose.
-        collectives: what a step calls.
-        all_amaxes: bytes that the rank would send in the all-reduce of a cast whose host gathers
-            codes alone (Megatron, Apex, TransformerEngine's calls).
+        collectives: the collectives of a step.
+        all_amaxes: bytes that the rank would send in the all-reduce of a cast whose framework
+            gathers codes only (Megatron, Apex, TransformerEngine's calls).
         busiest: Muon's operations on the rank with the most, divided by the mean of all ranks; 0
             without Muon.
     """
@@ -101,13 +101,14 @@ class Footprint:
 
 
 def footprint(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> Footprint:
-    """The footprint of `parameters` with linear weights stored in `fmt`; "bf16" quantizes nothing.
+    """Return the footprint of `parameters` with linear weights stored in `fmt`; "bf16" quantizes
+    nothing.
 
     Nominal and plain dtypes are bf16. Raises ValueError for an unknown format.
     """
     spec = get_format("identity" if fmt == "bf16" else fmt)
-    # One stand-in for all parameters of a shape: experts are many and have few shapes, and the byte
-    # counts are cached by stand-in.
+    # One placeholder for all parameters of a shape: there are many experts with few shapes, and the
+    # byte counts are cached by placeholder.
     by_shape: dict[tuple[tuple[int, ...], bool], Planned] = {}
     for parameter in parameters:
         if (parameter.shape, parameter.linear) not in by_shape:

@@ -1,13 +1,13 @@
 """The bytes of one rank under FSDP2 and HSDP, for a rank with a full share.
 
-Every parameter is cut along its first dimension, as torch's `fully_shard` cuts it. Every block is a
-unit that is resharded after its forward pass and gathered again for its backward pass. Parameters
+Every parameter is sharded along its first dimension, as torch's `fully_shard` does. Every block is
+a unit that is resharded after its forward pass and gathered again for its backward pass. Parameters
 outside of blocks form the root, which is gathered once. A rank has the FP32 shard, which is the
 parameter, the scales of its blocks, and the codes of the unit that is being gathered. It has all
-codes if they are few, or if the shard group has one rank. At the peak the root and two blocks are
+codes if they are small, or if the shard group has one rank. At the peak the root and two blocks are
 unsharded, the one that computes and the next one, with the columnwise copies or FP8 operands of one
-unit and the gradients of two. Traffic is that of a step with one micro-batch and with torch's norm
-of gradients.
+unit and the gradients of two. Traffic is counted for a step with one micro-batch and with torch's
+norm of gradients.
 """
 
 import functools
@@ -37,7 +37,9 @@ from zerocast.formats.layout import cut_moment_groups, moment_groups
 def fsdp(
     tensors: Sequence[Placed], shards: int, replicas: int, config: PlannedConfig
 ) -> tuple[Bytes, list[Collective]]:
-    """The bytes in memory by purpose, and the collectives of a step, of a rank with full shards."""
+    """Return the bytes in memory by purpose, and the collectives of a step, of a rank with full
+    shards.
+    """
     all_tensors = [tensor for _, tensor, _ in tensors]
     shares = [(_rows(tensor, shards) * (tensor.numel() // tensor.shape[0]), tensor.shape[-1]) for tensor in all_tensors]
     owned = sum(numel for numel, _ in shares)
@@ -55,7 +57,7 @@ def fsdp(
     gradients = sorted(sum(tensor.numel() for tensor in members) for members in units.values())[-2:]
     packed = _cut_amaxes(weights, shards)
     codes = [sum(_codes(weight, shards) for weight in quantized(members)) for members in units.values()]
-    # Without all codes in memory, those of the largest unit are there while it is gathered.
+    # If not all codes are in memory, the codes of the largest unit are while it is gathered.
     keeps_codes = shards == 1 or sum(codes) <= MOST_KEPT
     not_kept = 0 if keeps_codes else sum(codes) - max(codes)
     memory = {
@@ -83,18 +85,20 @@ def fsdp(
 
 
 def _at_the_peak(by_unit: dict[int, int]) -> int:
-    """The bytes of the root and of the two largest blocks, which are unsharded together."""
+    """Return the bytes of the root and of the two largest blocks, which are unsharded together."""
     blocks = sorted(nbytes for unit, nbytes in by_unit.items() if unit != ROOT)
     return by_unit.get(ROOT, 0) + sum(blocks[-2:])
 
 
 def _rows(tensor: Planned, shards: int) -> int:
-    """The rows of the first dimension on a rank with a full share."""
+    """Return the rows of the first dimension on a rank with a full share."""
     return -(-tensor.shape[0] // shards)
 
 
 def _cut_groups(tensor: Planned, shards: int) -> int:
-    """The groups of moments of a vector that shards cut. Those of other tensors lie in a row."""
+    """Return the number of groups of a vector's moments that straddle a shard boundary. Groups of
+    other tensors are within a row.
+    """
     if len(tensor.shape) > 1:
         return 0
     numel = tensor.numel()
@@ -103,7 +107,7 @@ def _cut_groups(tensor: Planned, shards: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _geometry(weight: Planned, shards: int) -> ShardGeometry:
-    """The shard of the first rank, which no other exceeds."""
+    """Return the shard of the first rank, which no other exceeds."""
     rows, columns = weight.matrix_shape
     cut = RowShards(rows, _rows(weight, shards) * (rows // weight.shape[0]), shards)
     count, (matrix_rows, _) = weight.matrices()
@@ -112,7 +116,7 @@ def _geometry(weight: Planned, shards: int) -> ShardGeometry:
 
 @functools.lru_cache(maxsize=1024)
 def _sent(tensor: Planned, shards: int) -> int:
-    """The bytes that each rank contributes to one all-gather."""
+    """Return the bytes that each rank contributes to one all-gather."""
     if tensor.format is not None:
         return weight_layout(_geometry(tensor, shards)).nbytes
     return _rows(tensor, shards) * (tensor.numel() // tensor.shape[0]) * tensor.itemsize
@@ -120,13 +124,13 @@ def _sent(tensor: Planned, shards: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _codes(weight: Planned, shards: int) -> int:
-    """The bytes of codes among those that a rank contributes to one all-gather."""
+    """Return the bytes of codes among those that a rank contributes to one all-gather."""
     return weight_layout(_geometry(weight, shards)).codes_nbytes
 
 
 def _cut_amaxes(weights: Sequence[Planned], shards: int) -> int:
-    """The bytes of the one all-reduce: tensor amaxes and those of block rows that shards cut, in
-    bf16.
+    """Return the bytes of the one all-reduce: tensor amaxes and the amaxes of block rows that
+    straddle a shard boundary, in bf16.
     """
     total = 0
     for geometry in (_geometry(weight, shards) for weight in weights):

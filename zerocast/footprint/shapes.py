@@ -1,6 +1,6 @@
 """The parameters of a model as names and shapes: of a preset, of a list in a file, or of a config.
 
-A list is JSON. An entry with `parameters` stands for `count` blocks of them; any other entry is one
+A list is JSON. An entry with `parameters` represents `count` blocks of them; any other entry is one
 parameter, or `count` of one shape:
 
     {"parameters": [
@@ -52,7 +52,8 @@ class Model(NamedTuple):
 
     Attributes:
         parameters: in the order of registration.
-        not_counted: what a published checkpoint has besides them; empty if nothing.
+        not_counted: a description of the other tensors of a published checkpoint; empty if there
+            are none.
     """
 
     parameters: list[Parameter]
@@ -61,14 +62,14 @@ class Model(NamedTuple):
 
 @functools.cache
 def presets() -> Mapping[str, Mapping[str, Any]]:
-    """The lists of published models, by the names that `zerocast plan` knows."""
+    """Return the lists of published models, keyed by their names in `zerocast plan`."""
     lists: dict[str, Mapping[str, Any]] = json.loads(PRESET_FILE.read_text())
     return lists
 
 
 def read_model(name: str) -> Model:
-    """Read a model. `name` is that of a preset, of a JSON file with a list or a config, or of a
-    folder with a config.json.
+    """Read a model. `name` is a preset, a JSON file with a list or a config, or a folder with a
+    config.json.
 
     Raises ValueError for a name that is none of these, and for a file that is neither a list nor a
     config of a model that transformers builds; ModuleNotFoundError for a config without
@@ -85,7 +86,7 @@ def read_model(name: str) -> Model:
             raise ValueError(f"{name} has no config.json") from None
         close_matches = difflib.get_close_matches(name, presets(), n=1)
         guess = f": did you mean {close_matches[0]!r}?" if close_matches else ""
-        raise ValueError(f"{name!r} is no model ({', '.join(presets())}) and no file{guess}") from None
+        raise ValueError(f"{name!r} is neither a model ({', '.join(presets())}) nor a file{guess}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{name} cannot be read as JSON: {error}") from None
     try:
@@ -95,12 +96,12 @@ def read_model(name: str) -> Model:
         _check(model.parameters)
     except (ArithmeticError, AttributeError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{name} is no config that can be planned for: {reason}") from None
+        raise ValueError(f"{name} is not a config that can be planned for: {reason}") from None
     return model
 
 
 def listed(content: Mapping[str, Any]) -> Model:
-    """The model of a list. KeyError, TypeError or ValueError for one that is malformed."""
+    """Return the model of a list. KeyError, TypeError or ValueError for one that is malformed."""
     parameters = itertools.islice(_expanded(content["parameters"]), MOST_PARAMETERS + 1)
     return Model(list(parameters), content.get("not_counted", ""))
 

@@ -1,4 +1,6 @@
-"""Bytes that are counted alike for every sharding: those of weights, and those of collectives."""
+"""Bytes that are counted in the same way for every sharding: the bytes of weights and of
+collectives.
+"""
 
 import functools
 import math
@@ -33,7 +35,7 @@ Bytes = dict[str, int]
 # Without comparison, so that byte counts are cached by object.
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """Stands for a parameter in the functions that lay parameters out.
+    """A placeholder for a parameter in the functions that lay parameters out.
 
     Attributes:
         shape: its shape.
@@ -59,22 +61,22 @@ class Planned:
         return matrix_shape(self.shape)
 
     def numel(self) -> int:
-        """The number of elements of the weight."""
+        """Return the number of elements of the weight."""
         return math.prod(self.shape)
 
     def weight_format(self) -> FormatSpec:
-        """The format of a weight that is quantized."""
+        """Return the format of a weight that is quantized."""
         assert self.format is not None
         return self.format
 
     def matrices(self) -> tuple[int, Block]:
-        """(number, shape) of the matrices in which a quantized weight is stored."""
+        """Return the (number, shape) of the matrices in which a quantized weight is stored."""
         return stored_matrices(self.weight_format(), self.shape)
 
 
 @dataclass(frozen=True)
 class PlannedConfig:
-    """The choices of ZeroConfig that bytes depend on, with dtypes by name."""
+    """The choices of ZeroConfig that bytes depend on, with dtypes keyed by name."""
 
     bucket_size: int = BUCKET_SIZE
     deterministic: bool = False
@@ -84,13 +86,13 @@ class PlannedConfig:
     keep_columnwise: bool = False
 
     def __post_init__(self) -> None:
-        """ValueError for a bucket without elements."""
+        """Raise ValueError for a bucket without elements."""
         if self.bucket_size < 1:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
 
     @staticmethod
     def of(config: "ZeroConfig") -> "PlannedConfig":
-        """The choices of a run."""
+        """Return the choices of a run."""
         return PlannedConfig(
             bucket_size=config.bucket_size,
             deterministic=config.deterministic,
@@ -133,15 +135,15 @@ class Collective:
 
 
 def all_reduce(content: str, calls: int, nbytes: int, ranks: int) -> Collective:
-    """`calls` all-reduces of `nbytes` bytes together.
+    """Return `calls` all-reduces of `nbytes` bytes together.
 
-    A rank sends each byte twice, except those of its own part.
+    A rank sends each byte twice, except the bytes of its own part.
     """
     return Collective("all-reduce", content, calls if nbytes else 0, 2 * nbytes * (ranks - 1) // ranks, ranks)
 
 
 def gradient_collective(parts: Sequence[tuple[int, str]], ranks: int, config: PlannedConfig) -> Collective:
-    """The collective by which gradients reach their owners.
+    """Return the collective by which gradients reach their owners.
 
     `parts` has (elements, name of the reduced dtype) of each message to one owner.
     """
@@ -153,14 +155,14 @@ def gradient_collective(parts: Sequence[tuple[int, str]], ranks: int, config: Pl
 
 
 def quantized(parameters: Iterable[Planned]) -> list[Planned]:
-    """The quantized weights among some parameters."""
+    """Return the quantized weights among some parameters."""
     return [parameter for parameter in parameters if parameter.format is not None]
 
 
 @functools.lru_cache(maxsize=1024)
 def scale_bytes(weight: Planned) -> int:
-    """The bytes of a weight's scales, amax and delayed scaling in flat buffers, without the scales
-    of a columnwise copy.
+    """Return the bytes of a weight's scales, amax and delayed scaling in flat buffers, without the
+    scales of a columnwise copy.
     """
     fmt = weight.weight_format()
     layout = buffers(fmt, weight.shape, weight.dtype)
@@ -171,7 +173,9 @@ def scale_bytes(weight: Planned) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def copy_bytes(weight: Planned) -> int:
-    """The bytes of a columnwise copy, codes and scales; 0 if it is gathered or not needed."""
+    """Return the bytes of a columnwise copy, codes and scales; 0 if it is gathered or not
+    needed.
+    """
     fmt = weight.weight_format()
     if fmt.columnwise is not Columnwise.TRANSPOSE:
         return 0
@@ -182,8 +186,8 @@ def copy_bytes(weight: Planned) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def operand_bytes(weight: Planned) -> int:
-    """The bytes of what a product reads in place of the rowwise codes: an operand in FP8 of formats
-    that are exact there, else a columnwise copy.
+    """Return the bytes of the operand that a product reads in place of the rowwise codes: an
+    operand in FP8 of formats that are exact there, else a columnwise copy.
     """
     fmt = weight.weight_format()
     if not fmt.is_exact_in_fp8:
@@ -192,20 +196,24 @@ def operand_bytes(weight: Planned) -> int:
 
 
 def moment_bytes(numel: int, groups: int, config: PlannedConfig) -> int:
-    """The bytes of AdamW's moments of so many elements, in so many groups if they are in 8 bits."""
+    """Return the bytes of AdamW's moments of `numel` elements, in `groups` groups if they are in 8
+    bits.
+    """
     if config.moment_dtype == "8bit":
         return 2 * (numel + groups * FP32)
     return 2 * numel * ITEMSIZE[config.moment_dtype]
 
 
 def cut_groups(count: int, ranks: int, config: PlannedConfig) -> list[Collective]:
-    """The all-reduce of the largest moments of groups that ranks cut, if there is any."""
+    """Return the all-reduce of the largest moments of groups that ranks share, if there are any."""
     is_reduced = count and ranks > 1 and config.moment_dtype == "8bit"
-    return [all_reduce("cut groups of moments", 1, 2 * count * FP32, ranks)] if is_reduced else []
+    return [all_reduce("shared groups of moments", 1, 2 * count * FP32, ranks)] if is_reduced else []
 
 
 def amax_bytes(parameters: Iterable[Planned], ranks: int) -> int:
-    """The bf16 bytes of an all-reduce of all amaxes, of a host that gathers codes alone."""
+    """Return the bf16 bytes of an all-reduce of all amaxes, of a framework that gathers codes
+    only.
+    """
     weights = quantized(parameters)
     counts = [sum(weight_amax_counts(weight.weight_format(), weight.shape)) for weight in weights]
     # After its amaxes each weight has a flag that says whether its masters are finite. With several

@@ -1,16 +1,16 @@
 """The bytes of one rank of a ZeroAdamW or ZeroMuon, whose buckets are laid out as in a run.
 
-The gradients of stage 2 are the shard and the buckets in flight, for one backward pass a step that
-completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps all
-gradients of this rank. If columnwise copies are kept, all of them are counted, otherwise the
-largest one, for the product that reads it. Traffic is that of a step with one micro-batch and with
-the norm of gradients.
+The gradients of stage 2 are the shard and the buckets in flight, for one backward pass per step
+that completes parameters in reverse order of registration (../optim/README.md). Stage 1 also keeps
+all gradients of this rank. If columnwise copies are kept, all of them are counted, otherwise the
+largest one, for the product that reads it. Traffic is counted for a step with one micro-batch and
+with the norm of gradients.
 
 Muon has one moment, in FP32 or 8 bits. Its parameters are in separate buckets with padding, so that
-each has one rank as its owner. Their gradients are cut evenly over ranks and sent to the owners in
-the step; the bytes are those of the rank that sends the most. Memory that a step takes only for
-this exchange or for the update of a matrix is left out, since the memory of activations is free at
-that time.
+each has one rank as its owner. Their gradients are sharded evenly over ranks and sent to the owners
+in the step; the bytes are counted for the rank that sends the most. Memory that a step needs only
+for this exchange or for the update of a matrix is left out, since the memory of activations is free
+at that time.
 """
 
 import math
@@ -60,15 +60,15 @@ class ZeroBytes(NamedTuple):
 def zero(
     tensors: Sequence[Placed], ranks: int, stage: int, config: PlannedConfig, costs: Mapping[str, int]
 ) -> ZeroBytes:
-    """The bytes of one rank of a ZeroAdamW, or of a ZeroMuon if there are `costs`, which are the
-    numbers of operations for Muon's parameters, by name.
+    """Return the bytes of one rank of a ZeroAdamW, or of a ZeroMuon if there are `costs`, which are
+    the numbers of operations for Muon's parameters, keyed by name.
     """
-    # Parameters are only asked for what a stand-in has.
+    # Only the attributes of a placeholder are read of parameters.
     parameters: Any = tensors
     layout = lay_out(parameters, config.bucket_size, ranks, config.grad_dtype, costs)
     buckets = layout.buckets
     shard = flat_numel(buckets)
-    # The part of the shard that is cut evenly over ranks, which AdamW updates.
+    # The part of the shard that is divided evenly over ranks, which AdamW updates.
     cut = flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
     weights = quantized(tensor for _, tensor, _ in tensors)
     computed = quantized(_planned(slot) for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
@@ -77,7 +77,7 @@ def zero(
     # Stage 1 keeps all gradients of this rank until the step.
     all_gradients = sum(tensor.numel() * ITEMSIZE[_arriving(tensor, config)] for _, tensor, _ in tensors)
     kept_gradients = all_gradients if stage == 1 else 0
-    # Products make them one after another, of kept copies too where a format is exact in FP8.
+    # Products make them one at a time, also from kept copies if a format is exact in FP8.
     made = [
         operand_bytes(weight)
         for weight in weights
@@ -109,26 +109,30 @@ def zero(
 
 
 def _planned(slot: Slot) -> Planned:
-    """The stand-in that was laid out in a slot."""
+    """Return the placeholder that was laid out in a slot."""
     parameter: Any = slot.parameter
     planned: Planned = parameter
     return planned
 
 
 def _kept_itemsize(layout: Layout, config: PlannedConfig) -> int:
-    """The bytes of an element of the shard of reduced gradients."""
+    """Return the bytes of an element of the shard of reduced gradients."""
     return 2 if layout.adds_in_bf16(config.deterministic, config.grad_wire) else FP32
 
 
 def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: PlannedConfig) -> int:
-    """The bytes of AdamW's moments of `cut` elements. Scales are those of a mean rank."""
+    """Return the bytes of AdamW's moments of `cut` elements. Scales are counted for an average
+    rank.
+    """
     slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
     return moment_bytes(cut, -(-groups // ranks), config)
 
 
 def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: PlannedConfig) -> int:
-    """The bytes of Muon's momentum of `numel` elements. Scales are those of a mean rank."""
+    """Return the bytes of Muon's momentum of `numel` elements. Scales are counted for an average
+    rank.
+    """
     if config.moment_dtype != "8bit":
         return numel * FP32
     slots = [slot for bucket in buckets if bucket.storage.whole for slot in bucket.slots]
@@ -137,13 +141,13 @@ def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: Planned
 
 
 def _cut_groups(buckets: Sequence[Bucket]) -> int:
-    """The number of groups of moments that several ranks have parts of."""
+    """Return the number of groups of moments that several ranks have parts of."""
     slots = [(bucket, slot) for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
     return sum(len(cut_moment_groups(bucket.boundaries(slot), slot.matrix_shape[1])) for bucket, slot in slots)
 
 
 def _exchange(layout: Layout, ranks: int, config: PlannedConfig) -> Collective:
-    """The all-to-all by which reduced gradients reach the owners of matrices."""
+    """Return the all-to-all by which reduced gradients reach the owners of matrices."""
     calls = len(rounds(layout, ranks, config.bucket_size)) if ranks > 1 else 0
     return Collective("all-to-all", "gradients for owners", calls, most_sent(layout, ranks) * FP32, ranks)
 
@@ -158,20 +162,20 @@ def _busiest(buckets: Sequence[Bucket], ranks: int, costs: Mapping[str, int]) ->
 
 
 def _flat(bucket: Bucket, buffers: Iterable[FlatBuffer]) -> int:
-    """The bytes of these flat buffers of a bucket, padding included."""
+    """Return the bytes of these flat buffers of a bucket, padding included."""
     return sum(bucket.numel // elements * ITEMSIZE[dtype] for _, dtype, elements in buffers)
 
 
 def _arriving(tensor: Planned, config: PlannedConfig) -> str:
-    """The name of the dtype of a gradient as autograd produces it."""
+    """Return the name of the dtype of a gradient as autograd produces it."""
     widened = tensor.format is not None and config.grad_dtype == "float32"
     return "float32" if widened else tensor.dtype
 
 
 def _in_flight(tensors: Sequence[Placed], layout: Layout, ranks: int, stage: int, config: PlannedConfig) -> int:
-    """The peak of the bytes that gradients take in a backward pass, from their arrival until their
-    bucket is in the shard. At stage 1 the gradients themselves are not counted, since they are
-    kept anyway.
+    """Return the peak of the bytes that gradients take in a backward pass, from their arrival until
+    their bucket is in the shard. At stage 1 the gradients themselves are not counted, since they
+    are kept anyway.
     """
     kept = _kept_itemsize(layout, config)
     bucket_of = {slot.name: bucket for bucket in layout.gradients for slot in bucket.slots}
@@ -213,8 +217,8 @@ def _bytes(flying: Iterable[tuple[int, int]]) -> int:
 
 
 def _result(bucket: Bucket, ranks: int, config: PlannedConfig, kept: int) -> int:
-    """The bytes of the result of a bucket's collective, until it is in the shard, whose elements
-    have `kept` bytes. For FP8 messages this includes the messages that are sent.
+    """Return the bytes of the result of a bucket's collective, until it is in the shard, whose
+    elements have `kept` bytes. For FP8 messages this includes the messages that are sent.
     """
     itemsize = ITEMSIZE[bucket.storage.reduced_as]
     if config.grad_wire:
@@ -227,10 +231,10 @@ def _result(bucket: Bucket, ranks: int, config: PlannedConfig, kept: int) -> int
 
 
 def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
-    """The bytes of packed amaxes: (those in the all-reduce, those that stay on their rank). If a
-    bucket gathers scales, only the amaxes of blocks that ranks share are reduced.
+    """Return the bytes of packed amaxes: (those in the all-reduce, those that stay on their rank).
+    If a bucket gathers scales, only the amaxes of blocks that ranks share are reduced.
 
-    The all-reduce also has a number for each parameter, which tells of masters that are not finite,
+    The all-reduce also has a number for each parameter, which reports masters that are not finite,
     and two numbers that compare the calls of the ranks. All are bf16, or FP32 if no weight has an
     amax.
     """
@@ -241,7 +245,7 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
             cuts = bucket.cuts(slot)
             amaxes = sum(weight_amax_counts(slot.format, slot.shape))
             has_amaxes |= amaxes > 0
-            # The number that tells of masters that are not finite.
+            # The number that reports masters that are not finite.
             reduced += 1
             if cuts is None:
                 reduced += amaxes
@@ -252,14 +256,14 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
 
 
 def cut_amaxes(fmt: FormatSpec, matrix: Block, cuts: range) -> int:
-    """The number of amaxes in the rows of blocks that boundaries between ranks cut, in every grid
-    of a weight (`zerocast.cast.amaxes.cut_rows`).
+    """Return the number of amaxes in the rows of blocks that straddle a shard boundary, in every
+    grid of a weight (`zerocast.cast.amaxes.cut_rows`).
     """
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
     total = 0
     for height, width in (block for block in grids if block):
         row_of_blocks = height * matrix[1]
-        # A boundary between two blocks of one row of elements cuts none.
+        # A boundary between two blocks of one row of elements splits none.
         unit = width if height == 1 else row_of_blocks
         rows = _count_cut(cuts, unit, row_of_blocks)
         total += rows * amax_grid((height, width), *matrix)[1]
@@ -267,13 +271,15 @@ def cut_amaxes(fmt: FormatSpec, matrix: Block, cuts: range) -> int:
 
 
 def _count_cut(cuts: range, unit: int, row_of_blocks: int) -> int:
-    """The number of rows of blocks with a cut that is no multiple of `unit`."""
+    """Return the number of rows of blocks with a shard boundary that is not a multiple of
+    `unit`.
+    """
     if not cuts or (cuts.start % unit == 0 and (cuts.step % unit == 0 or len(cuts) == 1)):
         return 0
     if cuts.step < row_of_blocks:
         return len({cut // row_of_blocks for cut in cuts if cut % unit})
-    # Each cut is in another row of blocks. The cuts that are multiples follow each other at equal
-    # distances.
+    # Each boundary is in a different row of blocks. The boundaries that are multiples follow each
+    # other at equal distances.
     period = unit // math.gcd(cuts.step, unit)
     first = next((index for index in range(min(period, len(cuts))) if cuts[index] % unit == 0), None)
     return len(cuts) - (0 if first is None else len(range(first, len(cuts), period)))

@@ -26,7 +26,7 @@ _LITERALS: dict[str, Any] = {"True": True, "False": False}
 
 @functools.cache
 def format_names() -> tuple[str, ...]:
-    """The names that `get_format` accepts: those of zerocast, and those of other packages."""
+    """Return the names that `get_format` accepts: of zerocast and of other packages."""
     own = _own_names()
     return *own, *plugins(FORMATS, own)
 
@@ -37,12 +37,12 @@ def _own_names() -> tuple[str, ...]:
 
 
 def get_format(name: str | FormatSpec, **options: Any) -> FormatSpec:
-    """The format called `name`.
+    """Return the format called `name`.
 
     Options are keywords, or inline as in ``"fp8_block:power_of_2_scale=False"``, the text that
     `str(fmt)` returns; an inline option without a value is True. Raises ValueError for an unknown
     name, an option that this format does not have, or a value outside its range, TypeError for an
-    option of another type, ImportError for a format of another package that cannot be loaded.
+    option of a different type, ImportError for a format of another package that cannot be loaded.
     """
     if type(name) is str and not options:  # as every product asks
         return _build(name, ())
@@ -67,7 +67,7 @@ def _build(text: str, options: tuple[tuple[str, type, Any], ...]) -> FormatSpec:
         if option not in known:
             raise ValueError(f"format {name} has no option {option!r}; it has: {', '.join(known) or 'none'}")
         expected = type(known[option].default)
-        # `0` stands for `0.0`. Types are compared exactly, since a bool is an int to isinstance.
+        # `0` means `0.0`. Types are compared exactly, since a bool is an int to isinstance.
         if expected is float and type(value) is int:
             chosen[option] = value = float(value)
         if type(value) is not expected:
@@ -93,7 +93,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _parse(inline: str) -> dict[str, Any]:
-    """The options in `inline`, the part of a format's text after the colon."""
+    """Return the options in `inline`, the part of a format's text after the colon."""
     options: dict[str, Any] = {}
     for item in inline.split(",") if inline else ():
         key, equals, value = item.partition("=")
@@ -102,7 +102,9 @@ def _parse(inline: str) -> dict[str, Any]:
 
 
 def _literal(text: str) -> Any:
-    """The value of an option that is given as text: a bool, an int, a float or the text itself."""
+    """Return the value of an option that is given as text: a bool, an int, a float or the text
+    itself.
+    """
     if text in _LITERALS:
         return _LITERALS[text]
     for number in (int, float):

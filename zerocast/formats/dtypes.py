@@ -1,5 +1,5 @@
-"""Dtypes by name: layouts are computed without importing torch, which `zerocast plan` would wait
-for.
+"""Names of dtypes: layouts are computed without importing torch, whose import would delay `zerocast
+plan`.
 """
 
 from typing import TYPE_CHECKING
@@ -12,12 +12,12 @@ ITEMSIZE = {"uint8": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def dtype_name(dtype: "torch.dtype | str") -> str:
-    """The name of a dtype, which may be given by its name."""
+    """Return the name of a dtype, which may already be a name."""
     return dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> "torch.dtype":
-    """The dtype of torch with this name."""
+    """Return the dtype of torch with this name."""
     # Whoever asks has tensors, so this import costs a look-up.
     import torch  # noqa: PLC0415
 

@@ -39,7 +39,7 @@ FP8 = {element.name: element for element in (E4M3, E5M2)}
 
 
 def fp8(name: str) -> Element:
-    """The FP8 element called `name`; ValueError for any other name."""
+    """Return the FP8 element called `name`. Raises ValueError for any other name."""
     if name not in FP8:
         raise ValueError(f"element must be one of {sorted(FP8)}, got {name!r}")
     return FP8[name]

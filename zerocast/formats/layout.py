@@ -1,8 +1,8 @@
 """Layouts of every format: shapes, spans, byte ranges and amax grids, in integer arithmetic.
 
 A weight of more than two dimensions is treated as a matrix `[prod(leading), last]`, or as several
-matrices one after another where a block would span two of them (docs/formats/experts.md). The
-layouts are specified in docs/formats/common.md. Every storage offset in the project comes from
+concatenated matrices where a block would span two of them (docs/formats/experts.md). The layouts
+are specified in docs/formats/common.md. Every storage offset in the project comes from
 `byte_range`, so ownership in elements and ownership in bytes cannot disagree.
 """
 
@@ -25,25 +25,25 @@ Shape = tuple[int, ...]
 OPERAND_ALIGNMENT_BYTES = 16
 # Tensors that share one flat buffer begin at a cache line, for every dtype.
 BUFFER_ALIGNMENT_ELEMENTS = 64
-# Parameters begin, and shards of optimizers are cut, at multiples of the largest block of a format.
+# Parameters and shards of optimizers begin at multiples of the largest block of a format.
 SHARD_ALIGNMENT_ELEMENTS = 128
 # cudaMalloc aligns to at least this, so views at multiples of it are as good as allocations.
 ALLOCATION_ALIGNMENT_BYTES = 256
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `value`."""
+    """Return the smallest multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
 
 
 def matrix_shape(shape: Sequence[int]) -> Block:
-    """(rows, columns) of a weight, with leading dimensions folded into the rows."""
+    """Return the (rows, columns) of a weight, with leading dimensions folded into the rows."""
     *leading, last = shape
     return math.prod(leading), last
 
 
 def stored_matrices(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, Block]:
-    """(number, shape) of the matrices in which a weight is stored, one after another in every
+    """Return the (number, shape) of the matrices in which a weight is stored, concatenated in every
     buffer.
 
     That is one with leading dimensions folded into the rows. If a block would then span two
@@ -58,8 +58,8 @@ def stored_matrices(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, Block]:
 
 
 def split_by_matrix(fmt: FormatSpec, shape: Sequence[int], span: "Span") -> "Iterator[tuple[int, Span, int]]":
-    """Cut a span at the matrices that a weight is stored in. Yields (number of the matrix, elements
-    of the matrix, elements of the span before them), without empty parts.
+    """Split a span at the matrices that a weight is stored in. Yields (number of the matrix,
+    elements of the matrix, elements of the span before them), without empty parts.
     """
     count, matrix = stored_matrices(fmt, shape)
     size = math.prod(matrix)
@@ -72,7 +72,7 @@ def split_by_matrix(fmt: FormatSpec, shape: Sequence[int], span: "Span") -> "Ite
 def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
     """Raise ValueError unless a weight of this shape can be stored in `fmt`."""
     if not shape or math.prod(shape) == 0:
-        raise ValueError(f"{fmt} takes weights with at least one element, got shape {tuple(shape)}")
+        raise ValueError(f"{fmt} needs weights with at least one element, got shape {tuple(shape)}")
     _, (rows, columns) = stored_matrices(fmt, shape)
     for name, extent, multiple in (("rows", rows, fmt.multiple[0]), ("columns", columns, fmt.multiple[1])):
         if extent % multiple:
@@ -82,7 +82,7 @@ def check_shape(fmt: FormatSpec, shape: Sequence[int]) -> None:
 
 
 def fits(fmt: FormatSpec, shape: Sequence[int]) -> bool:
-    """True if a weight of this shape can be stored in `fmt`."""
+    """Return True if a weight of this shape can be stored in `fmt`."""
     try:
         check_shape(fmt, shape)
     except ValueError:
@@ -103,13 +103,15 @@ class Span:
         return self.stop - self.start
 
     def intersect(self, other: "Span") -> "Span":
-        """The span of the elements in both; an empty span at some position when they share none."""
+        """Return the span of the elements in both; an empty span at some position when they share
+        none.
+        """
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def boxes(self, shape: Sequence[int]) -> Iterator[tuple[Shape, Shape]]:
-        """Cut the span into boxes (offsets, sizes) of a tensor of `shape`, in order. A matrix gives
-        at most three: the end of a row, whole rows, the start of a row.
+        """Split the span into boxes (offsets, sizes) of a tensor of `shape`, in order. A matrix has
+        at most three: the end of a row, full rows, the start of a row.
         """
         yield from _boxes(self.start, self.stop, tuple(shape))
 
@@ -121,7 +123,7 @@ def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]
         yield ((start,), (stop - start,)) if shape else ((), ())
         return
     # `first` and `last` are rows of `inner` elements. The span starts inside row `first`, up to
-    # `head_stop`, and ends inside row `last`; whole rows may come between.
+    # `head_stop`, and ends inside row `last`; full rows may come between.
     inner = math.prod(shape[1:])
     first, last = start // inner, stop // inner
     head_stop = min(stop, round_up(start, inner))
@@ -137,10 +139,11 @@ def _boxes(start: int, stop: int, shape: Shape) -> Iterator[tuple[Shape, Shape]]
 
 
 def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: "torch.dtype") -> tuple[int, int]:
-    """Bytes `[first, last)` of the rowwise data that hold `span`; `dtype` is the nominal dtype.
+    """Return the range `[first, last)` of bytes of the rowwise data that hold `span`; `dtype` is
+    the nominal dtype.
 
-    With 4-bit codes a span that ends inside a byte includes the whole byte. An empty span has no
-    bytes. Raises ValueError for a span outside the weight.
+    With 4-bit codes a span that ends inside a byte includes that byte. An empty span has no bytes.
+    Raises ValueError for a span outside the weight.
     """
     if not 0 <= span.start <= span.stop <= math.prod(shape):
         raise ValueError(f"span [{span.start}, {span.stop}) is outside a weight of shape {tuple(shape)}")
@@ -150,7 +153,7 @@ def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: "torch.
 
 
 def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
-    """The number of blocks, and so of amaxes, as (down, across); `block` None is the whole
+    """Return the number of blocks, and so of amaxes, as (down, across); `block` None is the whole
     tensor.
     """
     if block is None:
@@ -159,8 +162,8 @@ def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
 
 
 def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
-    """(rowwise, columnwise) numbers of packed amaxes of a matrix, without padding. The second is 0
-    unless the format casts columnwise codes in blocks of their own.
+    """Return the (rowwise, columnwise) numbers of packed amaxes of a matrix, without padding. The
+    second is 0 unless the format casts columnwise codes in separate blocks.
     """
     if fmt.amax_policy is AmaxPolicy.NONE:
         return 0, 0
@@ -171,7 +174,7 @@ def amax_counts(fmt: FormatSpec, rows: int, columns: int) -> tuple[int, int]:
 
 
 def weight_amax_counts(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, int]:
-    """The result of `amax_counts` for all matrices that a weight is stored in."""
+    """Return the result of `amax_counts` for all matrices that a weight is stored in."""
     count, matrix = stored_matrices(fmt, shape)
     rowwise, columnwise = amax_counts(fmt, *matrix)
     return count * rowwise, count * columnwise
@@ -179,8 +182,8 @@ def weight_amax_counts(fmt: FormatSpec, shape: Sequence[int]) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Buffer:
-    """Shape and dtype, by name, of one storage buffer of a weight, and the value its padding
-    holds.
+    """Shape and dtype (by its name) of one storage buffer of a weight, and the value in its
+    padding.
     """
 
     shape: Shape
@@ -204,7 +207,7 @@ class Buffer:
 
 
 def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: "torch.dtype | str") -> Buffer:
-    """The rowwise data: u8 `[M, K]`, u8 `[M, K/2]` for 4-bit codes, nominal `[M, K]` for
+    """Return the rowwise data: u8 `[M, K]`, u8 `[M, K/2]` for 4-bit codes, nominal `[M, K]` for
     identity.
     """
     if fmt.element is None:
@@ -213,7 +216,8 @@ def rowwise_data(fmt: FormatSpec, rows: int, columns: int, dtype: "torch.dtype |
 
 
 def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """The columnwise data: u8 `[K, M]`, u8 `[K, M/2]` for 4-bit codes, u8 `[M, K]` for mxfp8.
+    """Return the columnwise data: u8 `[K, M]`, u8 `[K, M/2]` for 4-bit codes, u8 `[M, K]` for
+    mxfp8.
 
     Returns None where the rowwise data serves both directions.
     """
@@ -225,7 +229,8 @@ def columnwise_data(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
 
 
 def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """The scale buffer of the rowwise data with its padding, or None for formats without scales.
+    """Return the scale buffer of the rowwise data with its padding, or None for formats without
+    scales.
 
     A buffer row holds the scales of one row of blocks; byte scales are repeated for each row of
     their blocks. BF16 scales have no padding.
@@ -237,14 +242,15 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
     down, across = amax_grid(fmt.block, rows, columns)
     if fmt.scale_rule is ScaleRule.BF16:
         return Buffer((down, across), "bfloat16")
-    # The paddings are those of cuBLAS: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
+    # Padded as cuBLAS requires: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
     if fmt.scale_rule is ScaleRule.FP32:
         return Buffer((down, round_up(across, 4)), "float32", 1.0)
     return Buffer((round_up(rows, 128), round_up(across, 4)), "uint8")
 
 
 def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
-    """The scale buffer of the columnwise data: that of the rowwise data of the transposed weight.
+    """Return the scale buffer of the columnwise data, which equals the rowwise scale buffer of the
+    transposed weight.
 
     mxfp8 instead has one row of scales per 32 rows of the weight, with one scale per column, padded
     to multiples of (4, 128).
@@ -258,8 +264,8 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
 
 
 def buffer_rows(fmt: FormatSpec, name: str, rows: int) -> int:
-    """The rows of a buffer, by name, that hold `rows` rows of a weight which are whole blocks,
-    without padding. Not for transposed copies.
+    """Return the number of rows of the buffer `name` that hold `rows` rows of a weight, without
+    padding. These must be a multiple of a block. Not for transposed copies.
     """
     if name.endswith("data") or fmt.block is None:
         return rows
@@ -269,8 +275,8 @@ def buffer_rows(fmt: FormatSpec, name: str, rows: int) -> int:
 
 
 def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Buffer]:
-    """The buffers of an upcast weight, or of its transpose: E4M3 codes `[rows, columns]` and one
-    f32 scale per scale group, as in fp8_block, or one of the tensor, as in fp8_current.
+    """Return the buffers of an upcast weight, or of its transpose: E4M3 codes `[rows, columns]` and
+    one f32 scale per scale group, as in fp8_block, or one of the tensor, as in fp8_current.
     """
     if fmt.scale_group is None:
         return Buffer((rows, columns), "uint8"), Buffer((1,), "float32")
@@ -279,10 +285,11 @@ def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Bu
 
 
 def elements_per_scale(fmt: FormatSpec, shape: Sequence[int]) -> dict[str, int]:
-    """The number of elements per entry of each scale buffer that a cast fills, by buffer name.
+    """Return the number of elements per entry of each scale buffer that a cast fills, by buffer
+    name.
 
-    With n elements per entry, a row of blocks that ends at element e of the weight ends at entry
-    e / n of the buffer. So the buffer can be cut at the same boundaries as the codes. Empty if it
+    With n elements per entry, a row of blocks that ends at element e of the weight ends at entry e
+    / n of the buffer. So the buffer can be sharded at the same boundaries as the codes. Empty if it
     cannot: a buffer is padded or repeats its scales, or a scale depends on the tensor amax.
     """
     _, matrix = stored_matrices(fmt, shape)
@@ -303,8 +310,8 @@ def elements_per_scale(fmt: FormatSpec, shape: Sequence[int]) -> dict[str, int]:
 
 
 def whole_block_rows(fmt: FormatSpec, matrix: Block, span: Span) -> Span:
-    """The part of a span that consists of whole rows of exchange blocks. If there are none, an
-    empty span at some position within it.
+    """Return the part of a span that consists of full rows of exchange blocks. If there are none,
+    an empty span at some position within it.
     """
     assert fmt.exchange_block
     rows, columns = matrix
@@ -332,8 +339,8 @@ BUFFERS = (
 # A model repeats its shapes, and building a plan asks for the buffers of each weight several times.
 @functools.lru_cache(maxsize=1024)
 def buffers(fmt: FormatSpec, shape: Shape, dtype: "torch.dtype | str") -> Mapping[str, Buffer | None]:
-    """Every buffer of a weight by the names in `BUFFERS`; None for a buffer that the format
-    lacks.
+    """Return every buffer of a weight, keyed by the names in `BUFFERS`; None for a buffer that the
+    format lacks.
     """
     count, matrix = stored_matrices(fmt, shape)
     is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
@@ -352,8 +359,8 @@ def buffers(fmt: FormatSpec, shape: Shape, dtype: "torch.dtype | str") -> Mappin
 
 
 def _repeated(buffer: Buffer | None, count: int) -> Buffer | None:
-    """A buffer of so many matrices, one after another. Formats with blocks over which matrices
-    could be stored apart have no value per tensor.
+    """Return a buffer of `count` concatenated matrices. Formats whose matrices may be stored
+    separately have no value per tensor.
     """
     return None if buffer is None else replace(buffer, shape=(count * buffer.shape[0], *buffer.shape[1:]))
 
@@ -363,18 +370,20 @@ MOMENT_GROUP = 128
 
 
 def moment_group(element: int, columns: int) -> int:
-    """The number of the group of an element, counted over the rows of its weight."""
+    """Return the number of the group of an element, counted over the rows of its weight."""
     row, column = divmod(element, columns)
     return row * -(-columns // MOMENT_GROUP) + column // MOMENT_GROUP
 
 
 def moment_groups(start: int, numel: int, columns: int) -> int:
-    """The number of groups that have any of the `numel` elements, at least one, from `start` on."""
+    """Return the number of groups that have any of the `numel` elements, at least one, from `start`
+    on.
+    """
     return moment_group(start + numel - 1, columns) - moment_group(start, columns) + 1
 
 
 def cut_moment_groups(boundaries: Iterable[int], columns: int) -> list[int]:
-    """The numbers of the groups of a weight that boundaries, in its elements, divide."""
+    """Return the numbers of the groups of a weight that boundaries, in its elements, divide."""
     return sorted({moment_group(cut, columns) for cut in boundaries if cut % columns % MOMENT_GROUP})
 
 

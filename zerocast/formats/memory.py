@@ -1,7 +1,7 @@
 """Checks that a tensor has the shape, dtype and memory that a layout specifies.
 
 Kernels get plain addresses. Given a tensor that is smaller than its weight, or storage that was
-freed or shrunk, they would read and write memory of other tensors.
+freed or shrunk, they would access memory of other tensors.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ _NEEDED = ("rowwise_data", "rowwise_scale_inv")
 
 
 def check_buffers(fmt: FormatSpec, shape: tuple[int, ...], dtype: torch.dtype, held: Mapping[str, object]) -> None:
-    """Check the buffers of a weight of `shape`, given by name as `held`.
+    """Check the buffers `held` of a weight of `shape`, keyed by name.
 
-    TypeError or ValueError, which names the buffer, unless each is as the layout specifies and all
-    are on one device. A columnwise copy may be missing, and so may buffers that only a cast writes.
-    No element is read, so fake and meta tensors can be checked.
+    Raises TypeError or ValueError with the name of the buffer unless each is as the layout
+    specifies and all are on one device. A columnwise copy may be missing, and so may buffers that
+    only a cast writes. No element is read, so fake and meta tensors can be checked.
     """
     expected = dict(buffers(fmt, shape, dtype))
     if fmt.columnwise is Columnwise.SHARED:
@@ -47,8 +47,8 @@ def check_buffers(fmt: FormatSpec, shape: tuple[int, ...], dtype: torch.dtype, h
 def check_tensor(
     name: str, tensor: object, buffer: Buffer | None, fmt: FormatSpec, device: torch.device | None = None
 ) -> Tensor:
-    """Check one buffer and return it. TypeError or ValueError unless it is contiguous, has the
-    shape and dtype of `buffer`, is on `device` if one is given, and has memory for all its
+    """Check one buffer and return it. Raises TypeError or ValueError unless it is contiguous, has
+    the shape and dtype of `buffer`, is on `device` if one is given, and has memory for all its
     elements.
     """
     if not isinstance(tensor, Tensor):
@@ -74,7 +74,7 @@ def check_tensor(
 
 
 def check_storage(name: str, tensor: Tensor) -> None:
-    """ValueError for a contiguous tensor whose storage ends before its last element."""
+    """Raise ValueError for a contiguous tensor whose storage ends before its last element."""
     available = tensor.untyped_storage().nbytes()
     # A compiler calls this with symbolic sizes, of which `nbytes` cannot be asked.
     numel = tensor.numel()
@@ -82,13 +82,13 @@ def check_storage(name: str, tensor: Tensor) -> None:
     if numel and needed > available:
         raise ValueError(
             f"{name} ends at byte {needed:,} of a storage that has {available:,}: it was freed or made smaller "
-            "(untyped_storage().resize_), so give it memory, or build the weight again"
+            "(untyped_storage().resize_), so allocate it again, or build the weight again"
         )
 
 
 def _check_pair(fmt: FormatSpec, held: Mapping[str, object]) -> None:
-    """ValueError for columnwise codes without their block scales. One scale per tensor needs none,
-    since the rowwise scale serves both directions.
+    """Raise ValueError for columnwise codes without their block scales. One scale per tensor needs
+    none, since the rowwise scale serves both directions.
     """
     has_codes = held.get("columnwise_data") is not None
     has_scales = held.get("columnwise_scale_inv") is not None

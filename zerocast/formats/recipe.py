@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 class Recipe:
     """A format for each parameter name: `Recipe({"*.mlp.*": "nvfp4"}, default="identity")`.
 
-    Functions that take a recipe also take the mapping alone.
+    Functions that expect a recipe also accept the mapping.
 
     Args:
         patterns: globs of parameter names, tried in order, with a FormatSpec or a format name each.
@@ -33,10 +33,10 @@ class Recipe:
             `zerocast.gemm.use(weight_gradients="fp8")`. Each block is compiled to one graph
             (`block.compile(fullgraph=True)`); a block is an element of an `nn.ModuleList` or
             `nn.ModuleDict` that has a quantized weight, the outermost of nested ones. `quantize_`
-            and `zerocast.fsdp2.prepare` do both; `zerocast.switch` keeps what they did.
+            and `zerocast.fsdp2.prepare` do both; `zerocast.switch` keeps these settings.
 
-    Raises TypeError for patterns that are no mapping, ValueError for an unknown format. Weights of
-    different formats in one group, and fp8_delayed in a group, raise ValueError in
+    Raises TypeError for patterns that are not a mapping, ValueError for an unknown format. Weights
+    of different formats in one group, and fp8_delayed in a group, raise ValueError in
     `shared_amaxes`.
     """
 
@@ -64,14 +64,14 @@ class Recipe:
 
     @classmethod
     def of(cls, recipe: "RecipeLike") -> "Recipe":
-        """The given recipe, or a recipe of the given mapping."""
+        """Return the given recipe, or a recipe of the given mapping."""
         return recipe if isinstance(recipe, Recipe) else cls(recipe)
 
     @classmethod
     def parse(cls, entries: Sequence[str], option: str) -> "Recipe":
-        """The recipe of entries `pattern=format` from a command line or a configuration, where
-        `option` is their name for errors. ValueError for an empty list, for an entry of another
-        form, and for an unknown format.
+        """Return the recipe of entries `pattern=format` from a command line or a configuration,
+        where `option` is their name for errors. Raises ValueError for an empty list, for an entry
+        without `=`, and for an unknown format.
         """
         # Only the first "=" splits, since a format may have options with more of them.
         split = [entry.partition("=") for entry in entries]
@@ -89,12 +89,13 @@ class Recipe:
         return f"Recipe({patterns}, default={str(self.default)!r}{shared}{fast})"
 
     def format_of(self, name: str) -> FormatSpec:
-        """The format of the parameter called `name`."""
+        """Return the format of the parameter called `name`."""
         return next((fmt for pattern, fmt in self.patterns if fnmatch.fnmatchcase(name, pattern)), self.default)
 
     def shared_amaxes(self, names: Iterable[str]) -> dict[str, SharedAmax]:
-        """The group of each weight that shares its tensor amax, by name. ValueError for formats
-        that cannot share one, and if `share_amax` matches no group.
+        """Return the group of each weight that shares its tensor amax, keyed by the name of the
+        weight. Raises ValueError for formats that cannot share one, and if `share_amax` matches no
+        group.
         """
         groups = groups_of(self.share_amax, names)
         if self.share_amax and not groups:
@@ -103,8 +104,8 @@ class Recipe:
         return {name: group for group in groups if check_group(group, formats) for name in group.names}
 
     def for_reader(self, reader: str | None, model: Any) -> "Recipe":
-        """A recipe whose weights an inference engine can serve as they are trained: this one, with
-        a shared tensor amax for the weights that the engine fuses, which is logged.
+        """Return a recipe whose weights an inference engine can serve as they are trained: this
+        one, with a shared tensor amax for the weights that the engine fuses, which is logged.
 
         Args:
             reader: "vllm" or "sglang"; None changes nothing.
@@ -128,20 +129,18 @@ class Recipe:
                 present = {shared.get(name) for name in group.names}
                 if len(present) > 1:
                     raise ValueError(
-                        f"{reader} fuses {group}, of which share_amax takes some: name all of them in one group"
+                        f"{reader} fuses {group}, but share_amax has only some of them: put all of them into one group"
                     )
                 if present == {None}:
                     added[patterns] = None
         if not added:
             return self
-        logger.info(
-            "weights that %s fuses share a tensor amax from now on: %s", reader, "; ".join(map(", ".join, added))
-        )
+        logger.info("weights that %s fuses now share a tensor amax: %s", reader, "; ".join(map(", ".join, added)))
         share_amax = (*self.share_amax, *added)
         return Recipe(dict(self.patterns), self.default, share_amax, fast=self.fast)
 
     def used(self, names: Iterable[str]) -> list[bool]:
-        """For each pattern, True if it matches any of the names."""
+        """Return a flag for each pattern: True if it matches any of the names."""
         known = list(names)
         return [any(fnmatch.fnmatchcase(name, pattern) for name in known) for pattern, _ in self.patterns]
 

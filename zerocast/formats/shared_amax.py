@@ -35,8 +35,8 @@ class SharedAmax:
 
 
 def patterns_of(share_amax: str | Sequence[Sequence[str]]) -> Patterns:
-    """The patterns of a preset, or the given groups of patterns as tuples. ValueError for an
-    unknown preset and for a group with fewer than two patterns.
+    """Return the patterns of a preset, or the given groups of patterns as tuples. Raises ValueError
+    for an unknown preset and for a group with fewer than two patterns.
     """
     if isinstance(share_amax, str):
         if share_amax not in PRESETS:
@@ -50,7 +50,9 @@ def patterns_of(share_amax: str | Sequence[Sequence[str]]) -> Patterns:
 
 
 def groups_of(patterns: Patterns, names: Iterable[str]) -> list[SharedAmax]:
-    """The weights that match patterns of one group with the same text in place of the `*`."""
+    """Return the weights that match patterns of one group with the same text in place of the
+    `*`.
+    """
     # (index of the group of patterns, text in place of each "*") -> names of the weights.
     members_of: dict[tuple[int, tuple[str, ...]], list[str]] = {}
     for name in names:
@@ -63,29 +65,30 @@ def groups_of(patterns: Patterns, names: Iterable[str]) -> list[SharedAmax]:
 
 
 def check_group(group: SharedAmax, formats: Mapping[str, FormatSpec]) -> bool:
-    """True if the weights of a group have a tensor amax to share. ValueError if their formats
-    differ, and for delayed scaling, where scales come from the amax history of each weight.
+    """Return True if the weights of a group have a tensor amax to share. Raises ValueError if their
+    formats differ, and for delayed scaling, where scales come from the amax history of each weight.
     """
     # A dict instead of a set, so that the error names the formats in the order of the weights.
     kinds = list(dict.fromkeys(formats[name] for name in group.names))
     if len(kinds) > 1:
         raise ValueError(
-            f"{group} share a tensor amax and have the formats {' and '.join(map(str, kinds))}: weights that an engine fuses "
-            "have one format"
+            f"{group} share a tensor amax but have the formats {' and '.join(map(str, kinds))}: weights that an engine fuses "
+            "must have the same format"
         )
     if kinds[0].amax_policy is AmaxPolicy.DELAYED:
         raise ValueError(
-            f"{group} are {kinds[0]} and cannot share an amax: each scales by its own past; fp8_current can"
+            f"{group} use {kinds[0]}, whose scales come from the amax history of each weight, so they cannot share an "
+            "amax: use fp8_current"
         )
     return kinds[0].has_tensor_amax
 
 
 def groups_cast_together(weights: Mapping[K, tuple[SharedAmax | None, FormatSpec]]) -> list[list[K]]:
-    """The keys of the weights in each group that shares a tensor amax. `weights` are all weights
-    whose amaxes one all-reduce covers, each with its group and format.
+    """Return the keys of the weights in each group that shares a tensor amax. `weights` are all
+    weights whose amaxes one all-reduce covers, each with its group and format.
 
-    ValueError if a weight of a group is missing, since its amax is then reduced elsewhere, and for
-    groups that `check_group` refuses.
+    Raises ValueError if a weight of a group is missing, since its amax is then reduced elsewhere,
+    and for invalid groups (`check_group`).
     """
     members_of: dict[SharedAmax, list[K]] = {}
     for key, (group, _) in weights.items():
@@ -95,8 +98,8 @@ def groups_cast_together(weights: Mapping[K, tuple[SharedAmax | None, FormatSpec
     for group, members in members_of.items():
         if len(members) != len(group.names):
             raise ValueError(
-                f"{len(members)} of the weights {group} are cast here, and {len(group.names)} share a tensor amax: cast them "
-                "in one plan, over one group of ranks"
+                f"{len(members)} of the weights {group} are cast in this plan, but {len(group.names)} share a tensor amax: cast "
+                "them in one plan, over one group of ranks"
             )
         formats = {name: weights[key][1] for name, key in zip(group.names, members, strict=True)}
         if check_group(group, formats):

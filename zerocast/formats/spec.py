@@ -1,8 +1,8 @@
 """FormatSpec: everything that distinguishes one weight format from another, as one frozen value.
 
-The stages of every backend are written once against these fields; no stage asks for a format by
-name. A FormatSpec never holds a tensor or a process group, so it hashes, compares, pickles and can
-be traced.
+The stages of every backend are written once against these fields; no stage compares the name of a
+format. A FormatSpec never holds a tensor or a process group, so it hashes, compares, pickles and
+can be traced.
 """
 
 import enum
@@ -62,8 +62,8 @@ class FormatSpec:
         columnwise: the source of the columnwise copy.
         amax_policy: the amax that scales a cast.
         block: (rows, columns) that share one rowwise scale; None for the whole tensor.
-        columnwise_block: (rows, columns) that share one scale of columnwise codes with blocks of
-            their own; None for other formats.
+        columnwise_block: (rows, columns) that share one columnwise scale, for formats with separate
+            columnwise blocks; None for other formats.
         scale_group: (rows, columns) in which every E8M0 scale is at least 2**-SCALE_SPREAD of the
             largest; None if scales are independent.
         scale_rounding: the rounding of the exponent of E8M0 scales, "up" or "floor".
@@ -99,8 +99,9 @@ class FormatSpec:
     key: str = field(default="", compare=False)
 
     def __deepcopy__(self, memo: Any) -> "FormatSpec":
-        """Return itself, which never changes. torch.compile copies what a graph depends on and
-        compares it at each call; equal objects take it much longer than the same one.
+        """Return itself, which never changes. torch.compile copies the objects that a graph depends
+        on and compares them at each call, which is much slower for equal objects than for the same
+        object.
         """
         return self
 
@@ -121,8 +122,8 @@ class FormatSpec:
     def exchange_block(self) -> Block | None:
         """(rows, columns) of the blocks that determine rowwise scales; None for the whole tensor.
 
-        If a boundary between ranks cuts such a block, the ranks reduce its amaxes. A slice of
-        tensor parallelism consists of whole blocks.
+        If such a block straddles a shard boundary, the ranks reduce its amaxes. A slice of tensor
+        parallelism consists of complete blocks.
         """
         return self.scale_group or self.block
 
@@ -145,7 +146,7 @@ class FormatSpec:
         return self.exact_scales or self.scale_group is not None
 
     def scale_repeat(self, columnwise: bool = False) -> Block:
-        """(rows, columns) of entries of a scale buffer that hold the same scale.
+        """Return the (rows, columns) of entries of a scale buffer that hold the same scale.
 
         Tensor cores read byte scales per 1x16, 1x32 or 32x1 elements, so the scale of a larger
         block is repeated.
@@ -184,7 +185,8 @@ class FormatSpec:
 
 
 def option_key(build: Callable[..., FormatSpec], name: str, options: dict[str, Any]) -> str:
-    """The canonical text of a format: its name, then the options that differ from their defaults.
+    """Return the canonical text of a format: its name, then the options that differ from their
+    defaults.
 
     `get_format` reads this text back, so ops and checkpoints carry a format as a string.
     """

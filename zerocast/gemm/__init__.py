@@ -1,4 +1,4 @@
-"""The GEMM paths of a product with a QuantizedWeight, and the choice between them. One module a
+"""The GEMM paths of a product with a QuantizedWeight, and the choice between them. One module per
 path; the protocols of `choice.py` are the contract.
 
 Where the device, the format, the shapes and the dtypes allow, a product runs on FP8 (FP4) tensor

@@ -12,12 +12,12 @@ it is not used here.
 Hopper only, with cuBLAS 12.9 or later. This scaling has no fast accumulation. Rows are padded to a
 multiple of 16; both extents of the weight must be multiples of 128. Inputs and gradients are E4M3,
 as is usual with blocks this small (TransformerEngine, "FP8 Blockwise Scaling"; DeepSeek-V3). Their
-scales are powers of two if those of the weight are.
+scales are powers of two if the weight's scales are.
 
 The stage `upcast` turns the codes of mxfp4 and of nvfp4:exact_in_fp8 into such a weight without
-rounding, for the duration of one product. In memory the weight stays at 4 bits an element. All
-blocks of the second have one scale, that of the tensor, so it can be multiplied by path per_tensor
-as well.
+rounding, for the duration of one product. In memory the weight stays at 4 bits per element. All
+blocks of the second have one scale, the tensor's, so it can be multiplied by path per_tensor as
+well.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,20 +40,20 @@ FIRST_CUDA = (12, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """FP32 scales in 128x128 blocks, or codes that `upcast` turns into E4M3 with such scales, or
-    with one scale for all blocks.
+    """Return True for FP32 scales in 128x128 blocks, or for codes that `upcast` turns into E4M3
+    with such scales, or with one scale for all blocks.
     """
     has_blocks = BLOCK_SHAPE in (fmt.block if fmt.scale_rule is ScaleRule.FP32 else None, fmt.scale_group)
     return has_blocks or fmt.exact_scales
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """The GPUs that have this product: Hopper."""
+    """Yield a reason unless the GPU is a Hopper, which has this product."""
     yield from torch_api.hardware(case, major=9, name="Hopper")
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """A recent CUDA, E4M3 weights, whole blocks."""
+    """Yield a reason unless CUDA is recent, the weights are E4M3, and all blocks are complete."""
     yield from torch_api.unsupported_reasons()
     if case.cuda is not None and case.cuda < FIRST_CUDA:
         yield f"cuBLAS multiplies 128x128 blocks from CUDA 12.9 on, torch was built with {'.'.join(map(str, case.cuda))}"
@@ -67,7 +67,7 @@ def _has_power_of_2_scales(fmt: FormatSpec) -> bool:
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded
+    """Return (codes `[rows, k]`, scale_inv f32 `[rows, k / 128]` column by column); rows are padded
     with zeros to a multiple of 16.
     """
     rows = scaling.padded(x.reshape(-1, x.shape[-1]), scaling.ROWS)
@@ -80,7 +80,8 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 def quantize_both_ways(
     x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The result of `quantize`, and the operand of the weight gradient, which sums over tokens.
+    """Return the result of `quantize`, and the operand of the weight gradient, which sums over
+    tokens.
 
     The second has one scale per 128 tokens of a feature: codes `[k, tokens]` and scale_inv f32
     `[k, tokens / 128]` column by column. If `is_square` it has one scale per 128x128 block, and
@@ -92,9 +93,9 @@ def quantize_both_ways(
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x` as `dtype`, from the second results of `quantize_both_ways` for both."""
+    """Return `grad.T @ x` as `dtype`, from the second results of `quantize_both_ways` for both."""
     (grad_codes, grad_scale_inv), (x_codes, x_scale_inv) = grad, x
-    # The setting may have changed since the forward pass, so the shape of the scales tells whether
+    # The setting may have changed since the forward pass, so the shape of the scales shows whether
     # the input was quantized in groups or in square blocks.
     in_groups = x_scale_inv.shape == (x_codes.shape[0], -(-x_codes.shape[1] // BLOCK))
     x_scaling = "BlockWise1x128" if in_groups else "BlockWise128x128"
@@ -106,8 +107,8 @@ def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dt
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight. The result includes the rows
-    of the padding.
+    """Return the product of quantized rows with one direction of the weight. The result includes
+    the rows of the padding.
     """
     assert not transposed
     codes, scale_inv = operands

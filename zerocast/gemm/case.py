@@ -15,8 +15,8 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    """A product `x @ W.T` (`x @ W` when `transposed`) for a weight W, or those of all its experts
-    at once, in both orientations.
+    """A product `x @ W.T` (`x @ W` when `transposed`) for a weight W, or the grouped product of all
+    its experts, in both orientations.
 
     Args:
         format: the format of the weight.
@@ -27,7 +27,7 @@ class Case:
         cuda: the version of the CUDA toolkit that torch was built with; None without NVIDIA GPU.
         transposed: True for `x @ W`.
         aligned: True if all buffers begin at multiples of `OPERAND_ALIGNMENT_BYTES`.
-        experts: the number of experts that are multiplied at once; 0 for the product of a matrix.
+        experts: the number of experts in a grouped product; 0 for the product of a matrix.
     """
 
     format: FormatSpec
@@ -42,7 +42,7 @@ class Case:
 
     @staticmethod
     def of(weight: Any, dtype: torch.dtype, transposed: bool) -> "Case":
-        """The case of a QuantizedWeight with its present storage."""
+        """Return the case of a QuantizedWeight with its current storage."""
         device = weight.state.rowwise_data.device
         # torch calls ROCm devices "cuda" as well.
         nvidia = device.type == "cuda" and torch.version.cuda is not None
@@ -65,7 +65,7 @@ class Case:
         return ".".join(map(str, self.capability or ()))
 
     def unsupported_reasons(self, multiple: int) -> Iterator[str]:
-        """The reasons why no path but dequantize can run, one sentence each.
+        """Yield the reasons why no path except dequantize can run, one sentence each.
 
         Both extents of the weight must be divisible by `multiple`. A path serves the forward
         product and the input gradient, and the inner dimension of one is the outer dimension of the
@@ -76,13 +76,13 @@ class Case:
         if self.matrix_shape[0] % multiple or self.matrix_shape[1] % multiple:
             yield f"both extents must be multiples of {multiple}, the weight is {list(self.matrix_shape)}"
         if self.transposed:
-            yield "x @ W needs the operand in the other layout: only x @ W.T (linear) runs on tensor cores"
+            yield "x @ W needs the operand in its transposed layout: only x @ W.T (linear) runs on tensor cores"
         if not self.aligned:
             yield f"its storage does not begin at a multiple of {OPERAND_ALIGNMENT_BYTES} bytes"
 
 
 def _aligned(tensor: torch.Tensor | None) -> bool:
-    """True if there is no buffer, or if it begins at an aligned offset of its storage."""
+    """Return True if the buffer is None, or if it begins at an aligned offset of its storage."""
     # Every allocator aligns a storage to more than OPERAND_ALIGNMENT_BYTES. The address itself
     # would not do: fake tensors of a compiler have none.
     return tensor is None or tensor.storage_offset() * tensor.element_size() % OPERAND_ALIGNMENT_BYTES == 0

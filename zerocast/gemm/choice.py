@@ -26,13 +26,13 @@ class AnyPath(Protocol):
     """The functions of every path module."""
 
     def supports(self, fmt: FormatSpec) -> bool:
-        """True if this is the path of weights of this format."""
+        """Return True if this is the path of weights of this format."""
 
     def hardware(self, case: Case) -> Iterator[str]:
-        """The reasons why the device cannot run this path, one sentence each."""
+        """Yield the reasons why the device cannot run this path, one sentence each."""
 
     def unsupported_reasons(self, case: Case) -> Iterator[str]:
-        """The reasons other than the device why this path cannot run, one sentence each."""
+        """Yield the reasons other than the device why this path cannot run, one sentence each."""
 
     def quantize(self, x: Tensor, fmt: FormatSpec, gradient: bool) -> Operands:
         """Quantize an input `[..., k]` or an output gradient for a product."""
@@ -50,8 +50,8 @@ class Path(AnyPath, Protocol):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The product of the operands from `quantize` with one direction of the weight, `[rows,
-        features]` of `dtype`.
+        """Return the product of the operands from `quantize` with one direction of the weight,
+        `[rows, features]` of `dtype`.
 
         In the forward pass it is `x @ W.T + bias` from the rowwise copy, in the backward pass `grad
         @ W` from the columnwise copy. A transposed weight exchanges `W` and `W.T`.
@@ -59,15 +59,17 @@ class Path(AnyPath, Protocol):
 
 
 class ExpertsPath(AnyPath, Protocol):
-    """A path of the products of all experts at once, and of their weight gradients."""
+    """A path of grouped products of all experts, and of their weight gradients."""
 
     def multiply(
         self, operands: Sequence[Tensor], weight: Any, offs: Tensor | None, columnwise: bool, is_gradient: bool
     ) -> Tensor:
-        """The product of the operands from `quantize` with one copy of each expert."""
+        """Return the product of the operands from `quantize` with one copy of each expert."""
 
     def weight_gradient(self, left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
-        """`left.T @ right` of each expert, of an input and an output gradient as they are."""
+        """Return `left.T @ right` of each expert, of an input and an output gradient as they
+        are.
+        """
 
 
 class GradientPath(Protocol):
@@ -76,19 +78,22 @@ class GradientPath(Protocol):
     def quantize_both_ways(
         self, x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
     ) -> tuple[Operands, Operands]:
-        """The result of `quantize`, and the operand of the weight gradient from the same input or
-        output gradient. The weight gradient sums over tokens, so it needs another layout.
+        """Return the result of `quantize`, and the operand of the weight gradient from the same
+        input or output gradient. The weight gradient sums over tokens, so it needs a different
+        layout.
 
         If `is_square`, an input may have the square blocks of a weight instead of groups of tokens.
         """
 
     def weight_gradient(self, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """`grad.T @ x` as `dtype`, from the second results of `quantize_both_ways` for both."""
+        """Return `grad.T @ x` as `dtype`, from the second results of `quantize_both_ways` for
+        both.
+        """
 
 
 class OperatorPath(Protocol):
     """Further functions of a path whose product is one operator of torch. A compiled graph holds
-    that operator itself, which takes less host work to call than an op of ours.
+    that operator itself, which takes less CPU work to call than an op of ours.
     """
 
     def multiply_codes(
@@ -100,11 +105,13 @@ class OperatorPath(Protocol):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """`Path.multiply` with (codes, scale_inv) of that direction of the weight."""
+        """Return the result of `Path.multiply` with (codes, scale_inv) of that direction of the
+        weight.
+        """
 
 
-# Paths by name. `PATHS` is in order of preference: the first path that takes a format and that the
-# device can run is used. `dequantize` takes every format, so it is last.
+# Paths, keyed by name. `PATHS` is in order of preference: the first path that supports a format and
+# that the device can run is used. `dequantize` supports every format, so it is last.
 GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
 OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor}
 PATHS: dict[str, Path] = {
@@ -118,8 +125,8 @@ PATHS: dict[str, Path] = {
 EXPERTS: dict[str, ExpertsPath] = {"per_row": per_row}
 PREFERENCES = ("auto", "dequantize", "scaled_mm", "block_128")
 WEIGHT_GRADIENTS = ("nominal", "fp8", "fp8_groups")
-# Devices on which "auto" takes a scaled product. The CPU emulates it, which is slower than
-# dequantizing and gives other bits.
+# Devices on which "auto" uses a scaled product. The CPU emulates it, which is slower than
+# dequantizing and gives different bits.
 AUTOMATIC_DEVICES = ("cuda",)
 
 
@@ -129,7 +136,7 @@ class Settings:
     takes no call.
 
     Attributes:
-        now: the present (preference, weight_gradients) of `use`.
+        now: the current (preference, weight_gradients) of `use`.
     """
 
     now: tuple[str, str] = ("auto", "nominal")
@@ -151,8 +158,7 @@ class Choice(NamedTuple):
 
 
 def use(preference: str | None = None, *, weight_gradients: str | None = None) -> ExitStack:
-    """Say how products of quantized weights run from now on, or within a `with` statement, in this
-    process.
+    """Select how quantized weights are multiplied, for the process or within a `with` statement.
 
     "auto" (the default): tensor cores on CUDA devices where a path can run, else dequantize.
     "dequantize": always that. "scaled_mm": torch's scaled matrix multiply, on the CPU too where
@@ -167,9 +173,9 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
     the weight run on FP8 tensor cores, and autograd keeps the quantized input only. If the weight
     has blocks of 128x128, the input then has such blocks as well, and the output gradient has
     groups of 128 tokens. With "fp8_groups" both have groups of 128 tokens, and the product takes
-    Hopper 1.4 times as long. Of the products of all experts at once autograd keeps the input as it
-    is, and both operands have a scale for each feature. Weights of a `Recipe(fast=True)` have "fp8"
-    for "nominal". An argument that is None changes nothing.
+    1.4 times as long on Hopper. For grouped products of experts autograd keeps the unquantized
+    input, and both operands have a scale per feature. For weights of a `Recipe(fast=True)`
+    "nominal" means "fp8". An argument that is None changes nothing.
 
     A backward pass uses the settings of its forward pass. Compiled functions are compiled again.
     Raises ValueError for any other value.
@@ -186,14 +192,14 @@ def use(preference: str | None = None, *, weight_gradients: str | None = None) -
 
 
 def settings_of(weight: Any) -> tuple[Any, ...]:
-    """The settings that a graph with a product of this weight depends on."""
+    """Return the settings that a graph with a product of this weight depends on."""
     path = choice_of(weight, weight.dtype).path
     return weight_gradients_of(weight, path), path
 
 
 def weight_gradients_of(weight: Any, path: str | None) -> str:
-    """The present setting of weight gradients for products of this path with this weight, as `use`
-    names it.
+    """Return the current setting of weight gradients for products of this path with this weight, as
+    `use` names it.
     """
     if path not in GRADIENTS and path not in EXPERTS:
         return "nominal"
@@ -218,7 +224,7 @@ def _warn_nominal(layer: str) -> None:
 
 
 def _path_of(case: Case, preference: str) -> tuple[str, str]:
-    """(name, reason) of the path for a format and a device.
+    """Return the (name, reason) of the path for a format and a device.
 
     It is the one that `preference` names, if that can run. Otherwise it is the first path that
     takes the format and that the device can run, with an empty reason. If there is none, it is the
@@ -235,26 +241,26 @@ def _path_of(case: Case, preference: str) -> tuple[str, str]:
 
 
 def _reasons(name: str, case: Case) -> Iterator[str]:
-    """All reasons why a path cannot run."""
+    """Yield all reasons why a path cannot run."""
     path = module_of(name)
     yield from path.hardware(case)
     yield from path.unsupported_reasons(case)
 
 
 def module_of(name: str) -> AnyPath:
-    """The path of this name, of matrices or of all experts at once."""
+    """Return the path of this name, for matrices or for all experts."""
     return EXPERTS[name] if name in EXPERTS else PATHS[name]
 
 
 @functools.cache
 def decide(case: Case, preference: str) -> Choice:
-    """The path for a case; the same answer on every machine with the same torch."""
+    """Return the path for a case; the same answer on every machine with the same torch."""
     if preference == "dequantize":
         return Choice("dequantize", "asked for")
     name, reason = _path_of(case, preference)
     reason = reason or next(module_of(name).unsupported_reasons(case), "")
     if name == "dequantize":
-        reason = f"{case.format} has no scaled product{' of all experts at once' if case.experts else ''}"
+        reason = f"{case.format} has no scaled product{' of all experts' if case.experts else ''}"
     if preference == "scaled_mm":
         return Choice(None if reason else name, reason)
     if not reason and case.device not in AUTOMATIC_DEVICES:
@@ -263,15 +269,15 @@ def decide(case: Case, preference: str) -> Choice:
 
 
 def choice_of(weight: Any, dtype: torch.dtype) -> Choice:
-    """The choice of `x @ W.T` for a QuantizedWeight and an input of `dtype`, under the present
-    preference.
+    """Return the choice of `x @ W.T` for a QuantizedWeight and an input of `dtype`, under the
+    current preference.
     """
     return _decided(weight, dtype, transposed=False)[0]
 
 
 def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
-    """The name of the path to take; RuntimeError, with the reason, where the preference cannot be
-    met.
+    """Return the name of the path to use. Raises RuntimeError, with the reason, if the preference
+    cannot be met.
     """
     (path, reason), is_fallback = _decided(weight, dtype, transposed)
     if path is None:
@@ -282,23 +288,27 @@ def path_of(weight: Any, dtype: torch.dtype, transposed: bool) -> str:
 
 
 def _decided(weight: Any, dtype: torch.dtype, transposed: bool) -> tuple[Choice, bool]:
-    """The choice, and whether it is a fallback (`falls_back`). Kept with the weight's storage."""
+    """Return the choice, and whether it is a fallback (`falls_back`). Kept with the weight's
+    storage.
+    """
     if weight.dim() not in (2, 3):
-        return Choice("dequantize", f"no product takes a weight of {weight.dim()} dimensions"), False
+        return Choice("dequantize", f"no product supports a weight of {weight.dim()} dimensions"), False
     choices: dict[Any, tuple[Choice, bool]] = weight.state.choices
     preference, _ = settings.now
     key = preference, dtype, transposed
     if key not in choices:
         case = Case.of(weight, dtype, transposed)
         choices[key] = decide(case, preference), falls_back(case, preference)
-        logger.info("the products of %s take the path %s", weight.state.name or repr(weight), choices[key][0])
+        logger.info("the products of %s use the path %s", weight.state.name or repr(weight), choices[key][0])
         if choices[key][0].path == "dequantize" and plain.product_dtype(dtype, case.device) is not dtype:
             plain.log_fp32_products()
     return choices[key]
 
 
 def falls_back(case: Case, preference: str) -> bool:
-    """True if a product is dequantized, unasked, on a GPU that has tensor cores for its format."""
+    """Return True if a product is dequantized, unasked, on a GPU that has tensor cores for its
+    format.
+    """
     name, reason = _path_of(case, preference)
     has_tensor_cores = case.device in AUTOMATIC_DEVICES and name != "dequantize" and not reason
     return has_tensor_cores and preference in ("auto", "block_128") and decide(case, preference).path == "dequantize"

@@ -1,8 +1,8 @@
 """The FP8 quantizers of `inputs.py` as CUDA kernels (`csrc/cuda/quantize_input.cu`): the same bytes
-with less host work.
+with less CPU work.
 
-Groups take one launch, for one direction or for both. A whole tensor takes two launches, one for
-its amax, and a clear of one word before them.
+Quantizing in groups is one launch, for one direction or for both. Quantizing per tensor is two
+launches, the first for the amax, after a clear of one word.
 """
 
 import torch
@@ -18,7 +18,7 @@ GROUP = kernels.INPUT_GROUP
 
 
 def serves(device: torch.device) -> bool:
-    """True if the kernels were built for this GPU."""
+    """Return True if the kernels were built for this GPU."""
     return why_no_kernels(kernels.targets(), device) is None
 
 
@@ -37,7 +37,8 @@ def tensor_both_ways(x: Tensor, amax: Tensor | None, element: Element) -> tuple[
 
     `amax` is f32[1], or None if it is not known.
 
-    An f32 input, or one whose columns are no multiple of 16, takes one more launch.
+    An f32 input, or an input whose number of columns is not a multiple of 16, needs one more
+    launch.
     """
     x = _aligned(x)
     amax = _amax(x) if amax is None else amax
@@ -94,6 +95,6 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """`x`, contiguous, at an address that the kernels' loads of 16 bytes can take."""
+    """Return `x`, contiguous, at an address that the kernels' loads of 16 bytes can take."""
     x = x.contiguous()
     return x.clone() if x.data_ptr() % OPERAND_ALIGNMENT_BYTES else x

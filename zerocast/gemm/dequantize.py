@@ -16,29 +16,31 @@ from zerocast.gemm.case import Case
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """Every format can be dequantized."""
+    """Return True: every format can be dequantized."""
     return True
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """Every device can multiply dequantized weights."""
+    """Yield nothing: every device can multiply dequantized weights."""
     yield from ()
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """No reason: this path is always there."""
+    """Yield nothing: this path is always available."""
     yield from ()
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """The input unchanged, with its leading dimensions."""
+    """Return the input unchanged, with its leading dimensions."""
     return (x,)
 
 
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """`x @ W.T + bias`, or `x @ W` if exactly one of `columnwise` and `transposed` is True."""
+    """Return `x @ W.T + bias`, or `x @ W` if exactly one of `columnwise` and `transposed` is
+    True.
+    """
     (x,) = operands
     w: Tensor = weight.read(columnwise, dtype)
     if columnwise:

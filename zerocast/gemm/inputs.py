@@ -9,9 +9,9 @@ if the extension has no kernels for the GPU. Under a compiler the plain operatio
 fuses them itself.
 
 Scales follow docs/formats/common.md, with one difference: if the amax is not finite, the scale is
-NaN, and so is the whole tensor or group. A weight would saturate, with scale 1. An activation that
-overflowed must not look like an ordinary one afterwards. Epsilons are options of weights and are
-not applied.
+NaN, and so are all elements of the tensor or group. A weight would saturate, with scale 1. An
+activation that overflowed must not look like an ordinary one afterwards. Epsilons are options of
+weights and are not applied.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ E8M0_NAN = 0xFF
 
 @functools.cache
 def _kernels(device: torch.device) -> ModuleType | None:
-    """The module with the kernels for this GPU; None if only plain operations are left."""
+    """Return the module with the kernels for this GPU; None if only plain operations are left."""
     with contextlib.suppress(ImportError):
         cuda = importlib.import_module("zerocast.gemm.cuda_inputs")
         if cuda.serves(device):
@@ -65,14 +65,14 @@ def _kernels(device: torch.device) -> ModuleType | None:
 
 
 def _fused(x: Tensor) -> ModuleType | None:
-    """The module with kernels for `x`; None on a CPU and under a compiler, which could fuse nothing
-    with a kernel.
+    """Return the module with kernels for `x`; None on a CPU and under a compiler, which could fuse
+    nothing with a kernel.
     """
     return _kernels(x.device) if x.device.type == "cuda" and not is_traced(x) else None
 
 
 def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, scale_inv f32[1]) of `x [rows, k]`, scaled by its present amax."""
+    """Return (codes `[rows, k]`, scale_inv f32[1]) of `x [rows, k]`, scaled by its current amax."""
     if (fused := _fused(x)) is not None:
         return fused.per_tensor(x, element)  # type: ignore[no-any-return]
     scale = encode_scale(_amax(x), element.max, power_of_2=False)
@@ -80,7 +80,7 @@ def per_tensor(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def _amax(x: Tensor) -> Tensor:
-    """The greatest magnitude as f32[1]."""
+    """Return the greatest magnitude as f32[1]."""
     if is_traced(x):
         # In two steps, since a compiler fuses a reduction over rows with the norm or the activation
         # that made `x`, and a reduction over the whole tensor is a kernel by itself.
@@ -91,8 +91,8 @@ def _amax(x: Tensor) -> Tensor:
 
 
 def rows(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
-    """(codes of the shape of `x`, scale_inv f32 of that without the last dimension), with one scale
-    per row.
+    """Return (codes of the shape of `x`, scale_inv f32 of that without the last dimension), with
+    one scale per row.
     """
     amax = torch.linalg.vector_norm(x, torch.inf, dim=-1, dtype=torch.float32)
     scale = encode_scale(amax, element.max, power_of_2=False)
@@ -100,8 +100,8 @@ def rows(x: Tensor, element: Element) -> tuple[Tensor, Tensor]:
 
 
 def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, with one scale per
-    `width` elements of a row.
+    """Return (codes `[rows, k]`, scale_inv f32 `[rows, k / width]`) of `x [rows, k]`, with one
+    scale per `width` elements of a row.
     """
     if (fused := _fused(x)) is not None:
         return fused.groups(x, width, element, power_of_2)  # type: ignore[no-any-return]
@@ -112,7 +112,7 @@ def groups(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[T
 
 
 def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, is_square: bool) -> BothWays:
-    """`groups` of `x [rows, k]` and of its transpose, from one read of `x`.
+    """Return `groups` of `x [rows, k]` and of its transpose, from one read of `x`.
 
     Returns (codes `[rows, k]`, scale_inv f32 `[rows, k / width]`, codes `[k, rows]`, scale_inv f32
     `[k, rows / width]`, rounded up). Both scales are stored column by column, and rows are padded
@@ -130,8 +130,8 @@ def groups_both_ways(x: Tensor, width: int, element: Element, power_of_2: bool, 
 
 
 def per_tensor_both_ways(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes `[rows, k]`, scale_inv f32[1], codes `[k, rows]`) of `x [rows, k]`, k a multiple of
-    16. The transposed codes are padded with zeros to a multiple of 16 rows.
+    """Return (codes `[rows, k]`, scale_inv f32[1], codes `[k, rows]`) of `x [rows, k]`, k a
+    multiple of 16. The transposed codes are padded with zeros to a multiple of 16 rows.
     """
     if is_traced(x):
         # The amax stays outside of the op, where a compiler fuses it with the operation before.
@@ -143,13 +143,13 @@ def per_tensor_both_ways(x: Tensor, element: Element) -> tuple[Tensor, Tensor, T
 
 
 def per_tensor_recomputed(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """The results of `per_tensor_both_ways` in a graph whose backward half makes the transposed
-    codes from what it has of `x`. Nothing of them is kept between the halves.
+    """Return the results of `per_tensor_both_ways` in a graph whose backward half makes the
+    transposed codes from its saved `x`. No codes are kept between the halves.
     """
     scale = encode_scale(_amax(x), element.max, power_of_2=False)
-    # A partitioner saves what it finds in both halves and cannot fuse with its reader. So the codes
-    # that are transposed are other nodes than those of the forward product. A scale is not
-    # negative, so its magnitude has the same bits.
+    # A partitioner saves nodes that are used in both halves and that cannot be fused with their
+    # reader. So the transposed codes come from different nodes than the codes of the forward
+    # product. A scale is not negative, so its magnitude has the same bits.
     codes_of_gradient = codes_of(x, scale.abs(), element)
     # One op, which turns tiles in shared memory. A compiler would store the transpose from the
     # kernel that computes `x`, one byte per sector.
@@ -181,7 +181,7 @@ ops.define("turned", "(Tensor codes) -> Tensor", turned, turned_like)
 
 
 def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
+    """Return (codes `[rows, k]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
     mxfp8 along the rows.
     """
     codes, scales = _microscaled(get_format("mxfp8"), x)
@@ -189,15 +189,15 @@ def mxfp8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mxfp4(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(bytes u8 `[rows, k/2]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows, k]`:
-    docs/formats/mxfp4.md with one scale per 1x32 elements, where a scale depends on no other.
+    """Return (bytes u8 `[rows, k/2]`, E8M0 scales u8 `[rup(rows, 128), rup(k/32, 4)]`) of `x [rows,
+    k]`: docs/formats/mxfp4.md with one scale per 1x32 elements, where a scale depends on no other.
     """
     codes, scales = _microscaled(get_format("mxfp4", exact_in_fp8=False), x)
     return pack(codes), scales
 
 
 def _microscaled(fmt: FormatSpec, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scale buffer) of `x` with one E8M0 scale per 32 elements of a row."""
+    """Return (codes, scale buffer) of `x` with one E8M0 scale per 32 elements of a row."""
     codes, scales, _ = _quantize(fmt, (1, 32), x)
     # The quantizer of weights saturates. A group that is not finite gets the scale NaN instead.
     finite = x.unflatten(1, (-1, 32)).isfinite().all(2)
@@ -206,8 +206,8 @@ def _microscaled(fmt: FormatSpec, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, decode factor
-    f32[1] of the tensor) of `x [rows, k]`.
+    """Return (bytes u8 `[rows, k/2]`, E4M3 scales u8 `[rup(rows, 128), rup(k/16, 4)]`, decode
+    factor f32[1] of the tensor) of `x [rows, k]`.
 
     docs/formats/nvfp4.md with one scale per 1x16 elements, as for activations; rounds to nearest,
     without Hadamard transform.
@@ -220,13 +220,15 @@ def nvfp4(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def decode_factor(fmt: FormatSpec, amax: Tensor) -> Tensor:
-    """The factor f32[1], from the tensor amax, of a product of NVFP4 codes and E4M3 scales."""
+    """Return the factor f32[1], from the tensor amax, of a product of NVFP4 codes and E4M3
+    scales.
+    """
     return amax.view(1) * ONE_2688TH
 
 
 def _quantize(fmt: FormatSpec, block: Block, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(codes, scale buffer, tensor amax) of `x`, quantized as the rowwise copy of a weight of `fmt`
-    with blocks of the extent `block`.
+    """Return (codes, scale buffer, tensor amax) of `x`, quantized as the rowwise copy of a weight
+    of `fmt` with blocks of the extent `block`.
     """
     fmt = dataclasses.replace(fmt, block=block)
     assert fmt.element

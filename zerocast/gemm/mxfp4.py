@@ -33,12 +33,12 @@ KERNELS = ("USE_FBGEMM_GENAI", "USE_MSLK")
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """E2M1 codes with E8M0 block scales."""
+    """Return True for E2M1 codes with E8M0 block scales."""
     return fmt.scale_rule is ScaleRule.E8M0 and fmt.element == E2M1
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """The GPUs that have this product: data-centre Blackwell."""
+    """Yield a reason unless the GPU is a data-centre Blackwell, which has this product."""
     yield from torch_api.hardware(case, major=10, name="Blackwell")
 
 
@@ -48,7 +48,9 @@ def _has_kernel() -> bool:
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """A torch with the kernel and with a dtype for E2M1, extents in multiples of 32, bf16."""
+    """Yield a reason unless torch has the kernel and a dtype for E2M1, extents are multiples of 32,
+    and inputs are bf16.
+    """
     yield from torch_api.unsupported_reasons()
     if not hasattr(torch, "float4_e2m1fn_x2"):
         yield "this torch has no torch.float4_e2m1fn_x2"
@@ -60,7 +62,7 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(bytes `[rows, k/2]`, swizzled E8M0 scales) of an input or an output gradient."""
+    """Return (bytes `[rows, k/2]`, swizzled E8M0 scales) of an input or an output gradient."""
     data, scales = inputs.mxfp4(x.reshape(-1, x.shape[-1]))
     return data, swizzle(scales)
 
@@ -68,7 +70,7 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight."""
+    """Return the product of quantized rows with one direction of the weight."""
     assert not transposed
     codes, scales = operands
     data, _ = weight.direction(columnwise)

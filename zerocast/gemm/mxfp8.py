@@ -27,23 +27,23 @@ from zerocast.gemm.swizzle import of_weight, swizzle
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """E4M3 codes with E8M0 block scales."""
+    """Return True for E4M3 codes with E8M0 block scales."""
     return fmt.scale_rule is ScaleRule.E8M0 and fmt.element is E4M3
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """The GPUs that have this product: data-centre Blackwell."""
+    """Yield a reason unless the GPU is a data-centre Blackwell, which has this product."""
     yield from torch_api.hardware(case, major=10, name="Blackwell")
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """Extents in multiples of 32."""
+    """Yield a reason unless extents are multiples of 32."""
     yield from torch_api.unsupported_reasons()
     yield from case.unsupported_reasons(multiple=32)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(codes `[rows, k]`, swizzled E8M0 scales) of an input or an output gradient."""
+    """Return (codes `[rows, k]`, swizzled E8M0 scales) of an input or an output gradient."""
     codes, scales = inputs.mxfp8(x.reshape(-1, x.shape[-1]))
     return codes, swizzle(scales).view(torch.float8_e8m0fnu)
 
@@ -51,7 +51,7 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight."""
+    """Return the product of quantized rows with one direction of the weight."""
     assert not transposed
     codes, scale_inv = operands
     data, _ = weight.direction(columnwise)

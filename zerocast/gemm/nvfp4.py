@@ -30,17 +30,17 @@ SWIZZLE = ["SWIZZLE_32_4_4", "NO_SWIZZLE"]
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """Formats with scales in two levels."""
+    """Return True for formats with two levels of scales."""
     return fmt.scale_rule is ScaleRule.TWO_LEVEL
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """The GPUs that have this product: data-centre Blackwell."""
+    """Yield a reason unless the GPU is a data-centre Blackwell, which has this product."""
     yield from torch_api.hardware(case, major=10, name="Blackwell")
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """A torch with a dtype for E2M1, extents in multiples of 32."""
+    """Yield a reason unless torch has a dtype for E2M1 and extents are multiples of 32."""
     yield from torch_api.unsupported_reasons()
     if not hasattr(torch, "float4_e2m1fn_x2"):
         yield "this torch has no torch.float4_e2m1fn_x2"
@@ -48,8 +48,8 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(bytes `[rows, k/2]`, swizzled E4M3 scales, decode factor f32[1] of the tensor) of an input
-    or an output gradient.
+    """Return (bytes `[rows, k/2]`, swizzled E4M3 scales, decode factor f32[1] of the tensor) of an
+    input or an output gradient.
     """
     data, scales, factor = inputs.nvfp4(x.reshape(-1, x.shape[-1]))
     return data, swizzle(scales), factor
@@ -58,7 +58,7 @@ def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight."""
+    """Return the product of quantized rows with one direction of the weight."""
     assert not transposed
     codes, scales, factor = operands
     data, _ = weight.direction(columnwise)

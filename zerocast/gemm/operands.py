@@ -41,8 +41,8 @@ _last: _Shared | None = None
 
 
 def of_input(path: str, x: Tensor, fmt: FormatSpec, weight_gradients: str = "nominal") -> tuple[Operands, Operands]:
-    """(operands of the product, operands of its weight gradient) for an input that is not empty.
-    A nominal weight gradient takes the input itself.
+    """Return (operands of the product, operands of its weight gradient) for an input that is not
+    empty. A nominal weight gradient takes the input itself.
     """
     global _last  # noqa: PLW0603
     if not _is_shareable(x):
@@ -74,15 +74,15 @@ def forget() -> None:
 
 
 def _drop(x: "weakref.ref[Tensor]") -> None:
-    """Called when an input is freed. By then another input may have taken its place."""
+    """Called when an input is freed. By then its entry may belong to a different input."""
     if _last is not None and _last.x is x:
         forget()
 
 
 def _is_shareable(x: Tensor) -> bool:
-    """True if the operands of an input may be shared."""
-    # autograd itself relies on the version counter of tensors that it recorded. Of other tensors
-    # nothing says that every write moves the counter.
+    """Return True if the operands of an input may be shared."""
+    # autograd relies on the version counter of tensors that it recorded. For other tensors it is
+    # not guaranteed that every write advances the counter.
     return x.grad_fn is not None and not is_traced(x) and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 

@@ -1,17 +1,17 @@
-"""Path per_row: the products of all experts of a weight at once, in FP8, through
+"""Path per_row: grouped products of all experts of a weight, in FP8, through
 `torch._scaled_grouped_mm`. A weight has one scale per tensor, an input one scale per row.
 
 Layout (torch: aten/src/ATen/native/cuda/GroupedBlas.cpp, ScaledGroupMM.cu, GroupMMCommon.cuh): A
 `[rows, k]` row-major with f32 scales `[rows]`, B `[E, k, n]` column-major in its last two
 dimensions with f32 scales `[E, n]`, and the end of each expert's rows, i32[E]. Without ends A is
 `[E, rows, k]`. Either copy of a weight is such a B as it is stored: nothing is copied. Rows of A
-may be cut anywhere. In a weight gradient, which sums over the rows of an expert, each expert's rows
-must begin at a multiple of 16 and may not be none, so they are copied apart there.
+may be divided at any row. In a weight gradient, which sums over the rows of an expert, each
+expert's rows must begin at a multiple of 16 and cannot be empty, so they are copied with padding.
 
 Hopper, E4M3 on both sides, bf16 results, fewer than 1024 experts. Gradients are E4M3 for that
-reason. Their scales are those of a row, or in a weight gradient of a feature, so they need less
-range than under one scale per tensor. Rows that belong to no expert are multiplied by nothing, and
-what they hold changes no scale.
+reason. Their scales are per row, or per feature in a weight gradient, so they need less range than
+with one scale per tensor. Rows that belong to no expert are not multiplied, and their content
+changes no scale.
 
 Accumulation: fast forward, full in the backward pass, as on path per_tensor.
 """
@@ -28,22 +28,26 @@ from zerocast.formats.layout import round_up
 from zerocast.gemm import inputs, per_tensor, scaling, torch_api
 from zerocast.gemm.case import Case
 
-# The number of experts that torch's kernel refuses.
+# The number of experts from which torch's kernel raises.
 TOO_MANY = 1024
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """One FP32 scale per tensor, or codes that `upcast` turns into E4M3 with such a scale."""
+    """Return True for formats with one FP32 scale per tensor, or with codes that `upcast` turns
+    into E4M3 with such a scale.
+    """
     return per_tensor.supports(fmt)
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """The GPUs that have this product: Hopper."""
+    """Yield a reason unless the GPU is a Hopper, which has this product."""
     yield from torch_api.hardware(case, major=9, name="Hopper")
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """E4M3 weights, bf16, extents in multiples of 16, not too many experts."""
+    """Yield a reason unless weights are E4M3, inputs bf16, extents multiples of 16, and experts not
+    too many.
+    """
     if not hasattr(torch, "_scaled_grouped_mm"):
         yield "this torch has no torch._scaled_grouped_mm"
     if case.format.element != E4M3 and not case.format.is_exact_in_fp8:
@@ -51,20 +55,20 @@ def unsupported_reasons(case: Case) -> Iterator[str]:
     if case.dtype is torch.float16:
         yield "results are bfloat16, not float16"
     if case.experts >= TOO_MANY:
-        yield f"torch multiplies fewer than {TOO_MANY} experts at once, the weight has {case.experts}"
+        yield f"torch's grouped product supports fewer than {TOO_MANY} experts, the weight has {case.experts}"
     yield from case.unsupported_reasons(multiple=16)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(codes of the shape of `x`, scale_inv f32 of that without the last dimension)."""
+    """Return (codes of the shape of `x`, scale_inv f32 of that without the last dimension)."""
     return inputs.rows(x, E4M3)
 
 
 def multiply(
     operands: Sequence[Tensor], weight: Any, offs: Tensor | None, columnwise: bool, is_gradient: bool
 ) -> Tensor:
-    """The product of quantized rows with one copy of the weight of all experts, in bf16. Only a
-    forward product uses fast accumulation.
+    """Return the product of quantized rows with one copy of the weight of all experts, in bf16.
+    Only a forward product uses fast accumulation.
 
     `operands` are rows `[rows, k]` with `offs`, the end of each expert's rows, i32[E]; or `[E,
     rows, k]` with None.
@@ -74,7 +78,8 @@ def multiply(
     data, weight_scale_inv = read(columnwise)
     experts, rows, columns = weight.shape
     matrices = data.view(E4M3.dtype)
-    # A columnwise copy `[columns, E * rows]` has the rows of an expert beside those of the next.
+    # A columnwise copy `[columns, E * rows]` has the rows of consecutive experts next to each
+    # other.
     b = (
         matrices.view(columns, experts, rows).permute(1, 2, 0)
         if columnwise
@@ -88,7 +93,7 @@ def multiply(
 
 
 def weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
-    """`left.T @ right` of each expert, bf16 `[E, left features, right features]`, with full
+    """Return `left.T @ right` of each expert, bf16 `[E, left features, right features]`, with full
     accumulation.
 
     Both are `[rows, features]` with `offs`, or `[E, rows, features]` with None. They are quantized
@@ -105,17 +110,19 @@ def weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
 
 
 def _apart(offs: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(row of the input or 0, whether that row belongs to an expert, the end of each expert) for
-    rows of which those of each expert begin at a multiple of 16, with 16 for an expert of none.
+    """Return (row of the input or 0, whether that row belongs to an expert, the end of each expert)
+    for rows that are padded so that each expert begins at a multiple of 16, with 16 rows for an
+    expert without rows.
 
-    Their number follows from `rows` and the number of experts alone: the host waits for nothing.
+    Their number depends only on `rows` and the number of experts, so the CPU does not wait for the
+    device.
     """
     counts = offs.diff(prepend=offs.new_zeros(1))
     room = ((counts + scaling.ROWS - 1) // scaling.ROWS * scaling.ROWS).clamp(min=scaling.ROWS)
     ends = room.cumsum(0, dtype=torch.int32)
     size = round_up(rows, scaling.ROWS) + scaling.ROWS * len(offs)
     places = torch.arange(size, dtype=torch.int32, device=offs.device)
-    # Places behind the last expert become places behind its last row.
+    # Indices after the last expert become indices after its last row.
     experts = torch.searchsorted(ends, places, right=True).clamp(max=len(offs) - 1)
     within = places - (ends - room)[experts]
     is_row = within < counts[experts]
@@ -123,8 +130,8 @@ def _apart(offs: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_feature(x: Tensor, sources: Tensor, is_row: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes `[features, len(sources)]`, scale_inv f32 `[features]`) of these rows of `x`, with
-    zeros where `is_row` is False.
+    """Return (codes `[features, len(sources)]`, scale_inv f32 `[features]`) of these rows of `x`,
+    with zeros where `is_row` is False.
     """
     rows = x.index_select(0, sources).masked_fill_(~is_row[:, None], 0)
     amax = torch.linalg.vector_norm(rows, torch.inf, dim=0, dtype=torch.float32)

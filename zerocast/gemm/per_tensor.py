@@ -13,7 +13,7 @@ Accumulation: fast (about 14 bits on Hopper) forward, full in the backward pass,
 TransformerEngine (`pytorch/module/base.py`: `_2X_ACC_FPROP = False`, `_2X_ACC_DGRAD = True`).
 
 The stage `upcast` turns the codes of nvfp4:exact_in_fp8 into such a weight without rounding, for
-the duration of one product. In memory the weight stays at 4 bits an element.
+the duration of one product. In memory the weight stays at 4 bits per element.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,41 +31,43 @@ FIRST_CAPABILITY = (8, 9)
 
 
 def supports(fmt: FormatSpec) -> bool:
-    """One FP32 scale per tensor: current and delayed scaling, and codes that `upcast` turns into
-    E4M3 with such a scale.
+    """Return True for formats with one FP32 scale per tensor (current and delayed scaling), and for
+    codes that `upcast` turns into E4M3 with such a scale.
     """
     return fmt.exact_scales or (fmt.scale_rule is ScaleRule.FP32 and fmt.block is None)
 
 
 def hardware(case: Case) -> Iterator[str]:
-    """Any NVIDIA GPU with FP8 tensor cores; torch's own emulation on the CPU."""
+    """Yield a reason unless the device is an NVIDIA GPU with FP8 tensor cores, or the CPU, where
+    torch emulates them.
+    """
     on_cpu = case.device == "cpu" and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
     if case.capability is None and not on_cpu:
-        yield f"torch._scaled_mm is for NVIDIA GPUs here, not for {case.device} tensors"
+        yield f"torch._scaled_mm needs an NVIDIA GPU in this torch, got {case.device} tensors"
     elif case.capability and case.capability < FIRST_CAPABILITY:
         yield f"FP8 tensor cores come with compute capability 8.9, this device has {case.capability_text}"
 
 
 def unsupported_reasons(case: Case) -> Iterator[str]:
-    """Extents in multiples of 16."""
+    """Yield a reason unless extents are multiples of 16."""
     yield from case.unsupported_reasons(multiple=16)
 
 
 def quantize(x: Tensor, fmt: FormatSpec, gradient: bool) -> tuple[Tensor, ...]:
-    """(codes `[rows, k]`, scale_inv f32[1]) of an input or an output gradient."""
+    """Return (codes `[rows, k]`, scale_inv f32[1]) of an input or an output gradient."""
     return inputs.per_tensor(x.reshape(-1, x.shape[-1]), _element(fmt, gradient))
 
 
 def _element(fmt: FormatSpec, gradient: bool) -> Element:
-    """The element of an input or of an output gradient; the module docstring says why."""
+    """Return the element of an input or of an output gradient; the module docstring says why."""
     return E5M2 if gradient and fmt.element != E5M2 else E4M3
 
 
 def quantize_both_ways(
     x: Tensor, fmt: FormatSpec, gradient: bool, is_square: bool
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The result of `quantize`, and the operand of the weight gradient, which sums over tokens: the
-    same codes as `[k, tokens]`, with tokens padded with zeros to a multiple of 16.
+    """Return the result of `quantize`, and the operand of the weight gradient, which sums over
+    tokens: the same codes as `[k, tokens]`, with tokens padded with zeros to a multiple of 16.
     """
     rows = x.reshape(-1, x.shape[-1])
     if scaling.is_traced(x) and not gradient:
@@ -76,7 +78,7 @@ def quantize_both_ways(
 
 
 def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """`grad.T @ x` as `dtype` with full accumulation, from the second results of
+    """Return `grad.T @ x` as `dtype` with full accumulation, from the second results of
     `quantize_both_ways` for both.
     """
     (grad_codes, grad_scale_inv), (x_codes, x_scale_inv) = grad, x
@@ -86,8 +88,8 @@ def weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dt
 def multiply(
     operands: Sequence[Tensor], weight: Any, columnwise: bool, transposed: bool, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The product of quantized rows with one direction of the weight. Only the forward product uses
-    fast accumulation.
+    """Return the product of quantized rows with one direction of the weight. Only the forward
+    product uses fast accumulation.
     """
     assert not transposed
     read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
@@ -102,7 +104,7 @@ def multiply_codes(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """`multiply` with (codes, scale_inv) of the direction as `weight`."""
+    """Return the result of `multiply` with (codes, scale_inv) of the direction as `weight`."""
     (codes, scale_inv), (data, weight_scale_inv) = operands, weight
     assert fmt.element and weight_scale_inv is not None, fmt
     element = E4M3 if fmt.is_exact_in_fp8 else fmt.element

@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def _has_bf16_products() -> bool:
-    """True if torch has fast bf16 products for this CPU; a torch that cannot say has none."""
+    """Return True if torch has fast bf16 products for this CPU; a torch that cannot say has
+    none.
+    """
     try:
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return False
@@ -30,12 +32,15 @@ def _has_bf16_products() -> bool:
         return False
 
 
-# Asked once, at import. Compilers trace the functions below, and a constant is no graph break.
+# Evaluated once, at import. Compilers trace the functions below, and a constant does not break a
+# graph.
 HAS_BF16_PRODUCTS = _has_bf16_products()
 
 
 def product_dtype(dtype: torch.dtype, device: str) -> torch.dtype:
-    """The dtype in which products of operands of `dtype` are computed: their own, or FP32."""
+    """Return the dtype in which products of operands of `dtype` are computed: their own, or
+    FP32.
+    """
     is_slow = dtype is torch.bfloat16 and device == "cpu" and not HAS_BF16_PRODUCTS
     return torch.float32 if is_slow else dtype
 
@@ -48,8 +53,8 @@ def log_fp32_products() -> None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` in the dtype of `x`."""
-    # A QuantizedWeight and a DTensor bring their own products, by torch's override of `linear`.
+    """Return `x @ weight.T + bias` in the dtype of `x`."""
+    # A QuantizedWeight and a DTensor have separate products, by torch's override of `linear`.
     dtype = product_dtype(x.dtype, x.device.type)
     if dtype is x.dtype or type(weight) not in (Tensor, torch.nn.Parameter):
         return torch.nn.functional.linear(x, weight, bias)
@@ -58,13 +63,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(x: Tensor, matrix: Tensor) -> Tensor:
-    """`x @ matrix` in the dtype of `x`."""
+    """Return `x @ matrix` in the dtype of `x`."""
     dtype = product_dtype(x.dtype, x.device.type)
     return (x.to(dtype) @ matrix.to(dtype)).to(x.dtype)
 
 
 def grouped_mm(x: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
-    """The product of groups of rows by torch, with the result in the dtype of `x`."""
+    """Return the product of groups of rows by torch, with the result in the dtype of `x`."""
     # The fake implementation that compilers trace accepts only bf16, so nothing is widened there.
     dtype = x.dtype if is_traced(x) else product_dtype(x.dtype, x.device.type)
     return torch._grouped_mm(x.to(dtype), matrices.to(dtype), offs=offs).to(x.dtype)

@@ -23,14 +23,14 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def is_traced(x: Tensor) -> bool:
-    """True if a tensor is fake, as while a compiler traces."""
+    """Return True if a tensor is fake, as while a compiler traces."""
     # `torch.compiler.is_compiling()` is not True in every version of torch while a graph is traced.
     return type(x) is not Tensor and is_fake(x)
 
 
 def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
-    """The encode scale `largest / amax` in f32, rounded down to a power of two if `power_of_2`. It
-    is 1 for an amax of 0, and NaN for an amax that is not finite.
+    """Return the encode scale `largest / amax` in f32, rounded down to a power of two if
+    `power_of_2`. It is 1 for an amax of 0, and NaN for an amax that is not finite.
     """
     # A subnormal amax would give Inf.
     scale = _quotient(largest, amax).clamp(max=FLT_MAX)
@@ -42,12 +42,12 @@ def encode_scale(amax: Tensor, largest: float, power_of_2: bool) -> Tensor:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """1 / scale, correctly rounded, as f32."""
+    """Return 1 / scale, correctly rounded, as f32."""
     return _quotient(1.0, scale)
 
 
 def _quotient(number: float, divisor: Tensor) -> Tensor:
-    """`number / divisor`, correctly rounded to f32."""
+    """Return `number / divisor`, correctly rounded to f32."""
     # Compilers divide f32 approximately, and torch multiplies by a reciprocal if the dividend is a
     # number. A division of f64 tensors that is rounded to f32 gives the same bits everywhere.
     divisor = divisor.double()
@@ -55,7 +55,7 @@ def _quotient(number: float, divisor: Tensor) -> Tensor:
 
 
 def codes_of(x: Tensor, scale: Tensor, element: Element) -> Tensor:
-    """The codes of `x * scale`, which is computed in f32, in one pass over `x`."""
+    """Return the codes of `x * scale`, which is computed in f32, in one pass over `x`."""
     if is_traced(x):
         return (x * scale).to(element.dtype).contiguous()
     # `out=` converts on the way to memory. The f32 product is never stored.
@@ -64,14 +64,14 @@ def codes_of(x: Tensor, scale: Tensor, element: Element) -> Tensor:
 
 
 def padded(x: Tensor, multiple: int) -> Tensor:
-    """`x [rows, k]` with zero rows appended up to a multiple of `multiple`."""
+    """Return `x [rows, k]` with zero rows appended up to a multiple of `multiple`."""
     missing = -x.shape[0] % multiple
     return torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def turned(codes: Tensor) -> Tensor:
-    """The transpose `[k, rows]` of FP8 codes `[rows, k]`, with rows padded with zeros to a multiple
-    of `ROWS`.
+    """Return the transpose `[k, rows]` of FP8 codes `[rows, k]`, with rows padded with zeros to a
+    multiple of `ROWS`.
     """
     if codes.shape[0] % ROWS:
         codes = padded(codes.view(torch.uint8), ROWS).view(codes.dtype)
@@ -83,20 +83,22 @@ def turned(codes: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _turning(device: torch.device, rows: int, k: int) -> tuple[ops.Transposition, tuple[int, ...]]:
-    """The transposition of codes `[rows, k]`, and the shape of its result. Every product asks."""
+    """Return the transposition of codes `[rows, k]`, and the shape of its result. Every product
+    asks.
+    """
     transposition = ops.transposition(backends.choose(device), "fp8_current", ((rows, k),), device)
     ((shape, _, _),) = transposition.made
     return transposition, shape
 
 
 def turned_like(codes: Tensor) -> Tensor:
-    """Uninitialized memory for the result of `turned`."""
+    """Return uninitialized memory for the result of `turned`."""
     rows, k = codes.shape
     return torch.empty((k, -(-rows // ROWS) * ROWS), dtype=codes.dtype, device=codes.device)
 
 
 def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> BothWays:
-    """Uninitialized memory for the results of `inputs.groups_both_ways`."""
+    """Return uninitialized memory for the results of `inputs.groups_both_ways`."""
     rows = -(-x.shape[0] // ROWS) * ROWS
     k = x.shape[1]
     row_groups = -(-rows // width)
@@ -105,7 +107,7 @@ def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> 
     codes = torch.empty((rows, k), dtype=element.dtype, device=device)
     turned = torch.empty((k, rows), dtype=element.dtype, device=device)
     # cuBLAS reads scales column by column. Scales of square blocks have their number of rows padded
-    # to a multiple of 4, as those of a weight.
+    # to a multiple of 4, as the scales of a weight are.
     shape = (-(-row_groups // 4) * 4, k // width) if is_square else (k, row_groups)
     scale_inv = torch.empty_strided((rows, k // width), (1, rows), dtype=torch.float32, device=device)
     turned_scale_inv = torch.empty_strided(shape, (1, shape[0]), dtype=torch.float32, device=device)
@@ -113,7 +115,7 @@ def both_ways_like(x: Tensor, width: int, element: Element, is_square: bool) -> 
 
 
 def tensor_both_ways_like(x: Tensor, element: Element) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialized memory for the results of `inputs.per_tensor_both_ways`."""
+    """Return uninitialized memory for the results of `inputs.per_tensor_both_ways`."""
     rows, k = x.shape
     codes = torch.empty((rows, k), dtype=element.dtype, device=x.device)
     scale_inv = torch.empty(1, dtype=torch.float32, device=x.device)
@@ -128,15 +130,15 @@ def both_ways_by(
     power_of_2: bool,
     is_square: bool,
 ) -> BothWays:
-    """`groups_both_ways` by two calls of `quantize`, an implementation of `groups`: one for `x` and
-    one for its transpose.
+    """Return `groups_both_ways` by two calls of `quantize`, an implementation of `groups`: one for
+    `x` and one for its transpose.
     """
     results = both_ways_like(x, width, element, is_square)
     rowwise = quantize(padded(x, ROWS), width, element, power_of_2)
     turned = padded(x, width).t().contiguous()
     columnwise = (_squares if is_square else quantize)(turned, width, element, power_of_2)
-    # The calls pad to whole groups, which may be more columns than the result has, and do not pad
-    # the rows of square scales. So copy the common part and fill the rest with zeros.
+    # The calls pad to complete groups, which may be more columns than the result has, and do not
+    # pad the rows of square scales. So copy the common part and fill the rest with zeros.
     for result, computed in zip(results, (*rowwise, *columnwise), strict=True):
         result[: len(computed)].copy_(computed[:, : result.shape[1]])
         result[len(computed) :] = 0
@@ -144,7 +146,7 @@ def both_ways_by(
 
 
 def _squares(x: Tensor, width: int, element: Element, power_of_2: bool) -> tuple[Tensor, Tensor]:
-    """(codes `[k, rows]`, scale_inv `[rows / width, k / width]`) of `x [k, rows]`."""
+    """Return (codes `[k, rows]`, scale_inv `[rows / width, k / width]`) of `x [k, rows]`."""
     tiles = x.unflatten(1, (-1, width)).unflatten(0, (-1, width))
     amax = torch.linalg.vector_norm(tiles, torch.inf, dim=(1, 3), dtype=torch.float32)
     scale = encode_scale(amax, element.max, power_of_2)

@@ -10,7 +10,8 @@ from zerocast.formats import Columnwise
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Scales `[R, C]`, padded to R % 128 == 0 and C % 4 == 0, as the flat tensor that a GEMM takes.
+    """Return the scales `[R, C]`, padded to R % 128 == 0 and C % 4 == 0, as the flat tensor that a
+    GEMM takes.
 
     Element (i, j) goes to `((i/128)*(C/4) + j/4)*512 + (i%32)*16 + ((i%128)/32)*4 + j%4`. So tiles
     of 128x4 follow each other, and in a tile the 4 scales of row i are followed by those of rows
@@ -22,8 +23,8 @@ def swizzle(scales: Tensor) -> Tensor:
 
 
 def of_weight(weight: Any, columnwise: bool) -> Tensor:
-    """The swizzled scales of one direction of a weight, made at its first product after a cast and
-    kept until the next cast.
+    """Return the swizzled scales of one direction of a weight, made at its first product after a
+    cast and kept until the next cast.
     """
     _, scale_inv = weight.direction(columnwise)
     # Columnwise codes that are not a transpose keep the layout [M, K], and so do their scales. The

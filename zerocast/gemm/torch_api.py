@@ -28,7 +28,7 @@ ARGUMENTS += ["contraction_dim", "use_fast_accum"]
 
 
 def hardware(case: Case, major: int, name: str) -> Iterator[str]:
-    """A reason for every device but an NVIDIA GPU of compute capability `major`.x."""
+    """Yield a reason for every device except an NVIDIA GPU of compute capability `major`.x."""
     if case.capability is None:
         yield f"runs on {name} GPUs (compute capability {major}.x), not on {case.device} tensors"
     elif case.capability[0] != major:
@@ -36,7 +36,7 @@ def hardware(case: Case, major: int, name: str) -> Iterator[str]:
 
 
 def unsupported_reasons() -> Iterator[str]:
-    """A reason if this torch does not have the function."""
+    """Yield a reason if this torch does not have the function."""
     if not hasattr(torch.nn.functional, "scaled_mm"):
         yield "this torch has no torch.nn.functional.scaled_mm"
 
@@ -52,8 +52,8 @@ def scaled_mm(
     dtype: torch.dtype,
     swizzle: Sequence[str] = (),
 ) -> Tensor:
-    """`a [rows, k] @ b [k, n] + bias` as `dtype`. The scalings are names of members of
-    `ScalingType`, `swizzle` those of `SwizzleType`, and the latter serves both operands.
+    """Return `a [rows, k] @ b [k, n] + bias` as `dtype`. The scalings are names of members of
+    `ScalingType`, `swizzle` is the name of a member of `SwizzleType`, for both operands.
     """
     recipes = _numbers("ScalingType", *a_scaling), _numbers("ScalingType", *b_scaling)
     swizzles = _numbers("SwizzleType", *swizzle)
@@ -67,15 +67,16 @@ def scaled_mm(
 
 @functools.cache
 def _numbers(kind: str, *names: str) -> list[int]:
-    """The values of members of an enum, which the operator takes."""
+    """Return the values of members of an enum, which the operator takes."""
     members: Any = getattr(torch.nn.functional, kind)
     return [getattr(members, name).value for name in names]
 
 
 @functools.cache
 def _operator() -> Callable[..., Tensor] | None:
-    """The operator that torch's function calls; None if this torch does not have it, or has it with
-    other arguments. The function itself takes the host twice as long, for its lists of members.
+    """Return the operator that torch's function calls; None if this torch does not have it, or has
+    it with other arguments. The function itself takes the host twice as long, for its lists of
+    members.
     """
     packet: Any = getattr(torch.ops.aten, "_scaled_mm_v2", None)
     if packet is None or [argument.name for argument in packet.default._schema.arguments] != ARGUMENTS:
@@ -95,7 +96,9 @@ def _by_function(
     dtype: torch.dtype,
     swizzle: Sequence[str],
 ) -> Tensor:
-    """`scaled_mm` by torch's public function, for a torch without the operator as known here."""
+    """Return the result of `scaled_mm` from torch's public function, for a torch without the
+    operator as known here.
+    """
     functional: Any = torch.nn.functional
     swizzles = [getattr(functional.SwizzleType, name) for name in swizzle] or None
     y: Tensor = functional.scaled_mm(

@@ -1,10 +1,10 @@
 """The FP8 quantizers of `inputs.py` as Triton kernels: the same bytes, with scales computed in the
 same kernel.
 
-Groups take one pass over the input. A whole tensor takes one pass for its amax, by torch, and one
-for its codes. Codes come from integer logic, since Triton's own float8 conversions deviate from the
-format, and differ between compiler and interpreter. Values are in range by construction
-(`inputs.py`), so nothing saturates here. Multiply and add are never contracted.
+Quantizing in groups is one pass over the input. Quantizing per tensor is one pass for the amax, by
+torch, and one for the codes. Codes come from integer logic, since Triton's own float8 conversions
+deviate from the format, and differ between compiler and interpreter. Values are in range by
+construction (`inputs.py`), so nothing saturates here. Multiply and add are never contracted.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ FLT_MAX = tl.constexpr(0x7F7FFFFF)
 
 @triton.jit
 def _magnitude(x):
-    """The bits of |x| as int32. They are ordered like the values, with NaN above Inf."""
+    """Return the bits of |x| as int32. They are ordered like the values, with NaN above Inf."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -48,7 +48,7 @@ def _load(x, at, mask):
 
 @triton.jit
 def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
-    """`scaling.encode_scale`, from the bits of the amax."""
+    """Return the result of `scaling.encode_scale`, from the bits of the amax."""
     s = tl.div_rn(LARGEST, amax_bits.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
     s = tl.minimum(s, FLT_MAX)
     if POWER_OF_2:
@@ -59,8 +59,8 @@ def _scale(amax_bits, LARGEST: tl.constexpr, POWER_OF_2: tl.constexpr):
 
 @triton.jit
 def _encode(x, MANTISSA: tl.constexpr):
-    """The codes of f32 values in the range of the element, rounded to nearest even; NaN is 0x7F.
-    The exponent bias of E4M3 is 7, that of E5M2 15.
+    """Return the codes of f32 values in the range of the element, rounded to nearest even; NaN is
+    0x7F. The exponent bias is 7 for E4M3 and 15 for E5M2.
     """
     bias: tl.constexpr = 7 if MANTISSA == 3 else 15
     drop: tl.constexpr = 23 - MANTISSA
@@ -68,7 +68,7 @@ def _encode(x, MANTISSA: tl.constexpr):
     bits = _magnitude(x)
     normal = ((bits + half + ((bits >> drop) & 1)) >> drop) - ((127 - bias) << MANTISSA)
     # Below the smallest normal the code counts multiples of 2**(1 - bias - mantissa). Adding `unit`
-    # makes that the last place of the sum, so the hardware's addition rounds to it.
+    # makes that the last bit of the sum, so the hardware's addition rounds to it.
     unit: tl.constexpr = (151 - bias - MANTISSA) << 23
     shifted = bits.to(tl.float32, bitcast=True) + (bits * 0 + unit).to(tl.float32, bitcast=True)
     code = tl.where(bits < ((128 - bias) << 23), shifted.to(tl.int32, bitcast=True) - unit, normal)
@@ -89,7 +89,7 @@ def _groups(
     LARGEST: tl.constexpr,
     POWER_OF_2: tl.constexpr,
 ):
-    """One group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv
+    """Quantize one group of `ROWS` rows: x `[rows, columns]` to codes of that shape and scale_inv
     `[columns / WIDTH, rows]`.
     """
     # Offsets are int64, since a tensor may have more than 2**31 elements.
@@ -105,7 +105,9 @@ def _groups(
 
 @triton.jit
 def _whole(x, amax, codes, scale_inv, numel, ELEMENTS: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
-    """`ELEMENTS` elements of a tensor whose amax is known; the first program writes scale_inv."""
+    """Quantize `ELEMENTS` elements of a tensor whose amax is known; the first program writes
+    scale_inv.
+    """
     program = tl.program_id(0)
     scale = _scale(_magnitude(tl.load(amax)), LARGEST, False)
     at = program.to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
@@ -121,7 +123,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments
 
 
 def _loadable(x: Tensor) -> Tensor:
-    """`x`, contiguous, with bf16 as int16 for `_load`."""
+    """Return `x`, contiguous, with bf16 as int16 for `_load`."""
     x = x.contiguous()
     return x.view(torch.int16) if x.dtype is torch.bfloat16 else x
 

@@ -38,7 +38,8 @@ class CastStatistics:
         nonfinite: number of elements that are NaN or Inf.
         saturated: share that would round beyond the largest code of its block.
         flushed: share that is not zero and decodes to zero.
-        error: Frobenius norm of (cast - master) over that of the master, finite elements only.
+        error: Frobenius norm of (cast - master) divided by the norm of the master, finite elements
+            only.
         masters: nonzero finite elements of the master by power of two, from 2**LOWEST on.
         casts: the same for the decoded cast.
     """
@@ -65,7 +66,8 @@ def measure(
     scale: Tensor | None = None,
     name: str = "",
 ) -> CastStatistics:
-    """Statistics of the tensor `key`, and of its cast to `fmt` through the nominal dtype.
+    """Return the statistics of the tensor `key`, and of its cast to `fmt` through the nominal
+    dtype.
 
     `scale`, f32[1], is the scale of the last cast of a delayed format. Without it the scale is
     computed from the amax of the tensor. The format must take the shape of the tensor.
@@ -77,7 +79,7 @@ def measure(
         amaxes = [block_amax(round_nominal(x, nominal), None).view(()) for x in _read(source, key, count, shape)]
         amax = torch.stack(amaxes).amax().view(1)
         if fmt.amax_policy is AmaxPolicy.DELAYED and scale is None:
-            # The scale after a history that has this amax alone.
+            # The scale after a history that has only this amax.
             _, scale = rolled(fmt, amax, torch.ones(1), torch.zeros(fmt.amax_history_len))
     counts: list[CastCounts] = []
     zeros = 0
@@ -116,15 +118,15 @@ def measure(
 
 
 def binades(values: Tensor) -> Tensor:
-    """int64[BINADES]: the number of finite values in each binade (power of two). Zeros are not
-    counted.
+    """Return int64[BINADES]: the number of finite values in each binade (power of two). Zeros are
+    not counted.
     """
     exponents = torch.frexp(values[values != 0].double()).exponent - 1
     return torch.bincount(exponents - LOWEST, minlength=BINADES)[:BINADES]
 
 
 def _read(source: TensorSource, key: str, count: int, shape: tuple[int, int]) -> Iterator[Tensor]:
-    """Read so many matrices of a shape, one after another, in pieces of rows."""
+    """Read `count` matrices of a shape, one at a time, in pieces of rows."""
     for begin in range(0, count * math.prod(shape), math.prod(shape)):
         for span in pieces(*shape, ROWS):
             yield read_span(source, key, Span(begin + span.start, begin + span.stop)).view(-1, shape[1])
@@ -133,7 +135,9 @@ def _read(source: TensorSource, key: str, count: int, shape: tuple[int, int]) ->
 def _cast(
     fmt: FormatSpec, x: Tensor, nominal: torch.dtype, amax: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Cast rows of an f32 matrix; returns (codes, one a byte, decoded values f32), of its shape."""
+    """Cast rows of an f32 matrix; returns (codes, one per byte, decoded values f32), of its
+    shape.
+    """
     cast = quantize(fmt, x, nominal, scale, amax)
     value = torch.empty_like(x)
     rows, columns = x.shape

@@ -22,8 +22,8 @@ from zerocast.formats.shared_amax import SharedAmax
 
 MODEL = "model."
 EMBEDDING = re.compile(r"emb|wte|wpe", re.IGNORECASE)
-# The masters in the folder that a trainer saves, beside what others read: those of ZeroAdamW, and
-# those of accelerate's FSDP2.
+# The subfolders with masters in the folder that a trainer saves: of ZeroAdamW, and of accelerate's
+# FSDP2.
 IN_A_TRAINERS_FOLDER = ("zerocast/*/*", "pytorch_model_fsdp_*")
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ("bfloat16", "float16", "float32")}
@@ -34,10 +34,10 @@ class Contents:
     """A source and the names of its masters.
 
     Attributes:
-        place: the path of the source, which is inside of the one that was asked for if that is a
-            trainer's folder.
+        place: the path of the source, which is inside of the given one if that is a trainer's
+            folder.
         source: the opened source.
-        masters: key in the source by parameter name, in the order of the model.
+        masters: dict from parameter name to its key in the source, in the order of the model.
         other: (tensors, bytes) of all other tensors, by the first part of their names.
         manifest: the manifest; None if the source has none, in which case no file was checked.
     """
@@ -52,8 +52,8 @@ class Contents:
     def of(path: AnyPath, whole_names: bool = False) -> "Contents":
         """Open a path or a URL, after comparing its files with their hashes if it has a manifest.
 
-        The folder of a trainer stands for the masters in it, and that of its run for the last one.
-        Parameter names are keys without the prefix "model." that a checkpoint has. With
+        For the folder of a trainer, reads the masters in it; for the folder of its run, the last
+        masters. Parameter names are keys without the prefix "model." that a checkpoint has. With
         `whole_names` the keys of safetensors are not changed.
 
         Raises like `open_source`, and ValueError for a file that differs from its hash and for a
@@ -84,7 +84,7 @@ class Contents:
 
     @property
     def entries(self) -> dict[str, Entry]:
-        """The masters by parameter name, without those of dtypes that FP32 cannot hold."""
+        """The masters, keyed by parameter name, without tensors of dtypes that FP32 cannot hold."""
         entries = {name: self.source.entries[key] for name, key in self.masters.items()}
         return {name: entry for name, entry in entries.items() if entry.dtype in HIGH_PRECISION}
 
@@ -94,8 +94,8 @@ class Contents:
         return self.manifest.formats if self.manifest else {}
 
     def shared_amaxes(self, names: Iterable[str]) -> dict[str, SharedAmax]:
-        """For each of these weights that shared its tensor amax in training, the weights that
-        shared it.
+        """Return, for each of these weights that shared its tensor amax in training, the weights
+        that shared it.
         """
         stored = {name: self.stored[name] for name in names if name in self.stored}
         return {name: SharedAmax(record.shares) for name, record in stored.items() if record.shares}
@@ -108,16 +108,16 @@ class Contents:
         return None if key is None else int(self.source.read(key, (), ()))
 
     def cast_scale(self, name: str) -> Tensor | None:
-        """f32[1], the scale of the last cast of a weight with delayed scaling; None if the source
-        does not have it.
+        """Return f32[1], the scale of the last cast of a weight with delayed scaling; None if the
+        source does not have it.
         """
         key = f"zerocast.{name}.cast_scale"
         return self.source.read(key, (0,), (1,)) if key in self.source.entries else None
 
 
 def _masters_at(place: Place) -> Place:
-    """The masters in a folder that a trainer saved, or in the last of a run; else the path itself.
-    ValueError if the folder has those of several optimizers.
+    """Return the masters in a folder that a trainer saved, or in the last of a run; else the path
+    itself. Raises ValueError if the folder has the masters of several optimizers.
     """
     if isinstance(place, StorePath) or not place.is_dir():
         return place
@@ -133,8 +133,8 @@ def _masters_at(place: Place) -> Place:
 
 
 def _order_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """A key that sorts parameters in the order of a model: embeddings, then blocks by number, then
-    the modules after the blocks. Files are sorted by letter, which is another order.
+    """Return a key that sorts parameters in the order of a model: embeddings, then blocks by
+    number, then the modules after the blocks. Files are sorted alphabetically, which differs.
     """
     parts = [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
     is_numbered = len(parts) > 1
@@ -142,7 +142,7 @@ def _order_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:
 
 
 def nbytes_of(entry: Entry) -> int:
-    """The size of a tensor in bytes; 0 for a dtype that torch lacks."""
+    """Return the size of a tensor in bytes; 0 for a dtype that torch lacks."""
     dtype = getattr(torch, entry.dtype, None)
     return entry.numel * dtype.itemsize if isinstance(dtype, torch.dtype) else 0
 
@@ -152,7 +152,7 @@ class Chosen:
     """The formats that were chosen for weights.
 
     Attributes:
-        formats: (format, nominal dtype) by weight name.
+        formats: dict from weight name to (format, nominal dtype).
         kept: names of selected weights that stay in high precision, since the format cannot take
             their shape.
     """

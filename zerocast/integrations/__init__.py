@@ -1,4 +1,5 @@
-"""Adapters for training hosts, one package a host, and what they replace in a host (`patches.py`).
+"""Adapters for training frameworks, one package per framework, and their replacement of methods
+(`patches.py`).
 
 A host is imported only when its package here is. Another package adds a host as an entry point of
 the group `zerocast.hosts`: `from zerocast.integrations import its_name` imports it.
@@ -19,7 +20,7 @@ if (_root / "csrc").is_dir():
 
 
 def __getattr__(name: str) -> ModuleType:
-    """A host of another package."""
+    """Return a host of another package."""
     # Python asks here before it imports a module of this package.
     own = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
     if name in own or name.startswith("_"):

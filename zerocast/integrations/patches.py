@@ -1,4 +1,4 @@
-"""Patches: attributes of a host that an integration replaces, and gives back."""
+"""Patches: attributes of a framework that an integration replaces, and restores."""
 
 import contextlib
 from collections.abc import Iterable
@@ -14,14 +14,18 @@ class Patch(NamedTuple):
 
 
 class Patches(contextlib.ExitStack):
-    """The attributes that are replaced in a host.
+    """The attributes that are replaced in a framework.
 
-    Leaving the context restores them in reverse order, so that several patches of one attribute
-    come off like layers.
+    Leaving the context restores them in reverse order, so that several patches of one attribute can
+    wrap each other.
     """
 
     def apply(self, patches: Iterable[Patch]) -> None:
-        """Replace one attribute after the other; a later patch may wrap an earlier one."""
+        """Replace the attributes one at a time.
+
+        `patches` may be a generator. Each attribute is set before the next patch is requested, so a
+        later patch can read and wrap an earlier one. A list would break this.
+        """
         for owner, name, value in patches:
             # A method that an instance has from its class is restored by deleting the attribute.
             if name in vars(owner):

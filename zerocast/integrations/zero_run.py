@@ -1,6 +1,6 @@
 """zero_run: the functions by which trainers run ZeroAdamW in place of DistributedDataParallel.
 
-Such trainers (Lightning, accelerate, transformers) know only whole tensors. ZeroAdamW needs
+Such trainers (Lightning, accelerate, transformers) only support unsharded tensors. ZeroAdamW needs
 additional files in their checkpoints, and gradients that stay on the rank while they accumulate.
 """
 
@@ -15,31 +15,31 @@ from zerocast import QuantizedWeight
 from zerocast.checkpoint.checkpoint import group_of, on_rank_0
 from zerocast.checkpoint.manifest import LOADS, Manifest
 from zerocast.checkpoint.store import Place
-from zerocast.checkpoint.whole_folder import discard, is_unfinished, retire
+from zerocast.checkpoint.whole_folder import discard, is_unfinished, mark_incomplete
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.optim import Checkpoints
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """True if any parameter is a QuantizedWeight."""
+    """Return True if any parameter is a QuantizedWeight."""
     return any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
 
 
 def check_place(model: nn.Module, device: torch.device) -> None:
-    """RuntimeError if a parameter is on another device than the process trains on; `cuda` without
-    an index is the current one.
+    """Raise RuntimeError if a parameter is not on the device that the process trains on; `cuda`
+    without an index is the current one.
     """
     for name, parameter in model.named_parameters():
         if not is_same_device(parameter.device, device):
             raise RuntimeError(
-                f"{name} is on {parameter.device} and not on {device}: move the model there before zerocast.quantize_, since "
-                "masters are made where weights are"
+                f"{name} is on {parameter.device}, expected {device}: move the model to {device} before zerocast.quantize_, "
+                "since masters are on the device of the weights"
             )
 
 
 def is_same_device(first: torch.device, second: torch.device) -> bool:
-    """True for the same type and index. `cuda` without an index is the current device."""
+    """Return True for the same type and index. `cuda` without an index is the current device."""
     return first.type == second.type and (first.index == second.index or _index(first) == _index(second))
 
 
@@ -50,8 +50,8 @@ def _index(device: torch.device) -> int:
 
 
 def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module]) -> None:
-    """RuntimeError for a parameter of a quantized model that requires a gradient and that none of
-    these ZeroAdamWs has.
+    """Raise RuntimeError for a parameter of a quantized model that requires a gradient and that
+    none of these ZeroAdamWs has.
 
     Quantized models are not wrapped in DistributedDataParallel, so with several ranks the gradient
     of such a parameter would differ between them, and so would gradient norms.
@@ -63,14 +63,14 @@ def check_owners(optimizers: Sequence[ZeroOptimizer], models: Iterable[nn.Module
         for name, parameter in model.named_parameters():
             if id(parameter) not in owned and parameter.requires_grad and parameter.numel():
                 raise RuntimeError(
-                    f"{name} requires a gradient and no ZeroAdamW that was set up here has it, so its gradient would not be "
-                    "averaged over the ranks: give all trained parameters of a quantized model to ZeroAdamW and set that up too, "
+                    f"{name} requires a gradient but is in no ZeroAdamW that was set up, so its gradient would not be "
+                    "averaged over the ranks: pass all trained parameters of a quantized model to ZeroAdamW and set it up too, "
                     "or call requires_grad_(False)"
                 )
 
 
 def check_together(optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> None:
-    """ValueError for quantized models to be saved or loaded without a ZeroAdamW."""
+    """Raise ValueError for quantized models to be saved or loaded without a ZeroAdamW."""
     if models and not optimizers:
         raise ValueError("save and load a quantized model and its ZeroAdamW together: it has the masters")
 
@@ -88,7 +88,7 @@ def without_reduction(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> 
 
 
 def of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[ZeroOptimizer]:
-    """The optimizers that have any parameter of the model."""
+    """Return the optimizers that have any parameter of the model."""
     ids = {id(parameter) for parameter in model.parameters()}
     return [
         optimizer
@@ -101,8 +101,8 @@ def save(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
     """Save masters and moments, and the frozen parameters and persistent buffers of the models.
 
     Each rank writes its part. An earlier save in the folder is replaced. `save_id`, the same on all
-    ranks, is what `load` must be given, so that files beside the folder are known to be of the same
-    save. Collective. ValueError for quantized models without a ZeroAdamW.
+    ranks, must also be passed to `load`, which checks that files next to the folder are from the
+    same save. Collective. Raises ValueError for quantized models without a ZeroAdamW.
     """
     check_together(optimizers, models)
     group = group_of(optimizers[0]) if optimizers else None
@@ -112,23 +112,21 @@ def save(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
             checkpoints.save(optimizer, 0, model=model, extra={"save_id": save_id})
     # An earlier save may have had more optimizers. `load` counts the folders, so theirs must go.
     if group is not None:
-        on_rank_0(group, lambda: discard([retire(path) for path in _saved(folder)[len(optimizers) :]]))
+        on_rank_0(group, lambda: discard([mark_incomplete(path) for path in _saved(folder)[len(optimizers) :]]))
 
 
 def load(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
     """Load a folder that `save` wrote, on any number of ranks. Collective.
 
-    ValueError, with nothing changed, if it is missing or does not fit, for example with another
-    number of ZeroAdamWs, and if another save than that of `save_id` wrote it.
+    Raises ValueError, with nothing changed, if it is missing or does not fit, for example with a
+    different number of ZeroAdamWs, and if it was written by a save with a different `save_id`.
     """
     check_together(optimizers, models)
     saved = _saved(folder)
     if optimizers and not saved:
         raise ValueError(f"{folder} holds no state of ZeroAdamW: the checkpoint was saved without zerocast")
     if len(saved) != len(optimizers):
-        raise ValueError(
-            f"{folder} holds the states of {len(saved)} ZeroAdamWs, and {len(optimizers)} were given: give as many"
-        )
+        raise ValueError(f"{folder} holds the states of {len(saved)} ZeroAdamWs, but {len(optimizers)} were passed")
     if optimizers:
         from_rank_0(group_of(optimizers[0]), lambda: _check_save_id(saved, save_id), LOADS)
     for index, (state_folder, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
@@ -136,24 +134,25 @@ def load(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
 
 
 def _check_save_id(saved: Sequence[Place], save_id: str) -> None:
-    """ValueError for a folder that another save than that of `save_id` wrote."""
+    """Raise ValueError for a folder that was written by a save with a different `save_id`."""
     for folder in saved:
         manifest = Manifest.of_step(Checkpoints(folder).path(0), 0)
         if manifest.values.get("save_id") != save_id:
             raise ValueError(
-                f"{folder} and the files beside it are of two saves, of which the second was interrupted: load another checkpoint"
+                f"{folder} and the files next to it are from two saves, the second of which was interrupted: load a "
+                "different checkpoint"
             )
 
 
 def _saved(folder: Place) -> list[Place]:
-    """The folders of the saved ZeroAdamWs, in the order of the optimizers."""
+    """Return the folders of the saved ZeroAdamWs, in the order of the optimizers."""
     inside: list[Place] = list(folder.iterdir()) if folder.is_dir() else []
     numbered = [path for path in inside if path.name.isdecimal() and not is_unfinished(path)]
     return sorted(numbered, key=lambda path: int(path.name))
 
 
 def _beside(index: int, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> nn.Module:
-    """The module that is saved beside the masters of an optimizer.
+    """Return the module that is saved with the masters of an optimizer.
 
     For the first optimizer it has everything that no other optimizer trains. For the others it is
     empty.
@@ -179,6 +178,6 @@ class _Untrained(nn.Module):
         self._trained_by_others = trained_by_others
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The remaining parameters. Their names begin with `model_<number>`."""
+        """Yield the remaining parameters. Their names begin with `model_<number>`."""
         named = super().named_parameters(*args, **kwargs)
         return ((name, parameter) for name, parameter in named if id(parameter) not in self._trained_by_others)

@@ -1,6 +1,6 @@
 """Metrics during training: the effect of casts on weights, step times and collective traffic.
 
-A `Meter` measures every N-th step and leaves the others alone. README.md defines each number and
+A `Meter` measures every N-th step and does not affect the others. README.md defines each number and
 its cost.
 """
 

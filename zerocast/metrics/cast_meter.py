@@ -51,16 +51,18 @@ class CastCounts:
 
     @staticmethod
     def of_row(row: list[float]) -> "CastCounts":
-        """The counts from a row of f64 numbers, of which the first five are integers."""
+        """Return the counts from a row of f64 numbers, of which the first five are integers."""
         return CastCounts(*map(int, row[:5]), *row[5:])
 
     @staticmethod
     def together(parts: Iterable["CastCounts"]) -> "CastCounts":
-        """The counts of all parts together. Floating-point sums are in the order of the parts."""
+        """Return the counts of all parts together. Floating-point sums are in the order of the
+        parts.
+        """
         columns = list(zip(*map(astuple, parts), strict=True))
         if not columns:
             return CastCounts()
-        # The amax is the last field, and the only one that is no sum.
+        # The amax is the last field, and the only one that is not a sum.
         *sums, amaxes = columns
         values = [*map(sum, sums), max(amaxes)]
         return CastCounts(*values)
@@ -71,8 +73,8 @@ class CastCounts:
         return math.sqrt(self.square_error / self.square_sum) if self.square_sum else 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Numbers to log: shares in percent, the relative error, the amax and the number of masters
-        that are not finite.
+        """Return the numbers to log: shares in percent, the relative error, the amax and the number
+        of masters that are not finite.
         """
         share = 100.0 / max(self.elements, 1)
         return {
@@ -118,11 +120,11 @@ class CastMeter:
             self._before |= {name: part.data().clone() for name, part in _parts(source, numbers).items()}
             self.device = next((owned.weight.device for owned in source.masters), self.device)
         if not self._owners:
-            raise TypeError(f"a meter takes a model or an optimizer that owns masters, got {type(owner).__name__}")
+            raise TypeError(f"a meter expects a model or an optimizer that owns masters, got {type(owner).__name__}")
 
     @property
     def gathered_into(self) -> list[Tensor] | None:
-        """The present buffers of the weights."""
+        """The current buffers of the weights."""
         if self._transient:
             return None
         # Not through the properties of a weight, which wait for gathers: these are to be measured.
@@ -141,7 +143,7 @@ class CastMeter:
 
     @torch.no_grad()
     def measure(self) -> dict[str, CastCounts]:
-        """Counts by weight name over all ranks, the same on every rank.
+        """Return the counts by weight name over all ranks, the same on every rank.
 
         Waits for the device and for gathers in flight.
         """
@@ -153,11 +155,11 @@ class CastMeter:
         return counts
 
     def _measure(self, group: Group, parts: dict[str, OwnedPart]) -> dict[str, CastCounts]:
-        """Counts by weight name over the ranks of `group`."""
+        """Return the counts by weight name over the ranks of `group`."""
         own_counts = torch.stack([_count(part, self._codes_before(name, part)) for name, part in parts.items()])
         # Not an all-reduce: every rank adds in rank order, so all ranks have the same sums.
         gathered = own_counts.new_empty(group.size, *own_counts.shape)
-        group.all_gather_into(gathered.view(-1), own_counts.view(-1), what="what a meter has counted")
+        group.all_gather_into(gathered.view(-1), own_counts.view(-1), what="the counts of a meter")
         for name, part in parts.items():
             self._before[name].copy_(part.data())
         by_rank = [[CastCounts.of_row(row) for row in rows] for rows in gathered.tolist()]
@@ -165,8 +167,8 @@ class CastMeter:
         return {name: CastCounts.together(ranks) for name, ranks in zip(parts, by_weight, strict=True)}
 
     def _codes_before(self, name: str, part: OwnedPart) -> Tensor:
-        """The codes at the last measurement. For a weight that is new, or that has another format
-        since, they are made to differ from the present codes everywhere.
+        """Return the codes at the last measurement. For a weight that is new, or whose format has
+        changed, they are made to differ from the current codes everywhere.
         """
         codes, before = part.data(), self._before.get(name)
         if before is None or before.shape != codes.shape:
@@ -175,13 +177,15 @@ class CastMeter:
 
 
 def _parts(source: MasterViews, numbers: Iterator[int]) -> dict[str, OwnedPart]:
-    """The quantized weights by name, or by the next of `numbers` if the owner knows no names."""
+    """Return the quantized weights keyed by name, or by the next of `numbers` if the owner knows no
+    names.
+    """
     quantized = [owned for owned in source.masters if owned.weight.format.element is not None]
     return {owned.name or str(next(numbers)): OwnedPart(owned) for owned in quantized}
 
 
 def _by_group(source: MasterViews, numbers: Iterator[int]) -> Iterator[tuple[Group, dict[str, OwnedPart]]]:
-    """Yield (group, weights by name): the counts of these weights add up over this group.
+    """Yield (group, weights keyed by name): the counts of these weights add up over this group.
 
     Slices of a weight under tensor parallelism add up over the ranks of all its slices.
     """
@@ -196,7 +200,7 @@ def _by_group(source: MasterViews, numbers: Iterator[int]) -> Iterator[tuple[Gro
 
 
 def _count(part: OwnedPart, before: Tensor) -> Tensor:
-    """The `CastCounts` of one weight's owned elements, as f64[FIELDS] on the device."""
+    """Return the `CastCounts` of one weight's owned elements, as f64[FIELDS] on the device."""
     total = torch.zeros(FIELDS, dtype=torch.float64, device=before.device)
     data = part.data()
     for piece in part.pieces():
@@ -209,14 +213,17 @@ def _count(part: OwnedPart, before: Tensor) -> Tensor:
 
 
 def _count_piece(part: OwnedPart, piece: Span, data: Tensor, before: Tensor) -> Tensor:
-    """The `CastCounts` of a piece, in the order of its fields, as f64[FIELDS] on the device."""
+    """Return the `CastCounts` of a piece, in the order of its fields, as f64[FIELDS] on the
+    device.
+    """
     unchanged = part.codes(piece, data) == part.codes(piece, before)
     return count(part.element, part.master(piece), part.values(piece), part.codes(piece, data), unchanged)
 
 
 def count(element: Element, master: Tensor, value: Tensor, code: Tensor, unchanged: Tensor) -> Tensor:
-    """The `CastCounts` of masters f32, their decoded values f32, their codes u8, one a byte, and
-    which of these have not changed. f64[FIELDS] on the device, in the order of the fields.
+    """Return the `CastCounts` of masters f32, their decoded values f32, their codes u8, one per
+    byte, and which of these have not changed. f64[FIELDS] on the device, in the order of the
+    fields.
     """
     magnitude, finite = master.abs(), master.isfinite()
     # A saturated element has the largest code. An element that was merely rounded down to it has

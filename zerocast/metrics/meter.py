@@ -14,7 +14,7 @@ class Sample:
     """The numbers of one measured step.
 
     Attributes:
-        weights: counts of each quantized weight by its name, over all ranks.
+        weights: dict from the name of each quantized weight to its counts, over all ranks.
         milliseconds: times by phase and stage on this rank (`StepTrace.milliseconds`).
         nbytes: bytes of this rank's collectives by operation (`TrafficCounter`).
     """
@@ -29,7 +29,7 @@ class Sample:
         return CastCounts.together(self.weights.values())
 
     def scalars(self) -> dict[str, float]:
-        """Flat names and numbers for TensorBoard: counts of all weights, `ms/...` and
+        """Return flat names and numbers for TensorBoard: counts of all weights, `ms/...` and
         `bytes/...`.
         """
         counts = self.together.scalars() if self.weights else {}
@@ -37,7 +37,7 @@ class Sample:
         return {**counts, **times, **{f"bytes/{name}": value for name, value in self.nbytes.items()}}
 
     def by_weight(self) -> dict[str, dict[str, float]]:
-        """The counts of each weight, by its name."""
+        """Return the counts of each weight, keyed by its name."""
         return {name: counts.scalars() for name, counts in self.weights.items()}
 
 

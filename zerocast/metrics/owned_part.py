@@ -15,7 +15,7 @@ from zerocast.formats import Element
 from zerocast.formats.layout import Span, byte_range, round_up, split_by_matrix
 from zerocast.verification.master_views import MasterView
 
-# Elements of a piece. A measurement needs temporary memory of about ten times as many bytes.
+# Elements of a piece. A measurement needs temporary memory of about ten bytes per element.
 PIECE = 2**20
 
 
@@ -38,15 +38,15 @@ class OwnedPart:
         return element
 
     def data(self) -> Tensor:
-        """A view of the bytes with the owned codes. With 4-bit codes, the first and the last byte
-        may also hold a code of another rank.
+        """Return a view of the bytes with the owned codes. With 4-bit codes, the first and the last
+        byte may also hold a code of another rank.
         """
         weight = self.owned.weight
         first, last = byte_range(weight.format, weight.matrix_shape, self._span, weight.dtype)
         return weight.rowwise_data.view(-1)[first:last]
 
     def pieces(self) -> Iterator[Span]:
-        """Cut the owned span into pieces of about PIECE elements, at boundaries of block rows, so
+        """Split the owned span into pieces of about PIECE elements, at boundaries of block rows, so
         that `values` need not decode a block twice.
         """
         weight, height = self.owned.weight, self._block_rows
@@ -61,26 +61,26 @@ class OwnedPart:
                     yield Span(begin + piece.start, begin + piece.stop)
 
     def master(self, piece: Span) -> Tensor:
-        """The masters of a piece, flat, as f32."""
+        """Return the masters of a piece, flat, as f32."""
         assert self.owned.master is not None
         start = piece.start - self._span.start
         return self.owned.master.detach()[start : start + piece.numel].to(self.owned.weight.device).float()
 
     def codes(self, piece: Span, data: Tensor) -> Tensor:
-        """The codes of a piece, flat uint8, one per byte. `data` is the result of `data()`, now or
-        at an earlier time.
+        """Return the codes of a piece, flat uint8, one per byte. `data` is the result of `data()`,
+        now or at an earlier time.
         """
         if self.owned.weight.format.elements_per_byte == 1:
             start = piece.start - self._span.start
             return data[start : start + piece.numel]
-        # Two codes per byte: unpack whole bytes, then drop the code before an odd start.
+        # Two codes per byte: unpack all bytes, then drop the code before an odd start.
         first_byte = self._span.start // 2
         unpacked = unpack(data[piece.start // 2 - first_byte : -(-piece.stop // 2) - first_byte])
         return unpacked[piece.start % 2 : piece.start % 2 + piece.numel]
 
     def values(self, piece: Span) -> Tensor:
-        """The decoded values of a piece, flat, as f32."""
-        # Decode whole rows, from the beginning of a block row, so that the scales of the part begin
+        """Return the decoded values of a piece, flat, as f32."""
+        # Decode full rows, from the beginning of a block row, so that the scales of the part begin
         # at a row of the scale buffer.
         weight = self.owned.weight
         weight.wait()
@@ -114,16 +114,16 @@ class OwnedPart:
 
 @functools.cache
 def largest_code(element: Element) -> int:
-    """The code of the largest finite value of an element."""
+    """Return the code of the largest finite value of an element."""
     return int(encode(element, torch.tensor([element.max], dtype=torch.float32)))
 
 
 @functools.cache
 def overshoot(element: Element) -> float:
-    """The largest ratio of |x| to the largest finite value at which x is still rounded to it. A
-    larger x is clipped.
+    """Return the largest ratio of |x| to the largest finite value at which x is still rounded to
+    it. A larger x is clipped.
     """
     top = largest_code(element)
     below, largest = decode(element, torch.tensor([top - 1, top], dtype=torch.uint8)).tolist()
-    # Half a step above the largest value, if the format went on.
+    # Half a step above the largest value, if the format continued.
     return 1.0 + 0.5 * float(largest - below) / float(largest)

@@ -37,8 +37,8 @@ class Clock:
         self._marks.append((label, self._now()))
 
     def milliseconds(self) -> dict[str, float]:
-        """The total time of each label. Waits for the device. The last mark only ends the label
-        before it.
+        """Return the total time of each label. Waits for the device. The last mark only ends the
+        label before it.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -56,7 +56,7 @@ class Clock:
 
 
 def _between(start: Moment, end: Moment) -> float:
-    """Milliseconds between two marks of the same clock."""
+    """Return the milliseconds between two marks of the same clock."""
     if isinstance(start, float) or isinstance(end, float):
         return 1e3 * (float(end) - float(start))  # type: ignore[arg-type]
     elapsed: float = start.elapsed_time(end)
@@ -84,10 +84,10 @@ GATHER, REST = "all_gather", "rest"
 class TrafficCounter(TorchDispatchMode):
     """While entered, adds up the bytes of this process's collectives by operation.
 
-    The size of a collective is that of its larger side, this rank's part included: the output of an
-    all-gather, the input of a reduce-scatter (a ring sends (n - 1) / n of it). All-gathers into the
-    storages of `weights`, or all of them if `weights` is None, count as `weight_gather`. All other
-    collectives count under the name of the operation.
+    The size of a collective is the size of its larger side, this rank's part included: the output
+    of an all-gather, the input of a reduce-scatter (a ring sends (n - 1) / n of it). All-gathers
+    into the storages of `weights`, or all of them if `weights` is None, count as `weight_gather`.
+    All other collectives count under the name of the operation.
 
     Attributes:
         nbytes: bytes so far, by operation.
@@ -123,14 +123,14 @@ class StepTrace(TrafficCounter):
     A stage ends with its operator. A collective continues after its call, so the time up to the
     next mark counts as its own. After an all-gather of weights the time counts as the gather's
     until the phase ends, since a step has no other work left at that point. Without `weights`, as
-    under FSDP2, the gather overlaps the forward and backward passes and is no stage.
+    under FSDP2, the gather overlaps the forward and backward passes and is not a stage.
     """
 
     def __init__(self, weights: Iterable[Tensor] | None, device: torch.device) -> None:
         super().__init__(weights)
         self._stages = {op: stage for op, stage in STAGES.items() if weights is not None or stage != GATHER}
         self._clock = Clock(device)
-        # The present phase, and the stage that the time between operators counts for; else empty.
+        # The current phase, and the stage that the time between operators counts for; else empty.
         self._phase = ""
         self._waits_for = ""
 
@@ -152,7 +152,7 @@ class StepTrace(TrafficCounter):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the body as phase `name`. Phases do not nest: RuntimeError."""
+        """Time the body as phase `name`. Raises RuntimeError for nested phases."""
         if self._phase:
             raise RuntimeError(f"phase {name} begins within phase {self._phase}: phases follow each other")
         self._phase = name
@@ -173,8 +173,8 @@ class StepTrace(TrafficCounter):
         self._clock.mark(REST)
 
     def milliseconds(self) -> dict[str, float]:
-        """Times by phase, by stage within a phase (`step/adam`) and in `total`. Waits for the
-        device.
+        """Return the times by phase, by stage within a phase (`step/adam`) and in `total`. Waits
+        for the device.
         """
         by_label = self._clock.milliseconds()
         times = {"total": sum(by_label.values())}

@@ -32,7 +32,7 @@ class StoredWeights:
     """A TensorSource that joins stored pieces to parameters."""
 
     def __init__(self, model: StoredModel, source: TensorSource) -> None:
-        self.place = source.place
+        self.location = source.location
         self._source = source
         # The pieces of each parameter that is not stored under its own name.
         self._pieces = {

@@ -12,7 +12,7 @@ import torch
 from zerocast.bench.row import Build
 from zerocast.bench.shard import STANDARD_DEVIATION
 from zerocast.bench.work import HYPERPARAMETERS, Moments, in_a_graph
-from zerocast.bench.workload import Job, Place, Workload
+from zerocast.bench.workload import BenchEnv, Job, Workload
 
 
 @dataclass(frozen=True)
@@ -21,39 +21,40 @@ class Peer:
 
     Attributes:
         name: the name in the report.
-        works: the functions that set up the work that it can do, by the name of the work.
+        works: dict from the name of a kind of work that the peer can do to the function that sets
+            it up.
     """
 
     name: str
     works: Mapping[str, Build]
 
 
-def fused_adamw(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of one step of torch.optim.AdamW with fused=True on the flat shard. Its bits differ from
-    those of zerocast.
+def fused_adamw(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of one step of torch.optim.AdamW with fused=True on the flat shard. Its bits
+    differ from zerocast's.
     """
-    random = place.generator()
+    random = env.generator()
     numel = workload.owned
-    master = torch.empty(numel, device=place.device).normal_(0, STANDARD_DEVIATION, generator=random)
+    master = torch.empty(numel, device=env.device).normal_(0, STANDARD_DEVIATION, generator=random)
     parameter = torch.nn.Parameter(master)
-    parameter.grad = Moments(numel, place.device, random).grad
+    parameter.grad = Moments(numel, env.device, random).grad
     optimizer = torch.optim.AdamW([parameter], fused=True, **HYPERPARAMETERS)
     return Job(optimizer.step, lambda: [parameter.detach()])
 
 
-def copies(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of one copy for every layer: 3/4 byte an element read and written, which is as much
-    traffic as `upcast` has. No kernel that is launched once for each layer can be faster.
+def copies(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of one copy for every layer: 3/4 byte per element read and written, which is
+    as much traffic as `upcast` has. No kernel that is launched once per layer can be faster.
     """
     layer_bytes = sum(map(math.prod, workload.layer)) * 3 // 4
-    sources = [torch.ones(layer_bytes, dtype=torch.uint8, device=place.device) for _ in range(workload.layers)]
+    sources = [torch.ones(layer_bytes, dtype=torch.uint8, device=env.device) for _ in range(workload.layers)]
     targets = [torch.empty_like(source) for source in sources]
 
     def run() -> None:
         for source, target in zip(sources, targets, strict=True):
             target.copy_(source)
 
-    return Job(in_a_graph(run, place.device), lambda: targets)
+    return Job(in_a_graph(run, env.device), lambda: targets)
 
 
 TORCH = Peer("torch fused", {"Adam": fused_adamw})
@@ -61,7 +62,7 @@ COPIES = Peer("torch copies", {"upcast": copies, "upcast transposed": copies})
 
 
 def usable(device_type: str) -> list[Peer]:
-    """The peers that can run on a device of this type."""
+    """Return the peers that can run on a device of this type."""
     # That module imports Peer from here.
     from zerocast.bench.peers import transformer_engine  # noqa: PLC0415
 

@@ -20,7 +20,7 @@ from zerocast.bench.peers import Peer
 from zerocast.bench.shard import STANDARD_DEVIATION
 from zerocast.bench.traffic import NOMINAL
 from zerocast.bench.work import HYPERPARAMETERS, Moments
-from zerocast.bench.workload import Job, Place, Workload
+from zerocast.bench.workload import BenchEnv, Job, Workload
 
 PACKAGE = "transformer_engine"
 TENSOR = f"{PACKAGE}.pytorch.tensor"
@@ -28,7 +28,7 @@ FP4_NEEDS = (10, 0)
 
 
 def is_importable() -> bool:
-    """True if TransformerEngine is installed and its PyTorch extension loads."""
+    """Return True if TransformerEngine is installed and its PyTorch extension loads."""
     if importlib.util.find_spec(PACKAGE) is None:
         return False
     try:
@@ -74,20 +74,20 @@ def _group(device: torch.device) -> Any:
 class _Shard:
     """TransformerEngine weights, and masters that are views of one flat tensor."""
 
-    def __init__(self, workload: Workload, fmt: str, place: Place) -> None:
+    def __init__(self, workload: Workload, fmt: str, env: BenchEnv) -> None:
         spans = list(workload.spans(workload.rank))
-        quantizers = [_quantizer(fmt, place.device) for _ in spans]
+        quantizers = [_quantizer(fmt, env.device) for _ in spans]
         self.weights = [
-            quantizer.make_empty(shape, dtype=NOMINAL, device=place.device)
+            quantizer.make_empty(shape, dtype=NOMINAL, device=env.device)
             for quantizer, shape in zip(quantizers, workload.shapes, strict=True)
         ]
-        self.flat = torch.empty(workload.owned, device=place.device)
-        self.flat.normal_(0, STANDARD_DEVIATION, generator=place.generator())
+        self.flat = torch.empty(workload.owned, device=env.device)
+        self.flat.normal_(0, STANDARD_DEVIATION, generator=env.generator())
         masters = self.flat.split([span.numel for span in spans])
         self.masters: list[Tensor | None] = [master if master.numel() else None for master in masters]
         self.starts = [span.start if span.numel else None for span in spans]
         self._calls = importlib.import_module(f"{TENSOR}.utils")
-        self._group = _group(place.device)
+        self._group = _group(env.device)
 
     def cast(self) -> None:
         """Call `quantize_master_weights` as Megatron does: columnwise copies stay allocated."""
@@ -100,38 +100,42 @@ class _Shard:
         self._calls.post_all_gather_processing(self.weights)
 
 
-def cast(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the peer's cast: `quantize_master_weights`."""
-    return Job(_Shard(workload, fmt, place).cast, list)
+def cast(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the peer's cast: `quantize_master_weights`."""
+    return Job(_Shard(workload, fmt, env).cast, list)
 
 
-def transpose(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the peer's columnwise copies: `post_all_gather_processing`, after one cast."""
-    shard = _Shard(workload, fmt, place)
+def transpose(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the peer's columnwise copies: `post_all_gather_processing`, after one
+    cast.
+    """
+    shard = _Shard(workload, fmt, env)
     shard.cast()
     return Job(shard.post_all_gather, list)
 
 
-def _optimizer(master: Tensor, place: Place) -> Any:
+def _optimizer(master: Tensor, env: BenchEnv) -> Any:
     parameter = torch.nn.Parameter(master)
-    parameter.grad = Moments(master.numel(), place.device, place.generator()).grad
+    parameter.grad = Moments(master.numel(), env.device, env.generator()).grad
     fused = importlib.import_module(f"{PACKAGE}.pytorch.optimizers").FusedAdam
     return fused([parameter], adam_w_mode=True, **HYPERPARAMETERS)
 
 
-def adam(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the peer's Adam step: `FusedAdam` on one flat parameter, in its AdamW mode."""
-    master = torch.empty(workload.owned, device=place.device)
-    master.normal_(0, STANDARD_DEVIATION, generator=place.generator())
-    return Job(_optimizer(master, place).step, list)
-
-
-def step(workload: Workload, fmt: str, place: Place) -> Job:
-    """Job of the peer's whole step: `FusedAdam`, then `quantize_master_weights`; it has no fused
-    form.
+def adam(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the peer's Adam step: `FusedAdam` on one flat parameter, in its AdamW
+    mode.
     """
-    shard = _Shard(workload, fmt, place)
-    optimizer = _optimizer(shard.flat, place)
+    master = torch.empty(workload.owned, device=env.device)
+    master.normal_(0, STANDARD_DEVIATION, generator=env.generator())
+    return Job(_optimizer(master, env).step, list)
+
+
+def step(workload: Workload, fmt: str, env: BenchEnv) -> Job:
+    """Return the job of the peer's whole step: `FusedAdam`, then `quantize_master_weights`; it has
+    no fused form.
+    """
+    shard = _Shard(workload, fmt, env)
+    optimizer = _optimizer(shard.flat, env)
 
     def run() -> None:
         optimizer.step()
