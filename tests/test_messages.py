@@ -76,7 +76,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "state of another model": (
         of_another_shape,
-        "ValueError: 0.weight has shape (32, 16) in the state and (32, 32) here",
+        "ValueError: 0.weight has shape (32, 16) in the state and (32, 32) in the optimizer",
     ),
     "fully_shard after quantize_": (
         lambda: quantized()[0].weight.chunk(2),

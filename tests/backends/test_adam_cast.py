@@ -126,7 +126,7 @@ def test_skip_writes_nothing(any_backend: str) -> None:
 def test_a_span_that_cuts_a_block_is_refused(any_backend: str, span: tuple[int, int]) -> None:
     """Its codes would come from amaxes of one rank; nothing is written."""
     case = OnePass(Bench((Weight("mxfp4", (160, 96), (span,)),), 1), 1)
-    with pytest.raises(ValueError, match=f"row 0: elements {span[0]} to {span[1]} of 160x96 split a block"):
+    with pytest.raises(ValueError, match=f"row 0: elements {span[0]} to {span[1]} of 160x96 cut a block"):
         case.run(any_backend)
 
 

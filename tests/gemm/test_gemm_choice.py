@@ -211,7 +211,7 @@ def test_a_preference_that_cannot_be_met_raises(fmt: str, shape: tuple[int, int]
     weight = cast(fmt, shape)
     with pytest.raises(RuntimeError, match=rf"'scaled_mm' was asked for and QuantizedWeight\(.*{reason}"):
         F.linear(torch.randn(3, 64).to(BF16).requires_grad_(), weight)
-    with pytest.raises(RuntimeError, match="other layout"):
+    with pytest.raises(RuntimeError, match="in its transposed layout"):
         torch.randn(3, 48).to(BF16) @ cast("fp8_current")
 
 

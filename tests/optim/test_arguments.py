@@ -214,7 +214,7 @@ def test_groups_that_change(change):
     trainer.step(0)
     before, master = weight_bytes(trainer.probe), trainer.optimizer._masters.master.clone()
     change(trainer.optimizer.param_groups)
-    with pytest.raises(RuntimeError, match="build another one and load the state of this one"):
+    with pytest.raises(RuntimeError, match="build another optimizer and load the state of this one"):
         trainer.step(1)
     assert torch.equal(trainer.optimizer._masters.master, master)
     for name, found in weight_bytes(trainer.probe).items():

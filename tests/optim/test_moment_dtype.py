@@ -127,14 +127,20 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
         with pytest.raises(ValueError, match=rf"exp_avg is {dtype} in the checkpoint, expected torch\.int8"):
             optim.load(trainer.optimizer, tmp_path / str(dtype))
     changed = {
-        r"scales \(24, 4\) of groups of moments in the state and \(24, 2\) here": {"exp_avg_scale": torch.ones(24, 4)},
+        r"scales \(24, 4\) of groups of moments in the state and \(24, 2\) in the optimizer": {
+            "exp_avg_scale": torch.ones(24, 4)
+        },
         "holds -1.0 in the state, but scales are not negative": {"exp_avg_scale": torch.full((24, 2), -1.0)},
         "holds NaN or Inf": {"exp_avg_scale": torch.full((24, 2), torch.nan)},
         "exp_avg of wide holds -128 in the state, but codes are": {
             "exp_avg": torch.full((24, 200), -128, dtype=torch.int8)
         },
-        r"torch\.int32 in the state and torch\.int8 here": {"exp_avg": torch.full((24, 200), 300, dtype=torch.int32)},
-        r"torch\.int8 in the state and torch\.uint8 here": {"exp_avg_sq": torch.ones(24, 200, dtype=torch.int8)},
+        r"torch\.int32 in the state and torch\.int8 in the optimizer": {
+            "exp_avg": torch.full((24, 200), 300, dtype=torch.int32)
+        },
+        r"torch\.int8 in the state and torch\.uint8 in the optimizer": {
+            "exp_avg_sq": torch.ones(24, 200, dtype=torch.int8)
+        },
     }
     before = snapshot(trainer)
     of_another_size = {**state["optim"]["state"], "wide": {**held, "exp_avg_scale": torch.ones(24, 4)}}

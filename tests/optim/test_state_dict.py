@@ -163,7 +163,7 @@ def cut_otherwise() -> str:
     """The state of an optimizer with other buckets, handed over in memory."""
     trainer, other = Trainer(Run()), Trainer(Run(config=ZeroConfig(bucket_size=1)))
     before = snapshot(trainer)
-    with pytest.raises(ValueError, match="cut otherwise") as raised:
+    with pytest.raises(ValueError, match="sharded differently") as raised:
         trainer.optimizer.load_state_dict(other.optimizer.state_dict())
     casts.assert_same_bytes(snapshot(trainer), before)
     return str(raised.value)

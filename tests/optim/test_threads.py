@@ -191,7 +191,7 @@ def test_a_second_stream_waits_too(monkeypatch):
 def test_a_gather_that_another_thread_completes_between_two_looks():
     weight, waited = casts.cast_whole("nvfp4", torch.randn(32, 32)), []
     looks = iter([waited.append, None])
-    weight.state.validity = type("Landing", (), {"finish": property(lambda self: next(looks))})()
+    weight.state.validity = type("Landing", (), {"before_read": property(lambda self: next(looks))})()
     weight.wait()
     assert len(waited) == 1
     assert waited[0] is weight

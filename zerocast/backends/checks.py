@@ -76,7 +76,7 @@ def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:
     for row, (rows, width, start, numel) in enumerate(columns.tolist()):
         span = layout.Span(start, start + numel)
         if numel and layout.whole_block_rows(fmt, (rows, width), span) != span:
-            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} split a block of {fmt}")
+            raise ValueError(f"row {row}: elements {start} to {start + numel} of {rows}x{width} cut a block of {fmt}")
     checked.add(fmt)
 
 
