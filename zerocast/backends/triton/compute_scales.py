@@ -1,10 +1,15 @@
 """Stage compute_scales: complete scale buffers and tensor amaxes from the reduced amaxes."""
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerocast.backends.descriptor import Column
 from zerocast.backends.triton.amaxes import as_integers, load_amax
+from zerocast.backends.triton.codec import as_f32, magnitude
 from zerocast.backends.triton.launch import (
     AMAX,
     COLUMN_AMAX,
@@ -14,6 +19,7 @@ from zerocast.backends.triton.launch import (
     ROW_SCALE,
     ROWS,
     SCALE,
+    SHARED_AMAX,
     WIDTH,
     address,
     addresses,
@@ -32,8 +38,39 @@ from zerocast.backends.triton.scales import (
     stored_scale,
     two_level_global,
 )
-from zerocast.backends.triton.tensor_amax import grid_maxima, largest_of
 from zerocast.formats import AmaxPolicy, Columnwise, FormatSpec
+from zerocast.formats.layout import amax_grid
+
+# The amaxes of one program of `_grid_maxima`.
+RUN = 4096
+
+
+@dataclass(frozen=True)
+class _GridRuns:
+    """Splits the rowwise amaxes into runs of `size`, for formats whose tensor amax is their
+    maximum.
+    """
+
+    fmt: FormatSpec
+    size: int
+
+    def count(self, row: list[int]) -> int:
+        """Return the number of runs of one weight."""
+        down, across = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
+        return -(-down * across // self.size) if self.fmt.has_tensor_amax else 0
+
+
+def _maxima_of_runs(fmt: FormatSpec, words: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (the largest amax of each run as bits, the first run of each weight), for
+    `_largest_of`. Two-level scales need the tensor amax. This is a separate launch, since no
+    program of a launch may wait for the result of another one.
+    """
+    assert fmt.block
+    runs = tiling(table, _GridRuns(fmt, RUN))
+    maxima = torch.empty(max(1, runs.total), dtype=torch.int32, device=table.device)
+    grid = {"ROWS_A": fmt.block[0], "COLUMNS_A": fmt.block[1]}
+    launch(_grid_maxima, runs.total, table.device, words, table, runs.firsts, runs.rows, maxima, **grid, SIZE=RUN)
+    return maxima, runs.firsts
 
 
 def compute_scales(
@@ -55,7 +92,7 @@ def compute_scales(
         is_delayed = fmt.amax_policy is AmaxPolicy.DELAYED
         launch(_tensor, table.shape[0], device, *arguments, DELAYED=is_delayed, **rule, num_warps=1)
         return
-    maxima = grid_maxima(fmt, words, table)
+    maxima = _maxima_of_runs(fmt, words, table)
     directions = [(ScaleBuffer.rowwise(fmt), row_scales, ROW_AMAX, ROW_SCALE)]
     if fmt.columnwise in (Columnwise.OWN_GRID, Columnwise.SHARED):
         place = ROW_AMAX if fmt.columnwise is Columnwise.SHARED else COLUMN_AMAX
@@ -92,6 +129,32 @@ def _tensor(
     else:
         scale = scale_from_amax(amax, LARGEST, POWER_OF_2, EPSILON)
     tl.store(address(row_scales, row, ROW_SCALE, 4).to(tl.pointer_type(tl.float32)), tl.div_rn(1.0, scale))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS_A: tl.constexpr, SIZE: tl.constexpr):
+    """Compute the largest amax of each run, as bits."""
+    tile = tl.program_id(0).to(tl.int64)
+    weight = find(firsts, n, tile)
+    row = table + weight * WIDTH
+    down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    i = (tile - tl.load(firsts + weight)) * SIZE + tl.arange(0, SIZE)
+    amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < down * across)
+    shared = tl.load(row + SHARED_AMAX)
+    amax = tl.maximum(amax, load_amax(packed, shared, shared >= 0))
+    tl.store(maxima + tile, tl.max(magnitude(amax), 0))
+
+
+@triton.jit
+def _largest_of(maxima, first, last):
+    """Return the tensor amax of a weight whose runs are `[first, last)`."""
+    largest = tl.zeros((128,), tl.int32)
+    while first < last:
+        i = first + tl.arange(0, 128)
+        largest = tl.maximum(largest, tl.load(maxima + i, mask=i < last, other=0))
+        first += 128
+    return as_f32(tl.max(largest, 0))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -138,7 +201,7 @@ def _blocks(
     amax = load_amax(packed, tl.load(row + PLACE) + i * across + j, in_grid)
     s_enc = tl.full((), 1.0, tl.float32)
     if RULE >= TWO_LEVEL:
-        largest = largest_of(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
+        largest = _largest_of(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
         largest = stored_amax(largest, RULE)
         s_enc = two_level_global(largest)
         if tile == 0:
