@@ -53,6 +53,7 @@ class VllmWeights:
     def __init__(self, model: nn.Module) -> None:
         self._map = LoaderMap(model)
         self._layers = Layers(model, self._map.layers)
+        self._shapes: dict[str, Tensor] = {}
 
     def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
         """As vLLM's loaders put the stored tensors."""
@@ -64,11 +65,12 @@ class VllmWeights:
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Write whole tensors, through the processing that vLLM does after it loads them."""
+        self._shapes = {name: values[name].clone() for name in self._map.shapes}
         self._layers.load(values)
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Views of what kernels read, or the bytes before processing where kernels have others."""
-        return self._layers.tensors()
+        return {**self._layers.tensors(), **self._shapes}
 
     def written(self, names: Iterable[str]) -> None:
         """Replay vLLM's processing where kernels have copies."""

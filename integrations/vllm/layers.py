@@ -24,6 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
+from zerocast.integrations.vllm.loader_map import SHAPE
 from zerocast.serve.flat_bytes import as_bytes, digest
 
 KERNELS = "vllm.model_executor.kernels.linear"
@@ -40,11 +41,13 @@ READ_IN_PLACE = {
 }
 # Kernels that lay weights out again without another rounding.
 REPLAYED = {
+    "CPUWNA16LinearKernel",
     "CPUFp8BlockScaledMMKernel",
     "CPUFp8W8A8BlockScaledMMKernel",
     "DeepGemmFp8BlockScaledMMKernel",
     "EmulationMxfp4LinearKernel",
     "EmulationMxfp8LinearKernel",
+    "MarlinLinearKernel",
     "MarlinMxFp4LinearKernel",
     "MarlinMxfp8LinearKernel",
     "MarlinNvFp4LinearKernel",
@@ -162,7 +165,7 @@ class _Layer:
         self._reads_in_place = _reads_in_place(name, module, self._method)
         registered = get_layerwise_info(module).restore_metadata[0]
         kept = [key for key, parameter in module._parameters.items() if parameter is not None and key == "bias"]
-        self.keys = [*registered, *(key for key in kept if key not in registered)]
+        self.keys = [key for key in (*registered, *(key for key in kept if key not in registered)) if key != SHAPE]
         # By key the place of a tensor in the kernel's, or else a copy of it. Filled by `load`.
         self._views: dict[str, _View] = {}
         self._copies: dict[str, Tensor] = {}
@@ -192,13 +195,13 @@ class _Layer:
             given = {key: getattr(layer, key) for key in values}
             for key, value in values.items():
                 given[key].data.copy_(value)
-            # Buffers are not loaded: they keep what they have.
-            kept = {key for key in info.restore_metadata[1] if key in info.kernel_tensors[1]}
+            kernel = {**info.kernel_tensors[0], **info.kernel_tensors[1]}
+            # Buffers, and shapes, are not loaded: they keep what they have.
+            kept = {key for key in (*info.restore_metadata[1], SHAPE) if key in kernel}
             for key in kept:
-                getattr(layer, key).copy_(info.kernel_tensors[1][key])
+                getattr(layer, key).data.copy_(kernel[key])
             self._process()
             processed = get_layer_tensors(layer)
-            kernel = {**info.kernel_tensors[0], **info.kernel_tensors[1]}
             views = {key: self._view(tensor, processed, kernel) for key, tensor in given.items()}
             _copy_and_restore_kernel_tensors(layer, info)
         except BaseException:
@@ -270,6 +273,8 @@ def _reads_in_place(name: str, module: nn.Module, method: Any) -> bool:
     reason = REFUSED.get(kind)
     if what == "Fp8LinearMethod" and not method.block_quant:
         reason = "Fp8LinearMethod quantizes fused weights with one scale a tensor again"
+    if kind == "MarlinLinearKernel" and kernel.config.act_type.itemsize == 1:
+        reason = "it rounds or multiplies scales for inputs of 8 bits"
     if getattr(kernel, "use_deep_gemm_e8m0", False):
         reason = "DeepGEMM quantizes blocks again here, with powers of two as scales"
     if reason is None and kind not in READ_IN_PLACE | REPLAYED:

@@ -26,6 +26,9 @@ from zerocast.serve.engine_weights import ModelTensor, Region, Strided
 
 # Global scales of fused nvfp4 weights, of which vLLM takes one for all.
 SHARED_SCALES = ("weight_global_scale", "weight_scale_2")
+# Rows and columns of a stored int4 weight. vLLM keeps those of the last one that it fuses, and no
+# kernel reads them.
+SHAPE = "weight_shape"
 
 
 class LoaderMap:
@@ -33,7 +36,9 @@ class LoaderMap:
 
     Attributes:
         layers: the layers that have weights, by name.
-        model_tensors: the parameters before they are processed, by name.
+        model_tensors: the parameters before they are processed, by name, and each stored shape,
+            which is kept beside the model.
+        shapes: the names of these.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,6 +49,7 @@ class LoaderMap:
             if get_layerwise_info(layer).restore_metadata[0] and not is_deferred_attention_layer(layer)
         }
         self.model_tensors: dict[str, ModelTensor] = {}
+        self.shapes: set[str] = set()
 
     def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
         """Where the loaders put each of these stored tensors; none for one that this rank skips.
@@ -65,6 +71,11 @@ class LoaderMap:
                 ) from error
         for name, padding in copies.padding.items():
             self.model_tensors[name] = replace(self.model_tensors[name], padding=tuple(padding))
+        for name, probe in probes.items():
+            if name.endswith(f".{SHAPE}"):
+                self.shapes.add(name)
+                self.model_tensors[name] = ModelTensor(probe.dtype, tuple(probe.shape))
+                copies.regions[name] = [Region(_strided(probe), name, _strided(probe))]
         return copies.regions
 
     @contextmanager
@@ -85,7 +96,8 @@ class LoaderMap:
                     if parameter is not None:
                         name = f"{prefix}.{key}" if prefix else key
                         names.setdefault(_storage(parameter), name)
-                        self.model_tensors.setdefault(name, _described(name, key, parameter))
+                        if key != SHAPE:
+                            self.model_tensors.setdefault(name, _described(name, key, parameter))
             yield names
         finally:
             for layer, info in restored:

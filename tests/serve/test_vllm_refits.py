@@ -1,7 +1,7 @@
 """vLLM takes refits: its loaders, fusing, processing, calls and scheduler, in another process and environment (`make vllm`).
 
 Products are stand-ins (`examples/rollout/vllm_stand_in.py`): one that reads weights in place, one that packs them. On a CPU with
-AMX one kernel of vLLM runs too.
+AMX, and for int4 on every one, a kernel of vLLM runs too.
 """
 
 import contextlib
@@ -34,7 +34,12 @@ NAMINGS = {
     "fp8_current": "compressed-tensors",
     "nvfp4": "compressed-tensors",
     "mxfp8": "modelopt",
+    "int4": "compressed-tensors",
 }
+
+NEEDS_AMX = pytest.mark.skipif(
+    "amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has no such product on this CPU"
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -161,6 +166,8 @@ def cut(name: str, value: Tensor, rank: int, ranks: int, heads: int) -> Tensor:
         ("nvfp4", 2, "packed"),
         ("nvfp4", 1, "in place"),
         ("mxfp8", 1, "in place"),
+        ("int4", 1, "in place"),
+        ("int4", 2, "packed"),
     ],
 )
 def test_refits(fmt: str, ranks: int, stand_in: str, tmp_path: Path) -> None:
@@ -271,10 +278,16 @@ def test_a_kernel_that_reads_something_else(stand_in: str, tmp_path: Path) -> No
         run.check(engine)
 
 
-@pytest.mark.skipif("amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has no such product on this CPU")
-def test_a_kernel_of_vllm(tmp_path: Path, record_property: Any) -> None:
-    """What it packed for AMX in refits, in full and by changes, is what it packs where it loads an export of the same weights."""
-    run = Run("fp8_block", tmp_path)
+@pytest.mark.parametrize(
+    ("fmt", "kernel", "codes"),
+    [
+        pytest.param("fp8_block", "CPUFp8BlockScaledMMKernel", "weight", marks=NEEDS_AMX),
+        ("int4", "CPUWNA16LinearKernel", "weight_packed"),
+    ],
+)
+def test_a_kernel_of_vllm(fmt: str, kernel: str, codes: str, tmp_path: Path, record_property: Any) -> None:
+    """What it packed in refits, in full and by changes, is what it packs where it loads an export of the same weights."""
+    run = Run(fmt, tmp_path)
     with running(run.folder, tmp_path, stand_in="") as engine:
         sender = EngineSender(run.sender, engine, tmp_path)
         sender.refit()
@@ -282,10 +295,10 @@ def test_a_kernel_of_vllm(tmp_path: Path, record_property: Any) -> None:
             run.step()
             sender.refit()
         record_property("kl", f"{kl(run, engine.ask('logprobs')):.2e}")
-        assert run.sender.refit == 3 and engine.ask("kernels") == [["CPUFp8BlockScaledMMKernel"]]
+        assert run.sender.refit == 3 and engine.ask("kernels") == [[kernel]]
         refitted = engine.ask("logprobs")
         assert kl(run, refitted) < 1e-2
-        engine.ask("zero", ending="qkv_proj.weight")
+        engine.ask("zero", ending=f"qkv_proj.{codes}")
         sender.refit()
         assert run.sender.refit == 5 and torch.equal(engine.ask("logprobs"), refitted)
     export_hf(run.model, tmp_path / "now", run.naming)

@@ -14,6 +14,7 @@ os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    "VLLM_CPU_INT4_W4A8": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -55,7 +56,7 @@ def addresses(model: nn.Module) -> dict[str, int]:
 
 def kernels(model: nn.Module) -> list[str]:
     """The classes of the kernels of quantized products."""
-    quantized = [module for module in model.modules() if hasattr(module, "weight_scale_inv")]
+    quantized = [m for m in model.modules() if hasattr(m, "weight_scale") or hasattr(m, "weight_scale_inv")]
     return sorted({type(_kernel(module, module.quant_method)).__name__ for module in quantized})
 
 
