@@ -10,9 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
+from tests.devices import gpus
 from tests.distributed.simulated import Simulated, on_ranks
 from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
 from tests.serve.test_export import model
@@ -25,6 +27,7 @@ from zerocast.serve.engine_sender import OPEN
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
 from zerocast.serve.flat_bytes import as_bytes
 
+DEVICES = ["cpu", pytest.param("cuda", marks=gpus(1))]
 Recorded = list[tuple[dict[str, Any], list[Tensor]]]
 
 
@@ -33,8 +36,8 @@ class SlicedWeights:
     made again of what was written.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, device: torch.device | str = "cpu") -> None:
+        self.rank, self.size, self.device = rank, size, device
         self.shapes: dict[str, ModelTensor] = {}
         self.own: dict[str, Tensor] = {}
         self.kernel: dict[str, Tensor] = {}
@@ -61,7 +64,7 @@ class SlicedWeights:
         return self.shapes
 
     def load(self, values: Mapping[str, Tensor]) -> None:
-        self.own = {name: value.clone() for name, value in values.items()}
+        self.own = {name: value.to(self.device, copy=True) for name, value in values.items()}
         self.fail("load")
         self.pack(values)
 
@@ -91,9 +94,9 @@ class SlicedWeights:
 class Rank:
     """One rank of an engine."""
 
-    def __init__(self, group: Group) -> None:
-        self.weights = SlicedWeights(group.rank, group.size)
-        self.receiver = EngineReceiver(self.weights, group)
+    def __init__(self, group: Group, device: torch.device | str = "cpu", bytes_group: Group | None = None) -> None:
+        self.weights = SlicedWeights(group.rank, group.size, device)
+        self.receiver = EngineReceiver(self.weights, group, bytes_group, device)
 
     def accept(self, messages: Recorded) -> str:
         """Let the engine take recorded messages. Returns the error that it raises, or an empty text."""
@@ -123,8 +126,8 @@ class Rank:
 
 
 class Trainer:
-    def __init__(self, fmt: str = "fp8_block", naming: str = "modelopt") -> None:
-        self.model, self.naming = model(fmt), naming
+    def __init__(self, fmt: str = "fp8_block", naming: str = "modelopt", device: torch.device | str = "cpu") -> None:
+        self.model, self.naming = model(fmt).to(device), naming
         self.optimizer = zerocast.ZeroAdamW(self.model.named_parameters(), lr=1e-4)
         self.sender = Sender(self.model, naming, bucket_bytes=30_000)
 
@@ -184,6 +187,28 @@ def test_ranks_hold_the_bytes_of_the_run(naming: str, fmt: str, size: int) -> No
         return numbers
 
     assert on_engine(size, run) == [[1, 2, 3, 4]] * size
+
+
+def over_nccl(naming: str, fmt: str) -> list[int]:
+    """On the ranks of a trainer those of an engine, which compare bytes by NCCL and agree by gloo, as vLLM's do."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    trainer = Trainer(fmt, naming, device)
+    rank = Rank(Group.of(dist.new_group(backend="gloo")), device, Group.of(dist.group.WORLD))
+    numbers = []
+    for messages in (trainer.full, trainer.delta, trainer.delta):
+        assert rank.accept(messages()) == ""
+        rank.check(trainer.weights())
+        assert all(tensor.is_cuda for tensor in rank.weights.own.values())
+        numbers.append(rank.receiver.refit)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("naming", "fmt"),
+    [pytest.param(*case, marks=gpus(2)) for case in [("modelopt", "nvfp4"), ("deepseek", "fp8_block")]],
+)
+def test_ranks_on_gpus(gpu_ranks: Any, naming: str, fmt: str) -> None:
+    assert gpu_ranks(2)(over_nccl, naming, fmt) == [[1, 2, 3]] * 2
 
 
 @pytest.mark.parametrize("where", ["load", "written"])
@@ -599,14 +624,15 @@ class Engine:
         return [call for i, call in enumerate(calls) if i == 0 or call != calls[i - 1]]
 
 
-def connected(tmp_path: Path) -> tuple[Trainer, Engine, EngineSender]:
-    trainer, engine = Trainer(), Engine(Rank(Group(None, 0, 1)))
+def connected(tmp_path: Path, device: str = "cpu") -> tuple[Trainer, Engine, EngineSender]:
+    trainer, engine = Trainer(device=device), Engine(Rank(Group(None, 0, 1), device))
     return trainer, engine, EngineSender(trainer.sender, engine, tmp_path)
 
 
-def test_an_engine_is_kept_current(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engine_is_kept_current(device: str, tmp_path: Path) -> None:
     """It computes while messages come and are checked, and is paused while they are written alone."""
-    trainer, engine, sender = connected(tmp_path)
+    trainer, engine, sender = connected(tmp_path, device)
     assert sender.refit() == 1
     full_nbytes = sender.nbytes
     assert engine.said() == ["start", "full", "end", "pause", "apply", "finish", "resume"]
@@ -634,8 +660,9 @@ def test_an_engine_that_refuses_the_connection(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_refuses_changes_gets_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer, engine, sender = connected(tmp_path)
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_engine_that_refuses_changes_gets_all(device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, engine, sender = connected(tmp_path, device)
     sender.refit()
     as_bytes(next(iter(engine.rank.weights.own.values()))).zero_()
     engine.said()

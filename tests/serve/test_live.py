@@ -143,7 +143,7 @@ def trained(fmt: str = "nvfp4", **options: Any) -> tuple[nn.Module, zerocast.Zer
 
 def step(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in source.parameters():
-        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape, dtype=parameter.dtype, device=parameter.device)
     optimizer.step()
 
 
