@@ -154,8 +154,9 @@ def test_the_backends_take_the_arguments_of_the_table(backend_anywhere: str) -> 
         assert list(inspect.signature(getattr(module, stage)).parameters) == expected, stage
 
 
-@pytest.mark.parametrize("fmt", casts.FORMATS)
-@pytest.mark.parametrize("on_demand", [True, False])
+@pytest.mark.parametrize(
+    ("fmt", "on_demand"), [*((fmt, True) for fmt in casts.FORMATS), ("nvfp4", False), ("mxfp8", False)]
+)
 def test_products_of_buffers_pass_opcheck(fmt: str, on_demand: bool) -> None:
     """And give the bits of the product of the weight."""
     weight = casts.cast_whole(fmt, torch.from_numpy(lcg_matrix(32, 64, 0)))
@@ -188,7 +189,7 @@ def test_a_compiled_cast_writes_the_same_bytes(backend: str) -> None:
     run = torch.compile(lambda op, args, kwargs: op(*args, **kwargs), backend="aot_eager", fullgraph=True)
     for op, calls in calls_of_a_step(backend).items():
         torch._dynamo.reset()
-        for call in calls[:2]:
+        for call in calls[:1]:
             eager, compiled = copied(call), copied(call)
             expected = op(*eager[0], **eager[1])
             found = run(op, *compiled)
