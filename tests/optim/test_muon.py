@@ -36,7 +36,7 @@ from tests.selection import worlds
 from tests.workers import Ranks, error_of
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import lay_out
-from zerocast.distributed.whole import newton_schulz_flops
+from zerocast.distributed.lpt_assignment import newton_schulz_flops
 from zerocast.optim import Checkpoints, load, save
 
 MUON: Mapping[str, Any] = {"lr": 1e-2, "use_muon": True}

@@ -5,7 +5,8 @@ masters and its bytes. Parameters start at multiples of `SHARD_ALIGNMENT_ELEMENT
 multiples of it, so that no block row of 16, no byte and no vector load is ever split.
 
 Parameters that are owned by one rank are in separate buckets, whose shards end between parameters
-(`whole.py`). Their gradients are in other buckets, which are split evenly. `Layout` has both.
+(`lpt_assignment.py`). Their gradients are in other buckets, which are split evenly. `Layout` has
+both.
 """
 
 import functools
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from zerocast.distributed.whole import Whole, batches, deal
+from zerocast.distributed.lpt_assignment import AssignedParameter, assign_to_ranks, batches
 from zerocast.formats import Block, FormatSpec, get_format
 from zerocast.formats.dtypes import dtype_name, torch_dtype
 from zerocast.formats.layout import (
@@ -66,7 +67,7 @@ class Storage:
         reduced_as: the name of the dtype in which gradients are reduced.
         scales: the scales that are gathered with the codes. If there are none, every rank computes
             all scales.
-        whole: True if one rank owns all of a parameter.
+        single_owner: True if one rank owns all of a parameter.
     """
 
     dtype: str
@@ -74,7 +75,7 @@ class Storage:
     columnwise_elements: int
     reduced_as: str
     scales: tuple[FlatBuffer, ...] = ()
-    whole: bool = False
+    single_owner: bool = False
 
     @functools.cached_property
     def grad_dtype(self) -> "torch.dtype":
@@ -193,15 +194,15 @@ def format_of(parameter: "Tensor") -> FormatSpec | None:
     return fmt if isinstance(fmt, FormatSpec) else None
 
 
-def storage_of(parameter: "Tensor", grad_dtype: "torch.dtype | str | None", whole: bool = False) -> Storage:
+def storage_of(parameter: "Tensor", grad_dtype: "torch.dtype | str | None", single_owner: bool = False) -> Storage:
     """Return the storage of a parameter."""
     nominal = dtype_name(parameter.dtype)
     reduced_as = dtype_name(grad_dtype or nominal)
     fmt = format_of(parameter)
     if fmt is None:
-        return Storage(nominal, 1, 0, reduced_as, whole=whole)
+        return Storage(nominal, 1, 0, reduced_as, single_owner=single_owner)
     storage = _storage_of(fmt, tuple(parameter.shape), nominal, reduced_as)
-    return replace(storage, whole=True) if whole else storage
+    return replace(storage, single_owner=True) if single_owner else storage
 
 
 # Cached, since a model may have many experts of few shapes.
@@ -242,14 +243,14 @@ class Layout(NamedTuple):
         full matrices.
         """
         in_bf16 = all(bucket.storage.reduced_as == "bfloat16" for bucket in self.buckets)
-        is_whole = any(bucket.storage.whole for bucket in self.buckets)
+        is_whole = any(bucket.storage.single_owner for bucket in self.buckets)
         return in_bf16 and not (is_whole or deterministic or grad_wire)
 
     def extended(self, added: "Layout") -> "Layout":
         """Return the layout of these parameters and of `added` ones. All keep their shards. In the
         flat tensors the added ones follow the parameters that are split evenly, and the others.
         """
-        cut, added_cut = (flat_numel([b for b in each.buckets if not b.storage.whole]) for each in (self, added))
+        cut, added_cut = (flat_numel([b for b in each.buckets if not b.storage.single_owner]) for each in (self, added))
 
         def extend(ours: list[Bucket], theirs: list[Bucket]) -> list[Bucket]:
             moved = [b.moved_by(added_cut if b.start >= cut else 0) for b in ours]
@@ -358,17 +359,17 @@ def _dealt(
     costs: Mapping[str, int],
 ) -> Iterator[_Unplaced]:
     """Yield the buckets of parameters that are each owned by one rank."""
-    by_storage: dict[Storage, list[Whole[Slot]]] = {}
+    by_storage: dict[Storage, list[AssignedParameter[Slot]]] = {}
     for order, slot in members:
-        storage = storage_of(slot.parameter, grad_dtype, whole=True)
+        storage = storage_of(slot.parameter, grad_dtype, single_owner=True)
         size = round_up(slot.numel, SHARD_ALIGNMENT_ELEMENTS)
-        by_storage.setdefault(storage, []).append(Whole(order, slot, size, costs[slot.name]))
+        by_storage.setdefault(storage, []).append(AssignedParameter(order, slot, size, costs[slot.name]))
     filled = []
     for storage, parameters in by_storage.items():
         filled += [(storage, batch) for batch in batches(parameters, bucket_size, ranks)]
     loads = [0] * ranks
     for storage, batch in sorted(filled, key=lambda pair: pair[1][-1].order):
-        placed, shard_numel = deal(batch, loads)
+        placed, shard_numel = assign_to_ranks(batch, loads)
         slots = tuple(replace(member.item, offset=offset) for offset, member in placed)
         yield _Unplaced(batch[-1].order, storage, slots, shard_numel)
 

@@ -39,7 +39,7 @@ def rounds(layout: Layout, ranks: int, limit: int) -> list[tuple[Sequence[Matrix
     """
     owned: list[list[Matrix]] = [[] for _ in range(ranks)]
     for bucket in layout.buckets:
-        for owner, matrix in owned_matrices(bucket) if bucket.storage.whole else ():
+        for owner, matrix in owned_matrices(bucket) if bucket.storage.single_owner else ():
             owned[owner].append(matrix)
     return list(zip_longest(*(_up_to(limit, matrices) for matrices in owned), fillvalue=()))
 
@@ -50,7 +50,7 @@ def most_sent(layout: Layout, ranks: int) -> int:
     """
     owners: dict[str, int] = {}
     for bucket in layout.buckets:
-        if bucket.storage.whole:
+        if bucket.storage.single_owner:
             owners |= {slot.name: slot.offset // bucket.shard_numel for slot in bucket.slots}
     sent = [0] * ranks
     # Ranks between the first and the last rank of a parameter send their full shards. To avoid a

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from zerocast.distributed.whole import MUON_DIMS, newton_schulz_flops
+from zerocast.distributed.lpt_assignment import MUON_DIMS, newton_schulz_flops
 from zerocast.footprint.fsdp_bytes import fsdp
 from zerocast.footprint.shapes import Parameter
 from zerocast.footprint.weight_bytes import Collective, Planned, PlannedConfig, amax_bytes

@@ -69,7 +69,7 @@ def zero(
     buckets = layout.buckets
     shard = flat_numel(buckets)
     # The part of the shard that is divided evenly over ranks, which AdamW updates.
-    cut = flat_numel([bucket for bucket in buckets if not bucket.storage.whole])
+    cut = flat_numel([bucket for bucket in buckets if not bucket.storage.single_owner])
     weights = quantized(tensor for _, tensor, _ in tensors)
     computed = quantized(_planned(slot) for bucket in buckets if not bucket.storage.scales for slot in bucket.slots)
     gathered_scales = sum(_flat(bucket, bucket.storage.scales) for bucket in buckets)
@@ -124,7 +124,7 @@ def _moments(buckets: Sequence[Bucket], cut: int, ranks: int, config: PlannedCon
     """Return the bytes of AdamW's moments of `cut` elements. Scales are counted for an average
     rank.
     """
-    slots = [slot for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
+    slots = [slot for bucket in buckets if not bucket.storage.single_owner for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
     return moment_bytes(cut, -(-groups // ranks), config)
 
@@ -135,14 +135,14 @@ def _momentum(buckets: Sequence[Bucket], numel: int, ranks: int, config: Planned
     """
     if config.moment_dtype != "8bit":
         return numel * FP32
-    slots = [slot for bucket in buckets if bucket.storage.whole for slot in bucket.slots]
+    slots = [slot for bucket in buckets if bucket.storage.single_owner for slot in bucket.slots]
     groups = sum(moment_groups(0, slot.numel, slot.matrix_shape[1]) for slot in slots)
     return numel + -(-groups // ranks) * FP32
 
 
 def _cut_groups(buckets: Sequence[Bucket]) -> int:
     """Return the number of groups of moments that several ranks have parts of."""
-    slots = [(bucket, slot) for bucket in buckets if not bucket.storage.whole for slot in bucket.slots]
+    slots = [(bucket, slot) for bucket in buckets if not bucket.storage.single_owner for slot in bucket.slots]
     return sum(len(cut_moment_groups(bucket.boundaries(slot), slot.matrix_shape[1])) for bucket, slot in slots)
 
 
@@ -155,7 +155,7 @@ def _exchange(layout: Layout, ranks: int, config: PlannedConfig) -> Collective:
 def _busiest(buckets: Sequence[Bucket], ranks: int, costs: Mapping[str, int]) -> float:
     work: Counter[int] = Counter()
     for bucket in buckets:
-        if bucket.storage.whole:
+        if bucket.storage.single_owner:
             for slot in bucket.slots:
                 work[slot.offset // bucket.shard_numel] += costs[slot.name]
     return max(work.values()) * ranks / work.total()

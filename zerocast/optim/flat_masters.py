@@ -53,7 +53,7 @@ class FlatMasters:
         self._group = group
         numel = flat_numel(self._buckets)
         self.master = torch.zeros(numel, dtype=torch.float32, device=device)
-        cut = [bucket for bucket in self._buckets if not bucket.storage.whole]
+        cut = [bucket for bucket in self._buckets if not bucket.storage.single_owner]
         cut_numel = flat_numel(cut)
         self.eight_bit: Moments8bit | None = None
         if isinstance(moment_dtype, torch.dtype):
@@ -69,7 +69,7 @@ class FlatMasters:
         # name.
         self._momentum_scales: dict[str, Tensor] = {}
         for bucket in self._buckets:
-            for slot in bucket.slots if bucket.storage.whole and self.eight_bit is not None else ():
+            for slot in bucket.slots if bucket.storage.single_owner and self.eight_bit is not None else ():
                 rows, groups = _groups_shape(slot)
                 rows = rows if bucket.owned(slot, group.rank)[0].numel else 0
                 self._momentum_scales[slot.name] = torch.zeros(rows, groups, dtype=torch.float32, device=device)
@@ -116,7 +116,7 @@ class FlatMasters:
         rank's part into its masters.
         """
         # A bucket of Muon's matrices is large, so it is sent shard by shard.
-        size = bucket.shard_numel if bucket.storage.whole else bucket.numel
+        size = bucket.shard_numel if bucket.storage.single_owner else bucket.numel
         shard = bucket.shard(self._group.rank)
         for number, slots in groupby(bucket.slots, lambda slot: slot.offset // size):
             first = number * size
@@ -148,7 +148,7 @@ class FlatMasters:
         """
         span, start = bucket.owned(slot, self._group.rank)
         views = {"master": self.master[start : start + span.numel]}
-        if bucket.storage.whole:
+        if bucket.storage.single_owner:
             start -= self.exp_avg.numel()
         for name in fields_of(bucket):
             views[name] = getattr(self, name)[start : start + span.numel]
@@ -203,7 +203,7 @@ def fields_of(bucket: Bucket) -> tuple[str, ...]:
     """Return the names, as in torch.optim, of the state that the update of a bucket's parameters
     keeps.
     """
-    return MOMENTUM if bucket.storage.whole else MOMENTS
+    return MOMENTUM if bucket.storage.single_owner else MOMENTS
 
 
 def _groups_shape(slot: Slot) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class MuonStep:
         self._exchange = GradientExchange(layout, group, limit)
         self._matrices: list[SteppedMatrix] = []
         for bucket in layout.buckets:
-            if bucket.storage.whole:
+            if bucket.storage.single_owner:
                 self._matrices += _matrices(bucket, masters, group)
 
     def __call__(self, gradients: Tensor, clip: Tensor, skip: Tensor) -> None:

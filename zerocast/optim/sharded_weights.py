@@ -80,7 +80,7 @@ class ShardedWeights:
             gather=self.gather,
             scale_cuts=[bucket.cuts(slot) for bucket, slot in in_order],
             # None for a parameter that Muon updates, so that a cast makes no Adam step for it.
-            param_groups=[None if bucket.storage.whole else slot.param_group for bucket, slot in in_order],
+            param_groups=[None if bucket.storage.single_owner else slot.param_group for bucket, slot in in_order],
             backend=self._backend,
             validity=self._validity,
             claim=self._claim,
@@ -157,7 +157,7 @@ def _converted(buffer: BucketBytes, formats: Mapping[str, FormatSpec]) -> Iterat
         _live_weight(slot).convert(formats[slot.name])
     by_storage: dict[Storage, list[Slot]] = {}
     for slot in bucket.slots:
-        storage = storage_of(slot.parameter, bucket.storage.reduced_as, bucket.storage.whole)
+        storage = storage_of(slot.parameter, bucket.storage.reduced_as, bucket.storage.single_owner)
         by_storage.setdefault(storage, []).append(slot)
     for storage, slots in by_storage.items():
         yield BucketBytes(replace(bucket, storage=storage, slots=tuple(slots)), buffer.flats[0].device)

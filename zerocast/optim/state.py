@@ -106,7 +106,7 @@ class ZeroState:
         for name, (bucket, slot) in self._slots.items():
             views = {field: self._leaf(*part) for field, part in self._parts(name, is_compact).items()}
             model[name] = views.pop("master")
-            count = {} if bucket.storage.whole else {STEP: self._step_of(slot)}
+            count = {} if bucket.storage.single_owner else {STEP: self._step_of(slot)}
             state[name] = never_stepped() if NEVER_STEPPED in (kept or {}).get(name, {}) else {**views, **count}
             group = self._param_groups[slot.param_group]
             groups[name] = hyperparameters(group, rule_of(group))
@@ -123,7 +123,7 @@ class ZeroState:
                 shape = tuple(slot.parameter.shape)
                 copies = {field: self._leaf(flat.clone(), span, shape) for field, flat in owned.items()}
                 del copies["master"]
-                return copies if bucket.storage.whole else {**copies, STEP: self._step_of(slot)}
+                return copies if bucket.storage.single_owner else {**copies, STEP: self._step_of(slot)}
         raise KeyError(parameter)
 
     def _step_of(self, slot: Slot) -> Tensor:
@@ -234,7 +234,7 @@ class ZeroState:
         for name, (bucket, _) in self._slots.items():
             fields = fields_of(bucket)
             scales = [f"{field}_scale" for field in fields] if is_compact else []
-            check_moments(name, moments[name], {*fields, *scales, *(() if bucket.storage.whole else (STEP,))})
+            check_moments(name, moments[name], {*fields, *scales, *(() if bucket.storage.single_owner else (STEP,))})
             self._check_tensor(name, saved[name])
             if NEVER_STEPPED in moments[name]:
                 continue
@@ -251,7 +251,7 @@ class ZeroState:
         saved = state["optim"]["state"]
         steps: dict[int, dict[str, float]] = {}
         for name, (bucket, slot) in self._slots.items():
-            if not bucket.storage.whole:
+            if not bucket.storage.single_owner:
                 step = 0.0 if NEVER_STEPPED in saved[name] else float(saved[name][STEP])
                 steps.setdefault(slot.param_group, {})[name] = step
         return steps

@@ -9,7 +9,7 @@ from torch import Tensor
 from zerocast.cast.captured_step import CapturedStep
 from zerocast.distributed.bucket import Layout
 from zerocast.distributed.group import GroupLike
-from zerocast.distributed.whole import MUON_DIMS, newton_schulz_flops
+from zerocast.distributed.lpt_assignment import MUON_DIMS, newton_schulz_flops
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.update_rule import MUON, rule_of
@@ -48,7 +48,7 @@ class ZeroMuon(ZeroOptimizer):
     casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a part of each
     on every rank. A step sends the parts to the owners in FP32
     (`zerocast.optim.gradient_exchange`). Weights are assigned to ranks so that memory and the work
-    of Newton-Schulz are spread (`zerocast.distributed.whole`). With fewer matrices than ranks some
+    of Newton-Schulz are spread (`zerocast.distributed.lpt_assignment`). With fewer matrices than ranks some
     ranks own none, and buffers are padded, which is logged. AdamW's parameters are sharded as in
     ZeroAdamW. Since one rank orthogonalizes a matrix, any number of ranks gives the same bits for
     the same reduced gradients.
@@ -109,7 +109,7 @@ class ZeroMuon(ZeroOptimizer):
 
     def _build(self, named: list[Named], layout: Layout, masters: FlatMasters) -> None:
         super()._build(named, layout, masters)
-        buckets = [buffer.bucket for buffer in self._weights.buffers if buffer.bucket.storage.whole]
+        buckets = [buffer.bucket for buffer in self._weights.buffers if buffer.bucket.storage.single_owner]
         slots = [slot for bucket in buckets for slot in bucket.slots]
         numel = sum(slot.numel for slot in slots)
         padding = sum(bucket.numel for bucket in buckets) - numel

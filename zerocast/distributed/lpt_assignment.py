@@ -21,7 +21,7 @@ MUON_DIMS = (2, 3)
 
 
 @dataclass(frozen=True)
-class Whole(Generic[T]):
+class AssignedParameter(Generic[T]):
     """A parameter that is owned by one rank.
 
     Attributes:
@@ -50,12 +50,12 @@ def newton_schulz_flops(shape: Sequence[int], steps: int) -> int:
     return flops
 
 
-def batches(members: Sequence[Whole[T]], bucket_size: int, ranks: int) -> list[list[Whole[T]]]:
+def batches(members: Sequence[AssignedParameter[T]], bucket_size: int, ranks: int) -> list[list[AssignedParameter[T]]]:
     """Return the parameters of each bucket, in order. A bucket has at least `bucket_size` elements
     and little padding. Parameters that do not fill a further bucket go into the last one.
     """
-    buckets: list[list[Whole[T]]] = []
-    batch: list[Whole[T]] = []
+    buckets: list[list[AssignedParameter[T]]] = []
+    batch: list[AssignedParameter[T]] = []
     size = largest = 0
     for member in members:
         batch.append(member)
@@ -74,7 +74,9 @@ def batches(members: Sequence[Whole[T]], bucket_size: int, ranks: int) -> list[l
     return buckets
 
 
-def deal(batch: Sequence[Whole[T]], loads: list[int]) -> tuple[list[tuple[int, Whole[T]]], int]:
+def assign_to_ranks(
+    batch: Sequence[AssignedParameter[T]], loads: list[int]
+) -> tuple[list[tuple[int, AssignedParameter[T]]], int]:
     """Place the parameters of one bucket. Returns ((offset, parameter) in order of offsets,
     elements of a shard), and adds the work of the parameters to `loads`, the work of each rank.
     """
@@ -92,9 +94,9 @@ def deal(batch: Sequence[Whole[T]], loads: list[int]) -> tuple[list[tuple[int, W
     return sorted(placed, key=lambda item: item[0]), shard_numel
 
 
-def _parts(batch: Sequence[Whole[T]], ranks: int) -> list[list[Whole[T]]]:
+def _parts(batch: Sequence[AssignedParameter[T]], ranks: int) -> list[list[AssignedParameter[T]]]:
     """Divide the parameters into `ranks` parts of about the same size."""
-    parts: list[list[Whole[T]]] = [[] for _ in range(ranks)]
+    parts: list[list[AssignedParameter[T]]] = [[] for _ in range(ranks)]
     # A heap of (size, index of the part).
     sizes = [(0, index) for index in range(ranks)]
     for member in sorted(batch, key=lambda member: -member.size):
@@ -104,5 +106,5 @@ def _parts(batch: Sequence[Whole[T]], ranks: int) -> list[list[Whole[T]]]:
     return parts
 
 
-def _size(part: Sequence[Whole[T]]) -> int:
+def _size(part: Sequence[AssignedParameter[T]]) -> int:
     return sum(member.size for member in part)
