@@ -56,8 +56,9 @@ def cast(
         if delayed.unseeded and skip is None:
             for table in tables:
                 # The scales themselves are not used. This writes the tensor amaxes of the first
-                # cast, which `seed` rolls into the histories. A first cast with `skip` does not
-                # seed: it writes nothing, and a later cast does.
+                # cast, which `seed` rolls into the histories. A cast with `skip`, whose value only
+                # the device knows, does not seed: it uses the current scale, which is 1 if it was
+                # never set.
                 table.compute_scales(amaxes.buffer, None)
             delayed.seed(lambda: _roll(tables, None))
         if not repeat:
