@@ -27,7 +27,7 @@ from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import some, worlds
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
-from zerocast.cast.amaxes import cut_rows
+from zerocast.cast.amaxes import split_rows
 from zerocast.cli import main
 from zerocast.distributed.gradient_wire import QuantizedReduceScatter
 from zerocast.footprint.footprint import OPTIMIZERS, Setup, footprint
@@ -133,7 +133,7 @@ def test_amaxes_of_cut_rows_are_those_of_a_cast(fmt, matrix):
     for step in (32, 48, 80, 128, 160, 512, 2048, 32 * matrix[1], 48 * matrix[1], 96 * matrix[1], 6144 + 128):
         for first in {16, 32, 128, 32 * matrix[1], step}:
             cuts = range(first, numel, step)
-            expected = sum(rows.numel for rows in cut_rows(spec, matrix, cuts))
+            expected = sum(rows.numel for rows in split_rows(spec, matrix, cuts))
             assert cut_amaxes(spec, matrix, cuts) == expected, (step, first)
 
 

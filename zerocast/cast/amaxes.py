@@ -7,8 +7,8 @@ nominal dtype is bf16, else FP32. A NaN never enters a MAX; a flag is sent for i
 Training frameworks differ only in the amaxes that have to be reduced, which an AmaxLayout
 describes. The layout of a plan, whose ranks hold any spans of a weight (`layout_of_plan`):
 
-    | amaxes | shared | cut rows of blocks | boundary | flags | call | own amaxes, unread |
-    |<------------------------- reduced -------------------------->|<--- not reduced ---->|
+    | amaxes | shared | split rows of blocks | boundary | flags | call | own amaxes, unread |
+    |<-------------------------- reduced --------------------------->|<--- not reduced ---->|
 
 * amaxes: of the weights whose scales every rank computes in full. The NVFP4 tensor amax is the
   maximum of the reduced block amaxes and needs no other collective.
@@ -16,8 +16,8 @@ describes. The layout of a plan, whose ranks hold any spans of a weight (`layout
   amax that it has measured of any weight of the group.
 * own amaxes: of the weights whose scales the caller gathers. A rank needs only the amaxes of the
   rows around its span, so they differ between ranks.
-* cut rows of blocks: own amaxes of rows that a boundary between ranks splits. They are copied here,
-  to offsets that all ranks know, reduced, and copied back.
+* split rows of blocks: own amaxes of rows that a boundary between ranks splits. They are copied
+  here, to offsets that all ranks know, reduced, and copied back.
 * boundary: elements next to odd NVFP4 boundaries (`BoundaryElements`).
 * flags: one for each weight, 1 where a master is NaN or Inf on any rank. Where an optimizer steps,
   weights without amaxes have a flag too: the step measures them, and their amaxes go to one element
@@ -25,7 +25,7 @@ describes. The layout of a plan, whose ranks hold any spans of a weight (`layout
 * call: two numbers that differ if ranks are in different calls (`CastReports`).
 
 Under FSDP2, whose ranks hold complete rows, all amaxes are own amaxes, and only tensor amaxes and
-cut rows of blocks are reduced (`zerocast.fsdp2.amax_layout`).
+split rows of blocks are reduced (`zerocast.fsdp2.amax_layout`).
 """
 
 import itertools
@@ -205,7 +205,7 @@ def _index(places: Sequence[int], device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class CutRows:
+class SplitRows:
     """The rows of blocks that boundaries between ranks split in one grid of a weight.
 
     Attributes:
@@ -224,7 +224,7 @@ class CutRows:
         return self.indices.numel() * self.across
 
 
-def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
+def split_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[SplitRows]:
     """Return the rows of blocks that shard boundaries split in the rowwise grid, and in the
     columnwise grid of a format that has another.
     """
@@ -235,7 +235,7 @@ def cut_rows(fmt: FormatSpec, matrix: Block, cuts: range) -> list[CutRows]:
     for height, width in (block for block in grids if block):
         inside = places % (width if height == 1 else height * columns) != 0
         indices = torch.unique(places[inside] // (height * columns))
-        divided.append(CutRows(indices, height, amax_grid((height, width), rows, columns)[1]))
+        divided.append(SplitRows(indices, height, amax_grid((height, width), rows, columns)[1]))
     return divided
 
 
@@ -260,7 +260,7 @@ def boundary_bytes(index: int, ownership: Ownership) -> Iterator[BoundaryByte]:
 
 
 @dataclass(frozen=True)
-class CutBlocks:
+class SplitBlocks:
     """The blocks and bytes of a plan's weights that a boundary between ranks splits, the same on
     all ranks.
 
@@ -269,25 +269,25 @@ class CutBlocks:
         bytes: the bytes of the other weights.
     """
 
-    rows: dict[int, list[CutRows]]
+    rows: dict[int, list[SplitRows]]
     bytes: list[BoundaryByte]
 
     @staticmethod
-    def of(partition: Partition, cast: Sequence[int]) -> "CutBlocks":
+    def of(partition: Partition, cast: Sequence[int]) -> "SplitBlocks":
         """Find them for the weights `cast`."""
-        rows: dict[int, list[CutRows]] = {}
+        rows: dict[int, list[SplitRows]] = {}
         shared_bytes: list[BoundaryByte] = []
         for index in cast:
             shard = partition.shards[index]
             if shard.cuts is None:
                 shared_bytes += boundary_bytes(index, partition.ownership)
             else:
-                rows[index] = cut_rows(shard.weight.format, shard.weight.matrix_shape, shard.cuts)
-        return CutBlocks(rows, shared_bytes)
+                rows[index] = split_rows(shard.weight.format, shard.weight.matrix_shape, shard.cuts)
+        return SplitBlocks(rows, shared_bytes)
 
 
 def layout_of_plan(
-    shards: Sequence[MasterShard], cast: Sequence[int], cut: CutBlocks, is_stepped: bool, compares_calls: bool
+    shards: Sequence[MasterShard], cast: Sequence[int], cut: SplitBlocks, is_stepped: bool, compares_calls: bool
 ) -> AmaxLayout[int]:
     """Lay out the amaxes of the weights `cast`, as the head of this file draws it.
 
@@ -324,15 +324,15 @@ def layout_of_plan(
     for index, grids in cut.rows.items():
         if shards[index].span.numel:
             layout.place(index, counts[index])
-            _reduce_cut_rows(layout, index, shards[index], grids, places_of_rows[index])
+            _reduce_split_rows(layout, index, shards[index], grids, places_of_rows[index])
     if len(with_amaxes) < len(cast):
         unread = layout.reserve(1).start
         layout.offsets |= {index: (unread, unread) for index in cast if not _has_amaxes(shards[index])}
     return layout
 
 
-def _reduce_cut_rows(
-    layout: AmaxLayout[int], index: int, shard: MasterShard, grids: Sequence[CutRows], places: Sequence[Span]
+def _reduce_split_rows(
+    layout: AmaxLayout[int], index: int, shard: MasterShard, grids: Sequence[SplitRows], places: Sequence[Span]
 ) -> None:
     """Reduce the amaxes of the shared rows of blocks that this rank has a part of, at the offsets
     `places` of each grid.
@@ -372,7 +372,7 @@ class PlanAmaxes(PackedAmaxes[int]):
         self,
         partition: Partition,
         cast: Sequence[int],
-        cut: CutBlocks,
+        cut: SplitBlocks,
         layout: AmaxLayout[int],
         group: Group,
         names: Sequence[str],

@@ -19,7 +19,7 @@ from torch import Tensor
 from zerocast.backends.descriptor import BUFFER_COLUMNS, Column
 from zerocast.cast.adam_update import AdamUpdate
 from zerocast.cast.partition import MasterShard
-from zerocast.cast.tables import Places, TableKey, WeightTable, place_of_matrix
+from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable, place_of_matrix
 from zerocast.formats import Columnwise, FormatSpec
 from zerocast.formats.layout import Span, amax_counts, byte_range
 
@@ -115,7 +115,7 @@ class CpuTable(WeightTable):
             piece.stage_in(staging[number % 2])
         # For each staging buffer, an event behind the last copy out of it.
         self._copied: list[Any] = [None, None]
-        self._stored = Places(tensor for each in self._shards for tensor in each.shard.stored)
+        self._stored = StorageSnapshot(tensor for each in self._shards for tensor in each.shard.stored)
         return self
 
     def has_moved(self) -> bool:

@@ -323,7 +323,7 @@ class CastDriver(Driver[CastPlan]):
     def leave_memory(self) -> None:
         """Drop the references to memory that the host has moved masters out of. Local."""
         self.follow_masters()
-        self.plan.forget_places()
+        self.plan.release_old_memory()
 
     def rebuild(self, host: Host, changed: Collection[str]) -> None:
         """Continue with new facts of the same masters, after the weights `changed` were given other

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from zerocast.cast.adam_update import AdamUpdate
-from zerocast.cast.amaxes import CutBlocks, PlanAmaxes, layout_of_plan
+from zerocast.cast.amaxes import PlanAmaxes, SplitBlocks, layout_of_plan
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.cast.cpu_masters import CpuTable, cpu_tensor
 from zerocast.cast.delayed_scaling import DelayedScaling
@@ -418,7 +418,7 @@ class CastPlan(Plan):
         self._watch()
         self._bind()
 
-    def forget_places(self) -> None:
+    def release_old_memory(self) -> None:
         """Drop the references to memory that masters and weights have left (`.data =`). Local.
 
         The next cast finds them again.
@@ -604,7 +604,7 @@ class CastPlan(Plan):
         _built[group_name] += 1
         self._call = f"casts by plan {_built[group_name]} of its group{self._step_of_caller}"
         shards, is_alone = self._partition.shards, self.group.size == 1
-        cut = CutBlocks.of(self._partition, self._cast)
+        cut = SplitBlocks.of(self._partition, self._cast)
         layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
         self.amaxes = PlanAmaxes(self._partition, self._cast, cut, layout, self.group, self._names)
         self._columnwise = ColumnwiseCopies(self.weights, self.backend, self.validity)

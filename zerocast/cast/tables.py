@@ -41,7 +41,7 @@ from zerocast.weight import QuantizedWeight
 MEASURED_AS = get_format("fp8_current")
 
 
-class Places:
+class StorageSnapshot:
     """The addresses of tensors when this was made, which show later whether one was given different
     memory (`.data =`), or its storage a different size (`untyped_storage().resize_`).
     """
@@ -309,7 +309,7 @@ class WeightTable:
         self._group_count = 1 + max((group for _, group in owned), default=-1)
         followed = itertools.chain.from_iterable(storages.followed for storages in self._storages())
         bases = itertools.chain.from_iterable(storages.tensors for storages in self._storages())
-        self._places = Places(followed, bases)
+        self._places = StorageSnapshot(followed, bases)
         by_argument = {argument: buffers[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
         checks.know(self.table, {"masters": masters, **by_argument})
         self._bind_stages()

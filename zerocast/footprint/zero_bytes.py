@@ -257,7 +257,7 @@ def _packed_amaxes(buckets: Sequence[Bucket], ranks: int) -> tuple[int, int]:
 
 def cut_amaxes(fmt: FormatSpec, matrix: Block, cuts: range) -> int:
     """Return the number of amaxes in the rows of blocks that straddle a shard boundary, in every
-    grid of a weight (`zerocast.cast.amaxes.cut_rows`).
+    grid of a weight (`zerocast.cast.amaxes.split_rows`).
     """
     grids = [fmt.block, fmt.columnwise_block if fmt.columnwise is Columnwise.OWN_GRID else None]
     total = 0

@@ -82,12 +82,12 @@ def layout_of_shards(weights: Sequence[FSDPWeight], reduction: ReductionGroup) -
             target = layout.reserve(1).start
             for place in places:
                 layout.reduce_at(torch.tensor([place]), torch.tensor([target]))
-        _reduce_cut_rows(layout, weight, reduction)
+        _reduce_split_rows(layout, weight, reduction)
     layout.reduced = Span(first, layout.size)
     return layout
 
 
-def _reduce_cut_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: ReductionGroup) -> None:
+def _reduce_split_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: ReductionGroup) -> None:
     """Reduce the block rows that a boundary between shards splits and that this rank holds elements
     of.
     """

@@ -79,7 +79,7 @@ class CastGroup:
                 gather_cast.build_tables(group.weights, self.shards, self.amaxes.offsets, self.delayed)
             self._tables_without = TablesOfSets(lambda names: tables(without=names))
             # The rows of blocks that a boundary between shards splits.
-            self._cut_rows_of = TablesOfSets(
+            self._rest_of_rows_for = TablesOfSets(
                 lambda names: [table.rest_of_rows for table in tables(of=names) if table.rest_of_rows]
             )
             self._tables = self._tables_without.tables_for(frozenset())
@@ -176,7 +176,7 @@ class CastGroup:
         to_code: list[WeightTable] = []
         if self.keep_codes:
             coded = self.amaxes.coded
-            to_code = [*self._tables_without.tables_for(coded), *self._cut_rows_of.tables_for(coded)]
+            to_code = [*self._tables_without.tables_for(coded), *self._rest_of_rows_for.tables_for(coded)]
         try:
             cast(self._tables, self.amaxes, self.delayed, to_measure=to_measure, to_code=to_code, repeat=repeat)
             if self._targets:
@@ -245,7 +245,7 @@ class CastGroup:
         self._allocate_scales()
         self._tables_without.hold(self.amaxes.measured)
         self._tables_without.hold(self.amaxes.coded)
-        self._cut_rows_of.hold(self.amaxes.coded)
+        self._rest_of_rows_for.hold(self.amaxes.coded)
 
     def _allocate_scales(self) -> None:
         storage = self._scales.untyped_storage()

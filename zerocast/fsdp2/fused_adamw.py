@@ -24,7 +24,7 @@ from zerocast.backends.checks import FLOATS, check_plain
 from zerocast.backends.descriptor import Piece
 from zerocast.cast.adam_update import AdamInputs, Hyperparameters, MomentGroups, check_options
 from zerocast.cast.captured_step import CapturableStep, CapturedStep, check_capturable
-from zerocast.cast.tables import Places, TableKey, WeightTable
+from zerocast.cast.tables import StorageSnapshot, TableKey, WeightTable
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
 from zerocast.formats import AmaxPolicy, get_format
@@ -321,7 +321,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self.state = self._moments_on_demand({})
         # The memory that the tables were made for: addresses of masters and moments.
         self._bound: list[list[int]] = []
-        self._memory = Places(())
+        self._memory = StorageSnapshot(())
         self._cast_groups: list[CastGroup] = []
         self._managers: list[CastManager] = []
         # Not at the module's import, since this imports the compiler.
@@ -690,7 +690,7 @@ class FusedAdamW(torch.optim.Optimizer):
             self._rows(indexed)
             self._build(locals_, groups)
             self._cast_groups, self._bound = groups, self._places(locals_)
-            self._memory = Places([tensor for adam in self.passes() for tensor in adam.written()])
+            self._memory = StorageSnapshot([tensor for adam in self.passes() for tensor in adam.written()])
 
     def _places(self, locals_: list[tuple[Any, Tensor]]) -> list[list[Any]]:
         """List the objects that the tables depend on: parameters, their addresses, the tensors of

@@ -48,10 +48,10 @@ class ZeroMuon(ZeroOptimizer):
     casts it, and other ranks get its bytes. Gradients are reduced as in ZeroAdamW, a part of each
     on every rank. A step sends the parts to the owners in FP32
     (`zerocast.optim.gradient_exchange`). Weights are assigned to ranks so that memory and the work
-    of Newton-Schulz are spread (`zerocast.distributed.lpt_assignment`). With fewer matrices than ranks some
-    ranks own none, and buffers are padded, which is logged. AdamW's parameters are sharded as in
-    ZeroAdamW. Since one rank orthogonalizes a matrix, any number of ranks gives the same bits for
-    the same reduced gradients.
+    of Newton-Schulz are spread (`zerocast.distributed.lpt_assignment`). With fewer matrices than
+    ranks some ranks own none, and buffers are padded, which is logged. AdamW's parameters are
+    sharded as in ZeroAdamW. Since one rank orthogonalizes a matrix, any number of ranks gives the
+    same bits for the same reduced gradients.
 
     A gradient that is not finite skips the step. Everything else is as in ZeroAdamW, except that a
     step cannot be captured in a CUDA graph: `capture` raises. Raises ValueError for a group without
