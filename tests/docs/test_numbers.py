@@ -60,12 +60,18 @@ def test_training_steps() -> None:
         assert f"{line}\n" in PAGE
 
 
-def test_short_sequences_are_slower() -> None:
-    rows = steps_of("C with sequences of 2,048")
-    ours, sharded = (rows[f"{host} fp8_current, `fast=True`"][1] for host in ("FSDP2", "ZeroAdamW"))
+def test_short_sequences() -> None:
+    """On two machines under FSDP2, as compiled by default and with the calls of graphs in C++."""
+    rows = steps_of("Later: compiled graphs called from C++")
+    fp8 = [rows[f"2,048{machine}: fp8_current, `fast=True`"] for machine in (", another machine", "")]
+    in_cpp = [rows[f"2,048{machine}: fp8_current, `fast=True`, C++"] for machine in ("", ", another machine")]
+    zero, zero_in_cpp = (rows[f"2,048: ZeroAdamW fp8_current, `fast=True`{cpp}"] for cpp in ("", ", C++"))
     text, first_page = (" ".join(page.split()) for page in (PAGE, FIRST_PAGE))
-    assert f"`fp8_current` takes {ours} times as long as bf16 (ZeroAdamW: {sharded} times)" in text
-    assert f"{ours} times bf16's time" in first_page
+    assert f"takes {fp8[0][1]} to {fp8[1][1]} times as long as bf16 (ZeroAdamW {zero[1]}), by machine" in text
+    assert f"it takes {in_cpp[0][1]} to {in_cpp[1][1]} (ZeroAdamW {zero_in_cpp[1]})" in text
+    assert f"and {in_cpp[1][3]} to {in_cpp[0][3]} when nothing waits between steps" in text
+    assert f"{fp8[0][1]} to {fp8[1][1]} times bf16's time" in first_page
+    assert f"[{in_cpp[0][1]} with a setting]" in first_page
 
 
 # Rows of the table of the first page: the row of the report, and that of the study.
