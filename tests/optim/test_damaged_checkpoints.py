@@ -166,7 +166,7 @@ def test_all_damaged(tmp_path, caplog):
         flip(next(folder.glob("*.distcp")))
     with caplog.at_level(logging.WARNING, "zerocast"), pytest.raises(ValueError, match=r"step_00000001/.* is damaged"):
         Checkpoints(tmp_path).load(Trainer(Run()).optimizer)
-    assert [r.getMessage()[:38] for r in caplog.records if r.name.startswith("zerocast")] == [
+    assert [r.getMessage()[:34] for r in caplog.records if r.name.startswith("zerocast")] == [
         "skipping the checkpoint of step 2:"
     ]
 

@@ -410,7 +410,7 @@ def test_values_that_become_invalid() -> None:
     before, group = everything(trainer), trainer.optimizer.param_groups[0]
     for name, value, message in (
         ("ns_steps", 200, "ns_steps is out of range: 200"),
-        ("use_muon", False, "this ZeroMuon's"),
+        ("use_muon", False, "the param_groups of this ZeroMuon were modified"),
     ):
         kept, group[name] = group[name], value
         with pytest.raises((RuntimeError, ValueError), match=message):

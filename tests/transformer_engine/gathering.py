@@ -197,7 +197,7 @@ def _wrong_bytes(net: Any, what: str) -> list[str]:
             except AssertionError as error:
                 wrong.append(str(error))
             made = tensors.buffers(weight)["rowwise_data"]
-            theirs = {output.untyped_storage().data_ptr() for output in owner.group.outputs[owner.place]}
+            theirs = {output.untyped_storage().data_ptr() for output in owner.group.outputs[owner.index]}
             if made.untyped_storage().data_ptr() not in theirs:
                 wrong.append(f"{what}, {name}: the codes were copied")
             quantizer = weight._quantizer

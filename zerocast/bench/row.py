@@ -101,7 +101,7 @@ STEP = Work(
     "whole step",
     work.step,
     lambda traffic: traffic.step,
-    "AdamW with amaxes, and codes of local scales, in one pass; then the other codes",
+    "AdamW with amaxes and codes of local scales in one pass, then other codes",
 )
 STEP_IN_TWO_PASSES = Work(
     "two-pass step",
