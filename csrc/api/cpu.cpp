@@ -116,14 +116,6 @@ AdamState state_of(const Memory& master, const Memory& grad, const Memory& exp_a
   return {master.address, adam_array("grad", grad), adam_array("exp_avg", exp_avg), adam_array("exp_avg_sq", exp_avg_sq)};
 }
 
-void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-               const Memory& segments, const Memory& scalars, float clip, int threads) {
-  const AdamState state = state_of(master, grad, exp_avg, exp_avg_sq);
-  const int64_t count = check_segments(segments, scalars, {&master, &grad, &exp_avg, &exp_avg_sq});
-  cpu::adam_step(state, reinterpret_cast<const int64_t*>(segments.address), count,
-                 reinterpret_cast<const float*>(scalars.address), clip, threads);
-}
-
 cpu::Adam8bitStep step_of(const Memory& pieces, const Memory& scalars, float clip, const Memory& steps) {
   return {reinterpret_cast<const MomentPiece*>(pieces.address), reinterpret_cast<const float*>(scalars.address), clip,
           reinterpret_cast<const int64_t*>(steps.address)};
@@ -252,8 +244,6 @@ void register_cpu(py::module_& m) {
              "group_scale_inv", "threads");
   bind_stage(cpu, "upcast_together", &upcast_together, "fmt", "data", "scale_inv", "amaxes", "shapes", "transposed", "codes",
              "group_scale_inv", "threads");
-  bind_stage(cpu, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip",
-             "threads");
   bind_stage(cpu, "adam_8bit", &adam_8bit, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "moment_scales",
              "table", "pieces", "scalars", "clip", "steps", "packed", "cut_largest", "finishes", "threads");
   bind_stage(cpu, "adam_8bit_cast", &adam_8bit_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs",

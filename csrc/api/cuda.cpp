@@ -140,15 +140,6 @@ void upcast_together(const Format& format, const Memories& data, const Memories&
   cuda::upcast(format, weights, stream_of(stream));
 }
 
-void adam_step(const Memory& master, const Memory& grad, const Memory& exp_avg, const Memory& exp_avg_sq,
-               const WorkArgument& segments, uintptr_t scalars, uintptr_t clip, cuda::Flag skip,
-               const StreamArgument& stream) {
-  const auto typed = [](const Memory& memory) { return TypedBases{memory.address, memory.dtype}; };
-  const cuda::Work work = work_of(segments);
-  cuda::adam_step(state_of(typed(master), typed(grad), typed(exp_avg), typed(exp_avg_sq)), work.table, work.items,
-                  work.blocks, {scalars, clip, skip}, stream_of(stream));
-}
-
 cuda::Adam8bitState state_8bit_of(const TypedBases& masters, const TypedBases& grads, const TypedBases& exp_avgs,
                                   const TypedBases& exp_avg_sqs, const TypedBases& scales) {
   const bool as_needed = masters.second == "float32" && exp_avgs.second == "int8" && exp_avg_sqs.second == "uint8" &&
@@ -273,7 +264,6 @@ void register_cuda(py::module_& cuda) {
   const py::call_guard<py::gil_scoped_release> free;
   cuda.attr("PARTIAL_AMAXES") = cuda::kPartialAmaxes;
   cuda.attr("FEW_BASES") = cuda::kFewBases;
-  cuda.attr("SEGMENT_ELEMENTS") = cuda::kSegmentElements;
   cuda.attr("MOMENT_GROUPS") = cuda::kMomentGroups;
   cuda.def("targets", &cuda::targets);
   cuda.def("ordinals", &ordinals);
@@ -291,8 +281,6 @@ void register_cuda(py::module_& cuda) {
              "group_scale_inv", "stream");
   bind_stage(cuda, "upcast_together", &upcast_together, "fmt", "data", "scale_inv", "amaxes", "shapes", "transposed",
              "codes", "group_scale_inv", "stream");
-  bind_stage(cuda, "adam_step", &adam_step, "master", "grad", "exp_avg", "exp_avg_sq", "segments", "scalars", "clip", "skip",
-             "stream");
   bind_stage(cuda, "adam_8bit", &adam_8bit, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs", "moment_scales",
              "pieces", "scalars", "clip", "steps", "packed", "cut_largest", "finishes", "skip", "work", "stream");
   bind_stage(cuda, "adam_8bit_cast", &adam_8bit_cast, "fmt", "nominal", "masters", "grads", "exp_avgs", "exp_avg_sqs",

@@ -147,25 +147,6 @@ int64_t check_add_gradients(const Memory& messages, int64_t parts, const Memory&
   return numel;
 }
 
-int64_t check_segments(const Memory& segments, const Memory& scalars, const std::vector<const Memory*>& tensors) {
-  const int64_t count = rows_of("segments", segments, "int64", 3), groups = rows_of("scalars", scalars, "float32", 8);
-  int64_t end = kMost;
-  for (const Memory* tensor : tensors) end = std::min(end, elements_of("a tensor of Adam", *tensor));
-  check_reach("master", *tensors[0], "float32", tensors[0]->bytes);
-  const auto* row = reinterpret_cast<const int64_t*>(segments.address);
-  for (int64_t i = 0; i < count; ++i, row += 3) {
-    if (row[0] < 0 || row[1] < 0 || row[0] > end || row[1] > end - row[0]) {
-      throw std::invalid_argument("segment " + std::to_string(i) + " has " + std::to_string(row[1]) + " elements from " +
-                                  std::to_string(row[0]) + " on, the shortest tensor has " + std::to_string(end));
-    }
-    if (row[2] < 0 || row[2] >= groups) {
-      throw std::invalid_argument("segment " + std::to_string(i) + " takes row " + std::to_string(row[2]) +
-                                  " of the scalars, which have " + std::to_string(groups));
-    }
-  }
-  return count;
-}
-
 CutLargest cut_largest_of(const Memory& cut_largest) {
   return {reinterpret_cast<float*>(cut_largest.address), rows_of("cut_largest", cut_largest, "float32", 2)};
 }

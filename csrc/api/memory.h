@@ -79,9 +79,6 @@ int64_t check_parts(const char* name, const Memory& memory, int64_t parts);
 int64_t check_quantize_gradient(const Memory& grad, int64_t parts, const Memory& messages);
 int64_t check_add_gradients(const Memory& messages, int64_t parts, const Memory& out);
 
-// The number of segments in host memory, all inside of these tensors.
-int64_t check_segments(const Memory& segments, const Memory& scalars, const std::vector<const Memory*>& tensors);
-
 // Whether a stage reads which elements of a weight are owned.
 enum class Spans { kUnread, kRead };
 

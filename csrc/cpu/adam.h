@@ -21,7 +21,7 @@ struct AdamState {
   Array grad, exp_avg, exp_avg_sq;  // both moments of one dtype
 };
 
-// The loop of adam_step.inc for the dtypes of gradients and moments.
+// The loop of adam.inc for the dtypes of gradients and moments.
 using AdamLoop = void (*)(float* master, const void* grad, void* exp_avg, void* exp_avg_sq, int64_t n,
                           const AdamScalars& scalars, float clip);
 

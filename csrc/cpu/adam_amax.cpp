@@ -6,7 +6,7 @@
 #include "cpu/simd.h"
 #include "cpu/stages.h"
 
-#define ZC_LOOPS "adam_step.inc"
+#define ZC_LOOPS "adam.inc"
 #include "cpu/at_every_level.h"
 #define ZC_LOOPS "partial_amax.inc"
 #include "cpu/at_every_level.h"

@@ -43,9 +43,6 @@ struct Upcast {
 };
 void upcast(const Format& format, const std::vector<Upcast>& weights, int threads);
 
-void adam_step(const AdamState& state, const int64_t* segments, int64_t count, const float* scalars, float clip,
-               int threads);
-
 // `states` are indexed by MASTER_BASE, `groups` by the rows of the table.
 void adam_amax(const Format& format, Dtype nominal, const std::vector<AdamState>& states, const Table& table,
                const int64_t* groups, const float* scalars, float clip, Array packed, int threads);

@@ -1,5 +1,5 @@
-// Stage adam_amax: the update of adam_step over the owned spans of a table and, in the same pass,
-// the partial amaxes of the updated masters.
+// Stage adam_amax: AdamW over the owned spans of a table and, in the same pass, the partial amaxes
+// of the updated masters.
 #include "cuda/adam.cuh"
 #include "cuda/amax.cuh"
 #include "cuda/dispatch.cuh"

@@ -1,5 +1,5 @@
-// Stage adam_cast: the update of adam_step over whole rows of blocks, the amaxes of the updated
-// masters, and their codes, from one read.
+// Stage adam_cast: AdamW over whole rows of blocks, the amaxes of the updated masters, and their
+// codes, from one read.
 #include "cuda/adam.cuh"
 #include "cuda/one_pass.cuh"
 #include "cuda/stages.h"

@@ -34,8 +34,6 @@ constexpr int kPanelRows = 16;
 constexpr PanelShape kOnePassShape{4, 16}, kOnePass8bitShape{4, 8};
 ZC_HD constexpr int one_pass_rows(int warps) { return 128 / warps; }
 
-// adam_step: elements of a segment that a thread block takes.
-constexpr int kSegmentElements = 4096;
 // adam_8bit: groups of a piece that a thread block takes.
 constexpr int kMomentGroups = 64;
 

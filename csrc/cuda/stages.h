@@ -86,10 +86,7 @@ struct AdamStep {
   uintptr_t scalars, clip;
   Flag skip;
 };
-void adam_step(const AdamState& state, uintptr_t segments, uintptr_t items, int64_t blocks, const AdamStep& step,
-               Stream stream);
-
-// The same over the owned spans of a table, with the partial amaxes of the result; addresses of
+// AdamW over the owned spans of a table, with the partial amaxes of the result; addresses of
 // `state` are of arrays of addresses.
 void adam_amax(const Format& format, Dtype nominal, const AdamState& state, const Work& work, uintptr_t groups,
                const AdamStep& step, Array packed, Stream stream);

@@ -63,7 +63,7 @@ class Dequantizing(NvFp4LinearKernel):  # a kernel as vLLM knows one
 
     @classmethod
     def is_supported(cls, *args: Any) -> tuple[bool, str | None]:
-        """Everywhere."""
+        """Return that it runs on any device, without a reason against it."""
         return True, None
 
     can_implement = is_supported
@@ -73,7 +73,7 @@ class Dequantizing(NvFp4LinearKernel):  # a kernel as vLLM knows one
         return
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Note the layer."""
+        """Record the layer, whose bytes stay as they were loaded."""
         self.layers.append(layer)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:

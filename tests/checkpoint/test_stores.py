@@ -74,7 +74,7 @@ def memory() -> Iterator[str]:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """Where plain:// URLs are."""
+    """The folder that plain:// URLs refer to."""
     plain_store.register(tmp_path)
     return tmp_path
 
@@ -147,7 +147,7 @@ SAVES: dict[str, tuple[list[tuple[int, int]], tuple[int, int]]] = {
 
 
 def saving(save: tuple[int, int]) -> None:
-    """What another process does."""
+    """Save as another process would, which knows nothing of this one's runs."""
     Runs._of_folders.clear()
     Checkpoints(URL, keep=2).save(Training().train(save[1]).optimizer, save[0])
 

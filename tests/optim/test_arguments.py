@@ -139,7 +139,7 @@ def different_moments(kind: Callable[..., object], group: dict[str, bool]) -> st
 
 @pytest.mark.parametrize(("kind", "group"), [(ZeroAdamW, {}), (ZeroMuon, {"use_muon": False})])
 def test_moments_that_differ_are_named(ranks, kind, group):
-    """Those of FusedAdamW: tests/fsdp2/test_fused_adamw.py."""
+    """For FusedAdamW this is tested in tests/fsdp2/test_fused_adamw.py."""
     said = "ValueError: settings differ between ranks: moment_dtype is torch.float32 on rank 0 and '8bit' on rank 1"
     assert ranks(2)(different_moments, kind, group) == [said] * 2
 

@@ -100,7 +100,7 @@ class StorePath:
         fs.pipe_file(path, content)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete the file."""
+        """Delete the file, which has to exist unless `missing_ok`."""
         fs, path = self._opened()
         try:
             fs.rm_file(path)

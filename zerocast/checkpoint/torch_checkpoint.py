@@ -95,7 +95,7 @@ class HashedFiles(FileSystemBase):
         self.sums[PurePath(path).name] = hashed.sum()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file."""
+        """Rename a file, and keep its checksum under the new name."""
         super().rename(path, new_path)  # type: ignore[safe-super]
         self.sums[PurePath(new_path).name] = self.sums.pop(PurePath(path).name)
 

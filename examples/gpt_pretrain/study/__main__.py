@@ -74,7 +74,7 @@ class Ended:
         self._now = threading.Event()
 
     def now(self) -> None:
-        """End all runs."""
+        """End all runs before their next step."""
         self._now.set()
 
     def __call__(self, seconds: float = 0.0) -> bool:
