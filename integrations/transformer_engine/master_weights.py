@@ -44,10 +44,11 @@ def quantize_master_weights(
             makes them; True leaves that to `post_all_gather_processing`.
 
     The first call with a list builds a plan, which is collective beyond the all-reduce: an error on
-    one rank is a TypeError, ValueError or RuntimeError on all, with nothing written. A later call
-    raises on its rank only, also if the rank owns different elements than before: `release` the
-    weights on all ranks first. The amax of delayed scaling becomes the maximum of itself and the
-    amax of this cast. Its history is not changed, since TransformerEngine rolls it.
+    one rank is a TypeError, ValueError or RuntimeError on all, with nothing written. An error in a
+    later call, also for other elements on this rank than before (`release` the weights on all ranks
+    first), is raised on all ranks too; on a GPU the others raise it in their next call. The amax of
+    delayed scaling becomes the maximum of itself and the amax of this cast. Its history is not
+    changed, since TransformerEngine rolls it.
     """
     if not model_weights and not master_weights:
         return
@@ -128,16 +129,19 @@ def _prepare(members: Group, model_weights: Sequence[Any], *lists: Any) -> tuple
     entries, problem = [], None
     try:
         entries = entries_of(model_weights, *lists)
-    except Exception as error:  # of any class: for a new list the other ranks wait for this one
-        if model_weights and model_weights[0] in plans:
-            raise
+    except Exception as error:  # of any class: the other ranks wait for this one
         problem = error
+        known = plans.newest(model_weights[0]) if model_weights else None
+        if known is not None:
+            known.refuse(error)
     cached = None if problem else plans.find(model_weights, [entry.view for entry in entries], members)
     changed = None if cached is None else cached.changed(entries)
     if cached is not None and changed is not None and members.size > 1:
-        raise RuntimeError(
-            f"this rank owns different elements of {entries[changed].view.weight!r} than at the first call; others may not know. "
-            "Call release(model_weights) on all ranks, and then this"
+        cached.refuse(
+            RuntimeError(
+                f"this rank owns different elements of {entries[changed].view.weight!r} than at the first call: call "
+                "release(model_weights) on all ranks, and then this"
+            )
         )
     if cached is None or changed is not None:
         if cached is not None:

@@ -112,6 +112,11 @@ class CachedPlan:
         """Return the tensors of a call that `matches`, with their views."""
         return list(zip(model_weights, self._views, strict=True))
 
+    def refuse(self, problem: Exception) -> None:
+        """Raise the problem of this rank, on all ranks if others take part in this cast."""
+        self._driver.ready(problem=problem)
+        self._driver.plan.run()
+
     def cast_again(self) -> None:
         """Cast the current values of the masters of the last call."""
         self._driver.cast()
@@ -155,9 +160,10 @@ class PlanCache:
         """Drop the plans of all lists that begin with this weight."""
         self._by_first.pop(weight, None)
 
-    def __contains__(self, weight: Any) -> bool:
-        """Return True if a list that begins with this weight was cast before."""
-        return weight in self._by_first
+    def newest(self, weight: Any) -> CachedPlan | None:
+        """Return the newest plan of a list that begins with this weight."""
+        candidates: list[CachedPlan | None] = self._by_first.get(weight, [None])
+        return candidates[-1]
 
 
 plans = PlanCache()

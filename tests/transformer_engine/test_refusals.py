@@ -29,6 +29,38 @@ def wrong_on_one_rank(cases: tuple[Weight, ...]) -> tuple[str, bool]:
         return error, True
 
 
+def wrong_in_a_later_call(case: Weight, moved: tuple[tuple[int, int], ...]) -> list[str]:
+    """Errors of calls whose arguments are wrong on rank 1: its options, its list, its cut; and of proper calls after each."""
+    with host_on_cpu():
+        casting, calls = Casting((case,)), integration()
+        masters, starts = casting.masters()
+        (start, stop), quantizer, errors = moved[casting.rank], casting.tensors[0]._quantizer, []
+        other_part = [case.master().view(-1)[start:stop].clone()]
+
+        def cast(*given: Any) -> None:
+            errors.append(error_of(lambda: calls.quantize_master_weights(casting.tensors, *given, None)))
+
+        cast(masters, starts)
+        is_wrong = casting.rank == 1
+        quantizer.block_scaling_dim = 1 if is_wrong else 2
+        cast(masters, starts)
+        quantizer.block_scaling_dim = 2
+        cast(masters, starts)
+        cast([*masters, None] if is_wrong else masters, starts)
+        cast(masters, starts)
+        cast(*(other_part, [start]) if is_wrong else (masters, starts))
+        cast(masters, starts)
+        casts.assert_same_bytes(
+            {
+                "rowwise_data": bytes_of(casting.tensors[0])["rowwise_data"].reshape(-1)[
+                    slice(*case.spans[casting.rank])
+                ]
+            },
+            {"rowwise_data": sharded.expected(case)["rowwise_data"].reshape(-1)[slice(*case.spans[casting.rank])]},
+        )
+        return errors
+
+
 def other_formats(cases: tuple[Weight, ...]) -> str:
     """The error where ranks pass different lists."""
     with host_on_cpu():
@@ -243,11 +275,20 @@ def test_what_is_wrong_on_one_rank_raises_on_all(ranks: Ranks) -> None:
 @pytest.mark.notices(
     "an argument of a later call is wrong on one rank",
     where="TransformerEngine",
-    answer="raises on that rank, with nothing written; others wait for the timeout of their group, or raise in debug mode once "
-    "that rank makes another call",
+    answer="raises on all ranks",
 )
+def test_what_is_wrong_in_a_later_call_raises_on_all(ranks: Ranks) -> None:
+    case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
+    for errors in ranks(2)(wrong_in_a_later_call, case, moved.spans):
+        first, option, _, lists, _, cut, last = errors
+        assert "rank 1: model weight 0: block_scaling_dim is 1" in option
+        assert "rank 1: lists differ in length" in lists
+        assert "rank 1: this rank owns different elements of QuantizedWeight(shape=(64, 96)" in cut
+        assert [first, *errors[2:5:2], last] == [""] * 4
+
+
 def test_masters_that_are_cut_anew(ranks: Ranks) -> None:
-    """Other ranks may not know of it, so a rank says so; `release` on all of them takes the new cut."""
+    """Where all ranks have another cut, `release` on all of them takes it."""
     case, moved = halves("fp8_block"), halves("fp8_block", offset=7)
     whole = sharded.expected(case)["rowwise_data"]
     for rank, (refused, taken, found) in enumerate(ranks(2)(cut_anew, case, moved.spans)):
