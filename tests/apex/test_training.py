@@ -6,7 +6,6 @@ import torch
 from tests.apex import training
 from tests.apex.host_on_cpu import needs_apex
 from tests.apex.training import EVERY_FORMAT, Case
-from tests.selection import worlds
 from tests.workers import Ranks
 
 pytestmark = needs_apex
@@ -54,14 +53,6 @@ def test_everyone_starts_from_rank_0(host_ranks: Ranks, named: bool) -> None:
     """Scales of delayed scaling too. Parameters without names are called by their places."""
     names = ["0.weight", "0.bias", "1.weight", "1.bias"] if named else ["0.0", "0.1", "0.2", "0.3"]
     assert host_ranks(2)(training.started_apart, named) == [(names, [True] * 3, [])] * 2
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=[3]))
-def test_what_is_not_cast_is_seen(host_ranks: Ranks, world: int) -> None:
-    """The check itself: without the cast of the last step, and with a byte that did not arrive."""
-    for uncast, lost in host_ranks(world)(training.damaged):
-        assert {name.split(".")[0] for name in uncast} >= {"block", "nv", "mx", "delayed"}
-        assert any(name.startswith("nv.") for name in lost)
 
 
 @pytest.mark.parametrize("world", [2])

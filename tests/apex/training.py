@@ -16,7 +16,7 @@ from tests.apex.host_on_cpu import WHY_NOT, device, host_on_cpu
 from tests.optim import probe
 from tests.optim.probe import Probe, Spec
 from tests.optim.runs import TWO_GROUPS
-from zerocast import CastPlan, QuantizedWeight
+from zerocast import QuantizedWeight
 from zerocast.distributed.bucket import Bucket
 from zerocast.formats import Columnwise
 from zerocast.formats.dtypes import torch_dtype
@@ -116,23 +116,6 @@ def train(case: Case) -> list[str]:
             run.step(number)
             wrong += [f"step {number}: {what}" for what in run.wrong()]
         return wrong
-
-
-def damaged() -> tuple[list[str], list[str]]:
-    """What is found wrong where the last step's cast is left out, and where the gather lost what other ranks sent."""
-    with host_on_cpu():
-        run = Run(Case())
-        run.step(0)
-        with mock.patch.object(CastPlan, "run"):
-            run.step(1)
-        uncast = run.wrong()
-        run.optimizer.refresh()
-        assert not run.wrong()
-        other = 1 - run.rank if run.rank < 2 else 0
-        for bucket in run.optimizer._quantized.values():
-            for flat in bucket.bytes.flats:
-                flat.view(dist.get_world_size(), -1)[other].zero_()
-        return uncast, run.wrong()
 
 
 def traffic() -> tuple[int, list[int], list[int]]:

@@ -342,49 +342,117 @@ def _both() -> None:
         pretrain("--train-iters", "1", *FLAG)
 
 
-CASES: dict[str, Callable[[], Any]] = {
-    "twice": _twice,
-    "after building": _after_building,
-    "attached by hand": _attached_by_hand,
-    "two recipes": _two_recipes,
-    "an embedding": _with(recipe={"*.weight": "fp8_block"}),
-    "refused on one rank": _with(
-        "--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}
+NOT_CALLED = "RuntimeError: megatron.training.training.setup_model_and_optimizer has not called "
+# By name, what happens, and the error.
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "twice": (_twice, r"RuntimeError: zerocast is installed in megatron.training already: call uninstall\(\) first"),
+    "after building": (
+        _after_building,
+        r"RuntimeError: install\(\) came after setup_model_and_optimizer, .* Call .*install\(recipe\) before",
     ),
-    "a recipe and a flag": _both,
-    "a flag that is none": _with("--zerocast-recipe", "nvfp4", recipe=None),
-    "a pattern of nothing": _with(recipe={"*.linear_*.weight": "fp8_block", "*.liner.weight": "fp8_block"}),
-    "nothing quantized": _with(recipe={}),
-    "a layer of TransformerEngine": _quantized_te_layer,
-    "verified never": lambda: integration.install(RECIPE, 0),
-    "verified never by the flag": _with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
-    "mxfp8": _with(recipe={"*.linear_*.weight": "mxfp8"}),
-    "torch": _with("--ckpt-format", "torch"),
-    "whole masters": _with(without=DISTRIBUTED),
-    "muon": _with("--optimizer", "muon", without=DISTRIBUTED),
-    "upcycling": _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
-    "masters in half precision": _with(
-        "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16"
+    "attached by hand": (_attached_by_hand, r"RuntimeError: a \w+ is attached already: detach\(\) first"),
+    "two recipes": (_two_recipes, "ValueError: .*recipe.*fp8_current"),
+    "an embedding": (
+        _with(recipe={"*.weight": "fp8_block"}),
+        "ValueError: .*embedding.word_embeddings.weight is the table of an embedding and is not quantized",
     ),
-    "mxfp8 through gradients": _with(*_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
-    "MXFP8Tensors of blocks": _te_layers_of("mxfp8", *_MXFP8),
-    "MXFP8Tensors of blocks on one stage": _te_layers_of("mxfp8", *_MXFP8, *_TWO_STAGES, last_stage=True),
-    "experts in one tensor on one stage": _te_layers_of(
-        "fp8_current", *_TWO_STAGES, last_stage=True, with_grouped=True
+    "refused on one rank": (
+        _with("--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}),
+        "ValueError: rank 0: embedding.word_embeddings.weight is the table of an embedding",
     ),
-    "tiles through gradients": _te_layers_of("mxfp8:block=32x32", *_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
-    "mxfp8 without TransformerEngine": _with(*_MXFP8, recipe={}),
-    "fsdp": _with("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
-    "torch's fsdp": _with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
-    "a name that is gone": _without_a_name,
-    "a model that is built otherwise": _built_otherwise("correct_amax_history_if_needed"),
-    "an optimizer that is built otherwise": _built_otherwise("get_megatron_optimizer"),
+    "a recipe and a flag": (
+        _both,
+        r"ValueError: .*install\(\) was given a recipe, and the command line .* by --zerocast-recipe",
+    ),
+    "a flag that is none": (
+        _with("--zerocast-recipe", "nvfp4", recipe=None),
+        "ValueError: .*--zerocast-recipe is a list of pattern=format, .* got 'nvfp4'",
+    ),
+    "a pattern of nothing": (
+        _with(recipe={"*.linear_*.weight": "fp8_block", "*.liner.weight": "fp8_block"}),
+        r"ValueError: .*recipe pattern '\*.liner.weight' matches no weight; there are: embedding",
+    ),
+    "nothing quantized": (
+        _with(recipe={}),
+        r"ValueError: Recipe\(.* quantizes no weight of the model, .* name weights in the recipe",
+    ),
+    "a layer of TransformerEngine": (
+        _quantized_te_layer,
+        "ValueError: .*linear_fc1.weight is a weight of TransformerEngine's Linear, .* --transf",
+    ),
+    "verified never": (lambda: integration.install(RECIPE, 0), "ValueError: verify_every is None or at least 1, got 0"),
+    "verified never by the flag": (
+        _with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
+        "ValueError: .*verify_every is None or at least 1, got -1",
+    ),
+    "mxfp8": (
+        _with(recipe={"*.linear_*.weight": "mxfp8"}),
+        "ValueError: .* mxfp8 needs both directions gathered.* use mxfp8:block=32x32",
+    ),
+    "torch": (_with("--ckpt-format", "torch"), "ValueError: .*--ckpt-format torch, .* saved as torch_dist only"),
+    "whole masters": (_with(without=DISTRIBUTED), "ValueError: .*use_distributed_optimizer=False is not supported"),
+    "muon": (
+        _with("--optimizer", "muon", without=DISTRIBUTED),
+        "ValueError: .*optimizer='muon' is not supported without .* In pretrain.. that is --use-distributed-optimizer",
+    ),
+    "upcycling": (
+        _with("--moe-use-upcycling", "--num-experts", "2", "--save", "upcycled", "--save-interval", "1"),
+        "ValueError: .*--moe-use-upcycling is not supported: .* then train from its checkpoint",
+    ),
+    "masters in half precision": (
+        _with("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--main-params-dtype", "fp16"),
+        "ValueError: .*main_params_dtype is not supported: .* leave it at torch.float32",
+    ),
+    "mxfp8 through gradients": (
+        _with(*_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
+        "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* use mxfp8:block=32x32",
+    ),
+    "MXFP8Tensors of blocks": (
+        _te_layers_of("mxfp8", *_MXFP8),
+        "ValueError: rank 0: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs both directions",
+    ),
+    "MXFP8Tensors of blocks on one stage": (
+        _te_layers_of("mxfp8", *_MXFP8, *_TWO_STAGES, last_stage=True),
+        "ValueError: rank 1: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs",
+    ),
+    "experts in one tensor on one stage": (
+        _te_layers_of("fp8_current", *_TWO_STAGES, last_stage=True, with_grouped=True),
+        "ValueError: rank 1: .*experts.weight is a .* with the codes of several experts",
+    ),
+    "tiles through gradients": (
+        _te_layers_of("mxfp8:block=32x32", *_MXFP8, "--reuse-grad-buf-for-mxfp8-param-ag"),
+        r"ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* square_mxfp8\(\)",
+    ),
+    "mxfp8 without TransformerEngine": (
+        _with(*_MXFP8, recipe={}),
+        r"ValueError: Recipe\(.* quantizes no weight of the model, and it has none of Tr",
+    ),
+    "fsdp": (
+        _with("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"),
+        "ValueError: .*use_megatron_fsdp is not supported: .* use zerocast.fsdp2",
+    ),
+    "torch's fsdp": (
+        _with("--use-torch-fsdp2", "--untie-embeddings-and-output-weights", without=DISTRIBUTED),
+        "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
+    ),
+    "a name that is gone": (
+        _without_a_name,
+        r"RuntimeError: megatron.training.training has no train_step: this megatron-core has an API that",
+    ),
+    "a model that is built otherwise": (
+        _built_otherwise("correct_amax_history_if_needed"),
+        NOT_CALLED + "correct_amax_history_if_needed: this megatron-core has an API that",
+    ),
+    "an optimizer that is built otherwise": (
+        _built_otherwise("get_megatron_optimizer"),
+        NOT_CALLED + "get_megatron_optimizer: this megatron-core has an API that",
+    ),
 }
 
 
 def say(name: str) -> str:
     """The message that a case raises; afterwards nothing is installed."""
-    said = error_of(CASES[name])
+    said = error_of(CASES[name][0])
     assert installation._installed is None
     return said
 

@@ -216,13 +216,25 @@ def _other_recipes(first: str, second: str) -> Callable[[Case], None]:
     return mistake
 
 
-MISTAKES: dict[str, Callable[[Case], None]] = {
-    "twice": _twice,
-    "not laid out": _not_laid_out,
-    "experts with biases": _with_biases,
-    "experts that are quantized too late": _outside,
-    "other recipes": _other_recipes("half", "other half"),
-    "experts of other recipes": _other_recipes("mixed", "narrow experts"),
+MISTAKES: dict[str, tuple[Callable[[Case], None], str]] = {
+    "twice": (_twice, r"RuntimeError: a \w+ is attached already: detach\(\) first"),
+    "not laid out": (
+        _not_laid_out,
+        "ValueError: .* is in no bucket of whole matrices: .* call tag_params_for_buffer_routing",
+    ),
+    "experts with biases": (
+        _with_biases,
+        "ValueError: .*bias of an expert is not a matrix, .* set add_bias_linear=False",
+    ),
+    "experts that are quantized too late": (_outside, "ValueError: .* is quantized and in no bucket"),
+    "other recipes": (
+        _other_recipes("half", "other half"),
+        "ValueError: weight 0 is module.layers.0.weight on rank 0 and module.layers.2.weight on rank 1",
+    ),
+    "experts of other recipes": (
+        _other_recipes("mixed", "narrow experts"),
+        "ValueError: rank 0: weight 0 is module.layers.3.weight on rank 0 and module.layers.2.weight on",
+    ),
 }
 
 
@@ -230,7 +242,7 @@ def say(name: str) -> str:
     """The message of a mistake."""
     case = Case("fp8_current", experts="expert" in name)
     with host(case):
-        return error_of(lambda: MISTAKES[name](case))
+        return error_of(lambda: MISTAKES[name][0](case))
 
 
 def _raise(*_: Any, **__: Any) -> None:

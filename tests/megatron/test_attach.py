@@ -2,21 +2,236 @@
 
 import importlib
 import re
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
-from tests.megatron import attaching
+from tests.megatron import training
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
-from tests.workers import Ranks
-from zerocast.integrations.megatron import host, quantized_params
+from tests.megatron.ranks_host import host
+from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
+from tests.workers import Ranks, error_of
+from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
+from zerocast.cast import host as cast_host
+from zerocast.distributed.group import ONE_PROCESS
+from zerocast.formats import Columnwise
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import attachment, quantized_params
+from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron.unattached import RefusedMethod
+
+
+def _built(case: Case) -> Run:
+    with integration.quantized_params():
+        return build(case)
+
+
+def _attach(run: Run) -> Any:
+    return integration.attach(run.optimizer, run.ddp)
+
+
+def _own(run: Run) -> Any:
+    return run.optimizer.chained_optimizers[0]
+
+
+def twice() -> str:
+    with host():
+        run = _built(Case())
+        _attach(run)
+        return error_of(lambda: _attach(run))
+
+
+def owned_twice() -> tuple[str, str]:
+    """A ZeroAdamW over attached weights; then an attachment over those of a plan that is attached to something else."""
+    with host():
+        run = _built(Case())
+        attached = _attach(run)
+        zero = error_of(lambda: ZeroAdamW(run.ddp.named_parameters()))
+        attached.detach()
+        weights = [p for p in run.ddp.parameters() if isinstance(p, QuantizedWeight)]
+        masters = [nn.Parameter(torch.zeros(w.numel())) for w in weights]
+        plan = CastPlan(weights, masters, [0] * len(weights), ONE_PROCESS)
+        optimizer = torch.optim.SGD(masters)
+        handle = plan.attach(optimizer)  # what detach has freed
+        again = error_of(lambda: _attach(run))
+        handle.remove()
+        _attach(run)
+        return zero, again
+
+
+def after_a_step(only_on: int | None = None) -> str:
+    """`only_on` one rank: the others hear of it."""
+    with host():
+        run = _built(Case())
+        if only_on in (None, dist.get_rank()):
+            main = _own(run).optimizer.param_groups[0]["params"][0]
+            _own(run).optimizer.state[main]["step"] = torch.ones(())
+        return error_of(lambda: _attach(run))
+
+
+def with_setting(of: str, name: str) -> str:
+    with host():
+        run = _built(Case())
+        setattr(getattr(_own(run), of), name, True)
+        return error_of(lambda: _attach(run))
+
+
+def layer_wise() -> str:
+    class LayerWiseOptimizer:
+        chained_optimizers: tuple[()] = ()
+
+    with host():
+        run = _built(Case())
+        run.optimizer.chained_optimizers.append(LayerWiseOptimizer())
+        return error_of(lambda: _attach(run))
+
+
+def of_another_shape() -> tuple[str, str]:
+    with host():
+        run = _built(Case())
+        del _own(run).model_float16_groups
+        optimizer = error_of(lambda: _attach(run))
+        chunk = error_of(lambda: integration.attach(_built(Case()).optimizer, nn.Linear(2, 2)))
+        return optimizer, chunk
+
+
+def not_distributed() -> str:
+    with host():
+        run = _built(Case())
+        run.optimizer.chained_optimizers = [SimpleNamespace()]
+        return error_of(lambda: _attach(run))
+
+
+def of_another_model() -> str:
+    with host():
+        ours, theirs = _built(Case()), _built(Case())
+        return error_of(lambda: integration.attach(ours.optimizer, [ours.ddp, theirs.ddp]))
+
+
+def with_a_tensor_of_others() -> str:
+    with host():
+        run = _built(Case())
+        buffer = next(b for b in _own(run).buffers if b.param_dtype == torch.uint8)
+        buffer.params.append(nn.Parameter(torch.zeros(2)))
+        return error_of(lambda: _attach(run))
+
+
+class Experts(MegatronModule):
+    """As GroupedMLP of megatron-core 0.16 keeps them: side by side in one weight."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.num_local_experts = 4
+        self.weight1 = nn.Parameter(torch.zeros(64, 4 * 32, dtype=torch.bfloat16))
+
+
+def with_grouped_experts() -> str:
+    with host(), mock.patch.object(training, "Model", lambda config, *_: Experts(config)):
+        return error_of(lambda: _attach(_built(Case("experts"))))
+
+
+def in_a_format(fmt: str) -> str:
+    with host():
+        return error_of(lambda: _built(Case(fmt)))
+
+
+def without_four_bits() -> str:
+    """An nvfp4 weight in a megatron-core that has FP8 buffers only, or as if this one had."""
+    with host(), mock.patch.object(seams, "has_four_bit_buffers", return_value=False):
+        return error_of(lambda: _built(Case("nvfp4")))
+
+
+def built_outside() -> str:
+    with host():
+        return error_of(lambda: build(Case()))
+
+
+def left_behind() -> list[str]:
+    """What differs after attaching, training and detaching from before: methods of the host, and what stands in their place."""
+    with host():
+        run = _built(Case(MIXED, overlap=True))
+        owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
+        before = [_methods(owner) for owner in owners]
+        hooks = [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]
+        attached = _attach(run)
+        run.step(0)
+        attached.detach()
+        changed = [
+            str(old ^ _methods(owner)) for old, owner in zip(before, owners, strict=True) if old != _methods(owner)
+        ]
+        if hooks != [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]:
+            changed.append("hooks")
+        return changed + [error for error in (error_of(lambda: _attach(run)),) if error]
+
+
+def _methods(owner: Any) -> set[tuple[str, Any]]:
+    """What is replaced on an instance; what refuses there is a new object after each attachment."""
+    held = [(name, value) for name, value in vars(owner).items() if callable(value)]
+    return {(name, RefusedMethod if isinstance(value, RefusedMethod) else id(value)) for name, value in held}
+
+
+def interrupted() -> list[tuple[str, bool]]:
+    """Where the plan of the second optimizer fails, and where methods were replaced: the error, and whether any still are."""
+    with host():
+        run = _built(Case(MIXED, experts=True))
+        owners = [run.optimizer, *run.optimizer.chained_optimizers, *run.ddp.bucket_groups, run.ddp.module]
+        before, found = [_methods(owner) for owner in owners], []
+        plans = [cast_host.CastPlan([], [], []), ValueError("no")]
+        for failing in (
+            mock.patch.object(cast_host, "CastPlan", side_effect=plans),
+            mock.patch.object(attachment, "refusing_quantized", side_effect=ValueError("no")),
+        ):
+            with failing:
+                said = error_of(lambda: _attach(run))
+            found.append((said, [_methods(owner) for owner in owners] != before))
+        return found
+
+
+def forced_sync() -> SimpleNamespace:
+    """With overlap, between the step and the next forward pass."""
+    with host():
+        run = _built(Case(MIXED, overlap=True))
+        _attach(run)
+        run.step(0)
+        copied = [w.state for w in run.weights.values() if w.format.columnwise is Columnwise.TRANSPOSE]
+        stale = [not state.columnwise_is_fresh() for state in copied]
+        run.force_sync()
+        first = run.stale_bytes()
+        run.step(1)
+        for group in run.ddp.bucket_groups:
+            group.start_param_sync()  # in flight
+        read = {name: weight.rowwise_data.clone() for name, weight in run.weights.items()}
+        same = {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
+        run.force_sync()
+        same |= {name: torch.equal(data, run.weights[name].rowwise_data) for name, data in read.items()}
+        return SimpleNamespace(stale=stale, first=first, second=run.stale_bytes(), same=same)
+
+
+def masters_by_hand() -> dict[str, int]:
+    """After masters were written by hand."""
+    with host():
+        run = _built(Case(MIXED))
+        attached = _attach(run)
+        run.step(0)
+        for group in _own(run).shard_fp32_from_float16_groups:
+            for master in group:
+                master.mul_(1.5)
+        assert run.stale_bytes()
+        attached.refresh()
+        return run.stale_bytes()
+
 
 pytestmark = needs_megatron
 
 
 def _everything() -> dict[str, Any]:
     found = {}
-    for path in (host.FP8, host.FP4, host.BUFFER, host.DDP, host.OPTIMIZER):
+    for path in (seams.FP8, seams.FP4, seams.BUFFER, seams.DDP, seams.OPTIMIZER):
         module = importlib.import_module(path)
         found |= {f"{path}.{name}": value for name, value in vars(module).items()}
         for kind in (value for value in vars(module).values() if isinstance(value, type)):
@@ -41,7 +256,7 @@ def test_nothing_stays_patched_after_quantized_params() -> None:
 
 def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _everything()
-    monkeypatch.delattr(importlib.import_module(host.FP8), "_modify_underlying_storage_impl")
+    monkeypatch.delattr(importlib.import_module(seams.FP8), "_modify_underlying_storage_impl")
     with pytest.raises(RuntimeError, match=r"fp8_utils has no _modify_underlying_storage_impl"), quantized_params():
         pass
     monkeypatch.undo()
@@ -49,7 +264,7 @@ def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_four_bits
-@pytest.mark.parametrize("module", [host.BUFFER, host.OPTIMIZER])
+@pytest.mark.parametrize("module", [seams.BUFFER, seams.OPTIMIZER])
 def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     before = _everything()
     monkeypatch.delattr(importlib.import_module(module), "group_params_for_buffers")
@@ -63,12 +278,12 @@ def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_host_without_buffers_of_four_bits_is_named(ranks: Ranks) -> None:
-    for said in ranks(2)(attaching.without_four_bits):
+    for said in ranks(2)(without_four_bits):
         assert "its buffers cannot hold two elements per byte; those of 0.19 can" in said
 
 
 def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "FP4", "megatron.core.fp2_utils")
+    monkeypatch.setattr(seams, "FP4", "megatron.core.fp2_utils")
     with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), quantized_params():
         pass
 
@@ -76,23 +291,23 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("case", "arguments", "message"),
     [
-        (attaching.twice, (), "RuntimeError: .* is attached already"),
-        (attaching.after_a_step, (), "RuntimeError: rank 0: the optimizer has stepped"),
-        (attaching.after_a_step, (1,), "RuntimeError: rank 1: the optimizer has stepped"),
-        (attaching.with_setting, ("ddp_config", "use_megatron_fsdp"), "ValueError: use_megatron_fsdp"),
-        (attaching.with_setting, ("config", "main_params_dtype"), "ValueError: main_params_dtype"),
-        (attaching.with_setting, ("ddp_config", "reuse_grad_buf_for_mxfp8_param_ag"), "ValueError: reuse_grad_buf"),
-        (attaching.layer_wise, (), "ValueError: LayerWiseOptimizer is not supported"),
-        (attaching.not_distributed, (), "RuntimeError: the optimizer, a SimpleNamespace, has no _copy_main_params"),
-        (attaching.of_another_model, (), "ValueError: no optimizer that was given owns the quantized weights"),
-        (attaching.with_a_tensor_of_others, (), "TypeError: .* is in a byte buffer and is a Parameter"),
+        (twice, (), "RuntimeError: .* is attached already"),
+        (after_a_step, (), "RuntimeError: rank 0: the optimizer has stepped"),
+        (after_a_step, (1,), "RuntimeError: rank 1: the optimizer has stepped"),
+        (with_setting, ("ddp_config", "use_megatron_fsdp"), "ValueError: use_megatron_fsdp"),
+        (with_setting, ("config", "main_params_dtype"), "ValueError: main_params_dtype"),
+        (with_setting, ("ddp_config", "reuse_grad_buf_for_mxfp8_param_ag"), "ValueError: reuse_grad_buf"),
+        (layer_wise, (), "ValueError: LayerWiseOptimizer is not supported"),
+        (not_distributed, (), "RuntimeError: the optimizer, a SimpleNamespace, has no _copy_main_params"),
+        (of_another_model, (), "ValueError: no optimizer that was given owns the quantized weights"),
+        (with_a_tensor_of_others, (), "TypeError: .* is in a byte buffer and is a Parameter"),
         (
-            attaching.with_grouped_experts,
+            with_grouped_experts,
             (),
             "ValueError: module.weight1 holds 4 experts side by side, .* set moe_grouped_gemm=False",
         ),
-        (attaching.in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),
-        (attaching.built_outside, (), "RuntimeError: cannot set the data of QuantizedWeight"),
+        (in_a_format, ("mxfp8",), "ValueError: .* mxfp8 needs both directions gathered"),
+        (built_outside, (), "RuntimeError: cannot set the data of QuantizedWeight"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else getattr(value, "__name__", ""),
 )
@@ -105,31 +320,31 @@ def test_refused_with_the_reason(ranks: Ranks, case: Any, arguments: tuple[Any, 
     "two owners of the same weights: an attachment and a ZeroAdamW or a plan", where="Megatron", answer="raises"
 )
 def test_weights_have_one_owner(ranks: Ranks) -> None:
-    for zero, again in ranks(2)(attaching.owned_twice):
+    for zero, again in ranks(2)(owned_twice):
         assert "an attachment to Megatron-Core writes weights that a ZeroAdamW is built over" in zero
         assert "a CastPlan that is attached to SGD writes weights of this CastPlan" in again
 
 
 def test_an_optimizer_or_a_chunk_of_another_shape_is_named(ranks: Ranks) -> None:
-    for optimizer, chunk in ranks(2)(attaching.of_another_shape):
+    for optimizer, chunk in ranks(2)(of_another_shape):
         assert "DistributedOptimizer, has no model_float16_groups" in optimizer
         assert "Linear, has no bucket_groups" in chunk
 
 
 def test_detach_gives_the_host_back(ranks: Ranks) -> None:
-    assert ranks(2)(attaching.left_behind) == [[], []]
+    assert ranks(2)(left_behind) == [[], []]
 
 
 def test_an_attachment_that_fails_half_way_leaves_nothing(ranks: Ranks) -> None:
-    assert ranks(2)(attaching.interrupted) == [[("ValueError: rank 0: no", False), ("ValueError: no", False)]] * 2
+    assert ranks(2)(interrupted) == [[("ValueError: rank 0: no", False), ("ValueError: no", False)]] * 2
 
 
 def test_a_forced_sync_leaves_nothing_stale(ranks: Ranks) -> None:
-    for found in ranks(2)(attaching.forced_sync):
+    for found in ranks(2)(forced_sync):
         assert found.stale and all(found.stale)
         assert not found.first and not found.second
         assert all(found.same.values())
 
 
 def test_masters_written_by_hand_are_cast_by_refresh(ranks: Ranks) -> None:
-    assert ranks(2)(attaching.masters_by_hand) == [{}, {}]
+    assert ranks(2)(masters_by_hand) == [{}, {}]

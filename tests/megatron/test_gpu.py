@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.devices import gpus
-from tests.megatron import attaching, delayed_scaling, metered_steps, muon, offloading
+from tests.megatron import muon, offloading, test_attach, test_delayed, test_metrics
 from tests.megatron.checkpoints import loaded, resume, saved
 from tests.megatron.gpt import FORMATS as GPT_FORMATS
 from tests.megatron.gpt import train as train_gpt
@@ -82,7 +82,7 @@ def test_other_parallelism(gpu_ranks: Ranks, world: int, name: str) -> None:
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=["fp8_delayed", "fp8_current"])
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_delayed_scaling(gpu_ranks: Ranks, world: int) -> None:
-    assert gpu_ranks(world)(delayed_scaling.steps, 5, timeout=SECONDS) == [[[]] * 5] * world
+    assert gpu_ranks(world)(test_delayed.steps, 5, timeout=SECONDS) == [[[]] * 5] * world
 
 
 @pytest.mark.parametrize("formats", ["mixed", "delayed"])
@@ -103,9 +103,9 @@ def test_other_numbers_of_ranks(gpu_ranks: Ranks, tmp_path: Path, world: int) ->
 
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
-    plain = gpu_ranks(world)(metered_steps.steps, True, None, timeout=SECONDS)
+    plain = gpu_ranks(world)(test_metrics.steps, True, None, timeout=SECONDS)
     for (losses, samples, amaxes), (expected, _, _) in zip(
-        gpu_ranks(world)(metered_steps.steps, True, 2, timeout=SECONDS), plain, strict=True
+        gpu_ranks(world)(test_metrics.steps, True, 2, timeout=SECONDS), plain, strict=True
     ):
         assert losses == expected
         assert {name: counts.amax for name, counts in samples[-1].weights.items()} == amaxes
@@ -114,9 +114,9 @@ def test_measured_steps(gpu_ranks: Ranks, world: int) -> None:
 
 @pytest.mark.parametrize("world", [ONE, TWO])
 def test_a_forced_sync_and_masters_by_hand(gpu_ranks: Ranks, world: int) -> None:
-    for found in gpu_ranks(world)(attaching.forced_sync, timeout=SECONDS):
+    for found in gpu_ranks(world)(test_attach.forced_sync, timeout=SECONDS):
         assert not found.first and not found.second and all(found.same.values())
-    assert gpu_ranks(world)(attaching.masters_by_hand, timeout=SECONDS) == [{}] * world
+    assert gpu_ranks(world)(test_attach.masters_by_hand, timeout=SECONDS) == [{}] * world
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block"])

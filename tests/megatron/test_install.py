@@ -22,40 +22,6 @@ from tests.workers import Ranks
 pytestmark = needs_training
 
 TILES = "mxfp8:block=32x32"
-NOT_CALLED = "RuntimeError: megatron.training.training.setup_model_and_optimizer has not called "
-TABLE = {
-    "twice": r"RuntimeError: zerocast is installed in megatron.training already: call uninstall\(\) first",
-    "after building": r"RuntimeError: install\(\) came after setup_model_and_optimizer, .* Call .*install\(recipe\) before",
-    "attached by hand": r"RuntimeError: a \w+ is attached already: detach\(\) first",
-    "two recipes": "ValueError: .*recipe.*fp8_current",
-    "an embedding": "ValueError: .*embedding.word_embeddings.weight is the table of an embedding and is not quantized",
-    "refused on one rank": "ValueError: rank 0: embedding.word_embeddings.weight is the table of an embedding",
-    "a recipe and a flag": r"ValueError: .*install\(\) was given a recipe, and the command line .* by --zerocast-recipe",
-    "a flag that is none": "ValueError: .*--zerocast-recipe is a list of pattern=format, .* got 'nvfp4'",
-    "a pattern of nothing": r"ValueError: .*recipe pattern '\*.liner.weight' matches no weight; there are: embedding",
-    "nothing quantized": r"ValueError: Recipe\(.* quantizes no weight of the model, .* name weights in the recipe",
-    "a layer of TransformerEngine": "ValueError: .*linear_fc1.weight is a weight of TransformerEngine's Linear, .* --transf",
-    "verified never": "ValueError: verify_every is None or at least 1, got 0",
-    "verified never by the flag": "ValueError: .*verify_every is None or at least 1, got -1",
-    "mxfp8": "ValueError: .* mxfp8 needs both directions gathered.* use mxfp8:block=32x32",
-    "torch": "ValueError: .*--ckpt-format torch, .* saved as torch_dist only",
-    "whole masters": "ValueError: .*use_distributed_optimizer=False is not supported",
-    "muon": "ValueError: .*optimizer='muon' is not supported without .* In pretrain.. that is --use-distributed-optimizer",
-    "masters in half precision": "ValueError: .*main_params_dtype is not supported: .* leave it at torch.float32",
-    "mxfp8 through gradients": "ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* use mxfp8:block=32x32",
-    "MXFP8Tensors of blocks": "ValueError: rank 0: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs both directions",
-    "MXFP8Tensors of blocks on one stage": "ValueError: rank 1: .*linear_fc1.weight: a MXFP8Tensor of 1x32 blocks needs",
-    "experts in one tensor on one stage": "ValueError: rank 1: .*experts.weight is a .* with the codes of several experts",
-    "tiles through gradients": r"ValueError: .*reuse_grad_buf_for_mxfp8_param_ag is not supported: .* square_mxfp8\(\)",
-    "mxfp8 without TransformerEngine": r"ValueError: Recipe\(.* quantizes no weight of the model, and it has none of Tr",
-    "fsdp": "ValueError: .*use_megatron_fsdp is not supported: .* use zerocast.fsdp2",
-    "torch's fsdp": "ValueError: .*--use-torch-fsdp2 is not supported: .* use zerocast.fsdp2",
-    "a name that is gone": r"RuntimeError: megatron.training.training has no train_step: this megatron-core has an API that",
-    "a model that is built otherwise": NOT_CALLED
-    + "correct_amax_history_if_needed: this megatron-core has an API that",
-    "an optimizer that is built otherwise": NOT_CALLED + "get_megatron_optimizer: this megatron-core has an API that",
-    "upcycling": "ValueError: .*--moe-use-upcycling is not supported: .* then train from its checkpoint",
-}
 
 
 def on(ranks: Ranks, world: int) -> Callable[..., list[Any]]:
@@ -63,23 +29,19 @@ def on(ranks: Ranks, world: int) -> Callable[..., list[Any]]:
     return functools.partial(ranks(world), timeout=150.0)
 
 
-TE_LAYERS = {name for name in TABLE if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
+TE_LAYERS = {name for name in installing.CASES if "MXFP8Tensor" in name or "tiles" in name or "one tensor" in name}
 
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", installing.CASES)
 def test_mistakes(ranks: Ranks, name: str) -> None:
     if name in TE_LAYERS and te.WHY_NOT:
         pytest.skip(te.WHY_NOT)
     for said in on(ranks, 2)(installing.say, name):
-        assert re.match(TABLE[name], said), said
-
-
-def test_every_mistake_is_in_the_table() -> None:
-    assert TABLE.keys() == installing.CASES.keys()
+        assert re.match(installing.CASES[name][1], said), said
 
 
 def test_trains_evaluates_saves_and_resumes(ranks: Ranks, tmp_path: Path) -> None:

@@ -2,17 +2,42 @@
 
 import pytest
 
-from tests.megatron import metered_steps
 from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.ranks_host import host
+from tests.megatron.training import MIXED, Case, build
 from tests.workers import Ranks
+from zerocast.integrations import megatron as integration
+from zerocast.metrics import Meter, Sample
+
+
+def steps(overlap: bool, every: int | None, te: str = "") -> tuple[list[float], list[Sample | None], dict[str, float]]:
+    """Losses and samples of four steps, and the largest magnitudes of the quantized weights' masters in the end."""
+    with host(te):
+        with integration.quantized_params():
+            run = build(Case("te" if te else MIXED, overlap, experts=True, te=te))
+        attached = integration.attach(run.optimizer, run.ddp)
+        meter, losses, samples = None if every is None else Meter(attached, every), [], []
+        for number in range(4):
+            if meter is None:
+                losses.append(run.step(number))
+                continue
+            with meter.step() as measured:
+                with measured.phase("forward and backward"):
+                    losses.append(run.forward_and_backward(number))
+                with measured.phase("step"):
+                    run.optimizer.step()
+            samples.append(measured.sample)
+        masters = run.masters()
+        return losses, samples, {f"module.{name}": float(masters[name].abs().max()) for name in run.weights}
+
 
 pytestmark = needs_megatron
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True], ids=["sync", "overlap"])
 def test_every_so_many_steps_are_measured(ranks: Ranks, overlap: bool) -> None:
-    plain = [losses for losses, _, _ in ranks(2)(metered_steps.steps, overlap, None)]
-    for (losses, samples, amaxes), expected in zip(ranks(2)(metered_steps.steps, overlap, 2), plain, strict=True):
+    plain = [losses for losses, _, _ in ranks(2)(steps, overlap, None)]
+    for (losses, samples, amaxes), expected in zip(ranks(2)(steps, overlap, 2), plain, strict=True):
         assert losses == expected, "to measure changes nothing"
         assert [sample is not None for sample in samples] == [False, True, False, True]
         last = samples[-1]

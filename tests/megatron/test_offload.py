@@ -36,9 +36,12 @@ def test_live_bytes_are_the_cast_of_the_masters(ranks: Ranks, world: int, fracti
 
 
 @pytest.mark.shows(host="Megatron-Core", parallel="data", formats=("nvfp4", "fp8_block", "fp8_current"))
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "formats"),
+    [(1, "fp8_block"), (2, NARROW), (3, "fp8_current"), (2, "square"), (3, "delayed")]
+    + [pytest.param(*case, marks=SLOW) for case in [(3, NARROW), (2, "fp8_current"), (3, "fp8_block"), (2, "delayed")]],
+)
 @pytest.mark.parametrize("fraction", [1.0, pytest.param(0.5, marks=SLOW)])
-@pytest.mark.parametrize("formats", [NARROW, "fp8_block", "fp8_current", "square", "delayed"])
 def test_all_is_as_with_masters_on_the_device(ranks: Ranks, world: int, formats: str, fraction: float) -> None:
     """Losses, masters, moments and the bytes of every parameter, to the bit."""
     case = offloaded(formats, fraction, in_fp32=formats == "fp8_block")
@@ -63,9 +66,14 @@ def test_detached_and_attached_again(ranks: Ranks, fraction: float, precise: boo
         assert wrong == left == []
 
 
-@pytest.mark.parametrize(("before", "after", "kind"), [(2, 3, KINDS[0]), (3, 2, KINDS[1])])
-@pytest.mark.parametrize("written", ["offloaded", "on the GPU"])
-@pytest.mark.parametrize("read", ["offloaded", "on the GPU"])
+@pytest.mark.parametrize(
+    ("written", "read", "before", "after", "kind"),
+    [
+        ("offloaded", "on the GPU", 2, 3, KINDS[0]),
+        ("on the GPU", "offloaded", 2, 3, KINDS[0]),
+        ("offloaded", "offloaded", 3, 2, KINDS[1]),
+    ],
+)
 def test_other_numbers_of_ranks_with_and_without_offload(
     ranks: Ranks, tmp_path: Path, written: str, read: str, before: int, after: int, kind: str
 ) -> None:

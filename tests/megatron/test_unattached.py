@@ -1,16 +1,209 @@
 """No step without an attachment: an optimizer over quantized weights has the right bytes, or raises before any byte changes."""
 
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from tests.megatron import unattached
+import zerocast
+from tests import casts
+from tests.megatron import training
+from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import ALL, MIXED, NARROW, Case
-from tests.megatron.unattached import ATTACHED, DETACHED, INSIDE, NEVER
-from tests.workers import Ranks
-from zerocast.integrations.megatron import host
+from tests.megatron.ranks_host import host
+from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, Run, build, build_optimizer
+from tests.workers import Ranks, error_of
+from zerocast import QuantizedWeight
+from zerocast.integrations import megatron as integration
+from zerocast.integrations.megatron import host as seams
 from zerocast.integrations.megatron.unattached import refuse
+
+INSIDE, ANOTHER, OUTSIDE = "inside quantized_params()", "inside another quantized_params()", "outside"
+NEVER, ATTACHED, DETACHED = "never attached", "attached", "detached"
+COMBINATIONS = list(
+    itertools.product((INSIDE, OUTSIDE), (INSIDE, OUTSIDE), (INSIDE, ANOTHER, OUTSIDE), (NEVER, ATTACHED, DETACHED))
+)
+
+
+@dataclass
+class Outcome:
+    """The first error, if any; what has changed from before the call that raised it; stale bytes in the end."""
+
+    error: str = ""
+    changed: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
+
+
+def _bytes(model: Any) -> casts.Bytes:
+    held = {name: param for name, param in model.named_parameters() if isinstance(param, QuantizedWeight)}
+    return {f"{n}.{key}": value.copy() for n, weight in held.items() for key, value in casts.bytes_of(weight).items()}
+
+
+def _different(before: casts.Bytes, after: casts.Bytes) -> tuple[str, ...]:
+    return tuple(name for name in before.keys() | after.keys() if not (before.get(name) == after.get(name)).all())
+
+
+class _Blocks(contextlib.ExitStack):
+    """Enters and leaves `quantized_params()` as what is built next asks for."""
+
+    place = OUTSIDE
+
+    def go(self, place: str) -> None:
+        if place == ANOTHER or place != self.place:
+            self.close()
+            if place != OUTSIDE:
+                self.enter_context(integration.quantized_params())
+        self.place = INSIDE if place == ANOTHER else place
+
+
+def combination(model: str, ddp: str, optimizer: str, state: str, case: Case) -> Outcome:
+    """A model quantized, wrapped, and given an optimizer at these places; then two steps in this state."""
+    torch.manual_seed(7)
+    config = training.configuration()
+    module: Any = training.Model(config)
+    with _Blocks() as blocks:
+        before: casts.Bytes = {}
+        try:
+            blocks.go(model)
+            zerocast.quantize_(module, zerocast.Recipe(FORMATS[case.formats]))
+            before = _bytes(module)
+            blocks.go(ddp)
+            wrapped = training.wrap(case, config, module)
+            blocks.go(optimizer)
+            run = Run(wrapped, build_optimizer(case, [wrapped]), case)
+        except (RuntimeError, ValueError) as error:
+            return Outcome(f"{type(error).__name__}: {error}", _different(before, _bytes(module)))
+    attachment = None if state == NEVER else integration.attach(run.optimizer, wrapped)
+    if attachment is not None:
+        run.step(0)
+    if attachment is not None and state == DETACHED:
+        attachment.detach()
+    run.forward_and_backward(1)
+    before = _bytes(module)
+    error = error_of(run.optimizer.step)
+    changed = _different(before, _bytes(module)) if error else ()
+    if case.overlap:
+        run.force_sync()
+    return Outcome(error, changed, tuple(run.stale_bytes()))
+
+
+def combinations(formats: str, overlap: bool) -> dict[tuple[str, ...], Outcome]:
+    with host():
+        return {key: combination(*key, Case(formats, overlap)) for key in COMBINATIONS}
+
+
+def _calls(run: Run, state: Any, folder: str) -> dict[str, Callable[[], Any]]:
+    """Whatever of a run and its optimizers would write parameters or masters, or load."""
+    own = run.optimizer.chained_optimizers[0]
+    model = run.ddp.module.sharded_state_dict(metadata=METADATA)
+    name = "prepare_model_params_for_param_sync"  # which a chain has since 0.19
+    return {
+        "step": run.optimizer.step,
+        "step_with_ready_grads": run.optimizer.step_with_ready_grads,
+        "prepare_grads": run.optimizer.prepare_grads,
+        "reload_model_params": run.optimizer.reload_model_params,
+        "load_state_dict": lambda: run.optimizer.load_state_dict(state),
+        "load_parameter_state": lambda: run.optimizer.load_parameter_state(folder),
+        "what a load fills": lambda: run.optimizer.sharded_state_dict(model, is_loading=True, metadata=METADATA),
+        **({name: getattr(run.optimizer, name)} if hasattr(run.optimizer, name) else {}),
+        "inner step": own.step,
+        "inner step_with_ready_grads": own.step_with_ready_grads,
+        "inner load_state_dict": lambda: own.load_state_dict(state),
+        "inner reload_model_params": own.reload_model_params,
+        "copy": own._copy_main_params_to_model_params,
+        "copy to the buffer": own._copy_main_params_to_param_buffer,
+        "read": own._copy_model_params_to_main_params,
+        "a chain of one's own": lambda: type(run.optimizer)([own]).step(),
+    }
+
+
+def every_call(case: Case, detached: bool, folder: str) -> dict[str, tuple[str, tuple[str, ...]]]:
+    """What each such call says, and what of masters, moments and bytes it has changed."""
+    with host():
+        attached = Attached(case)
+        attached.run.step(0)
+        state = attached.saved()
+        if not detached:
+            with integration.quantized_params():
+                run = build(case)
+            attached = Attached.__new__(Attached)
+            attached.run, attached.own = run, run.optimizer.chained_optimizers
+        else:
+            attached.attachment.detach()
+        run = attached.run
+        run.forward_and_backward(1)
+        found, before = {}, attached.everything()
+        for name, call in _calls(run, state, folder).items():
+            error, after = error_of(call), attached.everything()
+            found[name] = error, tuple(n for n in before.keys() | after.keys() if not _same(before, after, n))
+        assert not run.stale_bytes()
+        return found
+
+
+def _same(before: casts.Bytes, after: casts.Bytes, name: str) -> bool:
+    return name in before and name in after and bool((before[name] == after[name]).all())
+
+
+def detached_torn(case: Case) -> tuple[list[str], list[str], list[str]]:
+    """After a step that failed partway: what goes on when it is detached, when it is attached again, and after a load."""
+    with host():
+        attached = Attached(case)
+        attached.run.step(0)
+        state = attached.saved()
+        attached.run.forward_and_backward(1)
+        own = attached.own[0]
+
+        def dies() -> None:
+            raise torch.OutOfMemoryError("injected")
+
+        inner, own.optimizer.step = own.optimizer.step, dies
+        with contextlib.suppress(torch.OutOfMemoryError):
+            attached.run.optimizer.step()
+        own.optimizer.step = inner
+        weight = next(iter(attached.run.weights.values()))
+        attached.attachment.detach()
+        calls = (attached.run.optimizer.step, attached.run.optimizer.state_dict, own.state_dict, weight.dequantize)
+        detached = [error_of(call) for call in calls]
+        attached.attachment = integration.attach(attached.run.optimizer, attached.run.ddp)
+        again = [error_of(call) for call in (*calls, attached.attachment.refresh)]
+        attached.load(state)
+        attached.run.step(1)
+        return detached, again, list(attached.run.stale_bytes())
+
+
+def one_of_two(formats: str) -> tuple[str, str]:
+    """Just one of two optimizers of a chain is attached: what that says, and a step of the chain."""
+    with host():
+        with integration.quantized_params():
+            run = build(Case(formats, experts=True))
+        dense, _ = run.optimizer.chained_optimizers
+        error = error_of(lambda: integration.attach(dense, run.ddp))
+        run.forward_and_backward(0)
+        before = _bytes(run.ddp)
+        step = error_of(run.optimizer.step)
+        assert not step or not _different(before, _bytes(run.ddp))
+        assert not run.stale_bytes(), run.stale_bytes()
+        return error, step
+
+
+def torch_optimizer(case: Case) -> tuple[str, tuple[str, ...]]:
+    """torch's AdamW over the parameters, given gradients by hand as without it."""
+    with host():
+        with integration.quantized_params():
+            run = build(case)
+        run.forward_and_backward(0)
+        for param in run.ddp.parameters():
+            param.grad = param.main_grad.to(param.dtype)
+        quantized = [param for param in run.ddp.parameters() if isinstance(param, QuantizedWeight)]
+        before = _bytes(run.ddp)
+        error = error_of(lambda: torch.optim.AdamW(quantized).step())
+        return error, _different(before, _bytes(run.ddp))
+
 
 pytestmark = needs_megatron
 NOT_ATTACHED = "is not attached: Megatron's own copy would write over the codes of its quantized weights. Call attach("
@@ -34,8 +227,8 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=SLOW)], ids=["sync", "overlap"])
 @pytest.mark.parametrize("formats", [*(pytest.param(f, marks=SLOW) for f in ALL if f != MIXED), MIXED])
 def test_right_bytes_or_an_error_before_any_changes(ranks: Ranks, formats: str, overlap: bool) -> None:
-    for outcomes in ranks(2)(unattached.combinations, formats, overlap, timeout=300.0):
-        assert set(outcomes) == set(unattached.COMBINATIONS)
+    for outcomes in ranks(2)(combinations, formats, overlap, timeout=300.0):
+        assert set(outcomes) == set(COMBINATIONS)
         for key, outcome in outcomes.items():
             _, ddp, optimizer, state = key
             assert not outcome.changed and not outcome.stale, (key, outcome)
@@ -54,7 +247,7 @@ def test_right_bytes_or_an_error_before_any_changes(ranks: Ranks, formats: str, 
 @pytest.mark.parametrize("detached", [False, True], ids=["never attached", "detached"])
 @pytest.mark.parametrize("experts", [False, pytest.param(True, marks=SLOW)], ids=["one", "two"])
 def test_whatever_writes_raises_first(ranks: Ranks, tmp_path: Path, experts: bool, detached: bool) -> None:
-    for found in ranks(2)(unattached.every_call, Case(MIXED, experts=experts), detached, str(tmp_path)):
+    for found in ranks(2)(every_call, Case(MIXED, experts=experts), detached, str(tmp_path)):
         for name, (error, changed) in found.items():
             assert (WAS_DETACHED if detached else NOT_ATTACHED) in error, (name, error)
             assert not changed, (name, changed)
@@ -62,8 +255,8 @@ def test_whatever_writes_raises_first(ranks: Ranks, tmp_path: Path, experts: boo
 
 def test_every_method_of_the_host_that_writes_is_refused() -> None:
     """A method that reads the name of a copy of masters to parameters, in whichever release, is refused, or asks one that is."""
-    base = host.module(host.OPTIMIZER_BASES)
-    kind = host.module(host.OPTIMIZER).DistributedOptimizer
+    base = seams.module(seams.OPTIMIZER_BASES)
+    kind = seams.module(seams.OPTIMIZER).DistributedOptimizer
     copies = {
         "_copy_main_params_to_model_params",
         "_copy_main_params_to_param_buffer",
@@ -85,18 +278,18 @@ def test_every_method_of_the_host_that_writes_is_refused() -> None:
 
 
 def test_what_is_torn_stays_torn_when_it_is_detached(ranks: Ranks) -> None:
-    for detached, again, stale in ranks(2)(unattached.detached_torn, Case(NARROW)):
+    for detached, again, stale in ranks(2)(detached_torn, Case(NARROW)):
         assert all("an optimizer step failed partway" in error for error in detached + again), (detached, again)
         assert all("load a checkpoint" in error for error in again) and not stale
 
 
 def test_one_of_two_optimizers(ranks: Ranks) -> None:
-    for attached, step in ranks(2)(unattached.one_of_two, MIXED):
+    for attached, step in ranks(2)(one_of_two, MIXED):
         assert "no optimizer that was given owns the quantized weights" in attached and NOT_ATTACHED in step
-    assert ranks(2)(unattached.one_of_two, "half") == [("", "")] * 2
+    assert ranks(2)(one_of_two, "half") == [("", "")] * 2
 
 
 @pytest.mark.parametrize("formats", ALL)
 def test_an_optimizer_of_torch_over_the_parameters(ranks: Ranks, formats: str) -> None:
-    for error, changed in ranks(2)(unattached.torch_optimizer, Case(formats)):
+    for error, changed in ranks(2)(torch_optimizer, Case(formats)):
         assert "QuantizedWeight" in error and not changed

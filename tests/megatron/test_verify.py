@@ -3,14 +3,121 @@
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zerocast
 from tests.devices import gpus
-from tests.megatron import muon, verifying
+from tests.megatron import muon
 from tests.megatron.host_on_cpu import needs_megatron
-from tests.megatron.training import FORMATS, MIXED
-from tests.workers import Ranks
+from tests.megatron.ranks_host import host
+from tests.megatron.training import FORMATS, MIXED, NARROW, Case, build_attached
+from tests.workers import Ranks, error_of
+from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
+
+
+def _flip_on_rank_1(tensor: Tensor, at: int) -> None:
+    if dist.get_rank() == 1:
+        tensor.view(-1).view(torch.uint8)[at] ^= 1
+
+
+def steps(every: int, overlap: bool) -> list[str]:
+    """What each step says when rank 1 flips a byte after its gathers from the second step on."""
+    with host():
+        run, _ = build_attached(Case(MIXED, overlap), verify_every=every)
+        weight = dict(run.ddp.module.named_parameters())["layers.1.weight"]
+        said = []
+        for number in range(4):
+            if number == 1:
+                (group,) = (g for g in run.ddp.bucket_groups if any(weight in b.params for b in g.buckets))
+                _break(group, weight)
+            said.append(error_of(lambda number=number: run.step(number)))
+        return said
+
+
+def _break(group: Any, weight: QuantizedWeight) -> None:
+    """From now on, on rank 1, a byte of the weight is wrong after each of its gathers."""
+    broken = weight.state.columnwise_cast
+
+    def breaking(gather: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            nonlocal broken
+            gather(*args, **kwargs)
+            if weight.state.columnwise_cast != broken:
+                _flip_on_rank_1(weight.state.rowwise_data, 5)
+                broken = weight.state.columnwise_cast
+
+        return call
+
+    group.start_param_sync, group.finish_param_sync = map(breaking, (group.start_param_sync, group.finish_param_sync))
+
+
+def _refusal(weight: QuantizedWeight) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        weight.dequantize()
+    return str(caught.value)
+
+
+def stale_reads() -> dict[str, str]:
+    """What debug mode says of reads that come too early."""
+    zerocast.set_debug(True)
+    said = {}
+    try:
+        with host():
+            run, attached = build_attached(Case(NARROW, overlap=True))
+            weight = next(iter(run.weights.values()))
+            (own,) = run.optimizer.chained_optimizers
+            run.step(0)
+            said["before the gather"] = _refusal(weight)
+            run.step(1)  # the forward pass gathers: nothing to complain of
+            run.force_sync()
+            weight.dequantize()
+            original = own._copy_main_params_to_model_params
+
+            def look_and_copy() -> None:
+                said["between step and cast"] = _refusal(weight)
+                original()
+
+            own._copy_main_params_to_model_params = look_and_copy
+            run.step(2)
+            run.force_sync()
+            weight.dequantize()
+            with torch.no_grad():
+                for master in attached.plans[0].validity._masters:
+                    master().add_(1.0)
+            said["by hand"] = _refusal(weight)
+            attached.refresh()
+            weight.dequantize()
+    finally:
+        zerocast.set_debug(False)
+    return said
+
+
+def offloaded_between_steps(whole_matrices: bool) -> tuple[bool, dict[str, int], bool]:
+    """Whether the host's offload_to_cpu frees the memory of masters; stale bytes and what verify says after the next step."""
+    case = Case("fp8_current")
+    with muon.host(case) if whole_matrices else case.host():
+        run, attached = (muon.build_attached if whole_matrices else build_attached)(case)
+        masters = [m for one in run.optimizer.chained_optimizers for m in _masters_in(one)]
+        run.step(0)
+        memory = [StorageWeakRef(master.data.untyped_storage()) for master in masters]
+        for master in masters if masters[0].device.type == "cpu" else ():  # which the host leaves where they are
+            master.data = master.data.clone()
+        run.optimizer.offload_to_cpu()
+        freed = all(storage.expired() for storage in memory)
+        run.optimizer.restore_from_cpu()
+        run.step(1)
+        run.force_sync()
+        return freed, run.stale_bytes(), verify(attached).ok
+
+
+def _masters_in(one: Any) -> list[Tensor]:
+    parts = getattr(one, "chained_optimizers", [one])
+    return [master for part in parts for group in part.optimizer.param_groups for master in group["params"]]
+
 
 pytestmark = needs_megatron
 
@@ -24,7 +131,7 @@ pytestmark = needs_megatron
 @pytest.mark.parametrize("every", [1, 2])
 def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
     """From the second of four steps on rank 1 flips a byte after each gather."""
-    first, second = ranks(2)(verifying.steps, every, overlap)
+    first, second = ranks(2)(steps, every, overlap)
     assert first == second
     assert [bool(text) for text in first] == [False, True, every == 1, True]
     fmt = zerocast.Recipe(FORMATS[MIXED]).format_of("layers.1.weight")
@@ -32,7 +139,7 @@ def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
 
 
 def test_debug_mode(ranks: Ranks) -> None:
-    for said in ranks(2)(verifying.stale_reads):
+    for said in ranks(2)(stale_reads):
         assert "an optimizer has updated its masters since its last cast" in said["between step and cast"]
         assert "holds this rank's part of the last cast only" in said["before the gather"]
         assert "its masters have been written since its last cast" in said["by hand"]
@@ -43,13 +150,13 @@ def test_debug_mode(ranks: Ranks) -> None:
 def test_offloaded_masters_leave_no_memory_in_use(ranks: Ranks, whole_matrices: bool) -> None:
     if whole_matrices and muon.WHY_NO_MUON:
         pytest.skip(muon.WHY_NO_MUON)
-    for freed, stale, ok in ranks(2)(verifying.offloaded_between_steps, whole_matrices):
+    for freed, stale, ok in ranks(2)(offloaded_between_steps, whole_matrices):
         assert freed and not stale and ok
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=gpus(1))])
 def test_offloaded_masters_leave_no_memory_of_a_gpu_in_use(gpu_ranks: Ranks, world: int) -> None:
-    for freed, stale, ok in gpu_ranks(world)(verifying.offloaded_between_steps, False, timeout=240.0):
+    for freed, stale, ok in gpu_ranks(world)(offloaded_between_steps, False, timeout=240.0):
         assert freed and not stale and ok
 
 

@@ -215,7 +215,7 @@ class Run:
         return whole
 
     def cast_scales(self) -> dict[str, float]:
-        """What delayed scaling says that it cast with; see delayed_scaling.py for whether that is right."""
+        """What delayed scaling says that it cast with; see test_delayed.py for whether that is right."""
         ours = (weight for weight in self.weights.values() if isinstance(weight, QuantizedWeight))
         owners = {id(weight.master_owner): weight.master_owner for weight in ours}
         shown = [
