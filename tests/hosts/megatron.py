@@ -15,7 +15,6 @@ from tests.hosts.stopping import Place, around
 from tests.hosts.under_test import ALL_KINDS, OTHER_FORMATS, Calls, HostUnderTest
 from tests.megatron.attached import METADATA, Attached
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.offloading import offloaded
 from tests.megatron.training import MIXED, Case
 from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, verify
@@ -27,11 +26,8 @@ from zerocast.integrations.megatron.primary import weight_of
 CASES = {
     "overlap": Case(MIXED, overlap=True, experts=True),
     "sync": Case(MIXED, experts=True),
-    "TransformerEngine": Case("te", te="02"),  # tests/megatron/test_te.py
-    "tiles": Case("tiles", te="02"),  # tests/megatron/test_te.py
     ALL_KINDS: Case("all kinds", kind="frozen"),
     OTHER_FORMATS: Case("other kinds", kind="frozen"),
-    "offload": offloaded(experts=True),  # tests/megatron/test_offload.py
 }
 BUFFERS = "megatron.core.distributed.param_and_grad_buffer"
 ME = "tests.hosts.megatron:Megatron"

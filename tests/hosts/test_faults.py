@@ -12,7 +12,7 @@ from tests.hosts.under_test import HOSTS, PARTIAL, HostUnderTest, different, fin
 from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
 from tests.workers import Ranks
 
-SAMPLES = 4  # operators of a phase, before and after which memory runs out, in a test of every run
+SAMPLES = 3  # operators of a phase, before and after which memory runs out, in a test of every run
 
 
 class Repeated:
