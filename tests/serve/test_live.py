@@ -116,16 +116,17 @@ def test_codes_are_views_and_one_bucket_is_alive() -> None:
     assert not own and buckets > 4 and sum(reference() is not None for reference in copies) == 0
 
 
-def test_all_weights_are_asked_once_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they were cast: not once a weight, which made the work of a refit quadratic."""
-    source, asked = (
-        zerocast.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), {"*.weight": "nvfp4"}),
-        [],
-    )
-    casts = WholeModel.casts
-    monkeypatch.setattr(WholeModel, "casts", lambda self: asked.append(self) or casts(self))
-    assert len(list(named_tensors(source, "modelopt"))) == 1
-    assert len(asked) <= 3
+@pytest.mark.parametrize("bucket_bytes", [1, 2**28])
+def test_weights_are_listed_as_often_for_many_buckets_as_for_one(
+    bucket_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither once a bucket nor once a weight, which would make the work of a refit quadratic."""
+    source = zerocast.quantize_(nn.Sequential(*(nn.Linear(32, 32) for _ in range(12))), {"*.weight": "nvfp4"})
+    listed: list[WholeModel] = []
+    tensors = WholeModel.tensors
+    monkeypatch.setattr(WholeModel, "tensors", lambda self: listed.append(self) or tensors(self))
+    assert len(list(named_tensors(source, "modelopt", bucket_bytes=bucket_bytes))) == (48 if bucket_bytes == 1 else 1)
+    assert len(listed) <= 10
 
 
 def test_a_bucket_that_was_given_up_says_so() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import zerocast
 from examples.rollout.transport import receive, send
+from tests.dispatched import Dispatched
 from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
 from tests.optim.traffic import recorded
@@ -22,7 +23,7 @@ from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
 from zerocast import gemm
 from zerocast.serve import Message, Receiver, RefitError, Sender, dequantized
-from zerocast.serve.refit_message import BITMAP, GAPS_8, GAPS_16, WHOLE, ChangedBytes, digest
+from zerocast.serve.refit_message import BITMAP, BLOCKS_8, BLOCKS_16, WHOLE, ChangedBytes, digest
 
 
 @given(st.integers(0, 70_000), st.sampled_from([0.0, 1e-5, 1e-3, 0.02, 0.3, 1.0]), st.integers(0, 9))
@@ -43,7 +44,7 @@ def test_changes_lead_from_one_buffer_to_the_other(numel: int, share: float, see
 
 @pytest.mark.parametrize(
     ("share", "encoding", "most"),
-    [(1e-3, GAPS_16, 0.0034), (0.02, GAPS_8, 0.044), (0.3, BITMAP, 0.43), (0.95, WHOLE, 1.0)],
+    [(1e-3, BLOCKS_16, 0.0034), (0.02, BLOCKS_8, 0.046), (0.3, BITMAP, 0.43), (0.95, WHOLE, 1.0)],
 )
 def test_positions_take_the_fewest_bytes(share: float, encoding: int, most: float) -> None:
     old = torch.zeros(300_000, dtype=torch.uint8)
@@ -166,6 +167,39 @@ def under_fsdp2() -> None:
 
 def test_deltas_under_fsdp2(ranks: Any) -> None:
     ranks(2)(under_fsdp2)
+
+
+# They launch nothing on a GPU.
+VIEWS = ("alias", "detach", "empty", "empty_like", "expand", "lift_fresh", "select", "slice", "split_with_sizes", "t", "view")
+
+
+def calls_of_a_delta(fmt: str, naming: str, weights: int) -> Counter[str]:
+    """Of one bucket, at both ends."""
+    masters = [torch.randn(64 * 256) for _ in range(weights)]
+    made = [zerocast.QuantizedWeight.empty((64, 256), fmt) for _ in masters]
+    plan = zerocast.CastPlan(made, masters, [0] * weights, names=[f"{i}.weight" for i in range(weights)])
+    plan.cast()
+    plan.post_all_gather()
+    sender, receiver = Sender(plan, naming, allow_unequal_scales=True), Receiver()
+    deliver(sender.named_tensors(), receiver)
+    for master in masters:
+        master[:64].neg_()
+    plan.cast()
+    plan.post_all_gather()
+    with Dispatched() as calls:
+        assert deliver(sender.named_deltas(1), receiver) > 0
+    return Counter(name for name in (n.removeprefix("aten::") for n in calls.names) if name not in VIEWS)
+
+
+@pytest.mark.parametrize(
+    ("naming", "fmt", "most"), [("deepseek", "fp8_block", 2), ("modelopt", "nvfp4", 6), ("bf16", "identity", 2)]
+)
+def test_the_calls_of_a_delta(naming: str, fmt: str, most: int) -> None:
+    """A weight costs the write of its changes and the making of its scales; the host waits as often for one as for many."""
+    few, many = (calls_of_a_delta(fmt, naming, weights) for weights in (4, 12))
+    waits = [sum(calls[name] for name in ("_local_scalar_dense", "nonzero")) for calls in (few, many)]
+    assert waits[0] == waits[1] <= 5
+    assert many.total() - few.total() <= 8 * most and few.total() <= 4 * most + 66
 
 
 def missed(run: Run) -> None:

@@ -55,9 +55,10 @@ def changes_of(header: Header, payload: Tensor, nbytes: int) -> tuple[Tensor, Te
         if numel != span.numel:
             raise RefitError(f"changes of {numel} bytes came for {span.numel}: {ASK}")
         changes = ChangedBytes(numel, encoding, count, after, segment_payload)
-        positions.append(changes.positions() + span.start)
+        positions.append(changes.positions().add_(span.start))
         values.append(changes.values())
-    return torch.cat(positions), torch.cat(values)
+    # Nearly always of one rank, whose changes need no copy.
+    return (positions[0], values[0]) if len(segments) == 1 else (torch.cat(positions), torch.cat(values))
 
 
 def write_changes(tensors: Sequence[Tensor], positions: Tensor, values: Tensor) -> list[int]:

@@ -34,8 +34,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def flat_bytes(tensors: Sequence[Tensor], span: Span) -> Tensor:
     """Copy the bytes of a span of concatenated tensors, which are contiguous; u8."""
-    chunks = list(_chunks(tensors, span, max(span.numel, 1)))
-    return chunks[0] if chunks else torch.empty(0, dtype=torch.uint8, device=_device(tensors))
+    nothing = torch.empty(0, dtype=torch.uint8, device=_device(tensors))
+    return torch.cat(list(_pieces(tensors, span)) or [nothing])
 
 
 def equal_parts(nbytes: int, ranks: int) -> list[Span]:
@@ -55,9 +55,9 @@ def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:
     """Compute a number of 64 bits from every byte of a span of concatenated tensors, which are
     contiguous, and from the position of the byte in the span.
 
-    It takes memory for a chunk: on a CPU 1 MiB, and as much twice for its sum, which then stay in
-    the cache, and 64 MiB on a GPU, where each chunk costs some launches. The host waits for the
-    device.
+    It takes memory for a chunk, of several tensors a copy and of one none: on a CPU 1 MiB, and as
+    much twice for its sum, which then stay in the cache, and 64 MiB on a GPU, where each chunk
+    costs some launches. The host waits for the device.
     """
     device = _device(tensors)
     total = torch.full((), span.numel, dtype=torch.int64, device=device)
@@ -100,29 +100,42 @@ def _words(chunk: Tensor) -> Tensor:
     """The bytes of a chunk as int64, with zeros after the last."""
     if chunk.numel() % 8:
         chunk = torch.cat([chunk, chunk.new_zeros(-chunk.numel() % 8)])
+    elif chunk.storage_offset() % 8 or chunk.data_ptr() % 8:
+        chunk = chunk.clone()
     return chunk.view(torch.int64)
 
 
 def _chunks(tensors: Sequence[Tensor], span: Span, size: int) -> Iterator[Tensor]:
-    """Copy a span of concatenated tensors in chunks of `size` bytes; the last one is shorter. A
-    chunk is valid until the next one, since all are written to the same memory.
+    """A span of concatenated tensors in chunks of `size` bytes; the last one is shorter. A chunk
+    of one tensor is a view, others are copies.
     """
-    chunk = torch.empty(min(size, span.numel), dtype=torch.uint8, device=_device(tensors))
-    start, filled = 0, 0
-    for tensor in tensors:
-        common = Span(start, start + tensor.nbytes).intersect(span)
-        rest = as_bytes(tensor)[common.start - start : common.stop - start]
-        start += tensor.nbytes
+    pieces: list[Tensor] = []
+    filled = 0
+    for rest in _pieces(tensors, span):
         while rest.numel():
             taken = min(rest.numel(), size - filled)
-            chunk[filled : filled + taken] = rest[:taken]
+            pieces.append(rest[:taken])
             filled += taken
             rest = rest[taken:]
             if filled == size:
-                yield chunk
-                filled = 0
-    if filled:
-        yield chunk[:filled]
+                yield _joined(pieces)
+                pieces, filled = [], 0
+    if pieces:
+        yield _joined(pieces)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
+
+
+def _pieces(tensors: Sequence[Tensor], span: Span) -> Iterator[Tensor]:
+    """Views of the bytes of a span of concatenated tensors, tensor by tensor."""
+    start = 0
+    for tensor in tensors:
+        end = start + tensor.nbytes
+        if start < span.stop and span.start < end:
+            yield as_bytes(tensor)[max(span.start - start, 0) : span.stop - start]
+        start = end
 
 
 def _device(tensors: Sequence[Tensor]) -> torch.device:

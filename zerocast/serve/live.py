@@ -6,7 +6,7 @@ their bucket is filled. A bucket becomes invalid when the next one is asked for,
 of one bucket at most take memory.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import torch
@@ -151,21 +151,24 @@ class LiveWeights:
         """The tensors in buckets, each valid until the next one is asked for."""
         # Again, since formats may have changed since the constructor.
         self._check()
-        casts: Casts | None = None
+        look: Callable[[], Casts] | None = None
+        casts: Casts = ()
         pairs: list[tuple[str, Tensor]] = []
         nbytes = 0
         for batch in self.source.batches():
-            # Weights change only while a bucket is read or groups are gathered, and each check
-            # looks at all of them.
-            if casts is None or self.source.is_transient:
-                casts = self._check_casts(casts)
+            # Weights change only while a bucket is read or groups are gathered.
+            if look is None:
+                look = self.source.watch()
+                casts = look()
+            elif self.source.is_transient:
+                _check_casts(casts, look)
             for name, tensor in batch:
                 for stored in self._stored_tensors(name, tensor):
                     if pairs and nbytes + stored.nbytes > self._bucket_bytes:
                         bucket, pairs, nbytes = Bucket(pairs), [], 0
                         yield bucket
                         bucket.give_up()
-                        self._check_casts(casts)
+                        _check_casts(casts, look)
                     pairs.append((stored.name, stored.make()))
                     nbytes += stored.nbytes
             if pairs and self.source.is_transient:
@@ -176,16 +179,8 @@ class LiveWeights:
             bucket, pairs = Bucket(pairs), []
             yield bucket
             bucket.give_up()
-        self._check_casts(casts)
-
-    def _check_casts(self, before: Casts | None) -> Casts:
-        now = self.source.casts()
-        if before not in (None, now):
-            raise RuntimeError(
-                "weights were cast or changed between two buckets, so those that were read are of two steps: read all buckets "
-                "between two steps, and begin anew"
-            )
-        return now
+        if look is not None:
+            _check_casts(casts, look)
 
     def _stored_tensors(self, name: str, tensor: Tensor) -> Iterator[StoredTensor]:
         if isinstance(tensor, QuantizedWeight):
@@ -230,6 +225,14 @@ class LiveWeights:
                 quantized_pieces(self._stored, self.source, self._pieces, self.naming)
         if self.naming != "bf16" and not self._allow_unequal_scales:
             check_shared_amaxes(self.naming, self._pieces, self.source.formats, self.source.shared_amaxes)
+
+
+def _check_casts(before: Casts, look: Callable[[], Casts]) -> None:
+    if look() != before:
+        raise RuntimeError(
+            "weights were cast or changed between two buckets, so those that were read are of two steps: read all buckets "
+            "between two steps, and begin anew"
+        )
 
 
 def _stored_model(what: Any, config: Any) -> StoredModel:

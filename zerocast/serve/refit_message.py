@@ -6,9 +6,10 @@ description of its tensors with digests of their bytes. Since the header has a d
 receiver knows of each message whether it is whole, by whatever transport it came.
 
 Positions of changed bytes are encoded in the way that takes the fewest bytes: as a bitmap, 1/8 byte
-for each byte of the buffer, or as the distance from each changed byte to the previous one, in one
-or two bytes. If a distance does not fit, unchanged bytes in between are sent as well, which change
-nothing. If nearly everything changed, all bytes are sent, without positions.
+for each byte of the buffer, or by blocks of the buffer, as how many bytes changed in each block and
+the place of each of them in its block. A number is one byte for blocks of 255 bytes, and two for
+blocks of 65,535, so that a count always fits. If nearly everything changed, all bytes are sent,
+without positions.
 """
 
 import hashlib
@@ -66,8 +67,9 @@ def _digest_of(values: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-BITMAP, GAPS_8, GAPS_16, WHOLE = range(4)
-ENCODINGS = {BITMAP: "bitmap", GAPS_8: "gaps of a byte", GAPS_16: "gaps of two bytes", WHOLE: "whole"}
+BITMAP, BLOCKS_8, BLOCKS_16, WHOLE = range(4)
+# The bytes of a block, and the dtype of a number, by encoding.
+_BLOCKS = {BLOCKS_8: (255, torch.uint8), BLOCKS_16: (65535, torch.uint16)}
 _BITS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -77,7 +79,7 @@ class ChangedBytes:
 
     Attributes:
         numel: the size of the buffer.
-        encoding: the encoding of positions, a key of ENCODINGS.
+        encoding: the encoding of positions: BITMAP, BLOCKS_8, BLOCKS_16 or WHOLE.
         count: the number of bytes that are sent.
         digest: the digest of the whole buffer after the changes. A receiver whose bytes differed
             from the sender's before the changes notices it by this digest.
@@ -96,48 +98,37 @@ class ChangedBytes:
 
         The host waits for the device.
         """
-        changed = old != new
-        changed_positions = changed.nonzero().view(-1)
-        digest_after = digest(new)
+        changed, positions = _compared(old, new)
+        numel, count = new.numel(), positions.numel()
         # The size of the payload in each encoding.
-        bridges = {GAPS_8: _bridges(changed_positions, 255), GAPS_16: _bridges(changed_positions, 65535)}
-        counts = {encoding: changed_positions.numel() + int(more.sum()) for encoding, more in bridges.items()}
-        sizes = {
-            BITMAP: -(-new.numel() // 8) + changed_positions.numel(),
-            GAPS_8: 2 * counts[GAPS_8],
-            GAPS_16: 3 * counts[GAPS_16],
-            WHOLE: new.numel(),
-        }
+        sizes = {BITMAP: -(-numel // 8) + count, WHOLE: numel if count else 0}
+        for encoding, (block, dtype) in _BLOCKS.items():
+            sizes[encoding] = dtype.itemsize * (-(-numel // block) + count) + count
         encoding = min(sizes, key=lambda candidate: (sizes[candidate], candidate))
+        digest_after = digest(new)
         if encoding == WHOLE:
-            return ChangedBytes(new.numel(), WHOLE, new.numel(), digest_after, new.clone())
-        if encoding == BITMAP:
-            positions = changed_positions
-            encoded_positions = _bitmap(changed)
-        else:
-            largest, dtype = (255, torch.uint8) if encoding == GAPS_8 else (65535, torch.uint16)
-            positions = _bridge(changed_positions, bridges[encoding], largest)
-            encoded_positions = _gaps(positions).to(dtype).view(torch.uint8)
-        payload = torch.cat([encoded_positions, new[positions]])
-        return ChangedBytes(new.numel(), encoding, positions.numel(), digest_after, payload)
+            # Of a buffer without changes nothing is sent.
+            payload = new[: sizes[WHOLE]].clone()
+            return ChangedBytes(numel, WHOLE, payload.numel(), digest_after, payload)
+        encoded_positions = _bitmap(changed) if encoding == BITMAP else _by_blocks(positions, numel, *_BLOCKS[encoding])
+        return ChangedBytes(numel, encoding, count, digest_after, torch.cat([encoded_positions, new[positions]]))
 
     def positions(self) -> Tensor:
         """The positions of the bytes that are sent, int64, ascending. RefitError for a payload that
-        does not fit the header.
+        does not fit the header. The host waits for the device.
         """
-        encoded = self.payload[: self.payload.numel() - self.count]
+        encoded = self.payload[: max(self.payload.numel() - self.count, 0)]
+        positions: Tensor | None
         if self.encoding == WHOLE:
             positions = torch.arange(self.count, device=encoded.device)
         elif self.encoding == BITMAP:
             bits = (encoded[:, None] & torch.tensor(_BITS, dtype=torch.uint8, device=encoded.device)).view(-1)
             positions = bits.nonzero().view(-1)
         else:
-            gaps = encoded if self.encoding == GAPS_8 else encoded.clone().view(torch.uint16)
-            positions = gaps.to(torch.int64).cumsum(0) + torch.arange(gaps.numel(), device=gaps.device)
-        if positions.numel() != self.count or (self.count and int(positions[-1]) >= self.numel):
+            positions = _from_blocks(encoded, self.numel, self.count, *_BLOCKS[self.encoding])
+        if positions is None or positions.numel() != self.count or not _ascend_below(positions, self.numel):
             raise RefitError(
-                f"changes of {self.count} bytes of {self.numel} came with positions of {positions.numel()}: ask the sender for "
-                "named_tensors()"
+                f"changes of {self.count} bytes of {self.numel} came with other positions: ask the sender for named_tensors()"
             )
         return positions
 
@@ -146,30 +137,37 @@ class ChangedBytes:
         return self.payload[self.payload.numel() - self.count :]
 
 
-def _gaps(positions: Tensor) -> Tensor:
-    """The number of bytes between each position and the previous one."""
+def _compared(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+    """Which bytes differ, bool, and their positions, int64."""
+    changed = old != new
+    return changed, changed.nonzero().view(-1)
+
+
+def _by_blocks(positions: Tensor, numel: int, block: int, dtype: torch.dtype) -> Tensor:
+    """The count of positions in each block, and each position within its block; u8."""
+    ends = torch.arange(block, numel + block, block, device=positions.device)
+    counts = torch.searchsorted(positions, ends).diff(prepend=positions.new_zeros(1))
+    return torch.cat([counts.to(dtype), (positions % block).to(dtype)]).view(torch.uint8)
+
+
+def _from_blocks(encoded: Tensor, numel: int, count: int, block: int, dtype: torch.dtype) -> Tensor | None:
+    """The positions that `_by_blocks` encoded; None if the counts are of other positions."""
+    blocks = -(-numel // block)
+    if encoded.numel() != dtype.itemsize * (blocks + count):
+        return None
+    counts, places = encoded.clone().view(dtype).to(torch.int64).split([blocks, count])
+    # Repeating trusts the size that it is told.
+    if int(counts.sum()) != count:
+        return None
+    starts = torch.arange(0, numel, block, device=encoded.device)
+    return torch.repeat_interleave(starts, counts, output_size=count).add_(places)
+
+
+def _ascend_below(positions: Tensor, numel: int) -> bool:
+    """Return True if each position is greater than the one before, and less than `numel`."""
     if not positions.numel():
-        return positions
-    previous = torch.cat([positions.new_full((1,), -1), positions[:-1]])
-    return positions - previous - 1
-
-
-def _bridges(positions: Tensor, largest: int) -> Tensor:
-    """The number of unchanged bytes to send before each position, for gaps of at most `largest`."""
-    return _gaps(positions) // (largest + 1)
-
-
-def _bridge(positions: Tensor, bridges: Tensor, largest: int) -> Tensor:
-    """The positions of changed bytes, and before each of them its `bridges` unchanged bytes, which
-    are `largest + 1` apart.
-    """
-    if not positions.numel():
-        return positions
-    repeated = torch.repeat_interleave(positions - bridges * (largest + 1), bridges + 1)
-    ends = (bridges + 1).cumsum(0)
-    first = torch.repeat_interleave(ends - bridges - 1, bridges + 1)
-    step = torch.arange(repeated.numel(), device=positions.device) - first
-    return repeated + step * (largest + 1)
+        return True
+    return bool((positions[1:] > positions[:-1]).all() & (positions[-1] < numel))
 
 
 def _bitmap(changed: Tensor) -> Tensor:

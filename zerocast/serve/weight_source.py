@@ -94,8 +94,10 @@ class LiveSource(WeightSource, Protocol):
         """The dtype that a tensor which is not quantized computes in."""
         ...
 
-    def casts(self) -> Casts:
-        """Counters that change when weights are cast or changed."""
+    def watch(self) -> Callable[[], Casts]:
+        """Return a look at counters that change when weights are cast or changed. It is called for
+        each bucket, so it looks up nothing by name.
+        """
         ...
 
 
@@ -211,10 +213,16 @@ class WholeWeights(ABC):
                 pass
         yield from ([item] for item in self.tensors())
 
-    def casts(self) -> Casts:
-        """Counters of the casts and changes of all weights."""
-        validities = {id(weight.state.validity): weight.state.validity for _, weight in self._quantized()}
-        return tuple((id(validity), validity.casts, validity.version) for validity in validities.values())
+    def watch(self) -> Callable[[], Casts]:
+        """Return a look at the counters of the casts and changes of all weights."""
+        states = [weight.state for _, weight in self._quantized()]
+
+        def look() -> Casts:
+            # A weight that joined another plan has another validity.
+            validities = {id(state.validity): state.validity for state in states}
+            return tuple((key, validity.casts, validity.version) for key, validity in validities.items())
+
+        return look
 
     def _quantized(self) -> Iterator[tuple[str, QuantizedWeight]]:
         yield from ((name, tensor) for name, tensor in self.tensors() if isinstance(tensor, QuantizedWeight))
@@ -340,9 +348,11 @@ class ShardedModel:
             if name not in seen:
                 yield [(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)]
 
-    def casts(self) -> Casts:
-        """Counters of the casts of all prepared models. The first gather may add a cast."""
-        return tuple((id(owner), *owner.casts) for owner in self._owners)
+    def watch(self) -> Callable[[], Casts]:
+        """Return a look at the counters of the casts of all prepared models. The first gather may
+        add a cast.
+        """
+        return lambda: tuple((id(owner), *owner.casts) for owner in self._owners)
 
     def _prepared(self) -> Iterator[tuple[str, Any]]:
         """(name, FSDPWeight) of the prepared parameters."""
