@@ -169,8 +169,8 @@ def test_deltas_under_fsdp2(ranks: Any) -> None:
     ranks(2)(under_fsdp2)
 
 
-# They launch nothing on a GPU.
-VIEWS = ("alias", "detach", "empty", "empty_like", "expand", "lift_fresh", "select", "slice", "split_with_sizes", "t", "view")
+# Beside views they launch nothing on a GPU.
+VIEWS = {"alias", "detach", "empty", "empty_like", "expand", "lift_fresh", "select", "slice", "split_with_sizes"}
 
 
 def calls_of_a_delta(fmt: str, naming: str, weights: int) -> Counter[str]:
@@ -188,7 +188,7 @@ def calls_of_a_delta(fmt: str, naming: str, weights: int) -> Counter[str]:
     plan.post_all_gather()
     with Dispatched() as calls:
         assert deliver(sender.named_deltas(1), receiver) > 0
-    return Counter(name for name in (n.removeprefix("aten::") for n in calls.names) if name not in VIEWS)
+    return Counter(name for name in (n.removeprefix("aten::") for n in calls.names) if "view" not in name and name not in VIEWS)
 
 
 @pytest.mark.parametrize(
