@@ -188,7 +188,9 @@ def calls_of_a_delta(fmt: str, naming: str, weights: int) -> Counter[str]:
     plan.post_all_gather()
     with Dispatched() as calls:
         assert deliver(sender.named_deltas(1), receiver) > 0
-    return Counter(name for name in (n.removeprefix("aten::") for n in calls.names) if "view" not in name and name not in VIEWS)
+    return Counter(
+        name for name in (n.removeprefix("aten::") for n in calls.names) if "view" not in name and name not in VIEWS
+    )
 
 
 @pytest.mark.parametrize(
