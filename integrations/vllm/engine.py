@@ -25,10 +25,10 @@ from zerocast.distributed.group import Group
 from zerocast.integrations.vllm.layers import Layers
 from zerocast.integrations.vllm.loader_map import LoaderMap
 from zerocast.serve.bucket import Layout
-from zerocast.serve.engine_receiver import PROTOCOL, EngineReceiver
+from zerocast.serve.engine_receiver import EngineReceiver
 from zerocast.serve.engine_sender import APPLY, OPEN
 from zerocast.serve.engine_weights import ModelTensor, Region
-from zerocast.serve.refit_message import RefitError
+from zerocast.serve.refit_message import PROTOCOL, RefitError
 
 
 @dataclass

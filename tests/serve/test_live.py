@@ -17,6 +17,7 @@ from zerocast import CastPlan, Recipe
 from zerocast.export import export_hf, export_safetensors
 from zerocast.serve import dequantized, named_tensors
 from zerocast.serve.weight_source import WholeModel
+from zerocast.weight.validity import Validity
 
 NAMINGS = [(naming, fmt) for naming, fmt, _ in CASES if "floor" not in fmt and "False" not in fmt]
 
@@ -127,6 +128,27 @@ def test_weights_are_listed_as_often_for_many_buckets_as_for_one(
     monkeypatch.setattr(WholeModel, "tensors", lambda self: listed.append(self) or tensors(self))
     assert len(list(named_tensors(source, "modelopt", bucket_bytes=bucket_bytes))) == (48 if bucket_bytes == 1 else 1)
     assert len(listed) <= 10
+
+
+def test_masters_are_compared_once_a_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a weight, which each looked at the masters of all; but again after a bucket was read."""
+    weights = [zerocast.QuantizedWeight.empty((32, 32), "nvfp4") for _ in range(12)]
+    masters = [torch.randn(1024) for _ in weights]
+    plan = CastPlan(weights, masters, [0] * 12, names=[f"{i}.weight" for i in range(12)])
+    for _ in range(2):  # masters are observed from the second cast on
+        plan.cast()
+        plan.post_all_gather()
+        collected(plan, "modelopt", allow_unequal_scales=True)
+    compared: list[Validity] = []
+    changed = Validity._masters_changed
+    monkeypatch.setattr(Validity, "_masters_changed", lambda self: compared.append(self) or changed(self))
+    collected(plan, "modelopt", allow_unequal_scales=True)
+    assert len(compared) == 1
+    buckets = named_tensors(plan, "modelopt", bucket_bytes=1500, allow_unequal_scales=True)
+    next(buckets)
+    masters[0].add_(1.0)
+    with pytest.raises(RuntimeError, match="its masters have been written since its last cast"):
+        next(buckets)
 
 
 def test_a_bucket_that_was_given_up_says_so() -> None:

@@ -46,7 +46,8 @@ def changes_of(header: Header, payload: Tensor, nbytes: int) -> tuple[Tensor, Te
     RefitError for changes of a bucket of another size.
     """
     segments = header["segments"]
-    payloads = payload.split([size for *_, size in segments])
+    # A transport may deliver bytes in any dtype and shape.
+    payloads = as_bytes(payload.contiguous()).split([size for *_, size in segments])
     positions: list[Tensor] = []
     values: list[Tensor] = []
     for span, segment_payload, (numel, encoding, count, after, _) in zip(

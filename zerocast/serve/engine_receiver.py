@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from zerocast.distributed.group import Group
+from zerocast.formats.layout import Span
 from zerocast.serve.bucket import (
     ASK,
     Layout,
@@ -26,12 +27,9 @@ from zerocast.serve.bucket import (
     write_changes,
 )
 from zerocast.serve.engine_weights import EngineWeights, Region, check_filled, check_uniform, elements_taken
-from zerocast.serve.flat_bytes import as_bytes
+from zerocast.serve.flat_bytes import as_bytes, digest_of_span
 from zerocast.serve.refit_message import DELTA, END, FULL, Header, RefitError, check_header, layout_digest
 from zerocast.serve.refit_order import RefitOrder
-
-# The version of the messages and of their order (docs/reference/engines.md).
-PROTOCOL = 1
 
 
 @dataclass
@@ -51,6 +49,7 @@ class _Stage:
         first: the header of its first message.
         headers: the headers that came, without the last.
         payloads: the changed bytes of each message of a delta.
+        own: the digest of this rank's bytes of each bucket, when they were found to fit a delta.
         buckets: the buckets of a full refit.
         values: by name the tensors of a full refit in model layout, in host memory.
         is_complete: True once the last message came and all was found to fit.
@@ -59,6 +58,7 @@ class _Stage:
     first: Header
     headers: list[Header] = field(default_factory=list)
     payloads: list[Tensor] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
     buckets: list[_Bucket] = field(default_factory=list)
     values: dict[str, Tensor] = field(default_factory=dict)
     is_complete: bool = False
@@ -94,6 +94,8 @@ class EngineReceiver:
         self._buckets: list[_Bucket] = []
         # The refit under way, until it is applied or refused.
         self._stage: _Stage | None = None
+        # The call under way, the same on all ranks: a message by its digest, or `apply`.
+        self._call = ""
 
     @property
     def refit(self) -> int:
@@ -124,6 +126,7 @@ class EngineReceiver:
         Raises RefitError, on all ranks alike, naming the rank that refused. The refit is dropped
         then, and the weights are as they were.
         """
+        self._call = f"message {header.get('header_digest')}"
         covered: dict[str, Tensor] = {}
         with self._agreed("could not be staged"):
             self._admit(header, read())
@@ -143,6 +146,7 @@ class EngineReceiver:
         Raises RefitError, on all ranks alike. If the refit broke off while it was written,
         `check_servable` raises from then on.
         """
+        self._call = "apply"
         with self._agreed("was not applied"):
             if self._stage is None or not self._stage.is_complete:
                 raise RefitError("no refit came to its last message")
@@ -150,14 +154,19 @@ class EngineReceiver:
 
     @contextmanager
     def _agreed(self, what: str) -> Iterator[None]:
-        """RefitError on all ranks if the body raised on one. The refit under way is dropped."""
+        """RefitError on all ranks if the body raised on one, or if they are in different calls. The
+        refit under way is dropped.
+        """
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
         text = error and (str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}")
-        for rank, refusal in enumerate(self._group.all_gather_object(text, "the state of a refit")):
+        states = self._group.all_gather_object((self._call, text), "the state of a refit")
+        for rank, (call, refusal) in enumerate(states):
+            if call != states[0][0]:
+                refusal = f"its {call} came with the {states[0][0]} of rank 0: {ASK}"
             if refusal is not None:
                 self._stage = None
                 of_rank = f"rank {rank} of {self._group.size}: " if self._group.size > 1 else ""
@@ -194,10 +203,15 @@ class EngineReceiver:
         if header["kind"] != END:
             stage.headers.append(header)
 
-    def _stage_full(self, stage: _Stage, header: Header, tensors: Sequence[Tensor]) -> None:
+    def _stage_full(self, stage: _Stage, header: Header, given: Sequence[Tensor]) -> None:
+        layout = layout_of(header)
+        # A transport may deliver bytes in any dtype and shape.
+        tensors = [
+            as_bytes(tensor.contiguous()).view(dtype).view(shape)
+            for (_, dtype, shape), tensor in zip(layout, given, strict=True)
+        ]
         if not have_digests(tensors, digests_after(header)):
             raise RefitError(f"the bytes of {header['tensors'][0][0]} and what came with it were damaged: {ASK}")
-        layout = layout_of(header)
         known = {name for bucket in stage.buckets for name, _, _ in bucket.layout}
         twice = known.intersection(name for name, _, _ in layout)
         if twice:
@@ -279,6 +293,8 @@ class EngineReceiver:
         for index, (bucket, header) in enumerate(zip(self._buckets, stage.headers, strict=True)):
             with self._agreed(what):
                 tensors = self._stored(bucket)
+                if stage.payloads:
+                    stage.own.append(_digest(tensors))
                 buffers = [as_bytes(tensor) for tensor in tensors]
             for buffer in buffers:
                 self._bytes_group.all_reduce_max(buffer, "the bytes of an engine")
@@ -322,8 +338,15 @@ class EngineReceiver:
         """Write the changes of a delta to the engine."""
         own = self._weights.tensors()
         written: set[str] = set()
-        for bucket, header, payload in zip(self._buckets, stage.headers, stage.payloads, strict=True):
+        for bucket, header, payload, own_digest in zip(
+            self._buckets, stage.headers, stage.payloads, stage.own, strict=True
+        ):
             tensors = self._stored(bucket)
+            if _digest(tensors) != own_digest:
+                raise RefitError(
+                    f"something else wrote to {bucket.layout[0][0]} or what came with it since the changes were found to fit, such "
+                    "as a reload or a sleep of level 2"
+                )
             for index in self._change(tensors, header, payload):
                 for region in bucket.regions.get(bucket.layout[index][0], []):
                     region.own.of(own[region.name]).copy_(region.stored.of(tensors[index]))
@@ -347,3 +370,7 @@ class EngineReceiver:
     def _change(tensors: Sequence[Tensor], header: Header, payload: Tensor) -> list[int]:
         positions, values = changes_of(header, payload.to(tensors[0].device), sum(tensor.nbytes for tensor in tensors))
         return write_changes(tensors, positions, values)
+
+
+def _digest(tensors: Sequence[Tensor]) -> int:
+    return digest_of_span(tensors, Span(0, sum(tensor.nbytes for tensor in tensors)))

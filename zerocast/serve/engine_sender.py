@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from zerocast.serve.engine_receiver import PROTOCOL
-from zerocast.serve.refit_message import RefitError
+from zerocast.serve.refit_message import PROTOCOL, RefitError
 from zerocast.serve.sender import Message, Sender
 
 logger = logging.getLogger(__name__)

@@ -56,13 +56,13 @@ def digest_of_span(tensors: Sequence[Tensor], span: Span) -> int:
     contiguous, and from the position of the byte in the span.
 
     It takes memory for a chunk, of several tensors a copy and of one none: on a CPU 1 MiB, and as
-    much twice for its sum, which then stay in the cache, and 64 MiB on a GPU, where each chunk
+    much twice for its sum, which then stay in the cache, and 256 MiB on a GPU, where each chunk
     costs some launches. The host waits for the device.
     """
     device = _device(tensors)
     total = torch.full((), span.numel, dtype=torch.int64, device=device)
     first = 0
-    for chunk in _chunks(tensors, span, 2**20 if device.type == "cpu" else 2**26):
+    for chunk in _chunks(tensors, span, 2**20 if device.type == "cpu" else 2**28):
         words = _words(chunk)
         total += _mixer(device)(words, first, _PLACE, _ROUNDS)
         first += words.numel()

@@ -153,6 +153,8 @@ class LiveWeights:
         self._check()
         look: Callable[[], Casts] | None = None
         casts: Casts = ()
+        # Another one for each bucket, since masters change only while a bucket is read.
+        moment = object()
         pairs: list[tuple[str, Tensor]] = []
         nbytes = 0
         for batch in self.source.batches():
@@ -162,13 +164,15 @@ class LiveWeights:
                 casts = look()
             elif self.source.is_transient:
                 _check_casts(casts, look)
+                moment = object()
             for name, tensor in batch:
-                for stored in self._stored_tensors(name, tensor):
+                for stored in self._stored_tensors(name, tensor, moment):
                     if pairs and nbytes + stored.nbytes > self._bucket_bytes:
                         bucket, pairs, nbytes = Bucket(pairs), [], 0
                         yield bucket
                         bucket.give_up()
                         _check_casts(casts, look)
+                        moment = object()
                     pairs.append((stored.name, stored.make()))
                     nbytes += stored.nbytes
             if pairs and self.source.is_transient:
@@ -182,9 +186,9 @@ class LiveWeights:
         if look is not None:
             _check_casts(casts, look)
 
-    def _stored_tensors(self, name: str, tensor: Tensor) -> Iterator[StoredTensor]:
+    def _stored_tensors(self, name: str, tensor: Tensor, moment: object) -> Iterator[StoredTensor]:
         if isinstance(tensor, QuantizedWeight):
-            return of_weight(tensor, self.naming, name, self._pieces[name])
+            return of_weight(tensor, self.naming, name, self._pieces[name], moment)
         if type(tensor.detach()) is not Tensor:
             raise TypeError(
                 f"{name} is a {type(tensor).__name__}, whose bytes are known to its owner alone: give the attachment or the "

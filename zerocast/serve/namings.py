@@ -114,7 +114,7 @@ def _amax(weight: QuantizedWeight) -> Tensor:
     assert weight.amax is not None
     # A weight of zeros has an amax of 0, by which the global scale would divide. The amax here
     # makes the scale 1.
-    return torch.where(weight.amax > 0, weight.amax, torch.full_like(weight.amax, TOP))
+    return torch.where(weight.amax > 0, weight.amax, TOP)
 
 
 def _nvfp4_scales(weight: QuantizedWeight) -> Part:

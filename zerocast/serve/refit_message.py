@@ -23,6 +23,8 @@ from torch import Tensor
 
 from zerocast.serve.flat_bytes import digest
 
+# The version of the messages and of their order (docs/reference/engines.md).
+PROTOCOL = 1
 # The kinds of messages: all bytes of a bucket, its changed bytes, and the end of a refit.
 FULL = "full"
 DELTA = "delta"
@@ -42,12 +44,18 @@ class RefitError(RuntimeError):
 
 
 def with_digest(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A header: the fields and a digest of them."""
+    """A header: the fields, the version of the protocol, and a digest of them."""
+    fields = {"protocol": PROTOCOL, **fields}
     return {**fields, _OWN_DIGEST: _digest_of(fields)}
 
 
 def check_header(header: Header) -> None:
-    """RefitError for a header that differs from its digest."""
+    """RefitError for a header of another protocol, or that differs from its digest."""
+    if header.get("protocol") != PROTOCOL:
+        raise RefitError(
+            f"the sender speaks protocol {header.get('protocol')} of refits, and this receiver {PROTOCOL}: install one version of "
+            "zerocast on both sides"
+        )
     fields = {key: value for key, value in header.items() if key != _OWN_DIGEST}
     if header.get(_OWN_DIGEST) != _digest_of(fields):
         raise RefitError(

@@ -21,8 +21,10 @@ from zerocast.serve.live import BUCKET_BYTES, Bucket, LiveWeights
 from zerocast.serve.piece import Names
 from zerocast.serve.refit_message import DELTA, END, FULL, ChangedBytes, Header, RefitError, layout_digest, with_digest
 
-# The name of a refit in the error that is raised if ranks make different calls.
-SENDS = "serves live weights"
+# The names of calls in the error that is raised if ranks make different ones.
+MAKES = "makes a Sender"
+SENDS_ALL = "sends all live weights"
+SENDS_CHANGES = "sends the changes of live weights"
 
 
 class Message:
@@ -78,7 +80,7 @@ class Sender:
         self._live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
         self._group = self._live.source.masters_group if group is None else Group.of(group)
         settings = {"naming": naming, "bucket_bytes": bucket_bytes, "dtype": str(dtype)}
-        validate_across_ranks(self._group, self._live.stored_names, None, SENDS, settings)
+        validate_across_ranks(self._group, self._live.stored_names, None, MAKES, settings)
         self._run: str = self._group.broadcast_object(secrets.token_hex(8), "the name of a run")
         # The number of the last refit that has begun.
         self._refit = 0
@@ -117,7 +119,7 @@ class Sender:
         number = self._begin()
         self._kept = []
         self._layouts = []
-        for bucket, part, own_digest in each_together(self._group, self._parts(), SENDS):
+        for bucket, part, own_digest in each_together(self._group, self._parts(), SENDS_ALL):
             layout = _layout(bucket)
             self._kept.append(part)
             self._layouts.append(layout_digest(layout))
@@ -140,7 +142,7 @@ class Sender:
         self._check_since(since)
         number = self._begin()
         index = 0
-        for layout, part, own_changes in each_together(self._group, self._changed_parts(), SENDS):
+        for layout, part, own_changes in each_together(self._group, self._changed_parts(), SENDS_CHANGES):
             if own_changes is None:
                 raise RefitError(
                     f"the tensors of bucket {index} are not those of the last refit, as after a switch of formats: send "
@@ -237,14 +239,14 @@ class Sender:
             padded[0, : own.payload.numel()] = own.payload
             return padded, padded.new_empty(self._group.size, largest)
 
-        padded, gathered = together(self._group, allocated, SENDS)
+        padded, gathered = together(self._group, allocated, SENDS_CHANGES)
         if largest:
             self._group.all_gather_into(gathered, padded, what="changed bytes")
 
         def concatenated() -> Tensor:
             return torch.cat([row[:size] for row, size in zip(gathered, sizes, strict=True)])
 
-        return segments, together(self._group, concatenated, SENDS)
+        return segments, together(self._group, concatenated, SENDS_CHANGES)
 
 
 def _layout(bucket: Bucket) -> list[list[Any]]:

@@ -33,14 +33,17 @@ class StoredTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def of_weight(weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece]) -> Iterator[StoredTensor]:
+def of_weight(
+    weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece], moment: object = None
+) -> Iterator[StoredTensor]:
     """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast,
-    is partial, or older than its masters; ValueError for pieces that divide a block.
+    is partial, or older than its masters (`moment` as for `Validity.check`); ValueError for pieces
+    that divide a block.
     """
     if weight.format.element is None:
         yield from of_plain(plain_value(weight), pieces, weight.dtype)
         return
-    weight.check(Use.SEND)
+    weight.check(Use.SEND, moment)
     weight.wait()
     for tensors in by_piece(weight, naming, name, pieces):
         yield from tensors

@@ -173,6 +173,8 @@ class Validity:
         self._casts_before_step = 0
         self._has_stepped = False
         self._is_observed = False
+        # When a SEND last compared the masters.
+        self._compared: object = None
 
     def part(self) -> "Validity":
         """Return a validity for some of these weights, whose casts are counted separately. All
@@ -185,9 +187,10 @@ class Validity:
 
     # -- checks
 
-    def check(self, use: Use, weight: Any = None) -> None:
+    def check(self, use: Use, weight: Any = None, moment: object = None) -> None:
         """Raise RuntimeError unless the bytes, of one `weight` for COPY, READ and SEND, may be
-        used.
+        used. Each check compares all masters; of many that are given one `moment`, any object, the
+        first.
         """
         writing = self._writing
         if writing.thread is not None or writing.broke_off is not None:
@@ -205,7 +208,7 @@ class Validity:
                     f"{self.advice}; or load a state dict into it, or make it over existing bytes by QuantizedWeight.of_buffers",
                 )
             if use is Use.SEND or (use is Use.READ and debugging()):
-                self._check_current(weight)
+                self._check_current(weight, moment)
             if use is Use.SEND:
                 self._observe()
         for reference in self._prechecks[use]:
@@ -249,10 +252,12 @@ class Validity:
             if not _observers:
                 _observers.extend(_hook_steps(lambda validity: validity._is_observed))
 
-    def _check_current(self, weight: Any) -> None:
+    def _check_current(self, weight: Any, moment: object) -> None:
         weight.wait()
-        if since := self._masters_changed():
-            raise InvalidWeights(f"{described(weight)} is stale", since, self.advice)
+        if moment is None or moment is not self._compared:
+            if since := self._masters_changed():
+                raise InvalidWeights(f"{described(weight)} is stale", since, self.advice)
+            self._compared = moment
         if self.sharded and self.casts and not self.rebuild and not weight.state.is_gathered():
             raise InvalidWeights(f"{described(weight)} holds this rank's part of the last cast only", "", self.advice)
 

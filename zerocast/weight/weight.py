@@ -187,11 +187,11 @@ class QuantizedWeight(WeightReader, WeightBuffers):
         # Only block scales are transposed. A scale per tensor stays as it is.
         return made_data, made_scale if self.format.block else row_scale
 
-    def check(self, use: Use) -> None:
+    def check(self, use: Use, moment: object = None) -> None:
         """Raise RuntimeError unless the bytes may be used in this way (`Validity.check`). Every
         product and `dequantize` call it with `Use.READ`.
         """
-        self.state.validity.check(use, self)
+        self.state.validity.check(use, self, moment)
         if use is Use.READ:
             owners.note_read(self)
 
