@@ -136,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--shrink", type=int, default=1, help="divides all extents, to try this on a CPU")
-    parser.add_argument("--update", type=float, default=4.0)
+    parser.add_argument("--update", type=float, default=0.6)
     parser.add_argument("--format", nargs="+", choices=FORMATS, default=["fp8_block", "nvfp4", "identity"])
     parser.add_argument("--bucket-bytes", type=int, default=2**28)
     arguments = parser.parse_args()
