@@ -230,9 +230,6 @@ class EngineReceiver:
         index = header["index"]
         if index >= len(self._buckets) or self._buckets[index].digest != header["layout"]:
             raise RefitError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
-        nbytes = sum(dtype.itemsize * torch.Size(shape).numel() for _, dtype, shape in self._buckets[index].layout)
-        # Raises for damaged positions while nothing has changed.
-        changes_of(header, tensors[0], nbytes)
         # The transport may use its memory again.
         stage.payloads.append(tensors[0].clone())
 
