@@ -155,7 +155,8 @@ def _by_blocks(positions: Tensor, numel: int, block: int, dtype: torch.dtype) ->
     """The count of positions in each block, and each position within its block; u8."""
     ends = torch.arange(block, numel + block, block, device=positions.device)
     counts = torch.searchsorted(positions, ends).diff(prepend=positions.new_zeros(1))
-    return torch.cat([counts.to(dtype), (positions % block).to(dtype)]).view(torch.uint8)
+    # Joined as bytes, since not every device joins unsigned integers of two.
+    return torch.cat([numbers.to(dtype).view(torch.uint8) for numbers in (counts, positions % block)])
 
 
 def _from_blocks(encoded: Tensor, numel: int, count: int, block: int, dtype: torch.dtype) -> Tensor | None:
