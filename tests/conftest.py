@@ -70,10 +70,12 @@ def bind_arguments(item: Any) -> None:
             mismatches.append(f"{function.__qualname__}: {error}")
         raise Bound
 
-    needed = {name: given.get(name, MagicMock()) for name in inspect.signature(item.function).parameters}
+    # of a test of hypothesis without its examples, whose failures would be made small
+    case = item.function.hypothesis.inner_test if hasattr(item.function, "hypothesis") else item.function
+    needed = {name: given.get(name, MagicMock()) for name in inspect.signature(case).parameters}
     # what a case computes before that call may need a GPU
     with contextlib.suppress(Exception):
-        item.function(**needed | {"gpu_ranks": lambda world: call})
+        case(**needed | {"gpu_ranks": lambda world: call})
     if mismatches:
         pytest.fail(f"the arguments do not fit: {mismatches[0]}", pytrace=False)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.workers import Ranks, RanksFailed
+from tests.workers import Ranks, RanksFailed, on_ranks
 
 
 def add(x: int) -> int:
@@ -92,3 +92,21 @@ def test_a_failure_fails_the_case_and_not_the_next(ranks: Ranks, case: Callable[
         ranks(2)(case, timeout=3.0)
     assert time.monotonic() - start < 20.0
     assert ranks(2)(add, 1) == [3, 3]
+
+
+@pytest.mark.parametrize("more", [1, 2])
+@on_ranks(0, 1, 2)
+def test_a_body_runs_on_every_rank(world: int, more: int) -> None:
+    assert (dist.get_world_size() if dist.is_initialized() else 0) == world
+    assert not world or add(more) == world * more + sum(range(world))
+
+
+@on_ranks(2)
+def fails_on_one() -> None:
+    found = dist.get_rank()
+    assert found == 0
+
+
+def test_a_body_that_fails_shows_its_variables(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match=r"(?s)rank 1 ---.*assert found == 0.*found = 1"):
+        fails_on_one(ranks=ranks, world=2)

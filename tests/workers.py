@@ -11,7 +11,10 @@ lines are counted, those of one rank of two are too.
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -28,6 +31,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 from coverage import Coverage
 
 CASE_SECONDS = 60.0  # a case that takes longer hangs
@@ -79,6 +83,32 @@ def error_of(call: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def on_ranks(*worlds: Any, timeout: float = CASE_SECONDS) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs on every rank of each of these numbers of ranks, with its parameters and fixtures pickled; 0 is this
+    process, without a group. Without numbers `world` is a parameter of the test.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(ranks: Ranks, world: int, **given: Any) -> None:
+            given |= {"world": world} if "world" in named else {}
+            if world == 0:
+                body(**given)
+            else:
+                ranks(world)(_run_body, body.__module__, body.__name__, given, timeout=timeout)
+
+        named = inspect.signature(body).parameters
+        arguments = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("ranks", "world", *named)]
+        test.__signature__ = inspect.Signature([*dict.fromkeys(arguments)])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world", worlds)(test) if worlds else test
+
+    return decorate
+
+
+def _run_body(module: str, name: str, given: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**given)
 
 
 class RanksFailed(AssertionError):
@@ -215,6 +245,14 @@ def freeze_modules() -> None:
     gc.freeze()
 
 
+def _told(error: BaseException) -> str:
+    """Its traceback, of a failed assertion with the variables of each function: nothing else tells the values."""
+    with contextlib.suppress(Exception):  # of a variable that has no text, in Python 3.10
+        told = traceback.TracebackException.from_exception(error, capture_locals=isinstance(error, AssertionError))
+        return "".join(told.format())
+    return "".join(traceback.format_exception(error))
+
+
 def _serve(rank: int, world: int, backend: str, store: str, connection: Connection, counted: bool) -> None:
     """The life of a worker: join the group, answer cases until an empty message."""
     import torch
@@ -239,8 +277,8 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
             torch.manual_seed(0)  # no case depends on those before it
             owners.forget_all()
             answer = pickle.dumps((True, function(*args)))
-        except BaseException:  # a rank must answer whatever happens to it
-            answer = pickle.dumps((False, traceback.format_exc()))
+        except BaseException as error:  # a rank must answer whatever happens to it
+            answer = pickle.dumps((False, _told(error)))
             if coverage:  # the process is about to be replaced
                 coverage.save()
         connection.send_bytes(answer)
