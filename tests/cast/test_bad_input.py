@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import casts
 from tests.matrices import lcg_matrix
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, get_format, post_all_gather_processing, quantize_master_weights
 
 NUMEL = 32 * 64
@@ -143,72 +143,58 @@ SPOILT: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
 ALONE = [name for name in SPOILT if not name.startswith(("other", "overlap", "fewer weights"))]
 
 
-def attempt(name: str, spoilt_rank: int) -> tuple[str, str, bool]:
-    """(exception, message, all bytes as before) of a plan that one rank spoilt; a good plan afterwards still works."""
-    call = Call(dist.get_rank())
-    kept = list(call.weights)
-    before = [casts.bytes_of(weight) for weight in kept]
-    if dist.get_rank() == spoilt_rank:
-        SPOILT[name][0](call)
-    with pytest.raises((TypeError, ValueError, RuntimeError)) as caught:
-        CastPlan(call.weights, call.masters, call.starts, **call.options)
-    for weight, bytes_ in zip(kept, before, strict=True):
-        weight.state.validity.before_read = None
-        casts.assert_same_bytes(casts.bytes_of(weight), bytes_, name)
-    good = Call(dist.get_rank())
-    CastPlan(good.weights, good.masters, good.starts).cast()
-    return type(caught.value).__name__, str(caught.value), True
+def said_on_all(text: str) -> str:
+    """A text that is the same on all ranks."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    assert len(set(texts)) == 1, texts
+    return text
 
 
-@pytest.mark.parametrize("name", SPOILT)
 @pytest.mark.notices(
     "an argument of a plan is wrong on one rank", where="CastPlan", answer="raises on all ranks, no byte changed"
 )
-def test_one_rank_is_wrong_and_all_say_so(ranks: Ranks, name: str) -> None:
-    _, kind, message = SPOILT[name]
-    answers = ranks(3)(attempt, name, 1)
-    assert len(set(answers)) == 1
-    assert answers[0][0] == kind.__name__
-    with pytest.raises(kind, match=message):
-        raise kind(answers[0][1])
-    if name in ALONE:
-        assert answers[0][1].startswith("rank 1: ")
+@on_ranks(1, 3)
+def test_one_rank_is_wrong_and_all_say_so(world: int) -> None:
+    """A good plan afterwards still works."""
+    rank = dist.get_rank()
+    for name in SPOILT if world > 1 else ALONE:
+        spoil, kind, message = SPOILT[name]
+        call, good = Call(rank), Call(rank)
+        kept = list(call.weights)
+        before = [casts.bytes_of(weight) for weight in kept]
+        if rank == min(1, world - 1):
+            spoil(call)
+        with pytest.raises(kind, match=message) as caught:
+            CastPlan(call.weights, call.masters, call.starts, **call.options)
+        assert type(caught.value) is kind, name
+        said = said_on_all(str(caught.value))
+        assert world > 1 or not said.startswith("rank"), name
+        assert world == 1 or name not in ALONE or said.startswith("rank 1: "), name
+        for weight, bytes_ in zip(kept, before, strict=True):
+            weight.state.validity.before_read = None
+            casts.assert_same_bytes(casts.bytes_of(weight), bytes_, name)
+        CastPlan(good.weights, good.masters, good.starts).cast()
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_one_process(ranks: Ranks, name: str) -> None:
-    ((found, message, _),) = ranks(1)(attempt, name, 0)
-    assert found == SPOILT[name][1].__name__
-    assert not message.startswith("rank")
-
-
-def overlap_within_a_byte() -> str:
+@on_ranks(2)
+def test_masters_overlap_by_one_element() -> None:
     """Two ranks may share a byte of NVFP4 and never an element."""
     weight, rank = QuantizedWeight.empty((16, 16), "nvfp4"), dist.get_rank()
     with pytest.raises(ValueError, match="may not overlap") as caught:
         CastPlan([weight], [torch.ones((101, 156)[rank])], [(0, 100)[rank]])
     CastPlan([weight], [torch.ones((101, 155)[rank])], [(0, 101)[rank]]).cast()
-    return str(caught.value)
+    assert "from 100 on" in said_on_all(str(caught.value))
 
 
-def test_masters_overlap_by_one_element(ranks: Ranks) -> None:
-    first, second = ranks(2)(overlap_within_a_byte)
-    assert first == second
-    assert "from 100 on" in first
-
-
-def plain_and_exact() -> str:
+@on_ranks(2)
+def test_ranks_disagree_about_an_option() -> None:
     """A rank casts plain NVFP4, the other with the scales that are exact in FP8."""
     rank = dist.get_rank()
     weight = QuantizedWeight.empty((16, 16), ("nvfp4", "nvfp4:exact_in_fp8")[rank])
     with pytest.raises(ValueError, match="on rank 0 and nvfp4:exact_in_fp8=True") as caught:
         CastPlan([weight], [torch.ones(128)], [128 * rank])
-    return str(caught.value)
-
-
-def test_ranks_disagree_about_an_option(ranks: Ranks) -> None:
-    first, second = ranks(2)(plain_and_exact)
-    assert first == second
+    said_on_all(str(caught.value))
 
 
 @pytest.mark.parametrize("arguments", [(None, [], []), ([], None, []), (5, 5, 5), (iter([]), [], [])])

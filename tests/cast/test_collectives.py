@@ -9,7 +9,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from tests import casts, sharded
 from tests.dispatched import Dispatched
 from tests.sharded import Cut, Outcome, Sharded, Weight
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, post_all_gather_processing, quantize_master_weights
 
 SHAPE = (64, 96)
@@ -84,25 +84,25 @@ def test_the_packed_buffer_is_bf16_when_every_nominal_dtype_is(ranks: Ranks) -> 
     assert ranks(2)(packed_dtype, (*bf16, Weight("mxfp8", SHAPE, cut(2), torch.float16))) == [torch.float32] * 2
 
 
-def wrong_groups() -> list[str]:
+@on_ranks(4)
+def test_groups_that_are_none() -> None:
     weight, messages = QuantizedWeight.empty((2, 2), "fp8_current"), []
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for group in (mesh, "world", dist.GroupMember.NON_GROUP_MEMBER):
         with pytest.raises((TypeError, ValueError)) as caught:
             CastPlan([weight], [None], [None], group)
         messages.append(f"{type(caught.value).__name__}: {caught.value}")
-    return messages
+    mesh, text, outsider = messages
+    assert mesh.startswith("ValueError") and "mesh['name']" in mesh
+    assert text.startswith("TypeError") and "str" in text
+    assert outsider.startswith("TypeError")
 
 
-def test_groups_that_are_none(ranks: Ranks) -> None:
-    for mesh, text, outsider in ranks(4)(wrong_groups):
-        assert mesh.startswith("ValueError") and "mesh['name']" in mesh
-        assert text.startswith("TypeError") and "str" in text
-        assert outsider.startswith("TypeError")
-
-
-def call_by_call(cases: tuple[Weight, ...], manual: bool) -> Outcome:
+@pytest.mark.parametrize("manual", [True, False])
+@on_ranks(3)
+def test_the_two_calls_of_a_host(manual: bool) -> None:
     """The two calls of a host's optimizer instead of a plan, twice."""
+    cases = tuple(case for case in every_format(3, 1) if "delayed" not in case.fmt)
     here = Sharded(cases, dist.get_rank())
     for step in range(2):
         here.set_masters(step)
@@ -115,11 +115,6 @@ def call_by_call(cases: tuple[Weight, ...], manual: bool) -> Outcome:
             for weight in here.weights:
                 if weight.format.name != "identity":
                     weight.read(columnwise=True, dtype=torch.float32)
-    return Outcome([[casts.bytes_of(weight) for weight in here.weights]], here.complaints)
-
-
-@pytest.mark.parametrize("manual", [True, False])
-def test_the_two_calls_of_a_host(ranks: Ranks, manual: bool) -> None:
-    cases = tuple(case for case in every_format(3, 1) if "delayed" not in case.fmt)
-    for rank, outcome in enumerate(ranks(3)(call_by_call, cases, manual)):
-        sharded.assert_unsharded(outcome, cases, f"rank {rank}", step=1)
+    rank = dist.get_rank()
+    outcome = Outcome([[casts.bytes_of(weight) for weight in here.weights]], here.complaints)
+    sharded.assert_unsharded(outcome, cases, f"rank {rank}", step=1)

@@ -18,7 +18,7 @@ from tests.host_traffic import HostTraffic
 from tests.selection import examples_on
 from tests.sharded import Outcome, Sharded, Weight
 from tests.strategies import models
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, get_format
 from zerocast.backends.descriptor import Column
 from zerocast.backends.reference.adam import adamw
@@ -115,19 +115,16 @@ def test_the_bits_of_two_passes(ranks: Ranks, world: int, data: st.DataObject) -
                 casts.assert_same_bytes(a, b, f"step {number}, weight {index - 1} of {cases}")
 
 
-def traffic_of_a_cast(cases: tuple[Weight, ...]) -> list[str]:
+@on_ranks(2)
+def test_a_cast_does_not_wait_for_the_device() -> None:
+    """Nor where an odd NVFP4 cut sends elements along with the amaxes."""
+    cases = tuple(Weight(fmt, (32, 64), ((0, 555), (555, 2048))) for fmt in casts.FORMATS)
     trainee = Trainee(cases, dist.get_rank(), seed=2)
     trainee.step(1, True, None)
     rows, clip, skip = torch.from_numpy(scalars(2)), torch.ones(1), torch.tensor([False])
     with HostTraffic() as traffic:
         trainee.plan.launch(skip=skip, update=trainee.update(rows, clip))
-    return traffic.found
-
-
-def test_a_cast_does_not_wait_for_the_device(ranks: Ranks) -> None:
-    """Nor where an odd NVFP4 cut sends elements along with the amaxes."""
-    cases = tuple(Weight(fmt, (32, 64), ((0, 555), (555, 2048))) for fmt in casts.FORMATS)
-    assert ranks(2)(traffic_of_a_cast, cases) == [[], []]
+    assert traffic.found == []
 
 
 class Reads(TorchDispatchMode):

@@ -28,7 +28,7 @@ def plan_of(count: int, fmt: str) -> CastPlan:
     return CastPlan(weights, list(masters), [0] * count)
 
 
-@pytest.mark.parametrize("many", [1_000, pytest.param(EXPERTS, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("many", [200, pytest.param(EXPERTS, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", "mxfp8", "fp8_delayed"])
 def test_a_cast_calls_as_often_for_many_weights(fmt: str, many: int) -> None:
     plans = plan_of(8, fmt), plan_of(many, fmt)
@@ -41,7 +41,7 @@ def test_a_cast_calls_as_often_for_many_weights(fmt: str, many: int) -> None:
 @pytest.mark.parametrize("prepare", [zerocast.quantize_, zerocast.fsdp2.prepare])
 def test_quantizing_calls_in_proportion_to_the_weights(prepare: Callable[..., object]) -> None:
     """It looks at every module once, and not once for every weight."""
-    few, many = (torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(count)) for count in (50, 400))
+    few, many = (torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(count)) for count in (20, 160))
     prepare(torch.nn.ModuleList([torch.nn.Linear(32, 32)]), {"*.weight": "nvfp4"})  # what is made once
     calls = [calls_of(partial(prepare, model, {"*.weight": "nvfp4"})) for model in (few, many)]
     assert calls[1] < 10 * calls[0]

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import zerocast
 from tests import devices
+from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe
 from zerocast.backends.reference.quantize import quantize
 from zerocast.backends.reference.scales import block_amax
@@ -166,22 +167,19 @@ def test_verify_where_each_of_a_group_is_gathered_at_another_time(ranks: Any, fm
     assert ranks(2)(sharded, fmt, "cpu", True) == [[]] * 2
 
 
-def count(fmt: str) -> list[int]:
+@on_ranks(2)
+def test_no_further_collective() -> None:
     from torch.distributed.tensor.debug import CommDebugMode
 
     found = []
     for share in ((), "llama"):
-        model = zerocast.quantize_(Net(), recipe(fmt, share), dtype=torch.bfloat16)
+        model = zerocast.quantize_(Net(), recipe("nvfp4", share), dtype=torch.bfloat16)
         weights = list(model.parameters())
         plan = CastPlan(weights, [torch.randn(w.numel()) if dist.get_rank() == 0 else None for w in weights], [0] * 8)
         with CommDebugMode() as mode:
             plan.cast()
         found.append(mode.get_total_counts())
-    return found
-
-
-def test_no_further_collective(ranks: Any) -> None:
-    assert ranks(2)(count, "nvfp4") == [[1, 1]] * 2
+    assert found == [1, 1]
 
 
 def test_copies_still_share() -> None:

@@ -103,7 +103,7 @@ class Simulated(Group):
         return self.exchange.meet(self.rank, kind, part, combine)
 
 
-def on_ranks(size: int, run: Callable[[Simulated], Result]) -> tuple[list[Result | Exception], list[tuple[str, int]]]:
+def simulate(size: int, run: Callable[[Simulated], Result]) -> tuple[list[Result | Exception], list[tuple[str, int]]]:
     """(what each rank returned or raised, the collectives) of `run` on `size` ranks."""
     exchange, found = Exchange(size), dict[int, Result | Exception]()
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import zerocast
 from tests.optim.runs import Run, Trainer
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.distributed.group import Group, _timeout
 from zerocast.optim import Checkpoints
@@ -27,17 +27,14 @@ def timeouts(group: Any) -> set[timedelta]:
     return {group._get_backend(device).options._timeout for device in group._device_types}
 
 
-def duplicates() -> list[set[timedelta]]:
+@on_ranks(2)
+def test_the_timeout_is_passed_on() -> None:
     """Timeouts of groups made after one with a timeout of its own, and after one whose timeout was changed later."""
     asked = dist.new_group(timeout=timedelta(seconds=17))
     found = [timeouts(Group.of(asked).duplicate(backend).handle) for backend in (None, "gloo")]
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=19), asked)
-    return [*found, timeouts(Group.of(asked).duplicate().handle)]
-
-
-def test_the_timeout_is_passed_on(ranks: Ranks) -> None:
-    for found in ranks(2)(duplicates):
-        assert found == [{timedelta(seconds=seconds)} for seconds in (17, 17, 19)]
+    found = [*found, timeouts(Group.of(asked).duplicate().handle)]
+    assert found == [{timedelta(seconds=seconds)} for seconds in (17, 17, 19)]
 
 
 def test_one_place_makes_groups() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.simulated import Simulated, on_ranks
+from tests.distributed.simulated import Simulated, simulate
 from tests.selection import worlds
 from zerocast import QuantizedWeight
 from zerocast.cast.partition import Partition, partition
@@ -61,7 +61,7 @@ def built(world: int, spoil: Callable[[Passed], None]) -> tuple[list[Any], list[
         spoil(passed)
         return passed.build(group)
 
-    return on_ranks(world, run)
+    return simulate(world, run)
 
 
 def last(passed: Passed) -> bool:
@@ -164,7 +164,7 @@ def test_three_small_collectives(world: int) -> None:
 
 def exchanged(spans_by_rank: Sequence[Sequence[Span]], items: Sequence[Item]) -> Ownership:
     """What every rank finds, the same on all."""
-    found, _ = on_ranks(len(spans_by_rank), lambda group: exchange_spans(group, items, spans_by_rank[group.rank]))
+    found, _ = simulate(len(spans_by_rank), lambda group: exchange_spans(group, items, spans_by_rank[group.rank]))
     assert all(one == found[0] for one in found), found
     assert isinstance(found[0], Ownership), found[0]
     return found[0]

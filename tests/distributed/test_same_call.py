@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, Recipe, ZeroAdamW
 from zerocast.cast import plan
 from zerocast.distributed.group import ONE_PROCESS, Group
@@ -19,34 +19,27 @@ from zerocast.distributed.rank_report import DIGESTS, CastReports
 LR = 1e-2
 
 
-def plans_in_another_order() -> tuple[str, str, bool]:
-    """Two plans of one group: what a rank is told, what a read says then, and whether casts in step go on."""
-    plan._built.clear()  # the numbers of plans, and so digests, are those of every run
-    rank, world = dist.get_rank(), dist.get_world_size()
-    weights = [QuantizedWeight.empty((32, 32), "nvfp4") for _ in range(2)]
-    part = 32 * 32 // world
-    plans = [CastPlan([weight], [torch.randn(part)], [rank * part]) for weight in weights]
-    first = plans[::-1] if rank else plans
-    with pytest.raises(RuntimeError) as caught:
-        first[0].cast()
-    with pytest.raises(RuntimeError) as partial:
-        first[0].weights[0].dequantize()
-    for each in (*plans, *plans):
-        each.cast()
-    return str(caught.value), str(partial.value), not any(each.validity.partial for each in plans)
-
-
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.notices(
     "ranks cast the plans of one group in different orders",
     where="CastPlan",
     answer="raises on all ranks, names both calls",
 )
-def test_plans_in_another_order(ranks: Ranks, world: int) -> None:
-    for told, partial, goes_on in ranks(world)(plans_in_another_order):
-        assert "ranks make different calls: rank 0 casts by plan " in told
-        assert "cast again" in partial
-        assert goes_on
+@on_ranks(2, 3)
+def test_plans_in_another_order(world: int) -> None:
+    """Two plans of one group: what a rank is told, what a read says then, and whether casts in step go on."""
+    plan._built.clear()  # the numbers of plans, and so digests, are those of every run
+    rank = dist.get_rank()
+    weights = [QuantizedWeight.empty((32, 32), "nvfp4") for _ in range(2)]
+    part = 32 * 32 // world
+    plans = [CastPlan([weight], [torch.randn(part)], [rank * part]) for weight in weights]
+    first = plans[::-1] if rank else plans
+    with pytest.raises(RuntimeError, match="ranks make different calls: rank 0 casts by plan "):
+        first[0].cast()
+    with pytest.raises(RuntimeError, match="cast again"):
+        first[0].weights[0].dequantize()
+    for each in (*plans, *plans):
+        each.cast()
+    assert not any(each.validity.partial for each in plans)
 
 
 class Trained:
@@ -227,9 +220,12 @@ def test_one_rank_cannot_cast_on_a_gpu(ranks: Ranks) -> None:
         assert told[2:] == ["", "None"]
 
 
-def step_after_foreign_writes(writers: tuple[int, ...], late: bool, then: str) -> tuple[str, bool, str]:
-    """What a step says once other code has written a parameter on these ranks, or what comes next, whether a state is
-    partial then, and whether live bytes are right a step after a load.
+@pytest.mark.parametrize(("writers", "late"), [((1,), False), ((1,), True), ((0, 1), False)])
+@pytest.mark.parametrize("then", ["step", "verify"])
+@on_ranks(2)
+def test_a_step_for_which_ranks_are_not_ready(writers: tuple[int, ...], late: bool, then: str) -> None:
+    """Other code has written a parameter: all raise and none waits; nothing has changed where none was ready. On a GPU the
+    others are told by their next backward pass, whose reductions wait for all ranks.
     """
     trained = Trained()
     trained.step()
@@ -243,46 +239,23 @@ def step_after_foreign_writes(writers: tuple[int, ...], late: bool, then: str) -
     told = error_of(trained.optimizer.step) or error_of(getattr(trained, then))
     partial = trained.optimizer._driver.plan.validity.partial is not None
     trained.optimizer.load_state_dict(state)
-    return told, partial, error_of(trained.step)
+    assert told.startswith("RuntimeError: rank 1: " if writers == (1,) else "RuntimeError: ")
+    assert "written" in told
+    assert partial == (writers == (1,))
+    trained.step()
 
 
-@pytest.mark.parametrize(("writers", "late"), [((1,), False), ((1,), True), ((0, 1), False)])
-@pytest.mark.parametrize("then", ["step", "verify"])
-def test_a_step_for_which_ranks_are_not_ready(ranks: Ranks, writers: tuple[int, ...], late: bool, then: str) -> None:
-    """All raise and none waits; nothing has changed where none was ready. On a GPU the others are told by their next
-    backward pass, whose reductions wait for all ranks.
-    """
-    by_rank = ranks(2)(step_after_foreign_writes, writers, late, then)
-    for told, partial, after in by_rank:
-        assert told.startswith("RuntimeError: rank 1: " if writers == (1,) else "RuntimeError: ")
-        assert "written" in told
-        assert partial == (writers == (1,))
-        assert after == ""
-
-
-def calls_one_by_one(texts: list[str]) -> list[str | None]:
-    """What a rank is told of calls that all ranks make together, by the text of this rank."""
-    slots, found = torch.zeros(2, dtype=torch.bfloat16), []
-    reports = CastReports(Group.of(None), slots, [])
-    for text in texts:
-        reports.announce(f"{text} {dist.get_rank() if text == 'differs' else ''}")
-        dist.all_reduce(slots, dist.ReduceOp.MAX)
-        try:
-            reports.after_reduction()
-            found.append(None)
-        except RuntimeError as error:
-            found.append(str(error))
-    return found
-
-
-def test_every_digest_is_exact_in_bf16(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_every_digest_is_exact_in_bf16() -> None:
     slots = torch.zeros(2, dtype=torch.bfloat16)
     for digest in range(DIGESTS):
         torch.linspace(digest, -digest, 2, out=slots)
         assert slots.tolist() == [digest, -digest]
-    alike = [f"call {index}" for index in range(300)]
-    for found in ranks(2)(calls_one_by_one, [*alike, "differs", *alike]):
-        assert [text is None for text in found] == [True] * 300 + [False] + [True] * 300
+    reports = CastReports(Group.of(None), slots, [])
+    for number in (*range(300), "differs", *range(300)):
+        reports.announce(f"call {number} {dist.get_rank() if number == 'differs' else ''}")
+        dist.all_reduce(slots, dist.ReduceOp.MAX)
+        assert bool(error_of(reports.after_reduction)) == (number == "differs")
 
 
 def test_a_call_is_announced_by_one_launch() -> None:

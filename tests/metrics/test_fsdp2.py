@@ -15,7 +15,7 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.metrics import numpy_counts
 from tests.metrics.test_cast_meter import agrees
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast.metrics import Meter, Sample
 
 Found = dict[str, numpy_counts.Buffers]
@@ -117,7 +117,8 @@ def test_slices_add_up(ranks: Ranks) -> None:
     assert ranks(4)(slices) == [[]] * 4
 
 
-def quiet() -> list[Any]:
+@on_ranks(2)
+def test_steps_that_are_not_measured_do_nothing_more() -> None:
     """Operators of two steps with a meter that does not measure them, and of two without."""
     seen = []
     for metered in (True, False):
@@ -133,12 +134,8 @@ def quiet() -> list[Any]:
                 else:
                     models.train(model, optimizer, range(step, step + 1), 64)
         seen.append(operators.counts)
-    return seen
-
-
-def test_steps_that_are_not_measured_do_nothing_more(ranks: Ranks) -> None:
-    for metered, without in ranks(2)(quiet):
-        assert metered == without
+    metered, without = seen
+    assert metered == without
 
 
 def test_what_owns_no_masters_is_refused() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.optim.probe import MIXED, Probe, Spec
 from tests.optim.runs import Run, Trainer
 from tests.optim.traffic import recorded
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, metrics
 from zerocast.backends.ops import STAGES
 from zerocast.formats.layout import GradientMessage
@@ -44,8 +44,11 @@ def test_every_so_many_steps_are_measured(ranks: Ranks) -> None:
             assert set(sample.weights) == {spec.name for spec in MIXED if spec.fmt != "plain"}
 
 
-def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:
+@pytest.mark.parametrize("options", [{}, {"overlap_all_gather": True}, {"grad_wire": "fp8_1x128"}], ids=str)
+@on_ranks(3)
+def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(options: dict[str, Any]) -> None:
     """A sample, the bytes that the layout of its buckets makes, and the collectives beyond a step's own."""
+    config = ZeroConfig(**options)
     run = Run((*MIXED, Spec("scales are gathered too", (256, 128), "mxfp8")), config=config)
     trainer = Trainer(run)
     optimizer, ranks = trainer.optimizer, dist.get_world_size()
@@ -67,16 +70,8 @@ def sizes(config: ZeroConfig) -> tuple[Sample, dict[str, int], list[Any]]:
             expected["_reduce_scatter_base_"] += bucket.shard_numel * ranks * bucket.storage.grad_dtype.itemsize
     packed = optimizer._weights.driver.plan.amaxes._reduced
     expected["allreduce_"] += packed.nbytes + 8  # and the norm, f64
-    return sample, dict(expected), [call for call in measured if call not in plain]
-
-
-@pytest.mark.parametrize("options", [{}, {"overlap_all_gather": True}, {"grad_wire": "fp8_1x128"}], ids=str)
-def test_bytes_are_those_of_the_buffers_and_a_sample_costs_one_collective(
-    ranks: Ranks, options: dict[str, Any]
-) -> None:
-    for sample, expected, beyond in ranks(3)(sizes, ZeroConfig(**options)):
-        assert sample.nbytes == expected
-        assert beyond == [("all-gather", 3 * 8 * 8 * len(sample.weights))]
+    assert sample.nbytes == dict(expected)
+    assert [call for call in measured if call not in plain] == [("all-gather", 3 * 8 * 8 * len(sample.weights))]
 
 
 def test_phases_hold_their_stages_and_add_up(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests.devices import gpus
-from tests.distributed.simulated import Simulated, on_ranks
+from tests.distributed.simulated import Simulated, simulate
 from tests.optim.out_of_memory import OutOfMemory, Places, of_each_place
 from tests.serve.test_export import model
 from tests.serve.test_live import collected, step
@@ -155,7 +155,7 @@ def on_engine(size: int, run: Callable[[Rank], Any]) -> list[Any]:
     """What `run` returns on each rank of an engine."""
     if size == 1:
         return [run(Rank(Group(None, 0, 1)))]
-    results, _ = on_ranks(size, lambda group: run(Rank(group)))
+    results, _ = simulate(size, lambda group: run(Rank(group)))
     for result in results:
         if isinstance(result, Exception):
             raise result
@@ -430,7 +430,7 @@ def test_a_rank_of_the_sender_that_is_out_of_memory(is_full: bool, every: int) -
                     return str(error), memory.places
             return "", memory.places
 
-        return on_ranks(2, run)[0]
+        return simulate(2, run)[0]
 
     places = sent(-1)[1][1]
     assert len(places) > 50
@@ -771,7 +771,7 @@ def test_an_error_of_the_first_rank_reaches_the_others(tmp_path: Path) -> None:
             return str(error)
         return ""
 
-    errors, _ = on_ranks(2, run)
+    errors, _ = simulate(2, run)
     assert errors[0] == errors[1] and "MemoryError" in str(errors[0])
 
 

@@ -17,7 +17,7 @@ from tests.torchtitan.checkpoints import loaded_masters, run
 from tests.torchtitan.host_on_cpu import importable
 from tests.torchtitan.trainer_on_cpu import MIXED, WHY_NOT, Case, needs_model_specs, plain, trainer, trainer_on_cpu
 from tests.torchtitan.training import refused, train
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 
 if not WHY_NOT:
     with importable():
@@ -195,14 +195,11 @@ REFUSED = {
 }
 
 
-def refusals(folder: str) -> dict[str, str]:
-    """What the Trainer says to each of `REFUSED`, on this rank."""
-    return {name: refused(Case("nvfp4", options=options), folder, trainer) for name, (options, _) in REFUSED.items()}
-
-
-def test_refusals(ranks: Ranks, tmp_path: Path) -> None:
-    for said in ranks(2)(refusals, str(tmp_path), timeout=240):
-        assert {name: text for name, text in said.items() if REFUSED[name][1] not in text} == {}
+@on_ranks(2, timeout=240)
+def test_refusals(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    said = {name: refused(Case("nvfp4", options=options), folder, trainer) for name, (options, _) in REFUSED.items()}
+    assert {name: text for name, text in said.items() if REFUSED[name][1] not in text} == {}
 
 
 def build(config: Any, folder: str) -> str:
@@ -221,24 +218,22 @@ def other_optimizers() -> Any:
     return dataclasses.replace(config, optimizer=OtherOptimizers.Config(param_groups=config.optimizer.param_groups))
 
 
-def refused_configurations(folder: str) -> list[str]:
+@on_ranks(2)
+def test_configurations_that_python_made(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     if nvfp4.NVFP4Linear is None:  # without torchao
         nvfp4.NVFP4Linear = ReplacedLinear
     recipe = {"layers.*": "nvfp4"}
     config = plain()
     unprepared = dataclasses.replace(config.model_spec, parallelize_fn=without_policies)
-    return [
+    converted, delayed, unprepared = [
         build(quantized(with_converter(), recipe), folder),
         build(quantized(other_optimizers(), {"layers.*": "fp8_delayed"}), folder),
         build(quantized(dataclasses.replace(config, model_spec=unprepared), recipe), folder),
     ]
-
-
-def test_configurations_that_python_made(ranks: Ranks, tmp_path: Path) -> None:
-    for converted, delayed, unprepared in ranks(2)(refused_configurations, str(tmp_path)):
-        assert "converters have replaced products" in converted
-        assert "has scales to checkpoint, which zerocast's optimizers do, not OtherOptimizers" in delayed
-        assert "test_model_spec.without_policies builds no activation checkpointing" in unprepared
+    assert "converters have replaced products" in converted
+    assert "has scales to checkpoint, which zerocast's optimizers do, not OtherOptimizers" in delayed
+    assert "test_model_spec.without_policies builds no activation checkpointing" in unprepared
 
 
 def test_the_configuration_is_another_one() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import zerocast
 from tests import casts
+from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.distributed.group import Group
 
@@ -106,7 +107,13 @@ def test_without_debug_mode_nothing_is_asked():
     zerocast.set_debug(False)
 
 
-def sharded() -> list[str]:
+@pytest.mark.notices(
+    "weights are read between a cast and its all-gather",
+    where="CastPlan",
+    answer="in debug mode the next read raises, and names the call that is missing",
+)
+@on_ranks(2)
+def test_a_cast_without_a_gather():
     """A cast whose bytes nobody has gathered yet."""
     zerocast.set_debug(True)
     try:
@@ -121,23 +128,14 @@ def sharded() -> list[str]:
         read(weight)
     finally:
         zerocast.set_debug(False)
-    return said
+    assert len(said) == 2
+    for text in said:
+        assert "holds this rank's part of the last cast only: call plan.cast()" in text
+        assert "plan.post_all_gather()" in text
 
 
-@pytest.mark.notices(
-    "weights are read between a cast and its all-gather",
-    where="CastPlan",
-    answer="in debug mode the next read raises, and names the call that is missing",
-)
-def test_a_cast_without_a_gather(ranks):
-    for said in ranks(2)(sharded):
-        assert len(said) == 2
-        for text in said:
-            assert "holds this rank's part of the last cast only: call plan.cast()" in text
-            assert "plan.post_all_gather()" in text
-
-
-def on_demand() -> None:
+@on_ranks(2)
+def test_processing_on_demand():
     """With processing on demand, a read after the gather needs no call."""
     zerocast.set_debug(True)
     try:
@@ -150,10 +148,6 @@ def on_demand() -> None:
         read(weight)
     finally:
         zerocast.set_debug(False)
-
-
-def test_processing_on_demand(ranks):
-    ranks(2)(on_demand)
 
 
 def test_weights_do_not_keep_masters_alive():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zerocast
 from tests.fsdp2 import models
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import QuantizedWeight, gemm
 
 WIDTH = 64
@@ -100,20 +100,16 @@ def test_under_fsdp2(ranks: Ranks) -> None:
     assert compiled == (2, 0)
 
 
-def one_rank_is_fast() -> tuple[str, str]:
-    """The errors under FSDP2 and of ZeroAdamW, where rank 0 alone asked for a fast recipe."""
+@on_ranks(2)
+def test_ranks_that_disagree_are_refused() -> None:
     recipe = zerocast.Recipe({"blocks.*.weight": "fp8_current"}, fast=dist.get_rank() == 0)
     sharded, replicated = Net(), Net().bfloat16()
     with mock.patch.object(nn.Module, "compile"):
         zerocast.fsdp2.prepare(sharded, recipe)
         zerocast.quantize_(replicated, recipe)
     under_fsdp2 = error_of(lambda: gradient(models.sharded(sharded, prepare=False)))
-    return under_fsdp2, error_of(lambda: zerocast.ZeroAdamW(replicated.named_parameters(), lr=1e-3))
-
-
-def test_ranks_that_disagree_are_refused(ranks: Ranks) -> None:
-    for errors in ranks(2)(one_rank_is_fast):
-        assert all("FP8 weight gradients" in error for error in errors), errors
+    errors = under_fsdp2, error_of(lambda: zerocast.ZeroAdamW(replicated.named_parameters(), lr=1e-3))
+    assert all("FP8 weight gradients" in error for error in errors), errors
 
 
 @pytest.mark.parametrize("call", [zerocast.quantize_, zerocast.fsdp2.prepare])

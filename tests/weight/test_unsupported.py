@@ -9,14 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import utils
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 
 import zerocast
 from tests import casts
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight
 from zerocast.weight import unsupported, weight
 
@@ -240,19 +245,12 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def raises_below(name: str) -> bool:
-    try:
-        with torch._C.DisableTorchFunctionSubclass():
-            READS[name](plain())
-    except RuntimeError:
-        return True
-    return False
-
-
 @pytest.mark.parametrize("name", READS)
-def test_what_passes_below_raises_and_does_not_crash(ranks: Ranks, name: str) -> None:
+@on_ranks(2)
+def test_what_passes_below_raises_and_does_not_crash(name: str) -> None:
     """Memory that is not there was address 0 once: a crash, or a capsule of nothing."""
-    assert ranks(2)(raises_below, name) == [True, True]
+    with pytest.raises(RuntimeError), torch._C.DisableTorchFunctionSubclass():
+        READS[name](plain())
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
@@ -281,44 +279,25 @@ def test_torch_func_over_products(name: str) -> None:
     assert found.abs().sum() > 0
 
 
-def wrap(name: str, group: Any) -> nn.Module:
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-    from torch.distributed.tensor import init_device_mesh
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-    from torch.nn.parallel import DistributedDataParallel
-
-    wrapped = {
-        "DDP": lambda: DistributedDataParallel(model()),
-        "fully_shard": lambda: fully_shard(model()),
-        "FSDP1": lambda: FullyShardedDataParallel(model(), device_id=torch.device("cpu")),
-        "tensor parallelism": lambda: parallelize_module(
-            model(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
-        ),
-        "all_reduce": lambda: torch.distributed.all_reduce(plain(), group=group),
-        "broadcast": lambda: torch.distributed.broadcast(plain(), 0, group=group),
-        "all_gather": lambda: torch.distributed.all_gather([torch.zeros(32, 64).bfloat16()] * 2, plain(), group=group),
-    }
-    return wrapped[name]()  # type: ignore[no-any-return, return-value]
-
-
-def wrapped_message(name: str) -> str:
-    return error_of(lambda: wrap(name, torch.distributed.group.WORLD))
-
-
-WRAPPERS = {
-    "DDP": "FLAT",
-    "fully_shard": "SPLIT",
-    "FSDP1": "FLAT",
-    "tensor parallelism": "SPLIT",
-    "all_reduce": "COLLECTIVE",
-    "broadcast": "COLLECTIVE",
-    "all_gather": "COLLECTIVE",
+WRAPPERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "DDP": (lambda: DistributedDataParallel(model()), "FLAT"),
+    "fully_shard": (lambda: fully_shard(model()), "SPLIT"),
+    "FSDP1": (lambda: FullyShardedDataParallel(model(), device_id=torch.device("cpu")), "FLAT"),
+    "tensor parallelism": (
+        lambda: parallelize_module(model(), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}),
+        "SPLIT",
+    ),
+    "all_reduce": (lambda: dist.all_reduce(plain()), "COLLECTIVE"),
+    "broadcast": (lambda: dist.broadcast(plain(), 0), "COLLECTIVE"),
+    "all_gather": (lambda: dist.all_gather([torch.zeros(32, 64).bfloat16()] * 2, plain()), "COLLECTIVE"),
 }
 
 
 @pytest.mark.notices("`DDP(model)`, FSDP1, or `fully_shard` after `quantize_`", where="Weights", answer="raises on all ranks, and names ZeroAdamW and `prepare`")  # fmt: skip # noqa: E501
 @pytest.mark.parametrize("name", WRAPPERS)
-def test_wrappers_of_others_raise_on_all_ranks(ranks: Ranks, name: str) -> None:
-    for message in ranks(2)(wrapped_message, name):
-        assert FAMILIES[WRAPPERS[name]] in message
-        assert "zerocast.ZeroAdamW" in message or "zerocast.fsdp2.prepare" in message
+@on_ranks(2)
+def test_wrappers_of_others_raise_on_all_ranks(name: str) -> None:
+    wrap, text = WRAPPERS[name]
+    message = error_of(wrap)
+    assert FAMILIES[text] in message
+    assert "zerocast.ZeroAdamW" in message or "zerocast.fsdp2.prepare" in message
