@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zerocast
 from tests import casts
+from tests.fsdp2.models import slow
 from zerocast import QuantizedWeight, gemm, get_format
 from zerocast.weight import compiled_ops
 from zerocast.weight.compiled_ops import digest_of_sources
@@ -113,33 +114,41 @@ CASES = [
     ("nvfp4:exact_in_fp8", "scaled_mm"),
     ("fp8_delayed:amax_history_len=4", "scaled_mm"),
 ]
+# The graphs of every run, of which each other is one: products of ours, by torch with and without columnwise copies that are
+# kept, and by torch of weights that are upcast.
+QUICK = [
+    ("nvfp4", "auto", True),
+    ("fp8_current", "scaled_mm", True),
+    ("fp8_current", "scaled_mm", False),
+    ("nvfp4:exact_in_fp8", "scaled_mm", True),
+]
 
 
-LONG = [("fp8_delayed:amax_history_len=4", "scaled_mm")]  # compiles the graph of fp8_current again
-KEPT = ("fp8_current", "scaled_mm")  # of every run also with columnwise copies that are kept
+@functools.cache
+def kept_in_bf16() -> int:
+    """The bytes that the graph of BF16 products keeps."""
+    function, graphs = compiled(built(None))
+    run(function, torch.ones(ROWS, WIDTH, dtype=BF16))
+    return graphs.kept()
 
 
 @pytest.mark.parametrize(
     ("fmt", "preference", "on_demand"),
-    [
-        *(pytest.param(*case, True, marks=() if case not in LONG else pytest.mark.slow) for case in CASES),
-        *(pytest.param(*case, False, marks=() if case == KEPT else pytest.mark.slow) for case in CASES),
-    ],
+    [*QUICK, *(slow(*case, kept) for case in CASES for kept in (True, False) if (*case, kept) not in QUICK)],
 )
 def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     fmt: str, preference: str, on_demand: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a torch that does not say while it compiles that it does (2.11)."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    most_kept = kept_in_bf16()
     x, model = torch.randn(ROWS, WIDTH).to(BF16), built(fmt, on_demand)
-    function, plain = compiled(built(None))
-    run(function, x)
     with gemm.use(preference):
         expected = run(model, x)
         function, graphs = compiled(model)
         found = run(function, x)
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
-    assert graphs.kept() <= plain.kept()
+    assert graphs.kept() <= most_kept
     forward, backward = graphs.counts("forward"), graphs.counts("backward")
     opaque, plain_product = "zerocast.multiply.default", "aten._scaled_mm.default"
     is_operator = preference == "scaled_mm"
