@@ -1,7 +1,7 @@
 """Prepared and sharded models on the ranks of a case, and their gathered bytes against the unsharded cast."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -36,6 +36,13 @@ def with_8bit_moments(model: nn.Module, **options: Any) -> FusedAdamW:
     return FusedAdamW(model.named_parameters(), **options, moment_dtype="8bit")
 
 
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
+    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
+    "8-bit moments": lambda model: with_8bit_moments(model, lr=1e-2),
+}
+
+
 def slow(*values: Any) -> Any:
     """A test parameter of the slow tests."""
     return pytest.param(*values, marks=pytest.mark.slow)
@@ -48,6 +55,37 @@ class Block(nn.Sequential):
         """Run the layers one after another."""
         for layer in self:
             x = layer(x)
+        return x
+
+
+class Grouped(nn.Module):
+    """Experts in one weight of this shape and one of its transpose; 8 of the rows for each."""
+
+    def __init__(self, shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(shape) / 8)
+        self.down = nn.Parameter(torch.randn(shape[0], shape[2], shape[1]) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.arange(1, 1 + len(self.up), dtype=torch.int32, device=x.device) * 8
+        hidden = torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends).relu()
+        return x + torch._grouped_mm(hidden, self.down.transpose(-2, -1), offs=ends)
+
+
+class OfExperts(nn.Module):
+    """A block of experts for each format; every row once for each expert."""
+
+    def __init__(self, formats: Sequence[str], shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = shape[0]
+        self.blocks = nn.ModuleList(Grouped(shape) for _ in formats)
+        self.recipe = {f"blocks.{index}.*": fmt for index, fmt in enumerate(formats)}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.repeat(self.experts, 1).bfloat16()
+        for block in self.blocks:
+            x = block(x)
         return x
 
 
@@ -193,4 +231,16 @@ def complaints(model: nn.Module, what: str) -> list[str]:
             found.append(str(error))
     if seen != set(whole):
         found.append(f"{what}: gathered {sorted(seen)}, prepared {sorted(whole)}")
+    return found
+
+
+def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Digests of every whole tensor."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            found |= digests(value, f"{prefix}{key}.")
+        elif isinstance(value, Tensor):
+            whole = value.full_tensor() if isinstance(value, DTensor) else getattr(value, "flat", value)
+            found[prefix + key] = casts.sha(whole.detach())
     return found

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 import zerocast
 from tests.fsdp2 import models
-from tests.fsdp2.models import DELAYED, FORMATS, Net
-from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, digests, put_gradients
-from tests.workers import Ranks
+from tests.fsdp2.models import DELAYED, FORMATS, Net, digests
+from tests.fsdp2.test_fused_adamw import HIDDEN, WIDTH, put_gradients
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast.cast.captured_step import CapturedStep, Work, cuda_graph
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
@@ -119,8 +119,17 @@ def compared(
     return [*found, *captured.kept, f"{len(captured.recorded)} graphs, casts {generations}, works at {kept} addresses"]
 
 
-@pytest.mark.parametrize(("world", "keep_codes"), [(1, False), (1, True), models.slow(3, False), models.slow(3, True)])
-@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+@pytest.mark.parametrize(
+    ("world", "keep_codes", "moment_dtype"),
+    [
+        (1, True, torch.float32),
+        (1, False, "8bit"),
+        models.slow(1, False, torch.float32),
+        models.slow(1, True, "8bit"),
+        *(models.slow(3, keep_codes, dtype) for keep_codes in (False, True) for dtype in (torch.float32, "8bit")),
+    ],
+    ids=str,
+)
 def test_replaying_equals_stepping(ranks: Ranks, world: int, keep_codes: bool, moment_dtype: Any) -> None:
     """Also where the step writes the codes of rows of blocks that no rank cuts."""
     expected = ["1 graphs, casts {6}, works at 1 addresses"]
@@ -164,10 +173,7 @@ def after_changes() -> list[str]:
         if change is without_a_gradient:
             change(trainee)
         before = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
-        try:
-            trainee.captured()
-        except RuntimeError as error:
-            found.append(str(error).partition(":")[2])
+        found.append(error_of(trainee.captured).partition(": ")[2].partition(":")[2])
         after = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
         found += [name for name in before if not torch.equal(before[name], after[name])]
         trainee.capture()
@@ -183,11 +189,8 @@ def test_what_has_changed_is_captured_again(ranks: Ranks) -> None:
     assert ranks(1)(after_changes) == [[" capture the step again"] * len(CHANGES)]
 
 
-def tables_of_a_graph() -> tuple[list[str], int, int]:
-    """What is made while a graph is recorded and outlives it, how many tables the graph reads of
-    weights that its step does not measure, and how many are left once optimizers over other weights
-    have stepped.
-    """
+@on_ranks(1)
+def test_tables_live_as_long_as_a_graph() -> None:
     trainee = Trainee(captured=False, formats=("nvfp4", DELAYED))
     named = dict(trainee.model.named_parameters())
     trainee.optimizer = FusedAdamW([p for name, p in named.items() if "blocks.0" in name], lr=1e-2)
@@ -203,27 +206,15 @@ def tables_of_a_graph() -> tuple[list[str], int, int]:
     for chosen in range(1, 2 ** len(weights)):
         FusedAdamW([weight for i, weight in enumerate(weights) if chosen >> i & 1]).step()
         manager.before_gather()
-    return trainee.kept, len(read), sum(table() is not None for table in read)
+    assert (trainee.kept, len(read), sum(table() is not None for table in read)) == ([], 1, 1)
 
 
-def test_tables_live_as_long_as_a_graph(ranks: Ranks) -> None:
-    assert ranks(1)(tables_of_a_graph) == [([], 1, 1)]
-
-
-def within_backward() -> str:
-    """What a captured step says in a hook of a gradient."""
+@on_ranks(1)
+def test_not_within_a_backward_pass() -> None:
     trainee = Trainee(captured=True, formats=("nvfp4",))
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(lambda gradient: trainee.captured())
-    try:
-        (leaf * 2).backward()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_not_within_a_backward_pass(ranks: Ranks) -> None:
-    assert ranks(1)(within_backward)[0].startswith("a captured step runs within a backward pass")
+    assert "RuntimeError: a captured step runs within a backward pass" in error_of((leaf * 2).backward)
 
 
 def test_only_on_a_cuda_device() -> None:

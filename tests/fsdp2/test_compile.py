@@ -15,7 +15,7 @@ import zerocast
 from tests import casts
 from tests.fsdp2 import models, test_tensor_parallel
 from tests.fsdp2.models import Net
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import QuantizedWeight, gemm
 
 WIDTH, HIDDEN = 64, 96
@@ -75,10 +75,11 @@ class Layer(nn.Linear):
         return nn.functional.linear(x, self.weight)
 
 
-def of_layers(fmt: str, backend: str) -> tuple[list[bool], int]:
-    """Whether results of layers that are compiled alone are those of eager ones, and the number of their graphs. Their weights
-    are gathered into one memory, at different places.
-    """
+@pytest.mark.parametrize("backend", ["aot_eager", models.slow("inductor")])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_current", "mxfp8"])
+@on_ranks(2, timeout=300.0)
+def test_a_graph_of_several_layers(fmt: str, backend: str) -> None:
+    """The second and the third, whose inputs have gradients, share a graph. It takes the codes of each from its place."""
     torch._dynamo.reset()
     counters.clear()
     passes = []
@@ -95,18 +96,13 @@ def of_layers(fmt: str, backend: str) -> tuple[list[bool], int]:
                 y = model(models.batch(step, WIDTH))
                 y.float().square().mean().backward()
         passes.append([y, *(parameter.grad.full_tensor() for parameter in model.parameters())])
-    return list(map(torch.equal, *passes)), counters["stats"]["unique_graphs"]
+    assert (list(map(torch.equal, *passes)), counters["stats"]["unique_graphs"]) == ([True] * 4, 2)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", models.slow("inductor")])
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_current", "mxfp8"])
-def test_a_graph_of_several_layers(ranks: Ranks, fmt: str, backend: str) -> None:
-    """The second and the third, whose inputs have gradients, share a graph. It takes the codes of each from its place."""
-    assert ranks(2)(of_layers, fmt, backend, timeout=300.0) == [([True] * 4, 2)] * 2
-
-
-def of_slices() -> list[str]:
-    """Formats whose compiled slices differ from eager ones, one after another with one cache of compiled graphs."""
+@pytest.mark.slow
+@on_ranks(2, timeout=300.0)
+def test_inductor_of_slices() -> None:
+    """A DTensor over a quantized weight, whose format torch's own key of a graph does not tell."""
     found = []
     with fresh_inductor_cache():
         for fmt in ("mxfp8", "nvfp4", "fp8_current"):
@@ -118,13 +114,7 @@ def of_slices() -> list[str]:
                 y.float().square().mean().backward()
                 passes.append([y, *(parameter.grad.full_tensor() for parameter in models.held(model))])  # type: ignore[union-attr]
             found += [fmt] if not all(map(torch.equal, *passes)) else []
-    return found
-
-
-@pytest.mark.slow
-def test_inductor_of_slices(ranks: Ranks) -> None:
-    """A DTensor over a quantized weight, whose format torch's own key of a graph does not tell."""
-    assert ranks(2)(of_slices, timeout=300.0) == [[], []]
+    assert found == []
 
 
 def kept(how: str) -> tuple[list[str], int]:

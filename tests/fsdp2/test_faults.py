@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zerocast
-from tests import casts
 from tests.fsdp2 import models
-from tests.fsdp2.models import FORMATS, Net
-from tests.workers import Ranks, error_of
+from tests.fsdp2.models import Net
+from tests.observed import debug_mode
+from tests.workers import error_of, on_ranks
 from zerocast import fsdp2, verify
 from zerocast.fsdp2.cast_group import CastGroup
 
 
-def trained(formats: tuple[str, ...] = FORMATS) -> Any:
+def trained(formats: tuple[str, ...]) -> Any:
     """A model after two steps, with a third one's cast due, and its optimizer."""
     model = models.sharded(Net(formats, 64, 96))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -26,20 +26,8 @@ def trained(formats: tuple[str, ...] = FORMATS) -> Any:
     return model, optimizer
 
 
-def weight_bytes(model: Any) -> casts.Bytes:
-    """The bytes of all gathered weights, by weight and buffer."""
-    return {f"{name} {key}": raw for name, w in models.unsharded(model) for key, raw in models.bytes_of(w).items()}
-
-
-def written(model: Any) -> None:
-    """Cast, and then every master is written to."""
-    weight_bytes(model)
-    for parameter in models.held(model):
-        parameter.data.mul_(1.5)
-
-
-def begun_halfway() -> list[str]:
-    """What delayed scaling has lost of weights with a saved state, where the first scale of another weight could not be found."""
+@on_ranks(2)
+def test_a_first_scale_that_is_not_found() -> None:
     model, _ = trained((models.DELAYED, models.DELAYED))
     saved = {
         name: {key: value.clone() for key, value in state.items()}
@@ -58,43 +46,27 @@ def begun_halfway() -> list[str]:
         zerocast.fsdp2.refresh(model)
     states = [group.delayed.state_dict() for group in models.manager(model).plan.cast_groups]
     held = {name: state for found in states for name, state in found.items() if name != missing}
-    return [
+    assert [
         f"{name} {key}"
         for name, state in held.items()
         for key in state
         if not torch.equal(state[key], saved[name][key])
-    ]
+    ] == []
 
 
-def test_a_first_scale_that_is_not_found(ranks: Ranks) -> None:
-    assert ranks(2)(begun_halfway) == [[], []]
-
-
-def steps_alone() -> tuple[str, bool]:
-    """In debug mode, after an optimizer step on rank 1 only: what a forward pass says; and whether all go on after a refresh."""
-    zerocast.set_debug(True)
-    try:
-        model, optimizer = trained(("nvfp4",))
-        models.complaints(model, "")  # casts
-        if dist.get_rank() == 1:
-            optimizer.step()
-        with pytest.raises(RuntimeError) as caught, torch.no_grad():
-            model(models.batch(3, 64))
-    finally:
-        zerocast.set_debug(False)
-    return str(caught.value), _is_there(model)
-
-
-def _is_there(model: Any) -> bool:
+@on_ranks(2)
+@debug_mode()
+def test_a_step_on_one_rank_in_debug_mode() -> None:
+    model, optimizer = trained(("nvfp4",))
+    models.complaints(model, "")  # casts
+    if dist.get_rank() == 1:
+        optimizer.step()
+    with torch.no_grad():
+        said = error_of(lambda: model(models.batch(3, 64)))
+    assert "ranks make different calls: rank 0 gathers after cast" in said
+    assert "rank 1 casts and gathers after cast" in said
     fsdp2.refresh(model)
-    return verify(model).ok
-
-
-def test_a_step_on_one_rank_in_debug_mode(ranks: Ranks) -> None:
-    for said, together in ranks(2)(steps_alone):
-        assert "ranks make different calls: rank 0 gathers after cast" in said
-        assert "rank 1 casts and gathers after cast" in said
-        assert together
+    assert verify(model).ok
 
 
 class SecondWrite(TorchDispatchMode):
@@ -110,30 +82,24 @@ class SecondWrite(TorchDispatchMode):
         return result
 
 
-def raised_within_torch() -> list[str]:
-    """In debug mode, what two forward passes say after a step of torch's AdamW that raised on rank 1 alone."""
-    zerocast.set_debug(True)
-    try:
-        model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-        models.train(model, optimizer, range(2), 64)
-        model(models.batch(2, 64)).float().square().mean().backward()
-        raises = SecondWrite() if dist.get_rank() == 1 else contextlib.nullcontext()
-        with contextlib.suppress(torch.OutOfMemoryError), raises:
-            optimizer.step()
-        return [error_of(lambda: model(models.batch(3, 64))) for _ in range(2)]
-    finally:
-        zerocast.set_debug(False)
-
-
 @pytest.mark.notices(
     "torch's optimizer raises on one rank alone, within its step, and the loop catches that and goes on",
     where="FSDP2",
     answer="in debug mode all ranks raise at the next gather; else they wait there for the timeout of their group",
 )
-def test_torchs_step_that_raised_on_one_rank_in_debug_mode(ranks: Ranks) -> None:
-    for texts in ranks(2)(raised_within_torch):
-        assert all("ranks make different calls: rank 0 casts and gathers after cast" in text for text in texts), texts
+@on_ranks(2)
+@debug_mode()
+def test_torchs_step_that_raised_on_one_rank_in_debug_mode() -> None:
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    models.train(model, optimizer, range(2), 64)
+    model(models.batch(2, 64)).float().square().mean().backward()
+    raises = SecondWrite() if dist.get_rank() == 1 else contextlib.nullcontext()
+    with contextlib.suppress(torch.OutOfMemoryError), raises:
+        optimizer.step()
+    for _ in range(2):
+        said = error_of(lambda: model(models.batch(3, 64)))
+        assert "ranks make different calls: rank 0 casts and gathers after cast" in said
 
 
 def test_a_model_that_was_not_prepared_after_half_a_load() -> None:

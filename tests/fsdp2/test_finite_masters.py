@@ -1,7 +1,6 @@
 """Masters of FSDP2 that become NaN or Inf on one rank: all ranks are told at the next cast or look at the state, once."""
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -9,16 +8,11 @@ import torch.distributed as dist
 
 from tests.fsdp2 import models
 from tests.fsdp2.models import FORMATS, Net
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 from zerocast import fsdp2, verify
-from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2 import TrainingState
 
 VALUES = (float("nan"), float("inf"), -float("inf"))
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
-    "8-bit moments": lambda model: models.with_8bit_moments(model, lr=1e-2),
-}
 WHAT = ("gradient", "master")
 THEN = ("another step", "an evaluation", "the state", "the state at once")
 TOLD = f"InvalidWeights: the masters of {len(FORMATS)} weights were NaN or Inf in the last cast: blocks.0.1.weight, "
@@ -29,7 +23,7 @@ class Run:
 
     def __init__(self, optimizer: str, keep_codes: bool) -> None:
         self.model = models.sharded(Net(FORMATS, 64, 96), keep_codes=keep_codes)
-        self.optimizer = OPTIMIZERS[optimizer](self.model)
+        self.optimizer = models.OPTIMIZERS[optimizer](self.model)
         self.state = TrainingState(self.model, self.optimizer)
 
     def forward(self) -> None:
@@ -67,24 +61,6 @@ class Run:
         return error_of(self.forward)
 
 
-def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
-    """The cases that are not told of, or that are told of twice; each by what, value and what came then."""
-    run, complaints = Run(optimizer, keep_codes), []
-    run.step()
-    for number, (what, then) in enumerate(itertools.product(WHAT, THEN)):
-        value = VALUES[number % len(VALUES)]
-        run.step(what, value, culprit)
-        said = run.told(then)
-        again = "" if then == "another step" else error_of(run.forward)  # of the same cast
-        run.repair()
-        again += error_of(run.forward)
-        if not said.startswith(TOLD) or again:
-            complaints.append(
-                f"{what} {value}, then {then}: {said or 'nothing'}; then, and after it was repaired: {again}"
-            )
-    return complaints
-
-
 @pytest.mark.notices(
     "a master becomes NaN or Inf, by its gradient or by hand",
     where="FSDP2",
@@ -96,16 +72,32 @@ def told(optimizer: str, culprit: int, keep_codes: bool) -> list[str]:
         ("AdamW", False),
         models.slow("FusedAdamW", False),
         ("FusedAdamW", True),
-        ("8-bit moments", False),
+        models.slow("8-bit moments", False),
         models.slow("8-bit moments", True),
     ],
 )
-def test_all_ranks_are_told(ranks: Ranks, optimizer: str, keep_codes: bool) -> None:
-    assert ranks(2)(told, optimizer, 1, keep_codes) == [[], []]
+@on_ranks(2)
+def test_all_ranks_are_told(optimizer: str, keep_codes: bool) -> None:
+    """The cases that are not told of, or that are told of twice; each by what, value and what came then."""
+    run, complaints = Run(optimizer, keep_codes), []
+    run.step()
+    for number, (what, then) in enumerate(itertools.product(WHAT, THEN)):
+        value = VALUES[number % len(VALUES)]
+        run.step(what, value, 1)
+        said = run.told(then)
+        again = "" if then == "another step" else error_of(run.forward)  # of the same cast
+        run.repair()
+        again += error_of(run.forward)
+        if not said.startswith(TOLD) or again:
+            complaints.append(
+                f"{what} {value}, then {then}: {said or 'nothing'}; then, and after it was repaired: {again}"
+            )
+    assert complaints == []
 
 
-def looked_at() -> tuple[str, bool, int, list[str]]:
-    """What is said of a poisoned run by a load that overwrites it, and by `verify`."""
+@on_ranks(2)
+def test_a_load_and_verify_go_on() -> None:
+    """A load is what mends it, and `verify` counts it; neither is refused."""
     run = Run("FusedAdamW", keep_codes=False)
     run.step()
     saved = {name: p.detach().full_tensor() for name, p in run.model.named_parameters()}
@@ -118,9 +110,9 @@ def looked_at() -> tuple[str, bool, int, list[str]]:
         for moment in moments.values():
             getattr(moment, "_local_tensor", moment).nan_to_num_(0.0)
     loaded = error_of(lambda: run.state.load_state_dict(state))
-    return loaded, report.ok, len(report.not_finite), [error_of(run.forward), error_of(run.step)]
-
-
-def test_a_load_and_verify_go_on(ranks: Ranks) -> None:
-    """A load is what mends it, and `verify` counts it; neither is refused."""
-    assert ranks(2)(looked_at) == [("", True, len(FORMATS), ["", ""])] * 2
+    assert (loaded, report.ok, len(report.not_finite), [error_of(run.forward), error_of(run.step)]) == (
+        "",
+        True,
+        len(FORMATS),
+        ["", ""],
+    )

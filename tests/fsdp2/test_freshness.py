@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 
 
 def double(tensor: Any) -> Any:
@@ -148,32 +148,28 @@ ONE_RANK: dict[str, Callable[[nn.Module], None]] = {
 }
 
 
-def changed_on_one(name: str, rank: int, first: bool) -> tuple[str, list[str]]:
-    """What a forward pass raises after a change on one rank, and complaints after all have refreshed."""
+AT_FIRST = [("load", True), *(slow(name, True) for name in ONE_RANK if name != "load")]
+
+
+@pytest.mark.parametrize(("name", "first"), [*((name, False) for name in ONE_RANK), *AT_FIRST])
+@on_ranks(3)
+def test_a_change_on_one_rank_raises_on_all(name: str, first: bool) -> None:
     model = models.sharded(Net(FEW, 64, 96))
     if not first:
         models.train(model, torch.optim.AdamW(model.parameters()), range(1), 64)
         models.complaints(model, "")
     else:
         zerocast.fsdp2.refresh(model)
-    if dist.get_rank() == rank:
+    if dist.get_rank() == 1:
         ONE_RANK[name](model)
     said = error_of(lambda: model(models.batch(0, 64)))
     zerocast.fsdp2.refresh(model)
     with torch.no_grad():
         model(models.batch(0, 64))  # gathers again what the other pass has left
-    return said, models.complaints(model, "refreshed")
-
-
-AT_FIRST = [("load", True), *(slow(name, True) for name in ONE_RANK if name != "load")]
-
-
-@pytest.mark.parametrize(("name", "first"), [*((name, False) for name in ONE_RANK), *AT_FIRST])
-def test_a_change_on_one_rank_raises_on_all(ranks: Ranks, name: str, first: bool) -> None:
-    for message, found in ranks(3)(changed_on_one, name, 1, first):
-        assert found == []
-        assert "was changed on ranks [1] of its shard group and not on ranks" in message
-        assert "zerocast.fsdp2.refresh" in message
+    message, found = said, models.complaints(model, "refreshed")
+    assert found == []
+    assert "was changed on ranks [1] of its shard group and not on ranks" in message
+    assert "zerocast.fsdp2.refresh" in message
 
 
 def refreshed_after_one_rank() -> list[str]:

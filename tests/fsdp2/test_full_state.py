@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net, slow
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast.fsdp2.parameter import MasterParameter
 
 FULL = [
@@ -40,8 +40,14 @@ def a_model(width: int, hidden: int, shape: tuple[int, ...] | None) -> Any:
     return models.sharded(Net(("fp8_current", "fp8_block"), width, hidden), mesh=a_mesh(shape))
 
 
-def full_states(width: int, hidden: int, shape: tuple[int, ...] | None, folder: str) -> list[str]:
-    """Complaints about all ways to whole tensors, each of which numpy and safetensors must take."""
+@pytest.mark.parametrize(
+    ("world", "width", "hidden", "shape"),
+    [(1, 64, 96, None), (2, 64, 96, (2, 1)), slow(2, 64, 96, None), slow(4, 7, 2, None)],
+)
+@on_ranks()
+def test_full_states_are_plain(tmp_path: Path, width: int, hidden: int, shape: tuple[int, ...] | None) -> None:
+    """Also in replicas of one rank each, and where ranks have no row."""
+    folder = str(tmp_path)
     model = a_model(width, hidden, shape)
     optimizer = torch.optim.AdamW(model.parameters())
     models.train(model, optimizer, range(1), width)
@@ -61,22 +67,12 @@ def full_states(width: int, hidden: int, shape: tuple[int, ...] | None, folder: 
         for name, value in load_file(file).items():
             if not np.array_equal(value.numpy(), state[name].cpu().numpy()):
                 found.append(f"{what}: {name} was saved otherwise")
-    return found
+    assert found == []
 
 
-@pytest.mark.parametrize(
-    ("world", "width", "hidden", "shape"),
-    [(1, 64, 96, None), (2, 64, 96, (2, 1)), slow(2, 64, 96, None), slow(4, 7, 2, None)],
-)
-def test_full_states_are_plain(
-    ranks: Ranks, tmp_path: Path, world: int, width: int, hidden: int, shape: tuple[int, ...] | None
-) -> None:
-    """Also in replicas of one rank each, and where ranks have no row."""
-    assert ranks(world)(full_states, width, hidden, shape, str(tmp_path)) == [[]] * world
-
-
-def full_tensors_apart() -> list[bool]:
-    """Whether a full tensor is a copy over one rank too, and passes gradients on."""
+@on_ranks(1)
+def test_a_full_tensor_is_a_copy() -> None:
+    """Which torch's own `redistribute` does not make over one rank: else `replicate_as_plain` could go."""
     model = a_model(64, 96, None)
     parameter = models.masters(model)["blocks.0.1.weight"][0]
     before = parameter.detach().to_local().clone()
@@ -87,12 +83,11 @@ def full_tensors_apart() -> list[bool]:
         full.zero_()
     torchs = DTensor.redistribute.__wrapped__(parameter, placements=[Replicate()])
     is_shard = isinstance(torchs._local_tensor, MasterParameter)
-    return [torch.equal(parameter.detach().to_local().clone(), before), torch.equal(grad, 2 * before), is_shard]
-
-
-def test_a_full_tensor_is_a_copy(ranks: Ranks) -> None:
-    """Which torch's own `redistribute` does not make over one rank: else `replicate_as_plain` could go."""
-    assert ranks(1)(full_tensors_apart) == [[True, True, True]]
+    assert [torch.equal(parameter.detach().to_local().clone(), before), torch.equal(grad, 2 * before), is_shard] == [
+        True,
+        True,
+        True,
+    ]
 
 
 def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:

@@ -1,24 +1,23 @@
 """FusedAdamW: the step of ZeroAdamW over FSDP2's shards, with the amaxes of the next cast in the same pass."""
 
 import copy
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 import zerocast
 from tests import casts
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
-from tests.fsdp2.models import FORMATS, Net
+from tests.fsdp2.models import FORMATS, Net, digests
 from tests.optim.runs import ADAM
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast.checkpoint import checkpoint
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 
@@ -36,17 +35,6 @@ def put_gradients(model: nn.Module, step: int) -> None:
     for name, p in model.named_parameters():
         whole = gradient(name, p.shape, step).to(p.device)
         p.grad = distribute_tensor(whole, p.device_mesh, p.placements, src_data_rank=None)
-
-
-def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Digests of every whole tensor."""
-    found = {}
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            found |= digests(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = casts.sha(value.full_tensor() if isinstance(value, DTensor) else value)
-    return found
 
 
 def by_zero(path: str) -> tuple[dict[str, str], dict[str, casts.Bytes]]:
@@ -175,8 +163,9 @@ def test_amaxes_come_from_the_step(ranks: Ranks, keep_codes: bool) -> None:
     assert ranks(2)(stepped, keep_codes) == [[], []]
 
 
-def trained_as_torch() -> float:
-    """The largest difference to torch's AdamW over some steps, beside the largest element of the master."""
+@on_ranks(2)
+def test_goes_on_from_torchs_adamw() -> None:
+    """Within rounding: torch's own implementations differ from each other."""
     ours, theirs = (models.sharded(Net(FORMATS[-3:], WIDTH, HIDDEN)) for _ in range(2))
     optimizers = FusedAdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2)
     for step in range(4):
@@ -186,12 +175,8 @@ def trained_as_torch() -> float:
             optimizers[0].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
     pairs = zip(models.held(ours), models.held(theirs), strict=True)
     whole = ((a.full_tensor(), b.full_tensor()) for a, b in pairs)
-    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in whole)
-
-
-def test_goes_on_from_torchs_adamw(ranks: Ranks) -> None:
-    """Within rounding: torch's own implementations differ from each other."""
-    assert all(difference < 1e-6 for difference in ranks(2)(trained_as_torch))
+    difference = max(((a - b).abs().max() / b.abs().max()).item() for a, b in whole)
+    assert difference < 1e-6
 
 
 def test_masters_are_fp32_on_one_device() -> None:
@@ -230,10 +215,10 @@ def test_step_numbers_are_read_at_once() -> None:
     assert numbers_read(1) == numbers_read(8)
 
 
-def lone_numbers(bad_ranks: list[int], moment_dtype: Any) -> tuple[str, str, list[str]]:
-    """Where some ranks have a learning rate of NaN: the errors of the step and of the gather after it, and complaints once a state
-    is loaded.
-    """
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+@pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
+@on_ranks(2)
+def test_numbers_out_of_range_raise_on_all_ranks(bad_ranks: list[int], moment_dtype: Any) -> None:
     model = models.sharded(Net(models.FEW, 64, 96))
     optimizer = FusedAdamW(model.named_parameters(), lr=1e-2, moment_dtype=moment_dtype)
     state = TrainingState(model, optimizer)
@@ -248,17 +233,10 @@ def lone_numbers(bad_ranks: list[int], moment_dtype: Any) -> tuple[str, str, lis
         gathered = error_of(lambda: model(models.batch(2, 64)))
     state.load_state_dict(saved)
     models.train(model, optimizer, range(1, 2), 64)
-    return stepped, gathered, models.complaints(model, "after a load")
-
-
-@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
-@pytest.mark.parametrize("bad_ranks", [[1], [0, 1]])
-def test_numbers_out_of_range_raise_on_all_ranks(ranks: Ranks, bad_ranks: list[int], moment_dtype: Any) -> None:
-    for rank, (stepped, gathered, complaints) in enumerate(ranks(2)(lone_numbers, bad_ranks, moment_dtype)):
-        assert stepped == "" and complaints == []
-        assert (
-            "an optimizer step (lr is out of range: nan) failed partway" if rank in bad_ranks else "on ranks [1]"
-        ) in gathered
+    assert models.complaints(model, "after a load") == []
+    assert stepped == ""
+    is_bad = dist.get_rank() in bad_ranks
+    assert ("an optimizer step (lr is out of range: nan) failed partway" if is_bad else "on ranks [1]") in gathered
 
 
 @pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"])
@@ -348,36 +326,31 @@ DIFFERENT: dict[str, tuple[Callable[[Named], object], Callable[[Named], object],
 }
 
 
-def told_of_a_difference(shape: tuple[int, ...]) -> tuple[list[str], list[str]]:
-    """The errors where the last rank does something else than the others, and complaints about an optimizer that is built after."""
-    model = models.sharded(
-        Net(models.FEW, WIDTH, HIDDEN), mesh=models.mesh(shape, ("replicate", "shard")[-len(shape) :])
-    )
-    named = list(model.named_parameters())
-    is_last = dist.get_rank() == dist.get_world_size() - 1
-    calls = [theirs if is_last else ours for ours, theirs, _ in DIFFERENT.values()]
-    told = [error_of(lambda call=call: call(named)) for call in calls]
-    fused_step(model, eight_bit(named), 0)
-    return told, models.complaints(model, "after all")
-
-
 @pytest.mark.notices(
     "ranks build a `FusedAdamW` with other parameters, hyper-parameters or `moment_dtype`",
     where="FSDP2",
     answer="raises on all ranks, names both, nothing changed",
 )
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_ranks_that_differ(ranks: Ranks, shape: tuple[int, ...]) -> None:
-    """Over a mesh of replicas too, most of whose groups see no difference."""
-    world = math.prod(shape)
-    for told, complaints in ranks(world)(told_of_a_difference, shape):
-        assert complaints == []
-        for error, (_, _, expected) in zip(told, DIFFERENT.values(), strict=True):
-            assert error.startswith(f"ValueError: {expected.format(world - 1)}")
+@pytest.mark.parametrize(("shape", "world"), [((2,), 2), ((2, 2), 4)], ids=str)
+@on_ranks()
+def test_ranks_that_differ(shape: tuple[int, ...], world: int) -> None:
+    """The last one does something else than the others; over a mesh of replicas too, most of whose groups see no difference."""
+    model = models.sharded(
+        Net(models.FEW, WIDTH, HIDDEN), mesh=models.mesh(shape, ("replicate", "shard")[-len(shape) :])
+    )
+    named = list(model.named_parameters())
+    for ours, theirs, expected in DIFFERENT.values():
+        call = theirs if dist.get_rank() == world - 1 else ours
+        told = error_of(lambda call=call: call(named))
+        assert told.startswith(f"ValueError: {expected.format(world - 1)}")
+    fused_step(model, eight_bit(named), 0)
+    assert models.complaints(model, "after all") == []
 
 
-def freed(divisor: int, moment_dtype: Any) -> dict[str, str]:
-    """What a step, or the cast after it, says of masters and moments whose storages were freed or made smaller."""
+@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
+@pytest.mark.parametrize("divisor", [0, 2])
+@on_ranks(2)
+def test_memory_that_was_taken_away(divisor: int, moment_dtype: Any) -> None:
     model = models.sharded(Net(("fp8_block",), 64, 96))
     optimizer, found = FusedAdamW(model.named_parameters(), lr=1e-3, moment_dtype=moment_dtype), {}
     models.train(model, optimizer, range(1), 64)
@@ -402,12 +375,5 @@ def freed(divisor: int, moment_dtype: Any) -> dict[str, str]:
                 )  # a forward pass that raises leaves FSDP2 as it is then
                 storage.resize_(kept.nbytes())
                 storage.copy_(kept)
-    return found
-
-
-@pytest.mark.parametrize("moment_dtype", [torch.float32, "8bit"], ids=str)
-@pytest.mark.parametrize("divisor", [0, 2])
-def test_memory_that_was_taken_away(ranks: Ranks, divisor: int, moment_dtype: Any) -> None:
-    for found in ranks(2)(freed, divisor, moment_dtype):
-        assert len(found) == 7
-        assert all("was freed or made smaller" in text for text in found.values()), found
+    assert len(found) == 7
+    assert all("was freed or made smaller" in text for text in found.values()), found

@@ -10,38 +10,30 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import zerocast
-from tests.fsdp2 import models, test_bits, test_loops
-from tests.fsdp2.models import FEW, FORMATS, Net
-from tests.workers import Ranks
+from tests.fsdp2 import models, test_loops
+from tests.fsdp2.models import Net
+from tests.workers import on_ranks
 from zerocast.cast.tables import WeightTable
 from zerocast.fsdp2 import plan, torch_fsdp
 
 
-@pytest.mark.parametrize(("world", "formats"), [(3, FEW), *(models.slow(world, FORMATS) for world in (2, 3))], ids=str)
-def test_kept_codes_are_the_unsharded_cast(ranks: Ranks, world: int, formats: tuple[str, ...]) -> None:
-    test_bits.check(ranks, world, formats, 64, 96, {"keep_codes": True})
-
-
-def kept_by_default(most: int) -> list[bool]:
-    """Whether codes are kept where all may take so many bytes, by what prepare is told."""
-    found = []
-    with mock.patch.object(plan, "MOST_KEPT", most):
-        for keep_codes in (None, False, True):
-            model = models.sharded(Net(("nvfp4",), 64, 96), keep_codes=keep_codes)
-            zerocast.fsdp2.refresh(model)
-            found += [group.keep_codes for group in models.manager(model).plan.cast_groups]
-    return found
-
-
-def test_few_codes_are_kept_by_default(ranks: Ranks) -> None:
+@pytest.mark.parametrize("lacking", [0, 1])
+@on_ranks(2)
+def test_few_codes_are_kept_by_default(lacking: int) -> None:
     codes = 2 * 64 * 96 // 2 // 2  # of two weights, half a byte an element, on two ranks
-    assert ranks(2)(kept_by_default, codes) == [[True, False, True]] * 2
-    assert ranks(2)(kept_by_default, codes - 1) == [[False, False, True]] * 2
+    with mock.patch.object(plan, "MOST_KEPT", codes - lacking):
+        for told, kept in ((None, not lacking), (False, False), (True, True)):
+            model = models.sharded(Net(("nvfp4",), 64, 96), keep_codes=told)
+            zerocast.fsdp2.refresh(model)
+            assert [group.keep_codes for group in models.manager(model).plan.cast_groups] == [kept]
 
 
-def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
-    """Launches that make codes in a step of so many micro-batches, for each of two steps, and the
-    bytes of codes that are left of it.
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("keep_codes", [False, True])
+@on_ranks(2)
+def test_casts_of_codes(keep_codes: bool, micro_batches: int) -> None:
+    """Of three blocks, gathered for the forward pass and for the backward pass: at each gather one launch for the two weights
+    of a block, and nothing is left; or one launch a step.
     """
     model: Any = models.sharded(Net(("nvfp4",) * 3, 64, 96), keep_codes=keep_codes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,25 +48,12 @@ def casts(keep_codes: bool, micro_batches: int) -> tuple[list[int], int]:
         optimizer.zero_grad()
     groups = models.manager(model).plan.param_groups.prepared
     left = {codes.untyped_storage() for group in groups for parts in group._outgoing for codes in parts}
-    return counts[1:], sum(storage.nbytes() for storage in left)
+    assert counts[1:] == [1 if keep_codes else 3 * 2 * micro_batches] * 2
+    assert keep_codes or sum(storage.nbytes() for storage in left) == 0
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_cast_of_codes_for_each_gather(ranks: Ranks, micro_batches: int) -> None:
-    """Three blocks, gathered for the forward pass and for the backward pass; one launch for the
-    two weights of each.
-    """
-    for counts, left in ranks(2)(casts, False, micro_batches):
-        assert counts == [3 * 2 * micro_batches] * 2
-        assert left == 0
-    for counts, _ in ranks(2)(casts, True, micro_batches):
-        assert counts == [1, 1]
-
-
-def kept_after_steps_within() -> tuple[list[bool], list[str]]:
-    """Whether codes are kept before steps within a backward pass and after the next cast, and
-    complaints.
-    """
+@on_ranks(2)
+def test_steps_within_a_backward_pass_keep_codes() -> None:
     model: Any = models.sharded(test_loops.Rooted())
     test_loops.loss(model, 0).backward()
     kept = [models.manager(model).plan.keep_codes]
@@ -83,15 +62,12 @@ def kept_after_steps_within() -> tuple[list[bool], list[str]]:
         parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
     test_loops.loss(model, 1).backward()
     found = models.complaints(model, "stepped within")
-    return [*kept, models.manager(model).plan.keep_codes], found
+    assert ([*kept, models.manager(model).plan.keep_codes], found) == ([False, True], [])
 
 
-def test_steps_within_a_backward_pass_keep_codes(ranks: Ranks) -> None:
-    assert ranks(2)(kept_after_steps_within) == [([False, True], [])] * 2
-
-
-def hooks_at_the_second_gather() -> str:
-    """What a forward pass says where FSDP2 goes on with the hooks of single weights."""
+@on_ranks(2)
+def test_a_hook_at_the_second_gather_is_refused() -> None:
+    """A torch whose FSDP2 does not ask `GatheredByGroup` would fill the scales of nothing."""
     model: Any = models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=True)
     model(models.batch(0, 64))
     for group in torch_fsdp.groups(model):
@@ -99,9 +75,5 @@ def hooks_at_the_second_gather() -> str:
             param.__class__ = FSDPParam
     with pytest.raises(RuntimeError) as error:
         model(models.batch(1, 64))
-    return str(error.value)
-
-
-def test_a_hook_at_the_second_gather_is_refused(ranks: Ranks) -> None:
-    """A torch whose FSDP2 does not ask `GatheredByGroup` would fill the scales of nothing."""
-    assert all("calls the hook of" in said for said in ranks(2)(hooks_at_the_second_gather))
+    said = str(error.value)
+    assert "calls the hook of" in said

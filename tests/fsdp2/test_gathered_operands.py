@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from tests.fsdp2 import models
-from tests.fsdp2.test_odd_models import Grouped
+from tests.fsdp2.models import Grouped
 from tests.scaled_mm import emulated_grouped
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import gemm
 from zerocast.gemm import per_row
 from zerocast.weight.gathered_operands import GatheredOperands
@@ -76,16 +76,6 @@ def launches_of(model: Any, rows: int = 32) -> tuple[Counter[str], list[Tensor]]
     return +counts, found
 
 
-def passes(fmt: str, compiled: bool, reshard: bool) -> tuple[list[dict[str, int]], bool, int]:
-    """The launches of each of three passes, whether all have the same gradients, and the operands that are left."""
-    model = built(fmt, compiled=compiled, reshard=reshard)
-    with gemm.use("scaled_mm"):
-        results = [launches_of(model) for _ in range(3)]
-    first, *others = [found for _, found in results]
-    are_equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    return [dict(counts) for counts, _ in results], are_equal, left(model)
-
-
 @pytest.mark.parametrize(
     ("fmt", "compiled", "reshard"),
     [
@@ -97,18 +87,24 @@ def passes(fmt: str, compiled: bool, reshard: bool) -> tuple[list[dict[str, int]
         (EXACT, False, True),
     ],
 )
-def test_one_launch_serves_the_weights_of_a_gather(ranks: Ranks, fmt: str, compiled: bool, reshard: bool) -> None:
+@on_ranks(2)
+def test_one_launch_serves_the_weights_of_a_gather(fmt: str, compiled: bool, reshard: bool) -> None:
     """From the second pass on; the first, whose gradients are the same, finds out which weights are asked for."""
-    for (_, *later), are_equal, operands in ranks(2)(passes, fmt, compiled, reshard):
-        assert later == 2 * [{name: count * BLOCKS for name, count in LAUNCHES[fmt].items()}]
-        assert are_equal
-        assert operands == 0
+    model = built(fmt, compiled=compiled, reshard=reshard)
+    with gemm.use("scaled_mm"):
+        results = [launches_of(model) for _ in range(3)]
+    first, *others = [found for _, found in results]
+    are_equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    _, *later = [dict(counts) for counts, _ in results]
+    assert later == 2 * [{name: count * BLOCKS for name, count in LAUNCHES[fmt].items()}]
+    assert are_equal
+    assert left(model) == 0
 
 
-def of_experts() -> tuple[list[dict[str, int]], bool, int]:
-    """The result of `passes` for blocks of two weights of three experts each, whose product torch has for GPUs alone."""
+@on_ranks(2)
+def test_one_launch_serves_all_experts_of_a_gather() -> None:
     model: Any = nn.Module()
-    model.blocks = nn.ModuleList(Grouped(8) for _ in range(BLOCKS))
+    model.blocks = nn.ModuleList(Grouped((3, 96, 64)) for _ in range(BLOCKS))
     model.recipe = {"*": EXACT}
     model.forward = lambda x: functools.reduce(lambda x, block: block(x), model.blocks, x)
     model = models.sharded(model)
@@ -122,14 +118,10 @@ def of_experts() -> tuple[list[dict[str, int]], bool, int]:
     gemm.decide.cache_clear()
     first, *others = [found for _, found in results]
     are_equal = all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
-    return [dict(counts) for counts, _ in results], are_equal, left(model)
-
-
-def test_one_launch_serves_all_experts_of_a_gather(ranks: Ranks) -> None:
-    for (_, *later), are_equal, operands in ranks(2)(of_experts):
-        assert later == 2 * [{"upcast_together": 2 * BLOCKS}]
-        assert are_equal
-        assert operands == 0
+    _, *later = [dict(counts) for counts, _ in results]
+    assert later == 2 * [{"upcast_together": 2 * BLOCKS}]
+    assert are_equal
+    assert left(model) == 0
 
 
 def micro_batches() -> tuple[dict[str, int], int]:
@@ -150,10 +142,9 @@ def test_micro_batches_over_one_gather_take_a_launch_each(ranks: Ranks) -> None:
     assert ranks(2)(micro_batches) == [({"upcast_together": 2 * BLOCKS}, 0)] * 2
 
 
-def changing(recomputed: bool) -> tuple[bool, int]:
-    """Whether later gradients are those of a new model after masters were written to, and what is left where a pass asks for
-    fewer weights than the one before.
-    """
+@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
+@on_ranks(2)
+def test_operands_are_those_of_the_last_gather(recomputed: bool) -> None:
     model, other = (built(EXACT, compiled=False) for _ in range(2))
     if recomputed:
         for block in model.blocks:
@@ -172,9 +163,4 @@ def changing(recomputed: bool) -> tuple[bool, int]:
             # The input of a frozen layer asks for no gradient where nothing before it is trained.
             model.blocks[0].requires_grad_(False)
             model(models.batch(0, WIDTH, rows=32)).float().square().mean().backward()
-    return are_equal, left(model)
-
-
-@pytest.mark.parametrize("recomputed", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_operands_are_those_of_the_last_gather(ranks: Ranks, recomputed: bool) -> None:
-    assert ranks(2)(changing, recomputed) == [(True, 0), (True, 0)]
+    assert (are_equal, left(model)) == (True, 0)

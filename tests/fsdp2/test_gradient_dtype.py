@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 import zerocast
 from tests.fsdp2 import models, traffic
-from tests.workers import Ranks
+from tests.workers import on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FOLLOWS_MASTERS = hasattr(FSDPParam, "unsharded_grad_dtype")  # as of torch 2.15
@@ -29,36 +29,27 @@ def one_layer(prepared: bool, policy: MixedPrecisionPolicy) -> Any:
     return fully_shard(layer, mesh=models.mesh(), mp_policy=policy)
 
 
-def reduced(prepared: bool, reduce_dtype: torch.dtype | None) -> list[float]:
-    """Bytes an element in each reduce-scatter of a backward pass."""
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(("reduce_dtype", "nbytes"), [(BF16, 2), (FP32, 4), (None, 4 if FOLLOWS_MASTERS else 2)])
+@on_ranks(2)
+def test_bytes_of_a_reduction(prepared: bool, reduce_dtype: torch.dtype | None, nbytes: int) -> None:
+    """`reduce_dtype` says it, in any torch; without one they are FSDP2's, prepared or not."""
     layer = one_layer(prepared, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype))
     with traffic.Traffic() as seen:
         layer(models.batch(0, 96)).float().square().mean().backward()
     assert layer.weight.grad.dtype is FP32
-    return [nbytes / layer.weight.numel() for nbytes in seen.sent["reduce-scatter"]]
+    assert [nbytes / layer.weight.numel() for nbytes in seen.sent["reduce-scatter"]] == [nbytes]
 
 
-@pytest.mark.parametrize("prepared", [False, True])
-@pytest.mark.parametrize(("reduce_dtype", "nbytes"), [(BF16, 2), (FP32, 4), (None, 4 if FOLLOWS_MASTERS else 2)])
-def test_bytes_of_a_reduction(ranks: Ranks, prepared: bool, reduce_dtype: torch.dtype | None, nbytes: int) -> None:
-    """`reduce_dtype` says it, in any torch; without one they are FSDP2's, prepared or not."""
-    assert ranks(2)(reduced, prepared, reduce_dtype) == [[nbytes]] * 2
-
-
-def refused() -> tuple[str, bool]:
-    """What a step over FP16 gradients says, and whether the masters stayed as they were."""
+@on_ranks(2)
+def test_other_gradients_are_refused() -> None:
     model = models.sharded(models.Net(("nvfp4",), 64, 96))
     optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float16
         parameter.grad = torch.ones_like(parameter, dtype=torch.float16)
-    with pytest.raises(TypeError) as raised:
+    said = "gradients are float32 or bfloat16, one is torch.float16: set grad_dtype of its parameter"
+    with pytest.raises(TypeError, match=said):
         optimizer.step()
-    return str(raised.value), all(map(torch.equal, before, (p.to_local() for p in model.parameters())))
-
-
-def test_other_gradients_are_refused(ranks: Ranks) -> None:
-    for message, same in ranks(2)(refused):
-        assert "gradients are float32 or bfloat16, one is torch.float16: set grad_dtype of its parameter" in message
-        assert same
+    assert all(map(torch.equal, before, (p.to_local() for p in model.parameters())))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tests.formats import model as formats
 from tests.fsdp2.models import place
 from tests.optim.traffic import recorded
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast.fsdp2 import set_grad_wire
 
 FP8 = "fp8_1x128"
@@ -118,8 +118,8 @@ def test_a_gradient_that_is_not_finite_is_seen_on_every_rank(ranks: Ranks, value
     assert ranks(2)(overflowed, 1.0) == [(True, True)] * 2
 
 
-def refusals() -> list[str]:
-    """What is said on this rank of settings that cannot be."""
+@on_ranks(2)
+def test_refused_on_every_rank() -> None:
     model, rank = network(), dist.get_rank()
     found = []
 
@@ -136,12 +136,8 @@ def refusals() -> list[str]:
     set_grad_wire(model, FP8)
     model.set_gradient_divide_factor(7.0)  # type: ignore[operator]
     attempt(lambda: loss_of(model, 0).backward())  # type: ignore[no-untyped-call]
-    return found
-
-
-def test_refused_on_every_rank(ranks: Ranks) -> None:
-    for unsharded, name, difference, factor in ranks(2)(refusals):
-        assert unsharded.startswith("ValueError: set_grad_wire needs a model that fully_shard has sharded")
-        assert name == "ValueError: rank 1: grad_wire is None or 'fp8_1x128', got 'fp8'"
-        assert difference.startswith("ValueError: settings differ between ranks: grad_wire is None on rank 0")
-        assert "scale the loss" in factor
+    unsharded, name, difference, factor = found
+    assert unsharded.startswith("ValueError: set_grad_wire needs a model that fully_shard has sharded")
+    assert name == "ValueError: rank 1: grad_wire is None or 'fp8_1x128', got 'fp8'"
+    assert difference.startswith("ValueError: settings differ between ranks: grad_wire is None on rank 0")
+    assert "scale the loss" in factor

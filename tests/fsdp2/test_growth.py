@@ -10,24 +10,19 @@ import torch
 from tests import growth
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import verify
-from zerocast.fsdp2 import FusedAdamW, TrainingState
+from zerocast.fsdp2 import TrainingState
 from zerocast.fsdp2.prepare import managers_of
 
 WARM = 800  # steps, in which the process takes a megabyte more, and none after them
 MOST_BYTES = 2**9  # a step
-OPTIMIZERS: dict[str, Any] = {
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3),
-    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-3),
-    "8-bit moments": lambda model: models.with_8bit_moments(model, lr=1e-3),
-}
 
 
 def steps(optimizer: str, count: int) -> tuple[dict[str, tuple[int, int]], float]:
     """What has grown after so many steps, and bytes a step."""
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96))
-    made = OPTIMIZERS[optimizer](model)
+    made = models.OPTIMIZERS[optimizer](model)
     models.train(model, made, range(WARM), 64)
     before, memory = growth.held(), growth.resident()
     models.train(model, made, range(WARM, WARM + count), 64)
@@ -36,7 +31,7 @@ def steps(optimizer: str, count: int) -> tuple[dict[str, tuple[int, int]], float
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", models.OPTIMIZERS)
 def test_steps(ranks: Ranks, optimizer: str) -> None:
     for grown, used in ranks(2)(steps, optimizer, 2000, timeout=1800.0):
         assert grown == {}
@@ -46,7 +41,7 @@ def test_steps(ranks: Ranks, optimizer: str) -> None:
 def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[weakref.ref[Any]]:
     """A model, gone when this returns; with a state of it, a verification and perhaps a load that replaces masters. Its weights."""
     model: Any = models.sharded(Net((*FEW, "mxfp8"), 64, 96), **options)
-    made = OPTIMIZERS[optimizer](model)
+    made = models.OPTIMIZERS[optimizer](model)
     models.train(model, made, range(2), 64)
     TrainingState(model, made).state_dict()
     verify(model)
@@ -57,9 +52,11 @@ def trained_and_dropped(optimizer: str, assigns: bool, **options: Any) -> list[w
     return [weakref.ref(weight) for manager in managers_of(model) for weight in manager.weights]
 
 
-def left_behind(optimizer: str) -> list[list[str]]:
-    """What each of two models leaves that were trained and dropped, once one like them has come before; what is kept for all
-    to come, as caches of torch are, only one of them leaves.
+@pytest.mark.parametrize("optimizer", ["FusedAdamW", models.slow("AdamW"), models.slow("8-bit moments")])
+@on_ranks(2)
+def test_a_model_that_is_dropped_is_freed(optimizer: str) -> None:
+    """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage
+    collector does not look into.
     """
     found = []
     for assigns, reshards in ((False, True), (False, False), (True, True)):
@@ -71,12 +68,4 @@ def left_behind(optimizer: str) -> list[list[str]]:
             assert [weight().name for weight in weights if weight()] == []
         grown = [growth.grown(*pair) for pair in itertools.pairwise(counts)]
         found.append(sorted(grown[0].keys() & grown[1].keys()))
-    return found
-
-
-@pytest.mark.parametrize("optimizer", ["FusedAdamW", models.slow("AdamW"), models.slow("8-bit moments")])
-def test_a_model_that_is_dropped_is_freed(ranks: Ranks, optimizer: str) -> None:
-    """All of it: masters, moments, gathered bytes. No cycle goes through what the garbage
-    collector does not look into.
-    """
-    assert ranks(2)(left_behind, optimizer) == [[[]] * 3] * 2
+    assert found == [[]] * 3

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import gemm
 from zerocast.bench.llama import SHAPES, Llama
 from zerocast.distributed.rank_report import Comparison
@@ -97,9 +97,7 @@ def calls_of_bf16(ranks: Ranks) -> int:
     return calls
 
 
-@pytest.mark.parametrize(
-    "fmt", ["fp8_current", "nvfp4", *(models.slow(fmt) for fmt in MOST_CALLS if fmt not in ("fp8_current", "nvfp4"))]
-)
+@pytest.mark.parametrize("fmt", ["nvfp4", *(models.slow(fmt) for fmt in MOST_CALLS if fmt != "nvfp4")])
 def test_the_host_of_a_quantized_pass_beside_bf16(ranks: Ranks, calls_of_bf16: int, fmt: str) -> None:
     calls, by_file = ranks(2)(passes, fmt)[0]
     print(f"{calls:,} calls, bf16 {calls_of_bf16:,}", *by_file.most_common(20), sep="\n")
@@ -118,64 +116,35 @@ def refreshed(count: int, fmt: str, device: str) -> tuple[int, CastManager]:
         return calls_of(lambda: zerocast.fsdp2.refresh(model)), models.manager(model)
 
 
-def compared(fmt: str, device: str) -> tuple[int, int, int]:
-    """Calls of a refresh of few weights and of many, and the number of storages that the masters of the many lie in."""
-    (few, _), (many, manager) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
-    return few, many, len({weight.master.untyped_storage().data_ptr() for weight in manager.weights})
-
-
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", DELAYED])
-def test_a_cast_calls_as_often_for_many_weights(ranks: Ranks, fmt: str, device: str) -> None:
-    for few, many, storages in ranks(3)(compared, fmt, device):
-        assert few == many
-        assert storages <= PIECES + 1
+@on_ranks(3)
+def test_a_cast_calls_as_often_for_many_weights(fmt: str, device: str) -> None:
+    (few, _), (many, manager) = (refreshed(count, fmt, device) for count in (2 * PIECES, 6 * PIECES))
+    assert few == many
+    assert len({weight.master.untyped_storage().data_ptr() for weight in manager.weights}) <= PIECES + 1
 
 
-def steps_then_moves() -> list[str]:
-    """Complaints after masters were moved to other memory, which no step does."""
-    model = models.sharded(models.Net(("nvfp4", DELAYED), 64, 96))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    models.train(model, optimizer, range(2), 64)
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    models.train(model, optimizer, range(2, 4), 64)
-    return models.complaints(model, "moved")
-
-
-def test_masters_that_moved_are_found(ranks: Ranks) -> None:
-    assert ranks(2)(steps_then_moves) == [[], []]
-
-
-def other_tensors() -> int:
-    """How many storages masters lie in after somebody else made tensors like the parameters."""
+@on_ranks(2)
+def test_tensors_like_a_parameter_take_no_place() -> None:
     model = Layers(6 * PIECES, "cpu")
     zerocast.fsdp2.prepare(model, zerocast.Recipe({"*.weight": "nvfp4"}))
     kept = [(torch.empty_like(parameter), parameter.new_zeros(1)) for parameter in model.parameters()]
     fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
     zerocast.fsdp2.refresh(model)
     del kept
-    return len({weight.master.untyped_storage().data_ptr() for weight in models.manager(model).weights})
+    storages = len({weight.master.untyped_storage().data_ptr() for weight in models.manager(model).weights})
+    assert storages <= PIECES + 1
 
 
-def test_tensors_like_a_parameter_take_no_place(ranks: Ranks) -> None:
-    for storages in ranks(2)(other_tensors):
-        assert storages <= PIECES + 1
-
-
-def saved_bytes() -> tuple[int, int]:
-    """Bytes of a pickled master, and of its elements."""
+@on_ranks(2)
+def test_a_master_is_saved_without_its_neighbours() -> None:
     model = models.sharded(Layers(PIECES * 4, "cpu"), {"*.weight": "nvfp4"})
     local = next(model.parameters()).to_local()
     file = io.BytesIO()
     torch.save(local, file)
-    return len(file.getvalue()), local.numel() * 4
-
-
-def test_a_master_is_saved_without_its_neighbours(ranks: Ranks) -> None:
-    for size, elements in ranks(2)(saved_bytes):
-        assert elements < size < elements + 2048
+    size, elements = len(file.getvalue()), local.numel() * 4
+    assert elements < size < elements + 2048
 
 
 @pytest.mark.parametrize("part", [1, 0.5, 1 / 3])
@@ -202,16 +171,12 @@ def test_places_are_apart_and_few(part: float) -> None:
     assert len({place.untyped_storage().data_ptr() for place in places.values() if place is not None}) <= PIECES + 1
 
 
-def compared_headers(count: int) -> tuple[int, int]:
-    """How often a forward pass compares headers of ranks that agree, and the calls that it makes."""
+@pytest.mark.parametrize("count", [8, 24])
+@on_ranks(2)
+def test_headers_are_compared_once_a_gather(count: int) -> None:
     model = models.sharded(Layers(count, "cpu"), {"*.weight": "fp8_block"})
     model.forward = lambda: [[block.unshard(), block.reshard()] for block in model.blocks]
     model()
     with mock.patch.object(Comparison, "of_headers", side_effect=Comparison.of_headers) as compare:
         model()
-    return compare.call_count, calls_of(model)
-
-
-def test_headers_are_compared_once_a_gather(ranks: Ranks) -> None:
-    for few, many in zip(ranks(2)(compared_headers, 8), ranks(2)(compared_headers, 24), strict=True):
-        assert (few[0], many[0]) == (4, 4)
+    assert compare.call_count == len(model.blocks)

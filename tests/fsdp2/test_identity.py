@@ -1,5 +1,6 @@
 """A prepared master is found again by other libraries as a plain parameter is: by its address, its storage, or itself."""
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 import zerocast
 from tests.fsdp2 import models
-from tests.workers import Ranks
+from tests.workers import on_ranks
 
 
 def local(parameter: Any) -> Tensor:
@@ -19,8 +20,9 @@ def local(parameter: Any) -> Tensor:
     return held
 
 
-def addresses(sharded: bool) -> list[tuple[bool, ...]]:
-    """Return, for each prepared master of a model, whether each way to ask for its memory gives that of its values."""
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(1, 2)
+def test_a_master_has_the_address_of_its_values(sharded: bool) -> None:
     model = models.Net(("fp8_block", "nvfp4"), 32, 64)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
     if sharded:
@@ -29,34 +31,25 @@ def addresses(sharded: bool) -> list[tuple[bool, ...]]:
         fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16)
     masters = [local(parameter) for parameter in model.parameters()]
     assert len({master.data_ptr() for master in masters if master.numel()}) == sum(m.numel() > 0 for m in masters)
-    checked = []
+    checked = 0
     for master in masters:
         inside = getattr(master, "plain", None)
         if inside is None or not inside.numel():
             continue
         start = inside.untyped_storage().data_ptr() + inside.storage_offset() * inside.element_size()
-        checked.append(
-            (
-                master.data_ptr() == start,
-                master.untyped_storage().data_ptr() + 4 * master.storage_offset() == start,
-                master.is_set_to(master.detach()),
-                master in {master},
-                sum(master is other for other in masters) == 1,
-            )
-        )
-    return checked
+        assert master.data_ptr() == start
+        assert master.untyped_storage().data_ptr() + 4 * master.storage_offset() == start
+        assert master.is_set_to(master.detach())
+        assert master in {master}
+        assert sum(master is other for other in masters) == 1
+        checked += 1
+    assert checked >= 2
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_master_has_the_address_of_its_values(ranks: Ranks, world: int, sharded: bool) -> None:
-    for checked in ranks(world)(addresses, sharded):
-        assert len(checked) >= 2
-        assert all(all(of_one) for of_one in checked), checked
-
-
-def trained_by_accelerates_functions() -> tuple[list[str], list[str]]:
-    """The parameters that an optimizer holds after accelerate has exchanged them for sharded ones, and those that then train."""
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed: make readers")
+@on_ranks(2)
+def test_accelerate_finds_the_parameters_of_an_optimizer_again() -> None:
+    """By its own functions, one after the other: its Accelerator chooses FSDP on GPUs alone."""
     from accelerate import Accelerator
     from accelerate.utils.fsdp_utils import fsdp2_canonicalize_names, fsdp2_switch_optimizer_parameters
 
@@ -79,13 +72,4 @@ def trained_by_accelerates_functions() -> tuple[list[str], list[str]]:
     model(torch.randn(8, 64)).square().mean().backward()
     optimizer.step()
     changed = [name for name, parameter in model.named_parameters() if not torch.equal(local(parameter), initial[name])]
-    return held, changed
-
-
-def test_accelerate_finds_the_parameters_of_an_optimizer_again(ranks: Ranks) -> None:
-    """By its own functions, one after the other: its Accelerator chooses FSDP on GPUs alone."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed: make readers")
-    every = [f"{number}.weight" for number in range(4)]
-    for held, changed in ranks(2)(trained_by_accelerates_functions):
-        assert held == every
-        assert changed == every
+    assert held == changed == [f"{number}.weight" for number in range(4)]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import ONE_RANK
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast.fsdp2.gather_status import GatherStatus
 
 FORMATS = "nvfp4", "fp8_block"  # whose products a refresh does not change
@@ -82,8 +82,9 @@ class Rooted(nn.Module):
         return self(x).float().square().mean()  # type: ignore[no-any-return]
 
 
-def without_questions() -> None:
-    """Three steps, in which nobody is asked about gathered weights."""
+@on_ranks(2)
+def test_nobody_asks_while_it_trains() -> None:
+    """What was gathered anew is not left from an earlier pass."""
     model = models.sharded(Rooted(), {"*weight": "nvfp4"})
     register_fsdp_forward_method(model, "loss")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -92,8 +93,3 @@ def without_questions() -> None:
             for part in range(2):
                 model.loss(models.batch(2 * step + part, 64)).backward()
             optimizer.step()
-
-
-def test_nobody_asks_while_it_trains(ranks: Ranks) -> None:
-    """What was gathered anew is not left from an earlier pass."""
-    ranks(2)(without_questions)

@@ -1,7 +1,6 @@
 """A prepared model starts from high-precision weights: the same masters and bytes, on any mesh."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,24 +12,12 @@ from tests.checkpoint.sources.source_files import KINDS, values
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
 from tests.fsdp2.test_checkpoints import FORMATS, HIDDEN, WIDTH, build
-from tests.workers import Ranks
+from tests.workers import on_ranks
 
 
 def wanted(formats: tuple[str, ...]) -> dict[str, Tensor]:
     shapes = {name: tuple(tensor.shape) for name, tensor in Net(formats, WIDTH, HIDDEN).state_dict().items()}
     return values(shapes, torch.float32)
-
-
-def loads(where: str, source: Any, trained: bool) -> list[str]:
-    """What differs from the values of the source, and complaints about gathered bytes."""
-    formats = ("nvfp4",) if where == "tp" else FORMATS
-    model, optimizer = build(where, formats)
-    if trained:
-        models.train(model, optimizer, range(2), WIDTH)
-    zerocast.fsdp2.load_masters(model, source)
-    found = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
-    different = [name for name, value in wanted(formats).items() if not torch.equal(found[name], value)]
-    return different + ([] if where == "tp" else models.complaints(model, where))
 
 
 @pytest.mark.filterwarnings("ignore:no state of delayed scaling")
@@ -44,6 +31,14 @@ def loads(where: str, source: Any, trained: bool) -> list[str]:
         (4, "tp", "safetensors", False),
     ],
 )
-def test_any_mesh(ranks: Ranks, tmp_path: Path, world: int, where: str, kind: str, trained: bool) -> None:
+@on_ranks()
+def test_any_mesh(tmp_path: Path, where: str, kind: str, trained: bool) -> None:
     source = KINDS[kind](wanted(("nvfp4",) if where == "tp" else FORMATS), tmp_path)
-    assert ranks(world)(loads, where, source, trained) == [[]] * world
+    formats = ("nvfp4",) if where == "tp" else FORMATS
+    model, optimizer = build(where, formats)
+    if trained:
+        models.train(model, optimizer, range(2), WIDTH)
+    zerocast.fsdp2.load_masters(model, source)
+    found = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    different = [name for name, value in wanted(formats).items() if not torch.equal(found[name], value)]
+    assert different + ([] if where == "tp" else models.complaints(model, where)) == []

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, FEW, Net, slow
 from tests.optim.memory import live_bytes
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast import QuantizedWeight
 
 WIDTH, HIDDEN = 512, 1024
@@ -33,8 +33,13 @@ def settled_bytes() -> int:
     return live_bytes()
 
 
-def held(fmt: str, keep_codes: bool) -> tuple[float, float]:
-    """Bytes an element of a rank's shard beyond plain FSDP2: between steps, and with plain masters alone."""
+@pytest.mark.parametrize(
+    ("fmt", "keep_codes"),
+    [("nvfp4", False), *(slow(fmt, keep) for fmt in EXTRA for keep in (False, True) if keep or fmt != "nvfp4")],
+)
+@on_ranks(2)
+def test_what_a_rank_holds(fmt: str, keep_codes: bool) -> None:
+    """Bytes an element of a rank's shard beyond plain FSDP2 between steps, and with plain masters alone."""
     sizes = []
     for prepare in (False, True):
         before = settled_bytes()
@@ -52,47 +57,32 @@ def held(fmt: str, keep_codes: bool) -> tuple[float, float]:
         sizes.append(settled_bytes() - before - sum(indices.values()))
         elements = sum(p.numel() for p in models.held(model) if p.dim() == 2) / models.mesh().size()
         del model, module, weights, fills
-    return (sizes[1] - sizes[0]) / elements, sizes[0] / elements
+    assert (sizes[1] - sizes[0]) / elements == pytest.approx(EXTRA[fmt] + CODES[fmt] * keep_codes, abs=0.004)
+    assert sizes[0] / elements == pytest.approx(4.0, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("fmt", "keep_codes"),
-    [("nvfp4", False), *(slow(fmt, keep) for fmt in EXTRA for keep in (False, True) if keep or fmt != "nvfp4")],
-)
-def test_what_a_rank_holds(ranks: Ranks, fmt: str, keep_codes: bool) -> None:
-    predicted = EXTRA[fmt] + CODES[fmt] * keep_codes
-    for extra, plain in ranks(2)(held, fmt, keep_codes):
-        print(
-            f"{fmt}: {extra:.3f} B an element of the shard beside {plain:.3f} B of masters, {predicted:.3f} predicted"
-        )
-        assert extra == pytest.approx(predicted, abs=0.004)
-        assert plain == pytest.approx(4.0, abs=0.05)
-
-
-def gathered() -> list[str]:
-    """Storages of weights that have bytes although they are sharded, or too many while they are not."""
+@on_ranks(2)
+def test_gathered_bytes_are_freed() -> None:
+    """No columnwise copy is ever kept, and nothing gathered outlives the forward or the backward of its module."""
     model = models.sharded(Net(("nvfp4", "mxfp8"), WIDTH, HIDDEN))
     model(models.batch(0, WIDTH)).float().square().mean().backward()
-    found = []
     for module in model.blocks:
         module.unshard()
         weights = [p for p in module.parameters() if isinstance(p, QuantizedWeight)]
         storages = {b.untyped_storage() for w in weights for b in w.state.buffers.values() if b is not None}
         most = {"nvfp4": 0.504 + 1 / 16, "mxfp8": 2.0625 * 1.04}[weights[0].format.name]
         held_now = sum({s.data_ptr(): s.nbytes() for s in storages}.values()) / sum(w.numel() for w in weights)
-        found += [f"{held_now} B an element gathered, {most} expected"] if held_now > most * 1.02 else []
+        assert held_now <= most * 1.02
         module.reshard()
-        found += ["bytes left after resharding"] if any(s.nbytes() for s in storages) else []
-    return found
+        assert not any(s.nbytes() for s in storages)
 
 
-def test_gathered_bytes_are_freed(ranks: Ranks) -> None:
-    """No columnwise copy is ever kept, and nothing gathered outlives the forward or the backward of its module."""
-    assert ranks(2)(gathered) == [[], []]
-
-
-def most_gathered(blocks: int) -> float:
-    """The most bytes an element of a block that are gathered at once while a backward pass goes through a model."""
+@on_ranks(2)
+def test_peak_of_a_backward_pass() -> None:
+    """One block, however many there are: what FSDP2 prefetches on a CPU lies in the collective's
+    buffer until it is needed.
+    """
+    blocks = 5
     model: Any = models.sharded(Net(("nvfp4",) * blocks, WIDTH, HIDDEN))
     owners = [owner for _, owner in models.masters(model).values()]
     levels: list[int] = []
@@ -109,30 +99,16 @@ def most_gathered(blocks: int) -> float:
         block[1].register_forward_hook(at_gradient)
     model(models.batch(0, WIDTH)).float().square().mean().backward()
     assert len(levels) == blocks
-    return max(levels) / (2 * WIDTH * HIDDEN)
+    assert max(levels) / (2 * WIDTH * HIDDEN) == pytest.approx(0.504 + 1 / 16, rel=0.02)
 
 
-def test_peak_of_a_backward_pass(ranks: Ranks) -> None:
-    """One block, however many there are: what FSDP2 prefetches on a CPU lies in the collective's
-    buffer until it is needed.
-    """
-    predicted = 0.504 + 1 / 16
-    for found in ranks(2)(most_gathered, 5):
-        print(f"gathered at most {found:.3f} B an element of a block, {predicted:.3f} predicted")
-        assert found == pytest.approx(predicted, rel=0.02)
-
-
-def grown() -> list[int]:
-    """Live bytes after a few steps and after more: test_growth.py takes thousands."""
+@on_ranks(2)
+def test_nothing_grows() -> None:
     model: Any = models.sharded(Net(FEW, 64, 96))
     optimizer = torch.optim.AdamW(model.parameters())
     sizes = []
     for until in (range(3), range(3, 10)):
         models.train(model, optimizer, until, 64)
         sizes.append(settled_bytes())
-    return sizes
-
-
-def test_nothing_grows(ranks: Ranks) -> None:
-    for early, late in ranks(2)(grown):
-        assert late == early
+    early, late = sizes
+    assert late == early

@@ -21,10 +21,10 @@ from torch.utils._pytree import tree_map_only
 import zerocast
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
-from tests.fsdp2.models import FEW, FORMATS, Net
-from tests.fsdp2.test_fused_adamw import digests, gradient, put_gradients
+from tests.fsdp2.models import FEW, FORMATS, Net, digests
+from tests.fsdp2.test_fused_adamw import gradient, put_gradients
 from tests.optim.runs import ADAM
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW, TrainingState
 from zerocast.fsdp2.moments_8bit import ShardedMoments
 
@@ -91,10 +91,11 @@ def launches(moment_dtype: Any) -> Counter[str]:
     return Counter(stage.replace("8bit", "amax").replace("amax_cast", "cast") for stage in operators.stages)
 
 
-def test_a_step_has_the_launches_of_fp32_moments(ranks: Ranks) -> None:
+@on_ranks(1)
+def test_a_step_has_the_launches_of_fp32_moments() -> None:
     """One for each format, not one for each parameter, and codes are written with them."""
-    (expected,), (found,) = ranks(1)(launches, torch.float32), ranks(1)(launches, "8bit")
-    assert found == expected
+    found = launches("8bit")
+    assert found == launches(torch.float32)
     assert found["adam_cast"] > 1
 
 
@@ -117,8 +118,8 @@ def trained_on_the_host() -> list[str]:
     return [name for name, digest in states[0].items() if states[1][name] != digest]
 
 
-def broken_load() -> list[str]:
-    """What an optimizer says after a load that failed partway, until a state is loaded."""
+@on_ranks(2)
+def test_a_load_that_raises_half_way_is_told() -> None:
     model = plain_model()
     optimizer = fused(model)
     before = train(model, optimizer, range(2))
@@ -128,16 +129,13 @@ def broken_load() -> list[str]:
     told += [error_of(call) for call in (optimizer.state_dict, optimizer.step)]
     TrainingState(model, optimizer).load_state_dict(whole)
     assert state_of(model, optimizer) == before
-    return told
+    assert "out of it" in told[0]
+    assert all("a load failed partway" in text for text in told[1:])
 
 
-def test_a_load_that_raises_half_way_is_told(ranks: Ranks) -> None:
-    for first, *others in ranks(2)(broken_load):
-        assert "out of it" in first
-        assert all("a load failed partway" in told for told in others)
-
-
-def through_torch(flat: bool) -> tuple[dict[str, str], dict[str, str], set[torch.dtype]]:
+@pytest.mark.parametrize("flat", [False, True])
+@on_ranks(2)
+def test_states_of_torchs_calls(flat: bool) -> None:
     """Another model's state, given by torch's calls, and the dtypes of moments in it."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     pairs = []
@@ -150,20 +148,8 @@ def through_torch(flat: bool) -> tuple[dict[str, str], dict[str, str], set[torch
     state = get_optimizer_state_dict(first, taught, options=options)
     set_optimizer_state_dict(second, learner, state, options=options)
     leaves = [tensor for tensor in torch.utils._pytree.tree_leaves(state) if isinstance(tensor, DTensor)]
-    return digests(taught.state_dict()["state"]), digests(learner.state_dict()["state"]), {x.dtype for x in leaves}
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_states_of_torchs_calls(ranks: Ranks, flat: bool) -> None:
-    for expected, found, dtypes in ranks(2)(through_torch, flat):
-        assert found == expected
-        assert dtypes == {torch.float32}
-
-
-# what gradients of columns are multiplied by: groups of zeros, and those whose second moments are subnormal numbers, and are 0
-ZEROS = slice(128, 256)
-SIZES = torch.ones(700)
-SIZES[ZEROS], SIZES[256:384], SIZES[384:512] = 0.0, 1e-20, 1e-32
+    assert digests(learner.state_dict()["state"]) == digests(taught.state_dict()["state"])
+    assert {leaf.dtype for leaf in leaves} == {torch.float32}
 
 
 def test_states_of_fp32_moments() -> None:

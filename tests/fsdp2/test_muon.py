@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import zerocast
 from tests.selection import worlds
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast.fsdp2 import TrainingState
 from zerocast.optim import load, save
 
@@ -83,9 +82,9 @@ def exact(gradient: Tensor, momentum_buffer: Tensor) -> Tensor:
     return x
 
 
-def stepped_by_torch() -> tuple[list[tuple[float, float]], dict[str, int]]:
-    """(for each matrix how far FSDP2's step and one process' step are from the exact one, relative to it; the collectives of the
-    step)."""
+@on_ranks(*worlds(2, slow=(3,)))
+def test_torch_muon() -> None:
+    """It orthogonalizes whole matrices: as near to f64 as in one process, where products in bf16 are added in another order."""
     run = Sharded()
     before = run.matrices()
     twins = [nn.Parameter(value.clone()) for value in before]
@@ -109,17 +108,11 @@ def stepped_by_torch() -> tuple[list[tuple[float, float]], dict[str, int]]:
     run.step()
     run.backward(1)
     zerocast.verify(run.model).raise_for_differences()
-    return found, {str(op): count for op, count in mode.get_comm_counts().items()}
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=(3,)))
-def test_torch_muon(ranks: Ranks, world: int) -> None:
-    """It orthogonalizes whole matrices: as near to f64 as in one process, where products in bf16 are added in another order."""
-    for errors, counts in ranks(world)(stepped_by_torch):
-        assert all(sharded <= 1.5 * whole for sharded, whole in errors), errors
-        assert (
-            sum(counts.values()) >= 2 * 2 * 5
-        )  # two and more for each of five products of two matrices; ZeroMuon has none
+    errors, counts = found, {str(op): count for op, count in mode.get_comm_counts().items()}
+    assert all(sharded <= 1.5 * whole for sharded, whole in errors), errors
+    assert (
+        sum(counts.values()) >= 2 * 2 * 5
+    )  # two and more for each of five products of two matrices; ZeroMuon has none
 
 
 def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -131,14 +124,18 @@ def leaves(state: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}{key}", value
 
 
-def there_and_back(folder: str) -> list[str]:
-    """Keys whose values differ after FSDP2's state went through ZeroMuon into another FSDP2 run."""
+def whole_of(value: Any) -> Tensor:
+    """A DTensor's whole; of anything else itself."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+@on_ranks(2)
+def test_checkpoints_go_to_zero_muon_and_back(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     first, whole, last = Sharded(), Whole(), Sharded()
     for step in range(2):
         first.backward(step)
         first.step()
-    last.backward(7)
-    last.step()
     first.muon.param_groups[0]["momentum"] = 0.9
     state = TrainingState(first.model, first.optimizers)
     save(state, f"{folder}/fsdp2")
@@ -150,13 +147,4 @@ def there_and_back(folder: str) -> list[str]:
     load(other, f"{folder}/zero")
     held = {"model": state.state_dict()["model"], "optim": state.state_dict()["optim"]}
     found = dict(leaves(other.state_dict()))
-    return [key for key, value in leaves(held) if not torch.equal(whole_of(value), whole_of(found[key]))]
-
-
-def whole_of(value: Any) -> Tensor:
-    """A DTensor's whole; of anything else itself."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def test_checkpoints_go_to_zero_muon_and_back(ranks: Ranks, tmp_path: Path) -> None:
-    assert ranks(2)(there_and_back, str(tmp_path)) == [[], []]
+    assert [key for key, value in leaves(held) if not torch.equal(whole_of(value), whole_of(found[key]))] == []

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net
-from tests.workers import Ranks
+from tests.workers import on_ranks
 
 OVERRIDE = "param_dtype_override_fn"
 POLICY_FIELDS = {field.name for field in dataclasses.fields(MixedPrecisionPolicy)}
@@ -24,62 +24,49 @@ def of_fsdp(method: str) -> Any:
     )
 
 
-def kept_storage() -> tuple[list[str], list[list[int]]]:
-    """Complaints of steps of a model whose gathered memory FSDP2 keeps, and where it lay after each."""
+@of_fsdp("set_keep_unsharded_storage")
+@on_ranks(2)
+def test_gathered_memory_that_is_kept_is_filled_again() -> None:
     model = models.sharded(Net(FEW, 64, 96), reshard_after_forward=True)
     model.set_keep_unsharded_storage(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    complaints, addresses = [], []
+    addresses = []
     for step in range(3):
         models.train(model, optimizer, range(step, step + 1), 64)
-        complaints += models.complaints(model, f"step {step}")
+        assert models.complaints(model, f"step {step}") == []
         addresses.append([weight.rowwise_data.data_ptr() for _, weight in models.unsharded(model)])
-    return complaints, addresses
+    assert addresses == [addresses[0]] * 3
 
 
 @of_fsdp("set_keep_unsharded_storage")
-def test_gathered_memory_that_is_kept_is_filled_again(ranks: Ranks) -> None:
-    for complaints, addresses in ranks(2)(kept_storage):
-        assert complaints == []
-        assert addresses == [addresses[0]] * 3
-
-
-def switched_in_kept_storage() -> list[str]:
-    """Complaints after formats changed, whose bytes need other memory."""
+@on_ranks(2)
+def test_a_switch_takes_other_memory() -> None:
     model = models.sharded(Net(("nvfp4",), 64, 96), reshard_after_forward=True)
     model.set_keep_unsharded_storage(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(1), 64)
     zerocast.switch(model, zerocast.Recipe({"blocks.*.weight": "mxfp8"}))
     models.train(model, optimizer, range(1, 2), 64)
-    return models.complaints(model, "switched")
-
-
-@of_fsdp("set_keep_unsharded_storage")
-def test_a_switch_takes_other_memory(ranks: Ranks) -> None:
-    assert ranks(2)(switched_in_kept_storage) == [[]] * 2
-
-
-def finalized(by_hand: bool) -> tuple[list[str], list[torch.Tensor]]:
-    """Complaints after two steps whose backward passes end by themselves or by hand, and the masters then."""
-    model = models.sharded(Net(FEW, 64, 96), reshard_after_forward=True)
-    model.set_manual_backward_finalization(by_hand)
-    optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
-    for step in range(2):
-        model(models.batch(step, 64)).float().square().mean().backward()
-        if by_hand:
-            model.finalize_backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = models.complaints(model, "finalized")
-    return found, [parameter.full_tensor().cpu() for parameter in models.held(model)]
+    assert models.complaints(model, "switched") == []
 
 
 @of_fsdp("set_manual_backward_finalization")
-def test_backward_passes_that_end_by_hand(ranks: Ranks) -> None:
-    for (none, expected), (found, masters) in zip(ranks(2)(finalized, False), ranks(2)(finalized, True), strict=True):
-        assert none == found == []
-        assert all(map(torch.equal, expected, masters))
+@on_ranks(2)
+def test_backward_passes_that_end_by_hand() -> None:
+    masters = []
+    for by_hand in (False, True):
+        model = models.sharded(Net(FEW, 64, 96), reshard_after_forward=True)
+        model.set_manual_backward_finalization(by_hand)
+        optimizer = zerocast.fsdp2.FusedAdamW(model.parameters(), lr=1e-2)
+        for step in range(2):
+            model(models.batch(step, 64)).float().square().mean().backward()
+            if by_hand:
+                model.finalize_backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert models.complaints(model, "finalized") == []
+        masters.append([parameter.full_tensor().cpu() for parameter in models.held(model)])
+    assert all(map(torch.equal, *masters))
 
 
 class Wide(nn.Module):
@@ -97,8 +84,9 @@ class Wide(nn.Module):
         return x
 
 
-def overridden() -> tuple[list[str], list[torch.dtype]]:
-    """Complaints, and the nominal dtypes, of weights of which one keeps its own dtype, gathered together."""
+@pytest.mark.skipif(OVERRIDE not in POLICY_FIELDS, reason=f"policies of torch {torch.__version__} have no {OVERRIDE}")
+@on_ranks(2)
+def test_a_weight_that_keeps_its_dtype() -> None:
     model: Any = Wide()
     wide = model.blocks[1].weight.shape
     keep = {OVERRIDE: lambda parameter: torch.float32 if parameter.shape == wide else None}
@@ -107,9 +95,5 @@ def overridden() -> tuple[list[str], list[torch.dtype]]:
     torch.distributed.fsdp.fully_shard(model, mesh=models.mesh(), mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(2), 64)
-    return models.complaints(model, "overridden"), [weight.dtype for _, weight in models.unsharded(model)]
-
-
-@pytest.mark.skipif(OVERRIDE not in POLICY_FIELDS, reason=f"policies of torch {torch.__version__} have no {OVERRIDE}")
-def test_a_weight_that_keeps_its_dtype(ranks: Ranks) -> None:
-    assert ranks(2)(overridden) == [([], [torch.bfloat16, torch.float32])] * 2
+    assert models.complaints(model, "overridden") == []
+    assert [weight.dtype for _, weight in models.unsharded(model)] == [torch.bfloat16, torch.float32]

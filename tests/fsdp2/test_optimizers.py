@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 
 CLASSES: dict[str, Any] = {
     name: found
@@ -130,32 +130,26 @@ def test_every_class_compiled(ranks: Ranks, name: str) -> None:
     assert ranks(2)(differences, name, wanted, "aot_eager", timeout=400.0) == [[], []]
 
 
-def from_one_cache(name: str) -> list[str]:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD"])
+@on_ranks(1, timeout=300.0)
+def test_inductor(name: str) -> None:
     """Plain steps are compiled first: torch keeps what inductor made of them, and must not take
     it for prepared masters.
     """
     with fresh_inductor_cache():
-        return differences(name, ("default",), "inductor")
+        assert differences(name, ("default",), "inductor") == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["AdamW", "Muon", "SGD"])
-def test_inductor(ranks: Ranks, name: str) -> None:
-    assert ranks(1)(from_one_cache, name, timeout=300.0) == [[]]
-
-
-def test_the_key_of_a_compiled_graph(ranks: Ranks) -> None:
-    """Part of what `test_inductor` shows, in no time."""
-    if not hasattr(DTensor, "_stable_hash_for_caching"):
-        pytest.skip("this torch has no key of its own for a DTensor in its cache of compiled graphs")
-    for (plain, again, prepared, gathered), (torchs_plain, _, torchs_prepared, _) in ranks(1)(keys):
-        assert plain == again
-        assert len({plain, prepared}) == 2 and len(gathered) == 2
-        assert torchs_plain == torchs_prepared, "torch tells them apart now: key_graphs_by_local_tensors can go"
-
-
-def keys() -> list[tuple[str, str, str, set[str]]]:
-    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two formats. Ours, then torch's."""
+@pytest.mark.skipif(
+    not hasattr(DTensor, "_stable_hash_for_caching"),
+    reason="this torch has no key of its own for a DTensor in its cache of compiled graphs",
+)
+@on_ranks(1)
+def test_the_key_of_a_compiled_graph() -> None:
+    """Of a parameter of plain FSDP2, twice; of a prepared one; of DTensors over weights of two formats: part of what
+    `test_inductor` shows, in no time.
+    """
     made = [models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), prepare=how) for how in (False, False, True)]
     parameters = [models.held(model)[2] for model in made]
     weights = [
@@ -163,8 +157,9 @@ def keys() -> list[tuple[str, str, str, set[str]]]:
         for _, weight in models.unsharded(made[2])
     ]
     ours = DTensor._stable_hash_for_caching
-    found = []
-    for key in (ours, ours.__wrapped__):
-        plain, again, prepared = map(key, parameters)
-        found.append((plain, again, prepared, {key(weight) for weight in weights[:3:2]}))
-    return found
+    plain, again, prepared = map(ours, parameters)
+    assert plain == again
+    assert plain != prepared
+    assert ours(weights[0]) != ours(weights[2])
+    torchs_plain, _, torchs_prepared = map(ours.__wrapped__, parameters)
+    assert torchs_plain == torchs_prepared, "torch tells them apart now: key_graphs_by_local_tensors can go"

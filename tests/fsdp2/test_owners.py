@@ -6,11 +6,21 @@ import pytest
 import torch
 
 from tests.fsdp2.models import Net, batch, manager, sharded
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 
 
-def messages_of_steps(kind: str) -> list[str]:
-    """What three steps warn of or raise, with an optimizer over a part of the model, or over a parameter twice."""
+@pytest.mark.parametrize(
+    ("kind", "message", "count"),
+    [
+        ("all", "", 0),
+        ("two optimizers", "", 0),
+        ("frozen", "", 0),
+        ("a part", "1 prepared weights have gradients, and no optimizer", 1),
+        ("twice", "RuntimeError: this AdamW lists", 3),
+    ],
+)
+@on_ranks(2)
+def test_weights_that_nobody_trains_or_that_are_trained_twice(kind: str, message: str, count: int) -> None:
     model = sharded(Net(("nvfp4", "mxfp8"), 64, 128))
     named = dict(model.named_parameters())
     first = named[manager(model).weights[0].name]
@@ -30,22 +40,5 @@ def messages_of_steps(kind: str) -> list[str]:
                 said += [error for error in [error_of(each.step)] if error]
             model.zero_grad()
         said += [str(warning.message) for warning in caught if "prepared weights" in str(warning.message)]
-    return said
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "count"),
-    [
-        ("all", "", 0),
-        ("two optimizers", "", 0),
-        ("frozen", "", 0),
-        ("a part", "1 prepared weights have gradients, and no optimizer", 1),
-        ("twice", "RuntimeError: this AdamW lists", 3),
-    ],
-)
-def test_weights_that_nobody_trains_or_that_are_trained_twice(
-    ranks: Ranks, kind: str, message: str, count: int
-) -> None:
-    for said in ranks(2)(messages_of_steps, kind):
-        assert len(said) == count, said
-        assert all(one.startswith(message) for one in said), said
+    assert len(said) == count, said
+    assert all(one.startswith(message) for one in said), said

@@ -14,9 +14,8 @@ import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
 from tests.selection import worlds
+from tests.workers import on_ranks
 from zerocast import Recipe, VerifyReport, verify
-from zerocast.fsdp2 import FusedAdamW
-from zerocast.fsdp2.prepare import formats
 
 FORMATS = ("nvfp4", DELAYED, "mxfp8")
 WIDTH = 64
@@ -25,20 +24,15 @@ TARGETS = {
     "mixed": ("fp8_block", DELAYED, "mxfp4"),
     "begun": (DELAYED, "nvfp4", "mxfp8:block=32x32"),
 }
-OPTIMIZERS: dict[str, Any] = {
-    "FusedAdamW": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
-    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "8-bit moments": lambda model: models.with_8bit_moments(model, lr=1e-2),
-}
 
 
 def recipe(target: tuple[str, ...]) -> Recipe:
     return Recipe({f"blocks.{i}.*.weight": fmt for i, fmt in enumerate(target)})
 
 
-def started(target: tuple[str, ...] = FORMATS, optimizer: str = "AdamW", **options: Any) -> tuple[Any, Any]:
-    model = models.sharded(Net(target, WIDTH, 96), **options)
-    return model, OPTIMIZERS[optimizer](model)
+def started(target: tuple[str, ...] = FORMATS, optimizer: str = "AdamW") -> tuple[Any, Any]:
+    model = models.sharded(Net(target, WIDTH, 96))
+    return model, models.OPTIMIZERS[optimizer](model)
 
 
 def outputs(model: Any) -> Tensor:
@@ -47,9 +41,9 @@ def outputs(model: Any) -> Tensor:
     return found
 
 
-def check(names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> list[str]:
+def check(names: tuple[str, ...], optimizer: str) -> list[str]:
     """Steps and switches; the bytes, and the outputs of a model that was prepared so from the same masters, at each."""
-    model, adam = started(optimizer=optimizer, **options)
+    model, adam = started(optimizer=optimizer)
     found, step = [], 0
     for name in names:
         models.train(model, adam, range(step, step + 2), WIDTH)
@@ -58,7 +52,7 @@ def check(names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> li
         found += models.complaints(model, f"switched to {name}")
         report: VerifyReport = verify(model)
         found += [] if report.ok else [str(report)]
-        fresh, _ = started(TARGETS[name], **options)
+        fresh, _ = started(TARGETS[name])
         fresh.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
         found += [] if torch.equal(outputs(fresh), outputs(model)) else [f"{name}: other outputs"]
     models.train(model, adam, range(step, step + 2), WIDTH)
@@ -68,22 +62,20 @@ def check(names: tuple[str, ...], optimizer: str, options: dict[str, Any]) -> li
 @pytest.mark.parametrize("world", worlds(2, slow=[1, 3, 4]))
 @pytest.mark.parametrize("optimizer", ["FusedAdamW", "AdamW", models.slow("8-bit moments")])
 def test_bytes_are_those_of_the_new_recipe(ranks, world, optimizer):
-    for found in ranks(world)(check, ("bf16", "mixed", "begun"), optimizer, {}):
+    for found in ranks(world)(check, ("bf16", "mixed", "begun"), optimizer):
         assert found == []
 
 
-def before_the_first_pass() -> list[str]:
+@on_ranks(2)
+def test_before_the_first_pass():
     model, adam = started()
     zerocast.switch(adam, recipe(TARGETS["mixed"]))
     models.train(model, adam, range(2), WIDTH)
-    return models.complaints(model, "from the beginning")
+    assert models.complaints(model, "from the beginning") == []
 
 
-def test_before_the_first_pass(ranks):
-    assert ranks(2)(before_the_first_pass) == [[], []]
-
-
-def compiled() -> list[str]:
+@on_ranks(2)
+def test_compiled_blocks_are_compiled_again():
     """Blocks that were compiled before a switch, against eager ones of a fresh model."""
     model, adam = started(("nvfp4",))
     model.blocks[0].compile(backend="aot_eager")
@@ -94,11 +86,7 @@ def compiled() -> list[str]:
         fresh, _ = started(target)
         fresh.load_state_dict({key: value.clone() for key, value in model.state_dict().items()})
         found += [] if torch.equal(outputs(fresh), outputs(model)) else [f"{target}: a stale graph"]
-    return found
-
-
-def test_compiled_blocks_are_compiled_again(ranks):
-    assert ranks(2)(compiled) == [[], []]
+    assert found == []
 
 
 # -- what is refused
@@ -133,11 +121,8 @@ MISUSES: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MISUSES)
-def test_only_between_steps(ranks, case):
-    assert ranks(2)(misuse, case) == [[], []]
-
-
-def misuse(case: str) -> list[str]:
+@on_ranks(2)
+def test_only_between_steps(case):
     model, adam = started()
     models.train(model, adam, range(2), WIDTH)
     begin, said = MISUSES[case]
@@ -147,10 +132,11 @@ def misuse(case: str) -> list[str]:
     undo()
     found = models.complaints(model, "nothing has changed")
     zerocast.switch(model, recipe(TARGETS["bf16"]))
-    return found + models.complaints(model, "and afterwards it can be")
+    assert found + models.complaints(model, "and afterwards it can be") == []
 
 
-def within_a_pass() -> None:
+@on_ranks(2)
+def test_not_within_a_pass():
     """By a hook of a module, or of a gradient; then a backward pass of an earlier forward pass."""
     model, adam = started()
     models.train(model, adam, range(1), WIDTH)
@@ -174,28 +160,8 @@ def within_a_pass() -> None:
         loss.backward()
 
 
-def test_not_within_a_pass(ranks):
-    ranks(2)(within_a_pass)
-
-
-def refused() -> None:
-    model, _ = started()
-    outputs(model)
-    before = formats(model)
-    other = Recipe({"*.weight": "fp8_current"} if dist.get_rank() else {"blocks.0.*.weight": "fp8_current"})
-    cases: list[tuple[Recipe, str]] = [
-        (Recipe({"head": "nvfp4"}), "'head' matches no weight"),
-        (recipe(("mxfp8", "mxfp8", "mxfp8:block=32x32")) if dist.get_rank() else recipe(FORMATS), "to become mxfp8"),
-        (other, "to become"),
-    ]
-    for wrong, said in cases:
-        with pytest.raises(ValueError, match=said):
-            zerocast.switch(model, wrong)
-    assert formats(model) == before
-
-
-def runs_out() -> list[str]:
-    """Of memory, on one rank, as the new bytes are given storage: all go back, and go on."""
+@on_ranks(2)
+def test_memory_that_runs_out_on_one_rank():
     model, adam = started()
     models.train(model, adam, range(2), WIDTH)
     plan = models.manager(model).plan
@@ -217,8 +183,4 @@ def runs_out() -> list[str]:
     models.train(model, adam, range(2, 4), WIDTH)
     found += models.complaints(model, "goes on")
     zerocast.switch(model, recipe(TARGETS["mixed"]))
-    return found + models.complaints(model, "switches later")
-
-
-def test_memory_that_runs_out_on_one_rank(ranks):
-    assert ranks(2)(runs_out) == [[], []]
+    assert found + models.complaints(model, "switches later") == []

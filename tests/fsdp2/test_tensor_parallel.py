@@ -1,7 +1,6 @@
 """FSDP2 over slices of tensor parallelism: each slice is its part of the unsharded cast, amax and all."""
 
 import contextlib
-import logging
 from unittest import mock
 
 import pytest
@@ -16,7 +15,8 @@ from tests import casts
 from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED
 from tests.fsdp2.slices import complaints
-from tests.workers import Ranks, error_of
+from tests.observed import logged
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast.fsdp2.torch_fsdp import MasterAddresses
 
 WIDTH = 128
@@ -104,8 +104,9 @@ def test_slices_in_replicas(ranks: Ranks) -> None:
     assert [found for found, _ in ranks(4)(slices, "nvfp4", 192, 2)] == [[]] * 4
 
 
-def one_slice_refuses() -> tuple[str, str, list[str]]:
-    """Rank 1 does not find its masters, then they are not finite there: what a pass says, and complaints in the end."""
+@on_ranks(4)
+def test_no_slice_goes_on_without_another() -> None:
+    """It would wait for that in its next collective."""
     model, x = parallel("nvfp4"), models.batch(0, WIDTH, rank=0)
     with torch.no_grad():
         model(x)
@@ -124,62 +125,43 @@ def one_slice_refuses() -> tuple[str, str, list[str]]:
         not_finite = error_of(lambda: model(x))
         master.copy_(before)
     zerocast.fsdp2.refresh(model)
-    return refused, not_finite, complaints(model, "put right")
+    assert complaints(model, "put right") == []
+    rank, of_slice = dist.get_rank(), "ranks [0] of its shard group could not cast"
+    assert (of_slice if rank % 2 else "a rank of another slice of tensor parallelism, or") in refused
+    assert ("their memory is gone" in refused) == (rank == 1)
+    assert "NaN or Inf in the last cast: down.weight" in not_finite
 
 
-def test_no_slice_goes_on_without_another(ranks: Ranks) -> None:
-    """It would wait for that in its next collective."""
-    for rank, (refused, not_finite, found) in enumerate(ranks(4)(one_slice_refuses)):
-        of_slice = "ranks [0] of its shard group could not cast"
-        assert (of_slice if rank % 2 else "a rank of another slice of tensor parallelism, or") in refused
-        assert ("their memory is gone" in refused) == (rank == 1)
-        assert "NaN or Inf in the last cast: down.weight" in not_finite
-        assert not found
-
-
-def nominal_gradients() -> list[str]:
-    """Log lines of two passes that ask for FP8 weight gradients, and of one without gradients."""
-    lines, handler = [], logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
+@on_ranks(2)
+def test_slices_say_once_that_weight_gradients_are_nominal() -> None:
     model, x = parallel("fp8_current", hidden=512), models.batch(0, WIDTH, rank=0, rows=16)
     with zerocast.gemm.use("scaled_mm", weight_gradients="fp8"):
         with torch.no_grad():
             model(x)
-        logging.getLogger("zerocast.gemm").addHandler(handler)
-        for _ in range(2):
-            model(x).float().square().mean().backward()
-    return lines
+        with logged("zerocast.gemm") as lines:
+            for _ in range(2):
+                model(x).float().square().mean().backward()
+    assert [line.partition(" are nominal, ")[0] for line in lines] == [
+        f"the weight gradients of {name}.weight" for name in ("up", "down")
+    ]
 
 
-def test_slices_say_once_that_weight_gradients_are_nominal(ranks: Ranks) -> None:
-    for lines in ranks(2)(nominal_gradients):
-        assert [line.partition(" are nominal, ")[0] for line in lines] == [
-            f"the weight gradients of {name}.weight" for name in ("up", "down")
-        ]
-
-
-def reductions(fmt: str) -> list[int]:
-    """All-reduces over all ranks in the first gather of a step."""
-    model = parallel(fmt)
+@on_ranks(4)
+def test_one_reduction_for_all_slices() -> None:
+    """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes, and a flag of each weight."""
+    model = parallel("nvfp4")
     zerocast.fsdp2.refresh(model)
     with traffic.Traffic() as seen:
         zerocast.fsdp2.refresh(model)
-    return seen.sent["all-reduce"]
+    assert seen.sent["all-reduce"] == [8]
 
 
-def test_one_reduction_for_all_slices(ranks: Ranks) -> None:
-    """48 rows of `up` a rank and 64 of `down`: no cut; two tensor amaxes, and a flag of each weight."""
-    assert ranks(4)(reductions, "nvfp4") == [[8]] * 4
-
-
-def refusal(fmt: str, with_mesh: bool = False, hidden: int = 192) -> str:
-    """What the first forward pass says."""
-    return error_of(lambda: parallel(fmt, with_mesh, hidden)(models.batch(0, WIDTH, rank=0)))
-
-
-def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
-    assert all("pass prepare(..., weight_mesh=)" in text for text in ranks(2)(refusal, "nvfp4"))
-    assert ranks(2)(refusal, "mxfp8") == ["", ""]
+@pytest.mark.parametrize(("fmt", "text"), [("nvfp4", "pass prepare(..., weight_mesh=)"), ("mxfp8", "")])
+@on_ranks(2)
+def test_amax_of_slices_needs_a_mesh(fmt: str, text: str) -> None:
+    said = error_of(lambda: parallel(fmt, with_mesh=False)(models.batch(0, WIDTH, rank=0)))
+    assert text in said
+    assert bool(text) == bool(said)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +176,14 @@ def test_amax_of_slices_needs_a_mesh(ranks: Ranks) -> None:
         ("mxfp8:block=32x32", 96, "mxfp8:block=32x32 needs rows that are a multiple of 32, got 48"),
     ],
 )
-def test_a_block_lies_in_one_slice(ranks: Ranks, fmt: str, hidden: int, text: str) -> None:
-    assert all(text in said for said in ranks(2)(refusal, fmt, True, hidden))
+@on_ranks(2)
+def test_a_block_lies_in_one_slice(fmt: str, hidden: int, text: str) -> None:
+    assert text in error_of(lambda: parallel(fmt, hidden=hidden)(models.batch(0, WIDTH, rank=0)))
 
 
-def test_placements_are_those_of_fsdp2(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_placements_are_those_of_fsdp2() -> None:
     """Strided shards stay what DTensor calls them."""
-    for placements in ranks(4)(placed):
-        assert placements == [["_StridedShard", "Shard"], ["Shard", "Shard"]]
-
-
-def placed() -> list[list[str]]:
-    """Names of the placements of both weights."""
     model = parallel("mxfp8")
-    return [[type(p).__name__ for p in parameter.placements] for parameter, _ in models.masters(model).values()]
+    placements = [[type(p).__name__ for p in parameter.placements] for parameter, _ in models.masters(model).values()]
+    assert placements == [["_StridedShard", "Shard"], ["Shard", "Shard"]]

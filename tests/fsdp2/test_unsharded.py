@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import Net
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 
 RECIPE = zerocast.Recipe({"*weight*": "fp8_current"})
 X = torch.ones(4, 8)
@@ -98,31 +98,10 @@ def test_every_layer_of_torch_is_among_these() -> None:
     assert found - abstract - refused_or_made_of_them == named
 
 
-def nothing_sharded(model: Any) -> Any:
-    return prepared(model)
-
-
 def one_block_sharded(model: Any) -> Any:
     prepared(model)
     fully_shard(model.blocks[1], mesh=models.mesh())
     return model
-
-
-def ignored(model: Any) -> Any:
-    prepared(model)
-    return fully_shard(model, mesh=models.mesh(), ignored_params={model.blocks[0][1].weight})
-
-
-def in_ddp(model: Any) -> Any:
-    return DistributedDataParallel(prepared(model))
-
-
-def in_fsdp1(model: Any) -> Any:
-    return FullyShardedDataParallel(prepared(model), use_orig_params=True, device_id=torch.device("cpu"))
-
-
-def compiled(model: Any) -> Any:
-    return torch.compile(prepared(model), backend="eager")
 
 
 def compiled_by_block(model: Any) -> Any:
@@ -132,24 +111,26 @@ def compiled_by_block(model: Any) -> Any:
     return model.blocks[0]
 
 
-def a_module_alone(model: Any) -> Any:
-    return prepared(model).blocks[0]
-
-
 def functional(model: Any) -> Any:
     prepared(model)
     plain = {name: parameter.detach() + 0 for name, parameter in model.named_parameters()}
     return lambda x: torch.func.functional_call(model, plain, (x,))
 
 
-HOW = [nothing_sharded, one_block_sharded, ignored, in_ddp, compiled, compiled_by_block, a_module_alone, functional]
-
-
-def first_forward(how: Callable[[Any], Any], grad: bool) -> str:
-    """What the first forward pass raises."""
-    model = how(Net(("fp8_current", "nvfp4"), 64, 96))
-    with torch.set_grad_enabled(grad):
-        return error_of(lambda: model(models.batch(0, 64)))
+FSDP1 = {"use_orig_params": True, "device_id": torch.device("cpu")}
+HOW: dict[str, Callable[[Any], Any]] = {
+    "nothing sharded": prepared,
+    "one block sharded": one_block_sharded,
+    "ignored": lambda model: fully_shard(
+        prepared(model), mesh=models.mesh(), ignored_params={model.blocks[0][1].weight}
+    ),
+    "in DDP": lambda model: DistributedDataParallel(prepared(model)),
+    "in FSDP1": lambda model: FullyShardedDataParallel(prepared(model), **FSDP1),
+    "compiled": lambda model: torch.compile(prepared(model), backend="eager"),
+    "compiled by block": compiled_by_block,
+    "a module alone": lambda model: prepared(model).blocks[0],  # type: ignore[index]
+    "functional": functional,
+}
 
 
 @pytest.mark.notices(
@@ -158,35 +139,31 @@ def first_forward(how: Callable[[Any], Any], grad: bool) -> str:
     answer="the first forward pass raises on all ranks",
 )
 @pytest.mark.parametrize("how", HOW)
-def test_the_first_forward_pass_raises(ranks: Ranks, how: Callable[[Any], Any]) -> None:
+@on_ranks(1, 2)
+def test_the_first_forward_pass_raises(world: int, how: str) -> None:
+    """Of FSDP1 over several ranks its own flat parameter does, before a forward pass gets to the model."""
     for grad in (True, False):
-        for said in ranks(2)(first_forward, how, grad):
-            assert "is prepared, and" in said
-            assert "call fully_shard on the model" in said
-            assert "takes the place of DistributedDataParallel" in said
+        model = Net(("fp8_current", "nvfp4"), 64, 96)
+        with torch.set_grad_enabled(grad):
+            said = error_of(lambda model=model: HOW[how](model)(models.batch(0, 64)))
+        if how == "in FSDP1" and world > 1:
+            assert said
+            continue
+        assert "is prepared, and" in said
+        assert "call fully_shard on the model" in said
+        assert "takes the place of DistributedDataParallel" in said
 
 
-def test_fsdp1_raises_as_well(ranks: Ranks) -> None:
-    """Over several ranks its own flat parameter does, before a forward pass gets to the model."""
-    assert all("call fully_shard on the model" in said for said in ranks(1)(first_forward, in_fsdp1, True))
-    assert all(said for said in ranks(2)(first_forward, in_fsdp1, True))
-
-
-def looked_at() -> list[str]:
-    """What is said of a model that was not sharded, and has run nothing."""
+@on_ranks(2)
+def test_what_looks_at_weights_raises() -> None:
     model = prepared(Net(("fp8_current",), 64, 96))
-    looks: tuple[Any, ...] = (zerocast.verify, zerocast.fsdp2.refresh, zerocast.fsdp2.state_dict)
-    return [error_of(lambda look=look: look(model)) for look in looks]
+    for look in (zerocast.verify, zerocast.fsdp2.refresh, zerocast.fsdp2.state_dict):
+        with pytest.raises(RuntimeError, match=r"is prepared, and no FSDP module.*call fully_shard"):
+            look(model)  # type: ignore[operator]
 
 
-def test_what_looks_at_weights_raises(ranks: Ranks) -> None:
-    for found in ranks(2)(looked_at):
-        assert len(found) == 3
-        assert all("is prepared, and no FSDP module" in text and "call fully_shard" in text for text in found)
-
-
-def used_before() -> list[str]:
-    """Complaints after all that is done with a prepared model before it is sharded."""
+@on_ranks(2)
+def test_what_is_no_product_passes() -> None:
     model = Net(("fp8_current",), 64, 96)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
     weight = model.blocks[0][1].weight
@@ -204,11 +181,7 @@ def used_before() -> list[str]:
     models.sharded(model, prepare=False)
     with torch.no_grad():
         model(models.batch(0, 64))
-    return models.complaints(model, "used before")
-
-
-def test_what_is_no_product_passes(ranks: Ranks) -> None:
-    assert ranks(2)(used_before) == [[], []]
+    assert models.complaints(model, "used before") == []
 
 
 def test_shapes_are_probed_on_the_meta_device() -> None:
@@ -218,35 +191,33 @@ def test_shapes_are_probed_on_the_meta_device() -> None:
     assert model(torch.empty(8, 64, device="meta")).shape == (8, 64)
 
 
-def analysed() -> bool:
-    """Whether products with a shard, which no module computes, go on as before once the model is sharded and cast."""
+@on_ranks(2)
+def test_a_shard_may_be_analysed() -> None:
     model = models.sharded(Net(("fp8_current",), 64, 96))
     zerocast.fsdp2.refresh(model)
     local = models.held(model)[2].detach().to_local()
-    return bool((local @ local.t()).isfinite().all()) and dist.is_initialized()
+    assert bool((local @ local.t()).isfinite().all()) and dist.is_initialized()
 
 
-def test_a_shard_may_be_analysed(ranks: Ranks) -> None:
-    assert ranks(2)(analysed) == [True, True]
-
-
-def names() -> list[tuple[str, str]]:
-    """The names of gathered weights in the model, and what they are called in a log."""
+@on_ranks(2)
+def test_a_gathered_weight_knows_its_name() -> None:
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
-    return [(name, weight.state.name) for name, weight in models.unsharded(model)]
-
-
-def test_a_gathered_weight_knows_its_name(ranks: Ranks) -> None:
-    for found in ranks(2)(names):
-        assert len(found) == 4
-        assert all(name == known for name, known in found)
+    found = [(name, weight.state.name) for name, weight in models.unsharded(model)]
+    assert len(found) == 4
+    assert all(name == known for name, known in found)
 
 
 OPTIMIZERS = (torch.optim.SGD, torch.optim.AdamW, zerocast.fsdp2.FusedAdamW)
 
 
-def orphaned(early: bool) -> list[str]:
-    """What the steps of optimizers say whose parameters are no longer the model's."""
+@pytest.mark.notices(
+    "an optimizer steps that was built before fully_shard or load_state_dict(assign=True)",
+    where="FSDP2",
+    answer="raises at its first step after a backward pass: another parameter has the gradient",
+)
+@pytest.mark.parametrize("early", [True, False])
+@on_ranks(2)
+def test_an_optimizer_of_other_parameters(early: bool) -> None:
     model = Net(("fp8_current", "nvfp4"), 64, 96)
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
     optimizers = [make(model.parameters(), lr=1e-3) for make in OPTIMIZERS] if early else []
@@ -256,23 +227,9 @@ def orphaned(early: bool) -> list[str]:
         models.train(model, optimizers[0], range(1), 64)
         model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     model(models.batch(1, 64)).sum().backward()
-    said = [error_of(optimizer.step) for optimizer in optimizers]
+    advice = "build the optimizer after fully_shard(), and build it again after load_state_dict(assign=True)"
+    assert all(advice in error_of(optimizer.step) for optimizer in optimizers)
     new = torch.optim.AdamW(model.parameters(), lr=1e-3)
     models.train(model, new, range(2, 3), 64)
-    return [*said, error_of(new.step), *models.complaints(model, "with a new optimizer")]
-
-
-@pytest.mark.notices(
-    "an optimizer steps that was built before fully_shard or load_state_dict(assign=True)",
-    where="FSDP2",
-    answer="raises at its first step after a backward pass: another parameter has the gradient",
-)
-@pytest.mark.parametrize("early", [True, False])
-def test_an_optimizer_of_other_parameters(ranks: Ranks, early: bool) -> None:
-    for *said, new in ranks(2)(orphaned, early):
-        assert len(said) == len(OPTIMIZERS)
-        assert all(
-            "build the optimizer after fully_shard(), and build it again after load_state_dict(assign=True)" in s
-            for s in said
-        )
-        assert new == ""
+    assert error_of(new.step) == ""
+    assert models.complaints(model, "with a new optimizer") == []

@@ -19,7 +19,7 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import DELAYED, Net
 from tests.fsdp2.test_freshness import write_data
 from tests.host_traffic import HostTraffic
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 from zerocast import optim
 from zerocast.distributed.late_copy import LateCopy
 from zerocast.fsdp2 import FusedAdamW, TrainingState, gather_status
@@ -27,11 +27,6 @@ from zerocast.fsdp2.gather_status import MOST_PASSES, GatherStatus
 from zerocast.weight.validity import Validity
 
 FORMATS = ("nvfp4", DELAYED)
-OPTIMIZERS: dict[str, Any] = {
-    "fused": lambda model: FusedAdamW(model.parameters(), lr=1e-2),
-    "torch": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2),
-    "8 bits": lambda model: models.with_8bit_moments(model, lr=1e-2),
-}
 
 
 class Event:
@@ -70,11 +65,16 @@ def as_on_a_gpu() -> Iterator[list[tuple[int, int]]]:
         yield Event.waits
 
 
-def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int, int]], list[str], list[str]]:
-    """What waits in five steps of `parts` backward passes, what crosses to the host in the last one, and complaints."""
+@pytest.mark.parametrize(
+    ("optimizer", "parts", "reshard"),
+    [("FusedAdamW", 1, True), ("FusedAdamW", 3, True), ("AdamW", 1, False), models.slow("8-bit moments", 1, True)],
+)
+@on_ranks(3)
+def test_nothing_waits_for_its_own_step(optimizer: str, parts: int, reshard: bool) -> None:
+    """In five steps of `parts` backward passes, of which nothing crosses to the host in the last one."""
     with as_on_a_gpu() as waits:
         model = models.sharded(Net(FORMATS, 64, 96), reshard_after_forward=reshard)
-        steps = OPTIMIZERS[optimizer](model)
+        steps = models.OPTIMIZERS[optimizer](model)
         traffic = HostTraffic()
         for Event.now in range(5):
             with traffic if Event.now == 4 else contextlib.nullcontext():
@@ -83,20 +83,10 @@ def waits_of(optimizer: str, parts: int, reshard: bool) -> tuple[list[tuple[int,
                     model(x).float().square().mean().backward()
                 steps.step()
                 steps.zero_grad()
-        training = list(waits)
-        return training, traffic.found, models.complaints(model, "trained")
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "parts", "reshard"),
-    [("fused", 1, True), ("fused", 3, True), ("torch", 1, False), models.slow("8 bits", 1, True)],
-)
-def test_nothing_waits_for_its_own_step(ranks: Ranks, optimizer: str, parts: int, reshard: bool) -> None:
-    for waits, crossed, complaints in ranks(3)(waits_of, optimizer, parts, reshard):
-        assert complaints == []
-        assert crossed == [] or optimizer == "torch"  # whose step numbers lie on the CPU
+        assert traffic.found == [] or optimizer == "AdamW"  # whose step numbers lie on the CPU
         assert {waited for _, waited in waits} == {1, 2, 3, 4}
         assert all(waited - recorded in (1, 2) for recorded, waited in waits)
+        assert models.complaints(model, "trained") == []
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
@@ -120,29 +110,23 @@ READERS: dict[str, Callable[[Any, Any], object]] = {
 }
 
 
-def disagreed(reader: str, optimizer: str) -> tuple[list[str], list[str]]:
-    """Ranks disagree within a step: what that step says, the reader after it, and the reader once
-    a state was loaded; then complaints.
-    """
+@pytest.mark.parametrize("reader", READERS)
+@on_ranks(3)
+def test_a_disagreement_reaches_all_ranks_a_step_later(reader: str) -> None:
+    """Ranks disagree within a step, which says nothing: the reader after it raises, and not once a state was loaded."""
     with as_on_a_gpu():
         model = models.sharded(Net(FORMATS, 64, 96))
-        steps = OPTIMIZERS[optimizer](model)
+        steps = models.OPTIMIZERS["FusedAdamW" if reader == "a step" else "AdamW"](model)
         step(model, steps, 0)
         state = TrainingState(model, steps).state_dict()
         calls = [lambda: step(model, steps, 1), lambda: READERS[reader](model, steps)]
         calls += [lambda: TrainingState(model, steps).load_state_dict(state), calls[1]]
         if dist.get_rank() == 1:
             write_data(model)
-        return [error_of(call) for call in calls], models.complaints(model, "loaded")
-
-
-@pytest.mark.parametrize("reader", READERS)
-def test_a_disagreement_reaches_all_ranks_a_step_later(ranks: Ranks, reader: str) -> None:
-    optimizer = "fused" if reader == "a step" else "torch"
-    for (during, after, load, again), complaints in ranks(3)(disagreed, reader, optimizer):
+        during, after, *loaded = map(error_of, calls)
         assert "was changed on ranks [1] of its shard group and not on ranks [0, 2]" in after
-        assert [during, load, again] == ["", "", ""]
-        assert complaints == []
+        assert [during, *loaded] == ["", "", ""]
+        assert models.complaints(model, "loaded") == []
 
 
 def unfit_checkpoint(model: Any, optimizer: Any, folder: str) -> None:
@@ -153,12 +137,13 @@ def unfit_masters(model: Any, optimizer: Any, folder: str) -> None:
     zerocast.fsdp2.load_masters(model, {})
 
 
-def refused_loads(folder: str) -> list[list[str]]:
+@on_ranks(2)
+def test_a_load_that_is_refused_leaves_a_disagreement(tmp_path: Path) -> None:
     """Ranks disagree, and what is loaded then does not fit: what each load says, and a reader after it."""
+    folder = str(tmp_path / "other")
     with as_on_a_gpu():
         smaller = models.sharded(Net(FORMATS, 32, 64))
         optim.save(TrainingState(smaller, FusedAdamW(smaller.parameters())), folder)
-        found = []
         for refused in (unfit_checkpoint, unfit_masters):
             model = models.sharded(Net(FORMATS, 64, 96))
             optimizer = FusedAdamW(model.parameters(), lr=1e-2)
@@ -166,19 +151,17 @@ def refused_loads(folder: str) -> list[list[str]]:
             if dist.get_rank() == 1:
                 write_data(model)
             step(model, optimizer, 0)
-            found.append([error_of(partial(refused, model, optimizer, folder)), error_of(model.state_dict)])
-    return found
+            assert "ValueError" in error_of(partial(refused, model, optimizer, folder))
+            assert "was changed on ranks [1] of its shard group and not on ranks [0]" in error_of(model.state_dict)
 
 
-def test_a_load_that_is_refused_leaves_a_disagreement(ranks: Ranks, tmp_path: Path) -> None:
-    for loads in ranks(2)(refused_loads, str(tmp_path / "other")):
-        for refused, after in loads:
-            assert "ValueError" in refused
-            assert "was changed on ranks [1] of its shard group and not on ranks [0]" in after
+def is_refused(model: Any) -> bool:
+    """Whether a forward pass says that one rank's masters were changed."""
+    return "was changed on ranks" in error_of(lambda: model(models.batch(0, 64)))
 
 
-def passes_without_steps() -> list[int]:
-    """After how many passes with gradients, and without, a change on one rank is told."""
+@on_ranks(2)
+def test_a_loop_without_steps_is_told_too() -> None:
     counts = []
     for grad in (True, False):
         with as_on_a_gpu(), torch.set_grad_enabled(grad):
@@ -187,16 +170,7 @@ def passes_without_steps() -> list[int]:
             if dist.get_rank() == 1:
                 write_data(model)
             counts.append(next(count for count in range(50) if is_refused(model)))
-    return counts
-
-
-def is_refused(model: Any) -> bool:
-    """Whether a forward pass says that one rank's masters were changed."""
-    return "was changed on ranks" in error_of(lambda: model(models.batch(0, 64)))
-
-
-def test_a_loop_without_steps_is_told_too(ranks: Ranks) -> None:
-    assert ranks(2)(passes_without_steps) == [[MOST_PASSES, 0]] * 2
+    assert counts == [MOST_PASSES, 0]
 
 
 def test_the_end_of_a_process_reports_what_is_unread(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ import zerocast
 from tests.fsdp2 import models, traffic
 from tests.fsdp2.models import DELAYED, FORMATS, SMALL, Net
 from tests.selection import worlds
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 
 PER_ELEMENT = {
     "nvfp4": 0.504,
@@ -37,37 +37,26 @@ def gathered_bytes(fmt: str) -> float:
 @pytest.mark.parametrize("fmt", PER_ELEMENT)
 def test_bytes_an_element(ranks: Ranks, fmt: str) -> None:
     found = ranks(2)(gathered_bytes, fmt)
-    print(f"{fmt}: {found[0]:.4f} bytes an element on the wire")
     assert found == pytest.approx([PER_ELEMENT[fmt]] * 2, abs=5e-4)
 
 
-def misaligned() -> list[str]:
-    """The buffers of gathered weights of every format that do not begin at a multiple of 16 bytes."""
-    found = []
+@on_ranks(*worlds(2, slow=[1, 3]))
+def test_gathered_operands_are_aligned() -> None:
+    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores copies a scale."""
     for formats, width, hidden in ((FORMATS, 32, 96), (FORMATS, 96, 160), (SMALL, 33, 7), (SMALL, 50, 131)):
         model = Net(formats, width, hidden)
         zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
         fully_shard(model, mesh=models.mesh(), mp_policy=models.BF16, reshard_after_forward=True)
         for name, weight in models.unsharded(model):
             for buffer, tensor in weight.state.buffers.items():
-                if tensor is not None and tensor.data_ptr() % 16:
-                    found.append(f"{weight.format} {name} {tuple(weight.shape)}: {buffer}")
+                assert tensor is None or tensor.data_ptr() % 16 == 0, (weight.format, name, buffer)
             with zerocast.gemm.use("scaled_mm"):
-                reason = weight.gemm_choice().reason
-            if "does not begin" in reason:
-                found.append(f"{weight.format} {name}: {reason}")
-    return found
+                assert "does not begin" not in weight.gemm_choice().reason
 
 
-@pytest.mark.parametrize("world", worlds(2, slow=[1, 3]))
-def test_gathered_operands_are_aligned(ranks: Ranks, world: int) -> None:
-    """Codes and scales begin where cuBLASLt takes them, so that no product on tensor cores copies a scale."""
-    assert ranks(world)(misaligned) == [[]] * world
-
-
-def reductions(formats: tuple[str, ...], hidden: int, optimizers: int) -> list[list[int]]:
+def reductions(formats: tuple[str, ...], optimizers: int) -> list[list[int]]:
     """Bytes of each all-reduce of three steps; each step makes `optimizers` optimizers step."""
-    model = models.sharded(Net(formats, 128, hidden))
+    model = models.sharded(Net(formats, 128, 256))
     x = models.batch(0, 128)
     with torch.no_grad():
         model(x)
@@ -84,27 +73,23 @@ def reductions(formats: tuple[str, ...], hidden: int, optimizers: int) -> list[l
 
 
 @pytest.mark.parametrize("optimizers", [1, 3])
-def test_one_reduction_a_step(ranks: Ranks, optimizers: int) -> None:
+@on_ranks(3)
+def test_one_reduction_a_step(optimizers: int) -> None:
     """However many weights, formats and optimizers."""
-    for found in ranks(3)(reductions, FORMATS, 256, optimizers):
-        assert [len(sizes) for sizes in found] == [1, 1, 1]
+    assert [len(sizes) for sizes in reductions(FORMATS, optimizers)] == [1, 1, 1]
 
 
-def test_a_reduction_carries_a_number_a_tensor(ranks: Ranks) -> None:
+@on_ranks(2)
+def test_a_reduction_carries_a_number_a_tensor() -> None:
     """With boundaries on blocks; in bf16, since all nominal dtypes are."""
-    for found in ranks(2)(reductions, ("nvfp4", "fp8_current", DELAYED), 256, 1):
-        assert found == [[2 * 6]] * 3
+    assert reductions(("nvfp4", "fp8_current", DELAYED), 1) == [[2 * 6]] * 3
 
 
-def gathers_of_a_step() -> list[int]:
-    """All-gathers in the forward pass after a step."""
+@on_ranks(2)
+def test_one_gather_a_module() -> None:
+    """A step is known before the first gather, which therefore is not repeated."""
     model = models.sharded(Net(FORMATS[:2], 64, 96))
     x = models.batch(0, 64)
     with torch.no_grad():
         model(x)
-    return traffic.of_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), x)["all-gather"]
-
-
-def test_one_gather_a_module(ranks: Ranks) -> None:
-    """A step is known before the first gather, which therefore is not repeated."""
-    assert [len(found) for found in ranks(2)(gathers_of_a_step)] == [2, 2]
+    assert len(traffic.of_step(model, torch.optim.SGD(model.parameters(), lr=1e-2), x)["all-gather"]) == 2

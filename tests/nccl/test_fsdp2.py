@@ -1,6 +1,5 @@
 """FSDP2 over NCCL: the cases of `tests/fsdp2`, which compute on GPUs where their group is NCCL's, and gathers beside compute."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 import zerocast
 from tests.devices import gpus
 from tests.fsdp2 import (
+    gpt,
     models,
     test_bits,
     test_freshness,
@@ -23,11 +23,11 @@ from tests.fsdp2 import (
     test_replicas,
     test_shard_placement,
     test_tensor_parallel,
-    test_training,
     test_views,
     test_wire,
 )
 from tests.fsdp2.models import FORMATS, SMALL
+from tests.observed import logged
 
 pytestmark = gpus(2)
 SECONDS = 120.0  # the first case compiles Triton's kernels
@@ -56,7 +56,7 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "steps within a backward pass": (test_loops.stepped_within, "sgd", False),
     "fused steps within a backward pass": (test_loops.stepped_within, "fused", True),
     "loops": (test_loops.changes, False, tuple(test_loops.DETOURS)),
-    "gpt, two optimizers": (test_training.trained,),
+    "gpt, two optimizers": (gpt.trained,),
     "8-bit moments in host memory": (test_moments_8bit.trained_on_the_host,),
 }
 
@@ -259,11 +259,9 @@ def test_products_of_slices_run_on_tensor_cores(gpu_ranks, hopper, fmt):
 
 def fallbacks() -> list[str]:
     """What is logged of weights whose rows no product on tensor cores takes, over two steps."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("zerocast.gemm").addHandler(handler)
-    model = models.sharded(models.Net(("fp8_current",), 64, 90))
-    models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2), 64)
+    with logged("zerocast.gemm") as said:
+        model = models.sharded(models.Net(("fp8_current",), 64, 90))
+        models.train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(2), 64)
     return said
 
 

@@ -1,10 +1,8 @@
-"""The GPT of the examples under FSDP2 with two optimizers: other ranks and meshes load its checkpoint."""
+"""The GPT of the examples under FSDP2, trained by two optimizers."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,9 +15,6 @@ from torch.utils.checkpoint import checkpoint
 import zerocast
 from examples.gpt_pretrain.model import GPT, GPTConfig
 from tests.fsdp2 import models
-from tests.fsdp2.test_fused_adamw import digests
-from tests.workers import Ranks
-from zerocast.fsdp2 import TrainingState
 
 SMALL = GPTConfig(n_layer=3, n_head=2, n_embd=64, context=32)
 MIXED = {
@@ -97,30 +92,3 @@ def trained(steps: int = 2, recompute: bool = False, **options: Any) -> list[str
     moved = {name for name, (p, _) in models.masters(model).items() if not torch.equal(p.full_tensor(), before[name])}
     frozen = {name for name in before if name.startswith("blocks.2.")}
     return found + [f"{name} moved or stayed" for name in moved.symmetric_difference(set(before) - frozen)]
-
-
-def saved_whole(path: str) -> dict[str, str]:
-    """Three steps of two optimizers, saved by the library; digests of masters, moments and delayed scaling."""
-    model = gpt(MIXED)
-    optimizers = two_optimizers(model)
-    step_all(model, optimizers, range(3))
-    state = TrainingState(model, optimizers)
-    zerocast.optim.save(state, path)
-    return digests(state.state_dict())
-
-
-def loaded_whole(path: str, replicas: int) -> tuple[dict[str, str], list[str]]:
-    """Into other ranks and meshes."""
-    model = gpt(MIXED, replicas=replicas)
-    state = TrainingState(model, two_optimizers(model))
-    zerocast.optim.load(state, path)
-    return digests(state.state_dict()), models.complaints(model, "loaded")
-
-
-@pytest.mark.parametrize(("saver", "loader", "replicas"), [(2, 3, 1), models.slow(4, 2, 1), models.slow(2, 4, 2)])
-def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: int, loader: int, replicas: int) -> None:
-    """Moments of two optimizers are redistributed as well."""
-    expected = ranks(saver)(saved_whole, str(tmp_path / "it"))[0]
-    for found, complaints in ranks(loader)(loaded_whole, str(tmp_path / "it"), replicas):
-        assert found == expected
-        assert not complaints
