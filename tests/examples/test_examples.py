@@ -235,7 +235,7 @@ def what_must_repeat(records: list[Record]) -> list[tuple[object, ...]]:
     return [(r["event"], r["step"], r["loss"], r.get("grad_norm")) for r in records if "loss" in r]
 
 
-@pytest.mark.slow  # tests/optim/test_resume.py and tests/fsdp2/test_example.py resume in every run
+@pytest.mark.slow  # tests/hosts/test_checkpoints.py and tests/fsdp2/test_example.py resume in every run
 @pytest.mark.timeout(400)
 def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path):
     arguments = [

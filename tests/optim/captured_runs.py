@@ -6,12 +6,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tests import casts
 from tests.optim.probe import MIXED, Probe
-from tests.optim.runs import DETERMINISTIC, TWO_GROUPS, boxes, weight_bytes
+from tests.optim.runs import DETERMINISTIC, TWO_GROUPS, rank, snapshot
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
 from zerocast.cast.captured_step import CapturedStep, Work
 from zerocast.formats import Columnwise
@@ -43,7 +42,7 @@ class Trainee:
 
     def __init__(self, case: Case, group: Any = None) -> None:
         self.case, self.probe = case, Probe(MIXED).to(case.device)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = rank()
         groups = self.probe.param_groups([self._options(options) for options in TWO_GROUPS])
         self.optimizer = ZeroAdamW(groups, group=group, stage=case.stage, config=case.config)
 
@@ -81,18 +80,10 @@ class Trainee:
 
     def held(self) -> casts.Bytes:
         """Everything that a step changes, columnwise copies too, which must be of the last cast where they are kept."""
-        weights = weight_bytes(self.probe)
         quantized = [p for p in self.probe.parameters() if isinstance(p, QuantizedWeight)]
         kept = [p for p in quantized if self.case.config.keep_columnwise and p.format.columnwise is not Columnwise.NONE]
         assert all(p.state.columnwise_is_fresh() for p in kept)
-        found = {f"{name} {key}": value for name, buffers in weights.items() for key, value in buffers.items()}
-        state = self.optimizer.state_dict()
-        leaves = {f"model {name}": value for name, value in state["model"].items()}
-        for part in (state["optim"]["state"], state["zerocast"]):
-            leaves |= {f"{key} {name}": value for name, held in part.items() for key, value in held.items()}
-        for name, value in leaves.items():
-            found |= {f"{name} {where}": casts.raw(box).copy() for where, box in boxes(value)}
-        return found | {"skipped": np.array([self.optimizer.skipped_steps], np.uint8)}
+        return snapshot(self) | {"skipped": np.array([self.optimizer.skipped_steps], np.uint8)}
 
 
 def compare(case: Case, group: Any = None) -> int:

@@ -1,12 +1,9 @@
 """A small language model of every kind of parameter: quantized linears, a bf16 embedding tied to the head, FP32 norms, a
 weight used twice."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import zerocast
 
@@ -36,20 +33,18 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """Next-byte model; `checkpointing` is None, "reentrant" or "non-reentrant"."""
+    """Next-byte model."""
 
-    def __init__(self, checkpointing: str | None = None, formats: dict[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.embedding = nn.Embedding(VOCABULARY, WIDTH)
             self.blocks = nn.ModuleList(Block() for _ in range(3))
             self.shared = nn.Linear(WIDTH, WIDTH, bias=False)
-            self.unused = nn.Linear(16, 16)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embedding.weight
-        self.checkpointing = checkpointing
-        zerocast.quantize_(self, zerocast.Recipe(FORMATS if formats is None else formats), dtype=torch.bfloat16)
+        zerocast.quantize_(self, zerocast.Recipe(FORMATS), dtype=torch.bfloat16)
         for name, parameter in self.named_parameters():
             if type(parameter) is nn.Parameter and "norm" not in name:
                 parameter.data = parameter.data.bfloat16()
@@ -58,20 +53,14 @@ class LM(nn.Module):
         """Mean loss of the next token."""
         x = self.embedding(tokens[:, :-1]) * 4
         for block in self.blocks:
-            x = self.shared(self._run(block, x))
+            x = self.shared(block(x))
         logits = self.head(x).float()
         return functional.cross_entropy(logits.view(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
 
-    def _run(self, block: nn.Module, x: Tensor) -> Tensor:
-        if self.checkpointing is None:
-            return block(x)
-        result: Any = checkpoint(block, x, use_reentrant=self.checkpointing == "reentrant")
-        return result
 
-
-def batch(step: int, rank: int, size: int = 2) -> Tensor:
+def batch(step: int, rank: int) -> Tensor:
     """Tokens of a periodic text, so that there is something to learn."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    start = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
-    stride = torch.randint(1, 4, (size, 1), generator=generator)
+    start = torch.randint(0, VOCABULARY, (2, 1), generator=generator)
+    stride = torch.randint(1, 4, (2, 1), generator=generator)
     return (start + stride * torch.arange(17)) % VOCABULARY

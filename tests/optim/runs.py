@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,19 @@ from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig, ZeroMuon
 
 ADAM: Mapping[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
+OVERLAP = dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)
 EIGHT_BIT_MOMENTS = dataclasses.replace(DETERMINISTIC, moment_dtype="8bit")
 TWO_GROUPS = (ADAM, {**ADAM, "lr": 3e-3, "betas": (0.8, 0.99), "eps": 1e-6, "weight_decay": 0.0})
+
+
+def rank() -> int:
+    """Of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @dataclass(frozen=True)
@@ -82,7 +93,7 @@ class Trainer:
         self.run, self.probe = run, Probe(run.specs).to(run.device)
         for name in run.frozen:
             self.probe.get_parameter(name).requires_grad_(False)
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = rank()
         groups = self.probe.param_groups(run.options)
         self.optimizer = run.optimizer(groups, group=group, stage=run.stage, config=run.config)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, run.factor)
@@ -176,18 +187,38 @@ def _raw(values: F32) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
 
 
-def check(run: Run, each_step: Callable[[Trainer, int], None] | None = None) -> int:
-    """Train and compare after every step; returns the steps that were skipped."""
-    trainer, moment_dtype = Trainer(run), run.config.moment_dtype
-    adam = run.optimizer is ZeroAdamW
-    reference = (
-        Undistributed(run.specs, moment_dtype) if adam else UndistributedMuon(run.specs, moment_dtype, run.device)
-    )
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    assert_equals(trainer, reference, "before the first step")
-    for step in range(run.steps):
-        trainer.step(step)
-        gradients = {spec.name: run.rounds(spec, step, ranks) for spec in run.specs}
-        reference.step(gradients, run.options_at(step), run.max_norm)
-        assert_equals(trainer, reference, f"rank {trainer.rank}, step {step}")
-    return reference.skipped
+class Compared(Trainer):
+    """One rank's part of a run, beside the undistributed reference."""
+
+    def __init__(self, run: Run = Run(), group: Any = None) -> None:
+        super().__init__(run, group)
+        moment_dtype = run.config.moment_dtype
+        self.reference = (
+            Undistributed(run.specs, moment_dtype)
+            if run.optimizer is ZeroAdamW
+            else UndistributedMuon(run.specs, moment_dtype, run.device)
+        )
+
+    def follow(self, step: int) -> None:
+        """The reference's step, with the gradients of all ranks."""
+        gradients = {spec.name: self.run.rounds(spec, step, world()) for spec in self.run.specs}
+        self.reference.step(gradients, self.run.options_at(step), self.run.max_norm)
+
+    def check(self, what: str) -> None:
+        """Both hold the same."""
+        assert_equals(self, self.reference, f"rank {self.rank}, {what}")
+
+    def go_on(self, *steps: int) -> None:
+        """Steps of both, compared after each."""
+        for step in steps:
+            self.step(step)
+            self.follow(step)
+            self.check(f"step {step}")
+
+
+def check(run: Run) -> None:
+    """Train and compare after every step, of which none is skipped."""
+    compared = Compared(run)
+    compared.check("before the first step")
+    compared.go_on(*range(run.steps))
+    assert compared.reference.skipped == 0

@@ -8,27 +8,29 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerocast
 from tests import casts
 from tests.optim.captured_runs import run_again
-from tests.optim.probe import BF16, FP32, MIXED, Spec
+from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import (
     ADAM,
     DETERMINISTIC,
     EIGHT_BIT_MOMENTS,
+    Compared,
     Run,
     Trainer,
-    assert_equals,
     boxes,
+    rank,
     snapshot,
+    world,
 )
 from tests.optim.test_muon import MUON
+from tests.optim.test_switch import MISUSES
 from tests.optim.undistributed import Undistributed, UndistributedMuon
 from tests.selection import some, worlds
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroConfig, ZeroMuon, optim, verify
 from zerocast.cast import captured_step
 from zerocast.optim import EMA
@@ -63,8 +65,8 @@ CONFIGS: dict[str, Run] = {
 }
 
 
-class Growing(Trainer):
-    """A run whose optimizer is given some parameters later, beside its reference."""
+class Growing(Compared):
+    """A run whose optimizer is given some parameters later, as its reference is."""
 
     def __init__(self, run: Run = CONFIGS["plain"]) -> None:
         self.is_muon = run.optimizer is ZeroMuon
@@ -94,10 +96,9 @@ class Growing(Trainer):
             self.add()
             self.check(f"added before step {step}")
         self.step(step)
-        ranks = dist.get_world_size() if dist.is_initialized() else 1
-        gradients = {name: self.run.rounds(spec, step, ranks) for name, spec in self.reference.specs.items()}
+        gradients = {name: self.run.rounds(spec, step, world()) for name, spec in self.reference.specs.items()}
         self.reference.step(gradients, self.options, self.run.max_norm)
-        self.check(f"rank {self.rank}, step {step}")
+        self.check(f"step {step}")
 
     def step(self, step: int) -> None:
         """One step. The scheduler of the base class knows the groups of the beginning."""
@@ -110,7 +111,7 @@ class Growing(Trainer):
     def check(self, what: str) -> None:
         # A compact state holds codes, and the reference values.
         if self.run.config.state == "fp32":
-            assert_equals(self, self.reference, what)
+            super().check(what)
 
 
 def grow(run: Run, steps: int = 6) -> Growing:
@@ -121,24 +122,11 @@ def grow(run: Run, steps: int = 6) -> Growing:
     return trainer
 
 
-def grown(run: Run) -> int:
-    return len(grow(run).optimizer.param_groups)
-
-
 @pytest.mark.parametrize("run", some(CONFIGS, "clipped, stage 1", "overlap", "moments in 8 bits", "Muon"))
-@pytest.mark.parametrize("world", worlds(1, 2, slow=(3,)))
-def test_bits_of_one_process(ranks: Ranks, world: int, run: Run) -> None:
+@on_ranks(*worlds(1, 3, slow=(2,)))
+def test_bits_of_one_process(run: Run) -> None:
     """Masters, moments, step counts and bytes after each addition and each step."""
-    assert ranks(world)(grown, run) == [4] * world
-
-
-def test_bits_on_three_ranks(ranks: Ranks) -> None:
-    assert ranks(3)(grown, CONFIGS["moments in 8 bits"]) == [4] * 3
-
-
-# -- beside other optimizers
-
-TORCH_STEPS, TORCH_ADDED = 20, 7
+    assert len(grow(run).optimizer.param_groups) == 4
 
 
 # -- what follows masters
@@ -193,12 +181,12 @@ CHECKPOINTS = {
 def test_resumes_on_other_ranks(ranks: Ranks, tmp_path: Any, run: Run) -> None:
     folder = str(tmp_path / "checkpoint")
     wanted = ranks(2)(save_grown, run, folder)[0]
-    for world, adds in ((1, True), (3, False), (2, True)):
-        found, counts = ranks(world)(resume, run, folder, adds)[0]
+    for count, adds in ((1, True), (3, False), (2, True)):
+        found, counts = ranks(count)(resume, run, folder, adds)[0]
         assert counts == [5, 5, 3, 1]
         assert found.keys() == wanted.keys()
         for name, value in wanted.items():
-            assert torch.equal(found[name], value), f"{name} on {world} ranks"
+            assert torch.equal(found[name], value), f"{name} on {count} ranks"
 
 
 def test_parameters_that_were_added_need_a_group_of_their_own(tmp_path: Any) -> None:
@@ -211,9 +199,11 @@ def test_parameters_that_were_added_need_a_group_of_their_own(tmp_path: Any) -> 
     casts.assert_same_bytes(snapshot(other), before)
 
 
-def averaged(run: Run) -> None:
+@pytest.mark.parametrize("config", ["plain", "Muon"])
+@on_ranks(0, 2)
+def test_averages(config: str) -> None:
     """The average of an added parameter begins at its master, and those of the others go on."""
-    trainer = Growing(run)
+    trainer = Growing(CONFIGS[config])
     average = EMA(trainer.optimizer, 0.5)
     wanted: dict[str, Tensor] = {}
     for step in range(6):
@@ -230,12 +220,6 @@ def averaged(run: Run) -> None:
     with average.swapped():
         verify(trainer.optimizer).raise_for_differences()
     trainer.check("after the swap")
-
-
-@pytest.mark.parametrize("name", ["plain", "Muon"])
-def test_averages(ranks: Ranks, name: str) -> None:
-    averaged(CONFIGS[name])
-    ranks(2)(averaged, CONFIGS[name])
 
 
 @pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32", "8 bits"])
@@ -285,23 +269,6 @@ def test_groups_of_frozen_parameters() -> None:
 # -- what is refused
 
 
-def _accumulating(trainer: Trainer) -> Any:
-    trainer.backward(1)
-    return trainer.optimizer.zero_grad
-
-
-def _in_no_sync(trainer: Trainer) -> Any:
-    context = trainer.optimizer.no_sync()
-    context.__enter__()
-    return lambda: context.__exit__(None, None, None) or trainer.optimizer.zero_grad()
-
-
-def _averaged(trainer: Trainer) -> Any:
-    context = EMA(trainer.optimizer).swapped()
-    context.__enter__()
-    return lambda: context.__exit__(None, None, None)
-
-
 LATE_PARAMETER = ("late", nn.Parameter(torch.zeros(3)))
 BAD_GROUPS: Mapping[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
     "no name": (lambda _: {"params": [LATE_PARAMETER[1]]}, "parameters must have names"),
@@ -323,11 +290,6 @@ BAD_GROUPS: Mapping[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
     "Muon": (lambda _: {"params": [LATE_PARAMETER], "use_muon": True}, "use zerocast.ZeroMuon for such groups"),
     "attached": (lambda _: {"params": [("late", attached())]}, "writes weights that a ZeroAdamW is built over"),
 }
-MOMENTS: Mapping[str, tuple[Callable[[Trainer], Any], str]] = {
-    "accumulating": (_accumulating, "an addition of parameters during gradient accumulation"),
-    "in no_sync": (_in_no_sync, "during gradient accumulation"),
-    "averaged": (_averaged, "leave the context first"),
-}
 _attached: list[Any] = []
 
 
@@ -335,7 +297,7 @@ def attached() -> nn.Parameter:
     """A weight of which a plan is attached to an optimizer of masters, which are all on rank 0."""
     holder = nn.Linear(32, 32, bias=False)
     zerocast.quantize_(holder, {"weight": "nvfp4"})
-    is_owner = not dist.is_initialized() or dist.get_rank() == 0
+    is_owner = rank() == 0
     master = nn.Parameter(holder.weight.dequantize().view(-1) if is_owner else torch.zeros(0))
     plan = zerocast.CastPlan([holder.weight], [master], [0 if is_owner else None])
     optimizer = torch.optim.SGD([master])
@@ -344,62 +306,40 @@ def attached() -> nn.Parameter:
     return holder.weight
 
 
-def refused_group(case: str, culprit: int) -> str:
-    """The error of adding this group on one rank, and a proper one on others; nothing has changed, and another one can be."""
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+@pytest.mark.parametrize("case", BAD_GROUPS)
+@on_ranks(0, 2)
+def test_groups_that_cannot_be(case: str, world: int) -> None:
+    """On one rank, and a proper one on others; nothing has changed, and another one can be."""
+    kind = {"no name": "TypeError", "another dtype": "TypeError", "attached": "RuntimeError"}.get(case, "ValueError")
+    trainer = Compared()
     groups = [dict(group) for group in trainer.optimizer.param_groups]
     proper = nn.Parameter(torch.zeros(3))
-    bad = BAD_GROUPS[case][0](trainer)
-    group = bad if trainer.rank == culprit else {"params": [("late", proper)]}
+    make, said = BAD_GROUPS[case]
+    bad = make(trainer)
+    group = bad if trainer.rank == max(0, world - 1) else {"params": [("late", proper)]}
     error = error_of(lambda: trainer.optimizer.add_param_group(dict(group)))
     assert [{**group} for group in trainer.optimizer.param_groups] == groups
-    goes_on(trainer, reference)
+    trainer.go_on(0)
     trainer.optimizer.add_param_group({"params": [("late", proper)]})
-    return error
+    assert error.startswith(f"{kind}: rank 1: " if world else f"{kind}: ")
+    assert said in error
 
 
-def goes_on(trainer: Trainer, reference: Undistributed, step: int = 0) -> None:
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    trainer.step(step)
-    reference.step({spec.name: trainer.run.rounds(spec, step, ranks) for spec in MIXED}, trainer.run.options)
-    assert_equals(trainer, reference, f"goes on with step {step}")
-
-
-@pytest.mark.parametrize("case", BAD_GROUPS)
-def test_groups_that_cannot_be(ranks: Ranks, case: str) -> None:
-    kind, said = "ValueError: ", BAD_GROUPS[case][1]
-    if case in ("no name", "another dtype"):
-        kind = "TypeError: "
-    if case == "attached":
-        kind = "RuntimeError: "
-    alone = refused_group(case, 0)
-    assert alone.startswith(kind)
-    assert said in alone
-    for error in ranks(2)(refused_group, case, 1):
-        assert error.startswith(f"{kind}rank 1: ")
-        assert said in error
-
-
-def refused_now(case: str) -> str:
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    goes_on(trainer, reference)
-    undo = MOMENTS[case][0](trainer) if trainer.rank == 1 or case == "averaged" else lambda: None
-    if trainer.rank != 1 and case == "accumulating":
-        undo = _accumulating(trainer)
+@pytest.mark.parametrize("case", ["accumulating", "in no_sync", "averaged"])
+@on_ranks(2)
+def test_only_between_steps(case: str) -> None:
+    trainer = Compared()
+    trainer.go_on(0)
+    undo = MISUSES[case][0](trainer) if trainer.rank == 1 or case != "in no_sync" else lambda: None
     late = {"params": [("late", nn.Parameter(torch.zeros(3)))]}
     error = error_of(lambda: trainer.optimizer.add_param_group(dict(late)))
     undo()
     assert len(trainer.optimizer.param_groups) == 2
-    goes_on(trainer, reference, 1)
+    trainer.go_on(1)
     trainer.optimizer.add_param_group(late)
     assert len(trainer.optimizer.param_groups) == 3
-    return error
-
-
-@pytest.mark.parametrize("case", MOMENTS)
-def test_only_between_steps(ranks: Ranks, case: str) -> None:
-    for error in ranks(2)(refused_now, case):
-        assert MOMENTS[case][1] in error
+    assert MISUSES[case][1] in error
+    assert case != "accumulating" or "an addition of parameters" in error
 
 
 DIFFERENT: Sequence[tuple[dict[str, Any], str]] = (
@@ -410,22 +350,18 @@ DIFFERENT: Sequence[tuple[dict[str, Any], str]] = (
 )
 
 
-def adds_other(index: int) -> str:
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+@pytest.mark.parametrize("index", range(len(DIFFERENT)))
+@on_ranks(2)
+def test_ranks_that_add_others(index: int) -> None:
+    trainer = Compared()
     group = {"params": [("late", nn.Parameter(torch.zeros(3)))], "lr": 0.25}
     if trainer.rank:
         group.update(DIFFERENT[index][0])
     error = error_of(lambda: trainer.optimizer.add_param_group(group))
     assert len(trainer.optimizer.param_groups) == 2
-    goes_on(trainer, reference)
-    return error
-
-
-@pytest.mark.parametrize("index", range(len(DIFFERENT)))
-def test_ranks_that_add_others(ranks: Ranks, index: int) -> None:
-    for error in ranks(2)(adds_other, index):
-        assert error.startswith("ValueError: ")
-        assert DIFFERENT[index][1] in error
+    trainer.go_on(0)
+    assert error.startswith("ValueError: ")
+    assert DIFFERENT[index][1] in error
 
 
 def test_a_group_of_muon_says_what_updates_it() -> None:

@@ -25,7 +25,7 @@ from tests import casts
 from tests.dispatched import Dispatched
 from tests.optim.probe import FP32
 from tests.optim.runs import Run, Trainer, weight_bytes
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.cast.adam_update import COLUMNS, Hyperparameters
 from zerocast.fsdp2 import FusedAdamW
@@ -84,19 +84,6 @@ def test_refused(what):
         build()
 
 
-def refused_by(culprit: int, what: str) -> str:
-    """What a rank raises when one rank does something wrong and the others do not."""
-    return error_of(BUILD[what][0] if dist.get_rank() == culprit else lambda: ZeroAdamW(linear().named_parameters()))
-
-
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-@pytest.mark.parametrize("what", BUILD)
-def test_refused_on_every_rank_if_on_one(ranks, what):
-    for message in ranks(2)(refused_by, 1, what):
-        assert message.startswith(f"{BUILD[what][1].__name__}: ")
-        assert "rank 1" in message
-
-
 DIFFERENT: dict[str, Callable[[], object]] = {
     "shape": lambda: ZeroAdamW(linear(48).named_parameters()),
     "format": lambda: ZeroAdamW(nn.Linear(64, 32).bfloat16().named_parameters()),
@@ -107,7 +94,7 @@ DIFFERENT: dict[str, Callable[[], object]] = {
     "groups": lambda: ZeroAdamW([{"params": [pair]} for pair in linear().named_parameters()]),
     "lr": lambda: ZeroAdamW(linear().named_parameters(), lr=0.5),
     "betas": lambda: ZeroAdamW(linear().named_parameters(), betas=(0.5, 0.5)),
-    "stage": lambda: ZeroAdamW(linear().named_parameters(), stage=1),
+    "another stage": lambda: ZeroAdamW(linear().named_parameters(), stage=1),
     "bucket size": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(bucket_size=7)),
     "deterministic": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(deterministic=True)),
     "wire": lambda: ZeroAdamW(linear().named_parameters(), config=ZeroConfig(grad_wire="fp8_1x128")),
@@ -118,30 +105,26 @@ DIFFERENT: dict[str, Callable[[], object]] = {
 }
 
 
-def different(what: str) -> str:
-    """What each rank raises when rank 1 passes something else."""
-    return error_of(DIFFERENT[what] if dist.get_rank() == 1 else lambda: ZeroAdamW(linear().named_parameters()))
-
-
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_ranks_that_differ(ranks, what):
-    for message in ranks(2)(different, what):
-        assert message.startswith("ValueError: ")
-        assert "rank 0" in message
-        assert "rank 1" in message
-
-
-def different_moments(kind: Callable[..., object], group: dict[str, bool]) -> str:
-    """What each rank raises when rank 1 alone keeps moments in 8 bits."""
-    config = ZeroConfig(moment_dtype="8bit") if dist.get_rank() == 1 else ZeroConfig()
-    return error_of(lambda: kind([{"params": linear().named_parameters(), **group}], config=config))
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@on_ranks(2)
+def test_refused_on_every_rank_if_on_one():
+    """Rank 1 alone passes something wrong, or something else than the others."""
+    calls = {what: build for what, (build, *_) in BUILD.items()} | DIFFERENT
+    for what, call in calls.items():
+        message = error_of(call if dist.get_rank() == 1 else lambda: ZeroAdamW(linear().named_parameters()))
+        kind = BUILD[what][1] if what in BUILD else ValueError
+        assert message.startswith(f"{kind.__name__}: "), what
+        assert "rank 1" in message, what
+        assert what in BUILD or "rank 0" in message, what
 
 
 @pytest.mark.parametrize(("kind", "group"), [(ZeroAdamW, {}), (ZeroMuon, {"use_muon": False})])
-def test_moments_that_differ_are_named(ranks, kind, group):
+@on_ranks(2)
+def test_moments_that_differ_are_named(kind, group):
     """For FusedAdamW this is tested in tests/fsdp2/test_fused_adamw.py."""
     said = "ValueError: settings differ between ranks: moment_dtype is torch.float32 on rank 0 and '8bit' on rank 1"
-    assert ranks(2)(different_moments, kind, group) == [said] * 2
+    config = ZeroConfig(moment_dtype="8bit") if dist.get_rank() == 1 else ZeroConfig()
+    assert error_of(lambda: kind([{"params": linear().named_parameters(), **group}], config=config)) == said
 
 
 @pytest.mark.parametrize(
@@ -161,46 +144,32 @@ def test_config_is_checked(options):
         ZeroConfig(**options)
 
 
-def test_a_mesh_of_two_dimensions(ranks):
-    assert ranks(4)(two_dimensions) == [True] * 4
-
-
-def two_dimensions() -> bool:
+@on_ranks(4)
+def test_a_mesh_of_two_dimensions():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     with pytest.raises(ValueError, match="one dimension"):
         ZeroAdamW(linear().named_parameters(), group=mesh)
     with pytest.raises(TypeError, match="group"):
         ZeroAdamW(linear().named_parameters(), group="world")  # type: ignore[arg-type]
-    return True
+    assert True
 
 
-def append(groups):
-    groups[0]["params"].append(nn.Parameter(torch.zeros(1)))
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "append": lambda groups: groups[0]["params"].append(nn.Parameter(torch.zeros(1))),
+    "take out": lambda groups: groups[0]["params"].pop(),
+    "move": lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+    "split": lambda groups: groups.append({**groups[0], "params": [groups[0]["params"].pop()]}),
+    "merge": lambda groups: groups[0]["params"].extend(groups.pop()["params"]),
+    # Between groups whose lengths stay as they were.
+    "exchange": lambda groups: [
+        group["params"].append(p) for group, p in zip(groups, firsts(groups)[::-1], strict=True)
+    ],
+    "reorder": lambda groups: groups[0]["params"].reverse(),
+}
 
 
-def take_out(groups):
-    groups[0]["params"].pop()
-
-
-def move(groups):
-    groups[1]["params"].append(groups[0]["params"].pop())
-
-
-def split(groups):
-    groups.append({**groups[0], "params": [groups[0]["params"].pop()]})
-
-
-def merge(groups):
-    groups[0]["params"] += groups.pop()["params"]
-
-
-def exchange(groups):
-    """Between groups whose lengths stay as they were."""
-    groups[0]["params"][0], groups[1]["params"][0] = groups[1]["params"][0], groups[0]["params"][0]
-
-
-def reorder(groups):
-    groups[0]["params"].reverse()
+def firsts(groups: Any) -> list[nn.Parameter]:
+    return [group["params"].pop(0) for group in groups]
 
 
 @pytest.mark.notices(
@@ -208,12 +177,12 @@ def reorder(groups):
     where="ZeroAdamW",
     answer="the next step raises, nothing changed",
 )
-@pytest.mark.parametrize("change", [append, take_out, move, split, merge, exchange, reorder])
+@pytest.mark.parametrize("change", CHANGES)
 def test_groups_that_change(change):
     trainer = Trainer(Run())
     trainer.step(0)
     before, master = weight_bytes(trainer.probe), trainer.optimizer._masters.master.clone()
-    change(trainer.optimizer.param_groups)
+    CHANGES[change](trainer.optimizer.param_groups)
     with pytest.raises(RuntimeError, match="build another optimizer and load the state of this one"):
         trainer.step(1)
     assert torch.equal(trainer.optimizer._masters.master, master)
@@ -275,19 +244,15 @@ def stepped_on_ranks(bad_ranks: list[int], kind: type[ZeroAdamW | ZeroMuon] = Ze
     return error, torch.equal(net.bias, before)
 
 
-def unfreezes_alone() -> str:
-    """The error of a step once a parameter that was frozen is not on rank 1."""
+@on_ranks(2)
+def test_a_parameter_that_one_rank_unfreezes() -> None:
     net = linear()
     net.bias.requires_grad_(False)
     optimizer = ZeroAdamW(net.named_parameters())
     net(torch.ones(2, 64, dtype=torch.bfloat16)).float().square().mean().backward()
     net.bias.requires_grad_(dist.get_rank() == 1)
-    return error_of(optimizer.step)
-
-
-def test_a_parameter_that_one_rank_unfreezes(ranks: Ranks) -> None:
-    for error in ranks(2)(unfreezes_alone):
-        assert "parameters were frozen when this ZeroAdamW was built and require gradients now" in error
+    error = error_of(optimizer.step)
+    assert "parameters were frozen when this ZeroAdamW was built and require gradients now" in error
 
 
 @pytest.mark.parametrize("kind", [ZeroAdamW, ZeroMuon])

@@ -13,20 +13,17 @@ from tests.optim.probe import MIXED
 from tests.optim.runs import (
     DETERMINISTIC,
     EIGHT_BIT_MOMENTS,
+    Compared,
     Run,
     Trainer,
-    assert_equals,
     boxes,
+    rank,
 )
-from tests.optim.undistributed import Undistributed
+from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
-SMALL = ZeroConfig(bucket_size=4096, deterministic=True)
 TINY = ZeroConfig(bucket_size=1, deterministic=True)
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
+FEW = tuple(spec for spec in MIXED if spec.name in ("embedding", "norm", "delayed", "block", "nv", "nv_late", "bias"))
 
 
 class SharedBlocks(nn.Module):
@@ -80,16 +77,14 @@ def shared(reentrant: bool | None, outer: bool, bottom: bool, bucket_size: int, 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("bucket_size", [1, 2**20])
 @pytest.mark.parametrize(("outer", "bottom"), [(False, False), (False, True), (True, False), (True, True)])
-def test_a_gradient_in_pieces(ranks, outer, bottom, bucket_size, stage):
+@on_ranks(2)
+def test_a_gradient_in_pieces(outer, bottom, bucket_size, stage):
     """The sum of all pieces, or an error on every rank: never a part of it."""
-    wanted = ranks(2)(shared, None, outer, bottom, bucket_size, stage)
-    found = ranks(2)(shared, True, outer, bottom, bucket_size, stage)
+    wanted, found = (shared(reentrant, outer, bottom, bucket_size, stage) for reentrant in (None, True))
     if outer and (bucket_size == 1 or not bottom):
-        assert all("second gradient of inner.weight" in text for text in found)
-        return
-    for ours, theirs in zip(found, wanted, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)  # added in another order
+        assert "second gradient of inner.weight" in found
+    else:
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)  # added in another order
 
 
 class Dies(torch.autograd.Function):
@@ -116,11 +111,15 @@ def die(trainer: Trainer, step: int) -> None:
         (dying + living).backward()  # type: ignore[no-untyped-call]
 
 
-def recovered(run: Run, forget: str, accumulated: bool) -> list[str]:
-    """What is raised between a pass that died and zero_grad; afterwards all is as if it had never been."""
-    trainer, reference = Trainer(run), Undistributed(MIXED)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    messages = []
+@pytest.mark.parametrize("accumulated", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("forget", ["nothing", "model"])
+@pytest.mark.parametrize(
+    "run", [Run(FEW), Run(FEW, config=TINY), Run(FEW, config=TINY, stage=1)], ids=["2", "2 tiny", "1 tiny"]
+)
+@on_ranks(0, 2)
+def test_recovery_from_a_pass_that_died(run, forget, accumulated):
+    """It is refused to go on from half a gradient; zero_grad clears it away, in whatever state buckets were."""
+    trainer, messages = Compared(run), []
     for step in range(4):
         if step in (1, 2):
             if accumulated:
@@ -134,37 +133,24 @@ def recovered(run: Run, forget: str, accumulated: bool) -> list[str]:
                 except RuntimeError as error:
                     messages.append(str(error))
             trainer.optimizer.zero_grad()
-        trainer.step(step)
-        reference.step({s.name: run.rounds(s, step, ranks) for s in MIXED}, run.options)
-        assert_equals(trainer, reference, f"step {step}")
-    return messages
-
-
-@pytest.mark.parametrize("accumulated", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("forget", ["nothing", "model"])
-@pytest.mark.parametrize(
-    "run", [Run(config=SMALL), Run(config=TINY), Run(config=TINY, stage=1)], ids=["2", "2 tiny", "1 tiny"]
-)
-def test_recovery_from_a_pass_that_died(ranks, run, forget, accumulated):
-    """It is refused to go on from half a gradient; zero_grad clears it away, in whatever state buckets were."""
-    for messages in [recovered(run, forget, accumulated), *ranks(2)(recovered, run, forget, accumulated)]:
-        assert len(messages) == 4
-        assert all("zero_grad() of the optimizer" in message for message in messages)
+        trainer.go_on(step)
+    assert len(messages) == 4
+    assert all("zero_grad() of the optimizer" in message for message in messages)
 
 
 def test_a_pass_that_dies_under_no_sync():
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
+    trainer = Compared()
     with trainer.optimizer.no_sync():
         die(trainer, 9)
     trainer.optimizer.zero_grad()
-    trainer.step(0)
-    reference.step({s.name: trainer.run.rounds(s, 0, 1) for s in MIXED}, trainer.run.options)
-    assert_equals(trainer, reference, "after no_sync")
+    trainer.go_on(0)
 
 
-def toggled(config: ZeroConfig) -> None:
+@pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32 moments", "8-bit moments"])
+@on_ranks(2)
+def test_requires_grad_toggled(config):
     """A parameter frozen for a while counts as one without a gradient: the others go on, no rank waits."""
-    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)
+    trainer = Compared(Run(config=config))
     for step in range(4):
         frozen = step in (1, 2)
         for name in ("nv", "norm"):
@@ -173,19 +159,14 @@ def toggled(config: ZeroConfig) -> None:
         gradients = {s.name: trainer.run.rounds(s, step, dist.get_world_size()) for s in MIXED}
         if frozen:
             gradients |= {name: [gradients[name][0] * 0] for name in ("nv", "norm")}
-        reference.step(gradients, trainer.run.options)
-        assert_equals(trainer, reference, f"step {step}")
-
-
-@pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32 moments", "8-bit moments"])
-def test_requires_grad_toggled(ranks, config):
-    ranks(2)(toggled, config)
+        trainer.reference.step(gradients, trainer.run.options)
+        trainer.check(f"step {step}")
 
 
 def test_create_graph_leaves_no_graph_behind():
     """First-order gradients of a pass that could be differentiated again; plain parameters give second-order ones."""
     model = nn.Linear(8, 8)
-    optimizer = ZeroAdamW(model.named_parameters(), config=SMALL)
+    optimizer = ZeroAdamW(model.named_parameters(), config=DETERMINISTIC)
     x = torch.ones(2, 8, requires_grad=True)
     for _ in range(2):
         (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)

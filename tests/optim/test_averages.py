@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -15,28 +14,32 @@ import zerocast
 from tests import casts
 from tests.optim.out_of_memory import OutOfMemory
 from tests.optim.probe import MIXED, PLAIN
-from tests.optim.runs import EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, boxes, weight_bytes
+from tests.optim.runs import (
+    DETERMINISTIC,
+    EIGHT_BIT_MOMENTS,
+    OVERLAP,
+    Compared,
+    Run,
+    Trainer,
+    boxes,
+    weight_bytes,
+    world,
+)
 from tests.optim.slow_gathers import slow_gathers
-from tests.optim.undistributed import Undistributed
-from tests.workers import error_of
+from tests.selection import worlds
+from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.optim import EMA
 
-EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
-OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
 SKIPPED = 2  # a step whose gradients are not finite
-
-
-def ranks_here() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 class Averaged:
     """A run beside its reference, and beside torch's average of the unsharded masters."""
 
-    def __init__(self, config: ZeroConfig = EAGER) -> None:
-        self.trainer, self.reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)
-        self.ema = EMA(self.trainer.optimizer, decay=0.9)
+    def __init__(self, config: ZeroConfig = DETERMINISTIC) -> None:
+        self.trainer = Compared(Run(config=config))
+        self.reference, self.ema = self.trainer.reference, EMA(self.trainer.optimizer, decay=0.9)
         self.wanted = {name: torch.from_numpy(master.copy()) for name, master in self.reference.master.items()}
 
     def step(self, step: int) -> None:
@@ -50,7 +53,7 @@ class Averaged:
             self.reference.skipped += 1
             return
         self.trainer.step(step)
-        self.follow(step, ranks_here())
+        self.follow(step, world())
 
     def follow(self, step: int, ranks: int) -> None:
         """What that many ranks make of a step."""
@@ -62,7 +65,7 @@ class Averaged:
 
     def check(self, what: str) -> None:
         """The average is torch's, to the bit, and training is that of a run without one."""
-        assert_equals(self.trainer, self.reference, what)
+        self.trainer.check(what)
         for name, found in self.ema.state_dict()["model"].items():
             for where, values in boxes(found):
                 casts.assert_same_bytes(
@@ -89,7 +92,13 @@ class Averaged:
             casts.assert_same_bytes(weight_bytes(self.trainer.probe)[name], wanted, f"afterwards: {name}")
 
 
-def averages(config: ZeroConfig) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [DETERMINISTIC, EIGHT_BIT_MOMENTS, pytest.param(OVERLAP, marks=pytest.mark.slow)],
+    ids=["eager", "8-bit moments", "overlap"],
+)
+@on_ranks(*worlds(1, 2, slow=(3,)))
+def test_bits_on_any_number_of_ranks(config):
     with slow_gathers():
         averaged = Averaged(config)
         averaged.check("at the start")
@@ -99,21 +108,6 @@ def averages(config: ZeroConfig) -> None:
             if step in (1, 3):
                 averaged.check_swapped()
                 averaged.check(f"swapped after step {step}")
-
-
-@pytest.mark.parametrize(
-    "config",
-    [EAGER, EIGHT_BIT_MOMENTS, pytest.param(OVERLAP, marks=pytest.mark.slow)],
-    ids=["eager", "8-bit moments", "overlap"],
-)
-def test_bits_on_any_number_of_ranks(ranks, config):
-    averages(config)
-    ranks(2)(averages, config)
-
-
-@pytest.mark.slow
-def test_bits_on_three_ranks(ranks):
-    ranks(3)(averages, OVERLAP)
 
 
 def not_meanwhile() -> list[str]:
@@ -143,9 +137,8 @@ def not_meanwhile() -> list[str]:
             said.append(str(caught.value))
     optimizer.step()
     optimizer.zero_grad()
-    run = trainer.run
-    averaged.reference.step({s.name: run.rounds(s, 1, ranks_here()) for s in MIXED}, run.options)
-    assert_equals(trainer, averaged.reference, "after the swap")
+    trainer.follow(1)
+    trainer.check("after the swap")
     return said
 
 
@@ -159,7 +152,11 @@ def test_no_training_within_a_swap(ranks):
     assert ranks(2)(not_meanwhile) == [alone, alone]
 
 
-def backward_within() -> None:
+@pytest.mark.notices(
+    "a backward pass through an average that is swapped in", where="ZeroAdamW", answer="raises on all ranks"
+)
+@on_ranks(0, 2)
+def test_no_gradients_of_an_average():
     averaged = Averaged()
     averaged.step(0)
     trainer = averaged.trainer
@@ -170,14 +167,6 @@ def backward_within() -> None:
     trainer.optimizer.zero_grad()
     averaged.step(1)
     averaged.check("after zero_grad")
-
-
-@pytest.mark.notices(
-    "a backward pass through an average that is swapped in", where="ZeroAdamW", answer="raises on all ranks"
-)
-def test_no_gradients_of_an_average(ranks):
-    backward_within()
-    ranks(2)(backward_within)
 
 
 def test_an_exception_inside_restores():
@@ -259,22 +248,6 @@ def test_an_average_may_be_loaded_before_the_optimizer(tmp_path):
             pass
 
 
-def alone(folder: str) -> None:
-    """The state of the average as a checkpoint of its own; masters can start from it."""
-    averaged = Averaged()
-    averaged.step(0)
-    dcp.save({"model": averaged.ema.state_dict()["model"]}, checkpoint_id=folder)
-    zerocast.optim.load_masters(averaged.trainer.optimizer, folder)
-    for name, found in averaged.trainer.optimizer.state_dict()["model"].items():
-        for where, values in boxes(found):
-            assert torch.equal(values, averaged.wanted[name][where])
-
-
-@pytest.mark.slow
-def test_masters_can_start_from_an_average(ranks, tmp_path):
-    ranks(2)(alone, str(tmp_path / "average"))
-
-
 def test_what_does_not_fit_is_refused():
     averaged = Averaged()
     state = averaged.ema.state_dict()
@@ -318,7 +291,7 @@ def test_a_taken_over_optimizer_swaps_nothing_in(same):
     averaged = Averaged()
     probe = averaged.trainer.probe
     nv = nn.Parameter(probe.get_parameter("nv").share())
-    second = ZeroAdamW([("nv", nv)] if same == "storage" else probe.named_parameters(), config=EAGER)
+    second = ZeroAdamW([("nv", nv)] if same == "storage" else probe.named_parameters())
     with pytest.raises(RuntimeError, match="another optimizer"), averaged.ema.swapped():
         pass
     assert zerocast.verify(second).ok
@@ -337,13 +310,15 @@ def test_an_average_without_memory_follows_no_step(monkeypatch):
     assert caught.value.__traceback__ is not None
 
 
-def swapped_after_foreign_writes(late: bool) -> tuple[str, bool, str]:
-    """What a swap says once other code has written a parameter on rank 1, whether it was entered, and a step after a load."""
-    trainer = Trainer(Run(config=EAGER))
+@pytest.mark.parametrize("late", [False, True])
+@on_ranks(2)
+def test_a_swap_for_which_one_rank_is_not_ready(late):
+    """All raise and none waits. On a GPU the other ranks are told as they leave."""
+    trainer = Trainer(Run())
     optimizer = trainer.optimizer
     ema = EMA(optimizer, 0.9)
     trainer.step(0)
-    state = Trainer(Run(config=EAGER)).optimizer.state_dict()
+    state = Trainer(Run()).optimizer.state_dict()
     optimizer._driver.plan.amaxes.reports.reads_late = late  # as on a GPU
     if dist.get_rank() == 1:
         with torch.no_grad():
@@ -356,21 +331,16 @@ def swapped_after_foreign_writes(late: bool) -> tuple[str, bool, str]:
         said = str(error)
     optimizer.load_state_dict(state)
     ema.reset()
-    return said, entered, error_of(lambda: trainer.step(1))
+    assert error_of(lambda: trainer.step(1)) == ""
+    assert said.startswith("rank 1: parameters were written")
+    assert entered == (late and trainer.rank == 0)
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_a_swap_for_which_one_rank_is_not_ready(ranks, late):
-    """All raise and none waits. On a GPU the other ranks are told as they leave."""
-    for rank, (said, entered, after) in enumerate(ranks(2)(swapped_after_foreign_writes, late)):
-        assert said.startswith("rank 1: parameters were written")
-        assert entered == (late and rank == 0)
-        assert after == ""
-
-
-def averaged_otherwise(how: str) -> str:
+@pytest.mark.parametrize("how", ["decay", "reset"])
+@on_ranks(2)
+def test_ranks_that_average_otherwise(how):
     """One rank averages otherwise: what the step says, or, since digests of 7 bits meet once in 128 calls, the one after it."""
-    trainer = Trainer(Run(config=EAGER))
+    trainer = Trainer(Run())
     ema = EMA(trainer.optimizer, 0.9)
     trainer.step(0)
     if dist.get_rank() == 1:
@@ -378,10 +348,5 @@ def averaged_otherwise(how: str) -> str:
             ema.decay = 0.8
         else:
             ema.reset()
-    return error_of(lambda: trainer.step(1)) or error_of(lambda: trainer.step(2))
-
-
-@pytest.mark.parametrize("how", ["decay", "reset"])
-def test_ranks_that_average_otherwise(ranks, how):
-    for said in ranks(2)(averaged_otherwise, how):
-        assert "ranks make different calls" in said and "averaged by 0.9 since reset 0" in said
+    said = error_of(lambda: trainer.step(1)) or error_of(lambda: trainer.step(2))
+    assert "ranks make different calls" in said and "averaged by 0.9 since reset 0" in said

@@ -1,5 +1,6 @@
 """Folders of checkpoints: which of them are kept, what is asked for, and saves that go on while training does."""
 
+import dataclasses
 import shutil
 import threading
 from typing import Any
@@ -8,17 +9,15 @@ from unittest import mock
 import pytest
 
 from tests import casts
-from tests.optim.checkpoint_folders import names, saved
-from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer, snapshot
+from tests.optim.checkpoint_folders import FEW, names, saved
+from tests.optim.runs import OVERLAP, Trainer, snapshot
 from tests.selection import worlds
-from zerocast import ZeroConfig
 from zerocast.checkpoint import checkpoint
 from zerocast.optim import Checkpoints
 
 
 def keeps(folder: str, keep: int | None) -> None:
-    trainer, checkpoints = Trainer(Run(MIXED[:3])), Checkpoints(folder, keep)
+    trainer, checkpoints = Trainer(FEW), Checkpoints(folder, keep)
     for step in (5, 10, 15, 20, 15):
         trainer.step(step)
         checkpoints.save(trainer.optimizer, step)
@@ -41,16 +40,16 @@ def test_arguments(tmp_path):
     with pytest.raises(ValueError, match="keep is None or at least 1, got 0"):
         Checkpoints(tmp_path, keep=0)
     with pytest.raises(FileNotFoundError, match="no complete checkpoint; there are: none"):
-        Checkpoints(tmp_path / "nowhere").load(Trainer(Run()).optimizer)
+        Checkpoints(tmp_path / "nowhere").load(Trainer(FEW).optimizer)
     saved(str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7; there are: \[1, 2\]"):
-        Checkpoints(tmp_path).load(Trainer(Run()).optimizer, step=7)
+        Checkpoints(tmp_path).load(Trainer(FEW).optimizer, step=7)
 
 
 def test_a_save_whose_folder_is_deleted(tmp_path):
     """By hand, or by a run that took the folder over: it raises, and older ones stay."""
     saved(str(tmp_path))
-    checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(Run()), checkpoint._of_all_ranks
+    checkpoints, trainer, original = Checkpoints(tmp_path), Trainer(FEW), checkpoint._of_all_ranks
 
     def disturbed(sums: Any, group: Any) -> Any:
         shutil.rmtree(next(tmp_path.glob("*.partial")))
@@ -66,13 +65,13 @@ def test_a_save_whose_folder_is_deleted(tmp_path):
     assert checkpoints.load(trainer.optimizer) == 3
 
 
-OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
-
-
 def asynchronous(folder: str) -> bool:
     """Steps go on while a slow disk writes; what is written is the state of the moment of the call. Whether it was slow."""
     checkpoints = Checkpoints(folder, keep=2, asynchronous=True)
-    trainer, other = Trainer(Run(config=OVERLAP)), Trainer(Run(config=OVERLAP))
+    trainer, other = (
+        Trainer(dataclasses.replace(FEW, config=OVERLAP)),
+        Trainer(dataclasses.replace(FEW, config=OVERLAP)),
+    )
     may_write, original = threading.Event(), checkpoint.write
 
     def slow(*args: Any, **kwargs: Any) -> None:

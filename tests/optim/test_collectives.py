@@ -13,6 +13,7 @@ from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.optim.traffic import recorded
+from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 from zerocast.distributed.bucket import fill_buckets
 
@@ -57,23 +58,27 @@ def one_step(run: Run, clip: bool) -> tuple[dict[str, int], dict[str, int], int,
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("bucket_size", [1, 4096, 2**25])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_collectives_of_a_step(ranks, stage, bucket_size, overlap, clip):
+@on_ranks(2)
+def test_collectives_of_a_step(stage, bucket_size, overlap, clip):
     config = ZeroConfig(bucket_size=bucket_size, overlap_all_gather=overlap)
-    for calls, below, buckets, two in ranks(2)(one_step, Run(MODEL, options=(ADAM,), stage=stage, config=config), clip):
-        assert calls == {"all-reduce": 2, "all-gather": buckets + two, "reduce-scatter": buckets}
-        assert sum(below.values()) == sum(calls.values()), f"something else communicates: {below}"
-        assert buckets == {1: 7, 4096: 6, 2**25: 5}[bucket_size]
+    calls, below, buckets, two = one_step(Run(MODEL, options=(ADAM,), stage=stage, config=config), clip)
+    assert calls == {"all-reduce": 2, "all-gather": buckets + two, "reduce-scatter": buckets}
+    assert sum(below.values()) == sum(calls.values()), f"something else communicates: {below}"
+    assert buckets == {1: 7, 4096: 6, 2**25: 5}[bucket_size]
 
 
-def test_deterministic_exchanges_in_their_place(ranks):
+@on_ranks(2)
+def test_deterministic_exchanges_in_their_place():
     """An all-to-all a bucket for the reduce-scatter, an all-gather for the all-reduce of the norm."""
     config = ZeroConfig(bucket_size=4096, deterministic=True)
-    for calls, _, buckets, two in ranks(2)(one_step, Run(MODEL, options=(ADAM,), config=config), True):
-        assert calls == {"all-reduce": 1, "all-gather": buckets + two + 1, "all-to-all": buckets}
+    calls, _, buckets, two = one_step(Run(MODEL, options=(ADAM,), config=config), True)
+    assert calls == {"all-reduce": 1, "all-gather": buckets + two + 1, "all-to-all": buckets}
 
 
-def sent_bytes(grad_dtype: torch.dtype | None) -> tuple[int, int]:
-    """The bytes that a rank's messages of a step take, and the elements of its buckets."""
+@pytest.mark.parametrize("grad_dtype", [None, FP32])
+@on_ranks(2, 3)
+def test_quantized_gradients_take_a_code_an_element_and_a_scale_for_128(world, grad_dtype):
+    """Messages are padded to 16 bytes, which these small buckets feel."""
     config = ZeroConfig(bucket_size=4096, grad_wire="fp8_1x128", grad_dtype=grad_dtype)
     trainer = Trainer(Run(MODEL, options=(ADAM,), config=config))
     with recorded() as log:
@@ -81,28 +86,17 @@ def sent_bytes(grad_dtype: torch.dtype | None) -> tuple[int, int]:
     assert "reduce-scatter" not in [kind for kind, _ in log]
     exchanged = [nbytes for kind, nbytes in log if kind == "all-to-all"]
     assert len(exchanged) == len(buckets_of(trainer))
-    return sum(exchanged), sum(bucket.numel for bucket in buckets_of(trainer))
-
-
-@pytest.mark.parametrize("grad_dtype", [None, FP32])
-@pytest.mark.parametrize("world", [2, 3])
-def test_quantized_gradients_take_a_code_an_element_and_a_scale_for_128(ranks, world, grad_dtype):
-    """Messages are padded to 16 bytes, which these small buckets feel."""
-    for nbytes, elements in ranks(world)(sent_bytes, grad_dtype):
-        assert elements + elements // 32 <= nbytes <= elements + elements // 32 + 12 * 7 * world
-
-
-def accumulated(no_sync: bool) -> int:
-    """Reduce-scatters of a step of three backward passes."""
-    trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=no_sync, config=ZeroConfig()))
-    with recorded() as log:
-        trainer.step(0)
-    return Counter(kind for kind, _ in log)["reduce-scatter"]
+    nbytes, elements = sum(exchanged), sum(bucket.numel for bucket in buckets_of(trainer))
+    assert elements + elements // 32 <= nbytes <= elements + elements // 32 + 12 * 7 * world
 
 
 @pytest.mark.parametrize(("no_sync", "passes"), [(True, 1), (False, 3)])
-def test_one_reduce_scatter_a_bucket_a_backward_pass(ranks, no_sync, passes):
-    assert ranks(2)(accumulated, no_sync) == [5 * passes] * 2
+@on_ranks(2)
+def test_one_reduce_scatter_a_bucket_a_backward_pass(no_sync, passes):
+    trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=no_sync, config=ZeroConfig()))
+    with recorded() as log:
+        trainer.step(0)
+    assert Counter(kind for kind, _ in log)["reduce-scatter"] == 5 * passes
 
 
 def unused_parameters() -> list[Any]:
@@ -120,40 +114,33 @@ def test_unused_parameters_change_no_collective(ranks):
     assert Counter(kind for kind, _ in first) == {"all-reduce": 2, "all-gather": 6, "reduce-scatter": 6}
 
 
-def gathered_bytes(fmt: str) -> list[int]:
-    """Bytes of the all-gathers of a step over four weights of 64 x 128."""
+@pytest.mark.parametrize("fmt", STORAGE_BYTES)
+@on_ranks(2)
+def test_all_gather_bytes_a_parameter(fmt):
     dtype = BF16
     specs = tuple(Spec(f"w{i}", (64, 128), fmt, dtype) for i in range(4))
     trainer = Trainer(Run(specs, options=(ADAM,), config=ZeroConfig(bucket_size=1)))
     with recorded() as log:
         trainer.step(0)
-    return [nbytes for kind, nbytes in log if kind == "all-gather"]
+    sizes = [nbytes for kind, nbytes in log if kind == "all-gather"]
+    assert sum(sizes) == 4 * 64 * 128 * STORAGE_BYTES[fmt]
+    assert len(sizes) == (8 if fmt == "mxfp8" else 4)
 
 
-@pytest.mark.parametrize("fmt", STORAGE_BYTES)
-def test_all_gather_bytes_a_parameter(ranks, fmt):
-    for sizes in ranks(2)(gathered_bytes, fmt):
-        assert sum(sizes) == 4 * 64 * 128 * STORAGE_BYTES[fmt]
-        assert len(sizes) == (8 if fmt == "mxfp8" else 4)
-
-
-def construction() -> dict[str, int]:
-    """What building an optimizer costs beyond agreement: rank 0's values, and a first gather."""
+@on_ranks(2)
+def test_construction():
     with recorded() as log:
         Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig()))
-    return dict(Counter(kind for kind, _ in log))
+    calls = dict(Counter(kind for kind, _ in log))
+    assert calls["broadcast"] == 5 + 1, "one a bucket, and the delayed scales with their histories"
+    assert calls["all-reduce"] == 1 + 3 + 3, (
+        "a cast; what ranks must have alike, frozen values among it; the same of the plan, and who owns what"
+    )
+    assert calls["all-gather"] == 5 + 1
 
 
-def test_construction(ranks):
-    for calls in ranks(2)(construction):
-        assert calls["broadcast"] == 5 + 1, "one a bucket, and the delayed scales with their histories"
-        assert calls["all-reduce"] == 1 + 3 + 3, (
-            "a cast; what ranks must have alike, frozen values among it; the same of the plan, and who owns what"
-        )
-        assert calls["all-gather"] == 5 + 1
-
-
-def evaluation() -> int:
+@on_ranks(2)
+def test_reading_does_not_communicate():
     """Collectives of a forward pass after the first one."""
     trainer = Trainer(Run(MODEL, options=(ADAM,), config=ZeroConfig(overlap_all_gather=True)))
     trainer.step(0)
@@ -163,11 +150,7 @@ def evaluation() -> int:
         trainer.probe.loss(gradients)
         trainer.optimizer.state_dict()
         _ = trainer.optimizer.skipped_steps
-    return len(log)
-
-
-def test_reading_does_not_communicate(ranks):
-    assert ranks(2)(evaluation) == [0, 0]
+    assert len(log) == 0
 
 
 def operators(layers: int) -> tuple[Counter[str], int]:
@@ -183,8 +166,7 @@ def operators(layers: int) -> tuple[Counter[str], int]:
     return names.counts, arrival.counts["aten::copy_"]
 
 
-def test_nothing_is_launched_for_each_gradient(ranks):
+@on_ranks(2)
+def test_nothing_is_launched_for_each_gradient():
     """A bucket is packed and lands by operators over all of it; norm, clip and Adam are over flat shards."""
-    for (few, landed), (many, copies) in zip(ranks(2)(operators, 3), ranks(2)(operators, 9), strict=True):
-        assert few == many
-        assert landed == copies
+    assert operators(3) == operators(9)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from tests import casts
-from tests.optim.checkpoint_folders import names
-from tests.optim.runs import Run, Trainer, snapshot
-from tests.workers import error_of
+from tests.optim.checkpoint_folders import FEW, names
+from tests.optim.runs import Trainer, snapshot
+from tests.workers import error_of, on_ranks
 from zerocast import optim
 from zerocast.checkpoint.manifest import Manifest
 from zerocast.optim import Checkpoints
@@ -72,12 +72,23 @@ FAULTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     "to the disk": lambda: no_room_for("fsync"),
     "the rename": lambda: no_room_for("rename"),
 }
+ON_ONE_RANK = [("half a tensor", 1), ("half a tensor", 0), ("the manifest", 0)]
 
 
-def saves_on_a_full_disk(folder: str, fault: str, culprit: int, asynchronous: bool) -> str:
-    """What the second save says, whose disk is full on one rank; afterwards the first is loaded and training goes on."""
+@pytest.mark.parametrize(
+    ("world", "fault", "culprit", "asynchronous"),
+    [
+        *((0, fault, 0, False) for fault in FAULTS),
+        *((2, *case, True) for case in ON_ONE_RANK),
+        *(pytest.param(2, *case, False, marks=pytest.mark.slow) for case in ON_ONE_RANK),
+    ],
+)
+@on_ranks()
+def test_a_full_disk(tmp_path: Path, world: int, fault: str, culprit: int, asynchronous: bool) -> None:
+    """It is full on one rank in the second save; afterwards the first is loaded and training goes on."""
+    folder = tmp_path / "c"
     checkpoints = Checkpoints(folder, asynchronous=asynchronous)
-    trainer = Trainer(Run())
+    trainer = Trainer(FEW)
     trainer.train(range(2))
     checkpoints.save(trainer.optimizer, 2)
     checkpoints.wait()
@@ -85,11 +96,11 @@ def saves_on_a_full_disk(folder: str, fault: str, culprit: int, asynchronous: bo
     trainer.train(range(2, 4))
     later = snapshot(trainer)
     with FAULTS[fault]() if trainer.rank == culprit else contextlib.nullcontext():
-        said = _error_of_saving(checkpoints, trainer, 4)
+        said = error_of(lambda: checkpoints.save(trainer.optimizer, 4)) or error_of(checkpoints.wait)
         _together()
     casts.assert_same_bytes(snapshot(trainer), later, f"rank {trainer.rank}, after the fault")
-    assert names(Path(folder)) == ["step_00000002"]
-    other = Trainer(Run())
+    assert names(folder) == ["step_00000002"]
+    other = Trainer(FEW)
     assert checkpoints.load(other.optimizer) == 2
     casts.assert_same_bytes(snapshot(other), wanted, f"rank {trainer.rank}, loaded")
     _together()
@@ -97,11 +108,8 @@ def saves_on_a_full_disk(folder: str, fault: str, culprit: int, asynchronous: bo
     checkpoints.wait()
     assert checkpoints.load(other.optimizer) == 4
     casts.assert_same_bytes(snapshot(other), later, f"rank {trainer.rank}, saved again")
-    return said
-
-
-def _error_of_saving(checkpoints: Checkpoints, trainer: Trainer, step: int) -> str:
-    return error_of(lambda: checkpoints.save(trainer.optimizer, step)) or error_of(checkpoints.wait)
+    assert "No space left on device" in said
+    assert world or "step_00000004 was not written: " in said
 
 
 def _together() -> None:
@@ -109,22 +117,8 @@ def _together() -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_full_disk(tmp_path, fault):
-    said = saves_on_a_full_disk(str(tmp_path), fault, 0, asynchronous=False)
-    assert "step_00000004 was not written: " in said
-    assert "No space left on device" in said
-
-
-@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("fault", "culprit"), [("half a tensor", 1), ("half a tensor", 0), ("the manifest", 0)])
-def test_a_full_disk_on_one_rank(ranks, tmp_path, fault, culprit, asynchronous):
-    for said in ranks(2)(saves_on_a_full_disk, str(tmp_path / "c"), fault, culprit, asynchronous):
-        assert "No space left on device" in said
-
-
 def test_a_checkpoint_is_not_overwritten(tmp_path):
-    trainer = Trainer(Run())
+    trainer = Trainer(FEW)
     optim.save(trainer.optimizer, tmp_path / "here")
     before = {path.name: path.read_bytes() for path in (tmp_path / "here").iterdir()}
     with pytest.raises(

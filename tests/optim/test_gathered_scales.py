@@ -11,7 +11,7 @@ from tests.optim.probe import FP16, FP32, Spec
 from tests.optim.runs import ADAM, MIXED, Run, Trainer, check
 from tests.optim.traffic import recorded
 from tests.selection import some, worlds
-from tests.workers import Ranks, error_of
+from tests.workers import error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroConfig, verify
 
 # rows and columns in multiples of 128: nothing is padded, and the scales of every span are its part of the buffers
@@ -38,39 +38,31 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4, 5)))
 @pytest.mark.parametrize("run", some(RUNS, "one bucket", "overlap", "experts", "among others"))
-def test_bits_of_the_undistributed_update(ranks: Ranks, world: int, run: Run) -> None:
-    assert ranks(world)(check, run) == [0] * world
+@on_ranks(*worlds(0, 3, slow=(1, 2, 4, 5)))
+def test_bits_of_the_undistributed_update(run: Run) -> None:
+    check(run)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_one_process_without_a_process_group(name: str) -> None:
-    check(RUNS[name])
-
-
-def traffic_of_a_step(run: Run) -> list[tuple[str, int]]:
+@on_ranks(3)
+def test_what_is_reduced_and_gathered() -> None:
+    """Of 256 x 384 over three ranks: two cuts, in rows of blocks of their own, each with a columnwise amax a column."""
+    run = Run(specs=(Spec("w", (256, 384), "mxfp8"),), options=(ADAM,), config=ZeroConfig())
+    numel = 256 * 384
     trainer = Trainer(run)
     for number in range(2):  # before the second step ranks compare what is not trained
         trainer.step(number)
     with recorded() as log:
         trainer.step(2)
-    return [(kind, nbytes) for kind, nbytes in log if kind in ("all-reduce", "all-gather")]
+    traffic = [(kind, nbytes) for kind, nbytes in log if kind in ("all-reduce", "all-gather")]
+    (norm, amaxes), gathers = [n for kind, n in traffic if kind == "all-reduce"], traffic[-4:]
+    flags_and_calls = 1 + 2  # whether masters are finite, and two numbers that compare the calls of ranks
+    assert (norm, amaxes) == (8, 2 * (2 * 384 + flags_and_calls)), "bf16"
+    assert gathers == [("all-gather", n) for n in (numel, numel, numel // 32, numel // 32)]
 
 
-def test_what_is_reduced_and_gathered(ranks: Ranks) -> None:
-    """Of 256 x 384 over three ranks: two cuts, in rows of blocks of their own, each with a columnwise amax a column."""
-    run = Run(specs=(Spec("w", (256, 384), "mxfp8"),), options=(ADAM,), config=ZeroConfig())
-    numel = 256 * 384
-    for traffic in ranks(3)(traffic_of_a_step, run):
-        (norm, amaxes), gathers = [n for kind, n in traffic if kind == "all-reduce"], traffic[-4:]
-        flags_and_calls = 1 + 2  # whether masters are finite, and two numbers that compare the calls of ranks
-        assert (norm, amaxes) == (8, 2 * (2 * 384 + flags_and_calls)), "bf16"
-        assert gathers == [("all-gather", n) for n in (numel, numel, numel // 32, numel // 32)]
-
-
-def cast_with_wrong_cuts() -> list[str]:
-    """What a rank is told of cuts that are not those of its span, that differ between ranks, or that no scales can be cut at."""
+@on_ranks(2)
+def test_wrong_cuts_raise_on_all_ranks() -> None:
     rank, told = dist.get_rank(), []
     weight, half = QuantizedWeight.empty((128, 128), "mxfp8"), 64 * 128
     padded = QuantizedWeight.empty((64, 96), "mxfp8")
@@ -83,21 +75,18 @@ def cast_with_wrong_cuts() -> list[str]:
     for one, part, cuts in tries:
         plan = functools.partial(CastPlan, [one], [torch.ones(part)], [part * rank], scale_cuts=[cuts])
         told.append(error_of(plan))
-    return told
+    elsewhere, different, inside, padded = told
+    assert (
+        "rank 0: weight 0 (mxfp8 (128, 128) torch.bfloat16): elements [0, 8192) are not between the boundaries"
+        in elsewhere
+    )
+    assert "cut at range(8192, 16384, 8192) on rank 0 and mxfp8" in different
+    assert "these scales cannot be gathered in parts that end at range(8208" in inside
+    assert "these scales cannot be gathered in parts" in padded
 
 
-def test_wrong_cuts_raise_on_all_ranks(ranks: Ranks) -> None:
-    for elsewhere, different, inside, padded in ranks(2)(cast_with_wrong_cuts):
-        assert (
-            "rank 0: weight 0 (mxfp8 (128, 128) torch.bfloat16): elements [0, 8192) are not between the boundaries"
-            in elsewhere
-        )
-        assert "cut at range(8192, 16384, 8192) on rank 0 and mxfp8" in different
-        assert "these scales cannot be gathered in parts that end at range(8208" in inside
-        assert "these scales cannot be gathered in parts" in padded
-
-
-def moved_scales(world: int) -> bool:
+@on_ranks(2)
+def test_moved_scales() -> None:
     """Scale buffers that somebody moved are brought back before the next gather writes them."""
     trainer = Trainer(Run(specs=WHOLE, options=(ADAM,)))
     trainer.step(0)
@@ -105,8 +94,4 @@ def moved_scales(world: int) -> bool:
         weight = trainer.probe.get_parameter(name)
         weight.state.move_to({"rowwise_scale_inv": torch.empty_like(weight.rowwise_scale_inv)})
     trainer.step(1)
-    return verify(trainer.optimizer).ok
-
-
-def test_moved_scales(ranks: Ranks) -> None:
-    assert all(ranks(2)(moved_scales, 2))
+    assert verify(trainer.optimizer).ok

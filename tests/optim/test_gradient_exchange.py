@@ -28,7 +28,7 @@ from tests.optim.test_memory import SMALL
 from tests.optim.test_muon import MUON, OPTIONS, RUN, TUNED
 from tests.optim.traffic import recorded, sent_in_exchanges
 from tests.selection import worlds
-from tests.workers import Ranks
+from tests.workers import Ranks, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import Layout, flat_numel, lay_out
 from zerocast.distributed.group import Group
@@ -146,15 +146,11 @@ RUNS = {
 }
 
 
-def check_run(name: str) -> int:
-    return check_bits(dataclasses.replace(RUN, **RUNS[name]))
-
-
-@pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4)))
 @pytest.mark.parametrize("name", RUNS)
-def test_equals_torch(ranks: Ranks, world: int, name: str) -> None:
+@on_ranks(*worlds(3, slow=(1, 2, 4)))
+def test_equals_torch(name: str) -> None:
     """Masters, momentum, moments and bytes after every step are those of one process."""
-    assert ranks(world)(check_run, name) == [0] * world
+    check_bits(dataclasses.replace(RUN, **RUNS[name]))
 
 
 WIDTH, LAYERS = 96, 12
@@ -229,18 +225,14 @@ def test_a_step_holds_a_round_beside_the_shard(ranks: Ranks, world: int, bucket_
         assert step <= round_ + joined + 3 * LAYER + SMALL / 4
 
 
-def first_values() -> list[int]:
-    """The bytes of broadcasts while an optimizer is built."""
+@on_ranks(3)
+def test_initial_values_are_sent_by_owner() -> None:
+    """One bucket holds all of them."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     with recorded() as log:
         ZeroMuon([{"params": model.named_parameters(), "use_muon": True}])
-    return [nbytes for kind, nbytes in log if kind == "broadcast"]
-
-
-def test_initial_values_are_sent_by_owner(ranks: Ranks) -> None:
-    """One bucket holds all of them."""
-    for sizes in ranks(3)(first_values):
-        assert sizes == [LAYERS // 3 * LAYER] * 3
+    sizes = [nbytes for kind, nbytes in log if kind == "broadcast"]
+    assert sizes == [LAYERS // 3 * LAYER] * 3
 
 
 def test_one_rank_exchanges_and_copies_nothing() -> None:
@@ -275,7 +267,8 @@ def test_a_rank_that_fails_alone_in_a_round(tmp_path: Path, when: str, fault: st
     assert any("gradients for the owners of matrices, round" in line for line in said) or fault == "SIGSTOP", said
 
 
-def reads_and_writes() -> None:
+@on_ranks(*worlds(3, slow=(1, 2)))
+def test_gradients_between_backward_and_step() -> None:
     """p.grad between a backward pass and a step is the even cut's: whole values, norms, changes in place, which the step takes."""
     trainer, other = Trainer(RUN), Trainer(RUN)
     for each in (trainer, other):
@@ -291,19 +284,11 @@ def reads_and_writes() -> None:
     casts.assert_same_bytes(snapshot(trainer), snapshot(other), "halved in place, or replaced by the half")
 
 
-@pytest.mark.parametrize("world", worlds(3, slow=(1, 2)))
-def test_gradients_between_backward_and_step(ranks: Ranks, world: int) -> None:
-    ranks(world)(reads_and_writes)
-
-
-def stacks() -> None:
+@on_ranks(2)
+def test_stacks() -> None:
     """Experts [e, m, n]: one parameter fills a bucket of gradients, and its owner gets them matrix by matrix."""
     specs = (Spec("experts", (5, 24, 40)), Spec("one", (16, 32), "nvfp4"), Spec("norm", (37,), group=1))
     config = dataclasses.replace(DETERMINISTIC, bucket_size=2000)
     with sent_in_exchanges() as sent:
         check_bits(Run(specs, steps=3, options=OPTIONS, optimizer=ZeroMuon, config=config))
     assert len(sent) == 3 * 3, "five of 960 elements, two of them a round"
-
-
-def test_stacks(ranks: Ranks) -> None:
-    ranks(2)(stacks)

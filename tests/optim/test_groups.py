@@ -10,24 +10,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests import casts
 from tests.optim.probe import MIXED, Probe, Spec
-from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, assert_equals, weight_bytes
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Compared, Run, Trainer, weight_bytes
 from tests.optim.undistributed import Undistributed, mean
+from tests.workers import on_ranks
 from zerocast import ZeroAdamW
 
 NAN = float("nan")
-
-
-def on_part_of_the_ranks(kind: str) -> None:
-    """Two ranks of four, as a mesh dimension or a group: the others play no part."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
-    group = mesh if kind == "mesh" else mesh.get_group()
-    run = Run()
-    trainer, reference = Trainer(run, group), Undistributed(run.specs)
-    members = dist.get_process_group_ranks(mesh.get_group())
-    for step in range(3):
-        trainer.step(step)
-        reference.step({spec.name: [mean_over(members, run, spec, step)] for spec in run.specs}, run.options)
-        assert_equals(trainer, reference, f"rank {dist.get_rank()}, step {step}")
 
 
 def mean_over(members: list[int], run: Run, spec: Spec, step: int) -> Any:
@@ -35,8 +23,17 @@ def mean_over(members: list[int], run: Run, spec: Spec, step: int) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["mesh", "group"])
-def test_groups(ranks, kind):
-    ranks(4)(on_part_of_the_ranks, kind)
+@on_ranks(4)
+def test_groups(kind):
+    """Two ranks of four, as a mesh dimension or a group: the others play no part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    group = mesh if kind == "mesh" else mesh.get_group()
+    trainer = Compared(group=group)
+    run, members = trainer.run, dist.get_process_group_ranks(mesh.get_group())
+    for step in range(3):
+        trainer.step(step)
+        trainer.reference.step({spec.name: [mean_over(members, run, spec, step)] for spec in run.specs}, run.options)
+        trainer.check(f"step {step}")
 
 
 @pytest.mark.parametrize("config", [DETERMINISTIC, EIGHT_BIT_MOMENTS], ids=["FP32 moments", "8-bit moments"])
@@ -77,10 +74,11 @@ def test_schedulers_and_skipped_steps(ranks):
     assert float(trainer.optimizer.state_dict()["optim"]["state"]["nv"]["step"]) == 2
 
 
-def rank_0_speaks_for_all(seeded: bool) -> None:
+@on_ranks(2)
+def test_rank_0_speaks_for_all():
     """Ranks that start from other values are given rank 0's."""
     probe = Probe(MIXED)
-    if dist.get_rank() and seeded:
+    if dist.get_rank():
         for spec in MIXED:
             parameter = probe.get_parameter(spec.name)
             if hasattr(parameter, "high_precision_init_val"):
@@ -89,22 +87,18 @@ def rank_0_speaks_for_all(seeded: bool) -> None:
                     parameter.scale.fill_(3.0)
             else:
                 parameter.data = torch.randn(spec.shape, dtype=torch.float32).to(spec.dtype)
-    trainer = Trainer(Run())
+    trainer = Compared()
     trainer.probe = probe
-    trainer.optimizer = ZeroAdamW(probe.param_groups(Run().options), config=Run().config)
-    assert_equals(trainer, Undistributed(MIXED), f"rank {dist.get_rank()}")
-
-
-def test_rank_0_speaks_for_all(ranks):
-    ranks(2)(rank_0_speaks_for_all, True)
+    trainer.optimizer = ZeroAdamW(probe.param_groups(trainer.run.options), config=trainer.run.config)
+    trainer.check("built")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_the_default_dtype_plays_no_part(dtype):
     """Models are often built and run under a default of bf16; masters are FP32 all the same."""
     specs = tuple(Spec(f"w{i}", (32, 64), fmt) for i, fmt in enumerate(("nvfp4", "fp8_block", "plain")))
-    run, probe, reference = Run(specs, options=(ADAM,)), Probe(specs), Undistributed(specs)
-    trainer = Trainer(run)
+    trainer = Compared(Run(specs, options=(ADAM,), max_norm=0.1))
+    run, probe = trainer.run, Probe(specs)
     try:
         torch.set_default_dtype(dtype)
         trainer.probe, trainer.optimizer = probe, ZeroAdamW(probe.named_parameters(), **ADAM, config=run.config)
@@ -117,8 +111,8 @@ def test_the_default_dtype_plays_no_part(dtype):
     finally:
         torch.set_default_dtype(torch.float32)
     for step in range(3):
-        reference.step({spec.name: run.rounds(spec, step, 1) for spec in specs}, [ADAM], 0.1)
-    assert_equals(trainer, reference, str(dtype))
+        trainer.follow(step)
+    trainer.check(str(dtype))
 
 
 def test_strides_do_not_matter():

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import zerocast
@@ -15,6 +14,7 @@ from tests.optim.memory import NewStorages, allocations, live_bytes, settled_byt
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, Run, Trainer
 from tests.selection import worlds
+from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, get_format
 from zerocast.formats import Columnwise, layout
 from zerocast.optim import gradients, reduction
@@ -60,45 +60,47 @@ def peak_of_a_backward_pass(
 
 @pytest.mark.parametrize("bucket_layers", [1, 2])
 @pytest.mark.parametrize("fmt", [None, "nvfp4"])
-def test_stage_2_holds_buckets_in_flight_and_what_has_arrived_of_the_next(ranks, fmt, bucket_layers):
+@on_ranks(2)
+def test_stage_2_holds_buckets_in_flight_and_what_has_arrived_of_the_next(fmt, bucket_layers):
     """Not the 10 gradients of the model. FP32 is reduced into the shard, without a place for the result."""
     bucket, arrived = 4 * LAYER * bucket_layers, 4 * LAYER * (bucket_layers - 1)
     for in_flight in (1, 3):
-        for peak in ranks(2)(peak_of_a_backward_pass, fmt, 2, False, bucket_layers, in_flight):
-            assert abs(peak - in_flight * bucket - arrived) <= SMALL / 4
+        peak = peak_of_a_backward_pass(fmt, 2, False, bucket_layers, in_flight)
+        assert abs(peak - in_flight * bucket - arrived) <= SMALL / 4
 
 
-def peak_after_a_discarded_optimizer() -> int:
-    """The reducer of an optimizer that nobody holds, before the garbage collector has seen it."""
+@on_ranks(2)
+def test_a_discarded_optimizer_takes_no_buckets():
+    """The reducer of one that nobody holds, before the garbage collector has seen it: beside a living one, neither waits for
+    its reductions, and more buckets are on their way.
+    """
     gc.disable()
     try:
         cycle: list[Any] = [ZeroAdamW(layers(None).named_parameters())]
         cycle.append(cycle)
         del cycle
-        return peak_of_a_backward_pass(None, 2, False, 1)
+        assert peak_of_a_backward_pass(None, 2, False, 1) <= 4 * LAYER + SMALL / 4
     finally:
         gc.enable()
 
 
-def test_a_discarded_optimizer_takes_no_buckets(ranks):
-    """Beside a living one, neither waits for its reductions, and more buckets are on their way."""
-    for peak in ranks(2)(peak_after_a_discarded_optimizer):
-        assert peak <= 4 * LAYER + SMALL / 4
+@on_ranks(2)
+def test_stage_1_holds_gradients_too():
+    assert peak_of_a_backward_pass(None, 1, False, 1) >= 4 * LAYER * LAYERS
 
 
-def test_stage_1_holds_gradients_too(ranks):
-    for peak in ranks(2)(peak_of_a_backward_pass, None, 1, False, 1):
-        assert peak >= 4 * LAYER * LAYERS
-
-
-def test_deterministic_takes_a_bucket_more(ranks):
+@on_ranks(2)
+def test_deterministic_takes_a_bucket_more():
     """Every rank's part is kept until all are here."""
-    for peak in ranks(2)(peak_of_a_backward_pass, None, 2, True, 1):
-        assert peak <= 2 * 4 * LAYER + SMALL
+    assert peak_of_a_backward_pass(None, 2, True, 1) <= 2 * 4 * LAYER + SMALL
 
 
-def later_steps(deterministic: bool, overlap: bool) -> list[tuple[int, int]]:
-    """(largest allocation, bytes left) of whole steps after the first two; the model's own work is not watched."""
+@pytest.mark.parametrize(
+    ("deterministic", "overlap"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
+)
+@on_ranks(1, 2)
+def test_a_later_step_allocates_nothing_large(world, deterministic, overlap):
+    shard = 4 * (4 * 1024 * 512 + 512 * 512) // world
     config = ZeroConfig(2**18, overlap, deterministic)
     specs = tuple(Spec(f"w{i}", (1024, 512), fmt) for i, fmt in enumerate(("nvfp4", "fp8_block", "mxfp8", PLAIN)))
     trainer = Trainer(Run((*specs, Spec("d", (512, 512), "fp8_delayed")), options=(ADAM,), config=config))
@@ -115,42 +117,28 @@ def later_steps(deterministic: bool, overlap: bool) -> list[tuple[int, int]]:
                 _ = getattr(parameter, "rowwise_data", None)
 
         before = live_bytes()
-        if dist.get_world_size() == 1:
+        if world == 1:
             largest = max(allocations(update).sizes)
         else:
             with NewStorages() as new:
                 update()
             largest = max(new.sizes)
         found.append((largest, live_bytes() - before))
-    return found[2:]
+    for largest, left in found[2:]:
+        assert largest <= shard / 8
+        assert left <= 1024
 
 
-@pytest.mark.parametrize(
-    ("deterministic", "overlap"), [(False, True), pytest.param(True, False, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_later_step_allocates_nothing_large(ranks, world, deterministic, overlap):
-    shard = 4 * (4 * 1024 * 512 + 512 * 512) // world
-    for rank in ranks(world)(later_steps, deterministic, overlap):
-        for largest, left in rank:
-            assert largest <= shard / 8
-            assert left <= 1024
-
-
-def left_by_backward_passes(grad_dtype: torch.dtype | None) -> list[int]:
-    """Bytes that steps leave behind, after the first."""
+@pytest.mark.parametrize("grad_dtype", [None, BF16, FP32])
+@on_ranks(2)
+def test_backward_passes_leave_nothing(grad_dtype):
     trainer = Trainer(Run(steps=1, config=ZeroConfig(grad_dtype=grad_dtype, bucket_size=4096)))
     levels = []
     for step in (2, 4, 6, 8):  # the same parameters take part
         trainer.step(step)
         levels.append(live_bytes())
-    return [after - before for before, after in zip(levels, levels[1:], strict=False)]
-
-
-@pytest.mark.parametrize("grad_dtype", [None, BF16, FP32])
-def test_backward_passes_leave_nothing(ranks, grad_dtype):
-    for rank in ranks(2)(left_by_backward_passes, grad_dtype):
-        assert max(rank) <= 1024
+    rank = [after - before for before, after in zip(levels, levels[1:], strict=False)]
+    assert max(rank) <= 1024
 
 
 MODEL = (
@@ -185,34 +173,25 @@ def predicted(specs: tuple[Spec, ...], world: int, config: ZeroConfig) -> dict[s
     return terms
 
 
-def held(config: ZeroConfig) -> int:
+@pytest.mark.parametrize(
+    ("moment_dtype", "keep_columnwise"),
+    [(BF16, False), (FP32, True), pytest.param(FP32, False, marks=pytest.mark.slow)],
+    ids=str,
+)
+@on_ranks(*worlds(2, slow=(1, 4)))
+def test_the_total_is_what_arithmetic_says(world, moment_dtype, keep_columnwise):
     """Bytes that a model and its optimizer live on between steps."""
+    config = ZeroConfig(bucket_size=2**18, moment_dtype=moment_dtype, keep_columnwise=keep_columnwise)
+    terms = predicted(MODEL, world, config)
     gc.collect()  # the garbage of earlier cases must not leave in between
     before = live_bytes()
     trainer = Trainer(Run(MODEL, options=(ADAM,), config=config))
     trainer.train(range(3))
     trainer.probe.zero_grad()
     gc.collect()
-    return live_bytes() - before
-
-
-@pytest.mark.parametrize(
-    ("moment_dtype", "keep_columnwise"),
-    [(BF16, False), (FP32, True), pytest.param(FP32, False, marks=pytest.mark.slow)],
-    ids=str,
-)
-@pytest.mark.parametrize("world", worlds(2, slow=(1, 4)))
-def test_the_total_is_what_arithmetic_says(ranks, world, moment_dtype, keep_columnwise):
-    config = ZeroConfig(bucket_size=2**18, moment_dtype=moment_dtype, keep_columnwise=keep_columnwise)
-    terms = predicted(MODEL, world, config)
-    for found in ranks(world)(held, config):
-        assert found == pytest.approx(sum(terms.values()), rel=0.02), terms
-
-
-def initial_values_are_dropped() -> list[Any]:
-    trainer = Trainer(Run(MODEL, options=(ADAM,)))
-    return [getattr(p, "high_precision_init_val", None) for p in trainer.probe.parameters()]
+    assert live_bytes() - before == pytest.approx(sum(terms.values()), rel=0.02), terms
 
 
 def test_initial_values_are_dropped_once_there_are_masters():
-    assert initial_values_are_dropped() == [None] * len(MODEL)
+    trainer = Trainer(Run(MODEL, options=(ADAM,)))
+    assert all(getattr(p, "high_precision_init_val", None) is None for p in trainer.probe.parameters())

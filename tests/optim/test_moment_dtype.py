@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP32, PLAIN, Spec
 from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, Run, Trainer, boxes, snapshot
-from tests.workers import error_of
+from tests.workers import error_of, on_ranks
 from zerocast import optim
 
 
@@ -58,9 +58,11 @@ def whole_state(path: str) -> dict[str, Any]:
     return snapshot(trainer)
 
 
-def test_moments_in_8_bits_are_cut(ranks):
+@on_ranks(3)
+def test_moments_in_8_bits_are_cut():
     """Every rank of the runs below has groups that another rank has a part of."""
-    assert all(count > 0 for count in ranks(3)(cut_groups))
+    count = len(Trainer(EIGHT_BITS).optimizer._masters.eight_bit.cut_groups)
+    assert count > 0
 
 
 def test_a_step_with_moments_in_8_bits_measures_its_masters():
@@ -84,10 +86,6 @@ def test_a_step_with_moments_in_8_bits_writes_the_codes_of_local_scales():
     counts = Counter(operators.stages)
     assert counts["adam_8bit_cast"] == len(formats)
     assert not counts["adam_8bit"] + counts["partial_cast"] + counts["partial_amax"]
-
-
-def cut_groups() -> int:
-    return len(Trainer(EIGHT_BITS).optimizer._masters.eight_bit.cut_groups)
 
 
 def saved_both_ways(path: str) -> None:
@@ -156,19 +154,15 @@ def test_a_compact_state_that_does_not_fit(tmp_path):
         dataclasses.replace(DETERMINISTIC, state="compact")
 
 
-def loaded_in_two_kinds() -> str:
-    """The error where rank 0 loads moments in FP32 and the others their codes. Nothing has changed then."""
+@on_ranks(2)
+def test_ranks_load_one_kind_of_moments():
     exact, compact = Trainer(EIGHT_BITS), Trainer(COMPACT)
     exact.step(0)
     before = snapshot(compact)
     source = exact if dist.get_rank() == 0 else compact
     error = error_of(lambda: compact.optimizer.load_state_dict(source.optimizer.state_dict()))
     _assert_same_snapshots(snapshot(compact), before)
-    return error
-
-
-def test_ranks_load_one_kind_of_moments(ranks):
-    assert all("moments as codes" in error for error in ranks(2)(loaded_in_two_kinds))
+    assert "moments as codes" in error
 
 
 def refused_by_one(late: bool) -> list[str]:

@@ -5,7 +5,6 @@ middle of a step and `verify` are asked by tests/hosts, whose ZeroAdamW has the 
 """
 
 import dataclasses
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,23 +16,23 @@ from torch import Tensor, nn
 
 from tests import casts
 from tests.hosts.under_test import gathered
+from tests.observed import logged
 from tests.optim.probe import BF16, FP32, Spec
 from tests.optim.runs import (
     ADAM,
     DETERMINISTIC,
     EIGHT_BIT_MOMENTS,
+    Compared,
     Run,
     Trainer,
-    assert_equals,
     boxes,
     check,
+    rank,
     snapshot,
     weight_bytes,
 )
-from tests.optim.test_skipped_steps import everything
-from tests.optim.undistributed import UndistributedMuon
 from tests.selection import worlds
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig, ZeroMuon
 from zerocast.distributed.bucket import lay_out
 from zerocast.distributed.lpt_assignment import newton_schulz_flops
@@ -86,10 +85,10 @@ def slow(*names: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", slow("clipped", "moments in 8 bits"))
-@pytest.mark.parametrize("world", worlds(2, slow=(1, 3, 4)))
-def test_equals_torch(ranks: Ranks, world: int, name: str) -> None:
+@on_ranks(*worlds(2, slow=(1, 3, 4)))
+def test_equals_torch(name: str) -> None:
     """Masters, momentum, moments and bytes after every step are those of one process."""
-    assert ranks(world)(check, dataclasses.replace(RUN, **RUNS[name])) == [0] * world
+    check(dataclasses.replace(RUN, **RUNS[name]))
 
 
 @pytest.mark.gpu
@@ -100,19 +99,18 @@ def test_on_a_gpu(name: str) -> None:
     check(dataclasses.replace(RUN, device="cuda", **RUNS[name]))
 
 
-@pytest.mark.parametrize("world", worlds(3, slow=(2,)))
-def test_ranks_without_a_matrix(ranks: Ranks, world: int) -> None:
+@on_ranks(*worlds(3, slow=(2,)))
+def test_ranks_without_a_matrix() -> None:
     """One matrix on several ranks, and nothing for AdamW."""
-    run = dataclasses.replace(RUN, specs=(Spec("block", (130, 33), "fp8_block"),), options=(MUON,))
-    assert ranks(world)(check, run) == [0] * world
+    check(dataclasses.replace(RUN, specs=(Spec("block", (130, 33), "fp8_block"),), options=(MUON,)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_backends(ranks: Ranks, backend: str) -> None:
+@on_ranks(2)
+def test_backends(backend: str) -> None:
     """Adam's kernels, whose moments end where Muon's masters begin."""
-    run = dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, backend=backend))
-    assert ranks(2)(check, run) == [0, 0]
+    check(dataclasses.replace(RUN, config=dataclasses.replace(DETERMINISTIC, backend=backend)))
 
 
 def orthogonalized(update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -152,42 +150,44 @@ def test_emerging_optimizers(shape: tuple[int, int], adjust: str) -> None:
         optimizer.zero_grad()
 
 
-def skipping(name: str, culprit: int, clip: bool, config: ZeroConfig) -> None:
+@pytest.mark.parametrize(
+    ("options", "name", "culprit"),
+    [
+        ({"max_norm": 0.1}, "nv", 1),
+        ({"max_norm": 0.1, "config": EIGHT_BIT_MOMENTS}, "nv", 1),
+        pytest.param({}, "norm", 0, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(2)
+def test_skipped_steps(options: Any, name: str, culprit: int) -> None:
     """A good step, a bad one, a good one."""
-    trainer = Trainer(dataclasses.replace(SMALL, config=config))
-    reference = UndistributedMuon(SMALL.specs, config.moment_dtype)
+    run = dataclasses.replace(SMALL, **options)
+    trainer = Compared(run)
     for step in range(3):
         gradients = {spec.name: spec.gradient(step, trainer.rank) for spec in SMALL.specs}
         if step == 1 and trainer.rank == culprit:
             gradients[name] = torch.full_like(gradients[name], torch.nan)
-        before = everything(trainer)
+        before = snapshot(trainer)
         trainer.probe.loss(gradients).backward()
-        if clip:
-            trainer.optimizer.clip_grad_norm_(0.1)
+        if run.max_norm is not None:
+            trainer.optimizer.clip_grad_norm_(run.max_norm)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
         if step == 1:
-            casts.assert_same_bytes(everything(trainer), before, f"rank {trainer.rank}")
-            reference.skipped += 1
+            casts.assert_same_bytes(snapshot(trainer), before, f"rank {trainer.rank}")
+            trainer.reference.skipped += 1
         else:
-            means = {spec.name: SMALL.rounds(spec, step, 2) for spec in SMALL.specs}
-            reference.step(means, SMALL.options, 0.1 if clip else None)
-    assert_equals(trainer, reference, f"rank {trainer.rank}")
+            trainer.follow(step)
+    trainer.check("at the end")
 
 
-@pytest.mark.parametrize(
-    ("name", "culprit", "clip", "config"),
-    [
-        ("nv", 1, True, DETERMINISTIC),
-        ("nv", 1, True, EIGHT_BIT_MOMENTS),
-        pytest.param("norm", 0, False, DETERMINISTIC, marks=pytest.mark.slow),
-    ],
-)
-def test_skipped_steps(ranks: Ranks, name: str, culprit: int, clip: bool, config: ZeroConfig) -> None:
-    ranks(2)(skipping, name, culprit, clip, config)
+def masters(trainer: Trainer) -> list[Tensor]:
+    """The masters of this rank."""
+    return [part for value in trainer.optimizer.state_dict()["model"].values() for _, part in boxes(value)]
 
 
-def clipped_by_torch() -> None:
+@on_ranks(*worlds(2, slow=(1,)))
+def test_clips_of_torch() -> None:
     """torch's clip before the step gives what the optimizer's gives, and a GradScaler's scale cancels."""
     ours, stock, scaled = Trainer(SMALL), Trainer(SMALL), Trainer(SMALL)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -204,7 +204,7 @@ def clipped_by_torch() -> None:
         assert torch.equal(scaled.optimizer.clip_grad_norm_(0.05), norm)
         scaler.step(scaled.optimizer)
         scaler.update()
-        casts.assert_same_bytes(everything(scaled), everything(ours), f"step {step}")
+        casts.assert_same_bytes(snapshot(scaled), snapshot(ours), f"step {step}")
         pairs = zip(masters(stock), masters(ours), strict=True)
         # a factor that is rounded otherwise; what Newton-Schulz makes of it in bf16 is 2**-8 of a step in a few elements
         assert all(torch.allclose(one, other, rtol=1e-5, atol=1e-3 * MUON["lr"]) for one, other in pairs)
@@ -212,17 +212,8 @@ def clipped_by_torch() -> None:
             trainer.optimizer.zero_grad()
 
 
-def masters(trainer: Trainer) -> list[Tensor]:
-    """The masters of this rank."""
-    return [part for value in trainer.optimizer.state_dict()["model"].values() for _, part in boxes(value)]
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=(1,)))
-def test_clips_of_torch(ranks: Ranks, world: int) -> None:
-    ranks(world)(clipped_by_torch)
-
-
-def norms_of_parameters() -> None:
+@on_ranks(*worlds(2, slow=(1, 3)))
+def test_norms_of_parameters() -> None:
     """Where Muon's parameters are complete first, lie last, and sums are the library's: each norm is that of its own gradient."""
     specs = (
         Spec("norm", (300,), dtype=FP32),
@@ -237,31 +228,6 @@ def norms_of_parameters() -> None:
         for kind in (2.0, torch.inf):
             norm = torch.linalg.vector_norm(gradient.full_tensor(), kind)
             assert torch.allclose(torch.linalg.vector_norm(gradient, kind), norm, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("world", worlds(2, slow=(1, 3)))
-def test_norms_of_parameters(ranks: Ranks, world: int) -> None:
-    ranks(world)(norms_of_parameters)
-
-
-def resumed(folder: str) -> None:
-    """torch.distributed.checkpoint, without zerocast's own files around it."""
-    straight, other = Trainer(RUN), Trainer(RUN)
-    straight.train(range(2))
-    dcp.save(straight.optimizer.state_dict(), checkpoint_id=folder)
-    keys = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    for spec in RUN.specs:
-        kept = {key.split(".")[-1] for key in keys if key.startswith(f"optim.state.{spec.name}.")}
-        assert kept == ({"exp_avg", "exp_avg_sq", "step"} if spec.group else {"momentum_buffer"})
-    assert "optim.param_groups.nv.momentum" in keys
-    other.step(5)
-    with other.optimizer.overwriting():
-        state = other.optimizer.state_to_overwrite()
-        dcp.load(state, checkpoint_id=folder)
-        other.optimizer.load_state_dict(state)
-    for trainer in (straight, other):
-        trainer.step(3)
-    casts.assert_same_bytes(snapshot(other), snapshot(straight), "after another step")
 
 
 def whole_after(
@@ -329,33 +295,23 @@ def test_other_numbers_of_ranks(
         casts.assert_same_bytes(found, expected, f"{before} ranks, then {after}")
 
 
-def of_another_update(folder: str) -> list[str]:
-    """What loads say of a state whose moments are another update's, in files and in memory."""
+@on_ranks(*worlds(1, slow=(2,)))
+def test_states_of_another_update(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     muon = Trainer(SMALL)
     adam = Trainer(dataclasses.replace(SMALL, optimizer=ZeroAdamW, options=(ADAM, ADAM)))
     muon.step(0)
     save(adam.optimizer, f"{folder}/adam")
     save(muon.optimizer, f"{folder}/muon")
-    before, said = everything(muon), []
-    calls: list[Callable[[], object]] = [
-        lambda: load(muon.optimizer, f"{folder}/adam"),
-        lambda: load(adam.optimizer, f"{folder}/muon"),
-    ]
-    calls.append(lambda: muon.optimizer.load_state_dict(adam.optimizer.state_dict()))
-    said = [error_of(call) for call in calls]
-    casts.assert_same_bytes(everything(muon), before, "after a load that was refused")
+    before = snapshot(muon)
+    files = error_of(lambda: load(muon.optimizer, f"{folder}/adam"))
+    back = error_of(lambda: load(adam.optimizer, f"{folder}/muon"))
+    memory = error_of(lambda: muon.optimizer.load_state_dict(adam.optimizer.state_dict()))
+    casts.assert_same_bytes(snapshot(muon), before, "after a load that was refused")
     muon.step(1)
-    return said
-
-
-@pytest.mark.parametrize("world", worlds(1, slow=(2,)))
-def test_states_of_another_update(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    for files, back, memory in ranks(world)(of_another_update, str(tmp_path)):
-        assert "ValueError" in files and "optim.state.nv.momentum_buffer is missing" in files
-        assert "ValueError" in back and "optim.state.block.exp_avg is missing" in back
-        assert (
-            "nv has ['exp_avg', 'exp_avg_sq', 'step'] in the state, and its update keeps ['momentum_buffer']" in memory
-        )
+    assert "ValueError" in files and "optim.state.nv.momentum_buffer is missing" in files
+    assert "ValueError" in back and "optim.state.block.exp_avg is missing" in back
+    assert "nv has ['exp_avg', 'exp_avg_sq', 'step'] in the state, and its update keeps ['momentum_buffer']" in memory
 
 
 class Net(nn.Module):
@@ -407,7 +363,7 @@ def test_values_that_become_invalid() -> None:
     """Refused before anything is written; `use_muon` is that of the beginning."""
     trainer = Trainer(SMALL)
     trainer.backward(0)
-    before, group = everything(trainer), trainer.optimizer.param_groups[0]
+    before, group = snapshot(trainer), trainer.optimizer.param_groups[0]
     for name, value, message in (
         ("ns_steps", 200, "ns_steps is out of range: 200"),
         ("use_muon", False, "the param_groups of this ZeroMuon were modified"),
@@ -416,7 +372,7 @@ def test_values_that_become_invalid() -> None:
         with pytest.raises((RuntimeError, ValueError), match=message):
             trainer.optimizer.step()
         group[name] = kept
-        casts.assert_same_bytes(everything(trainer), before, name)
+        casts.assert_same_bytes(snapshot(trainer), before, name)
     trainer.optimizer.step()
 
 
@@ -459,19 +415,12 @@ def test_balance(world: int) -> None:
     assert all(start + numel == after for (start, numel), (after, _) in zip(held, held[1:], strict=False))
 
 
-def test_padding_is_logged(caplog: pytest.LogCaptureFixture, ranks: Ranks) -> None:
+@on_ranks(3)
+def test_padding_is_logged() -> None:
     """Three ranks own one matrix, so that two of them have padding alone."""
-    assert all(any("of padding" in line for line in said) for said in ranks(3)(padded)[:1])
-
-
-def padded() -> list[str]:
-    """What is logged while a ZeroMuon with one matrix is built."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zerocast.optim.zero_muon").addHandler(handler)
-    ZeroMuon(groups(use_muon=True))
-    return said
+    with logged("zerocast.optim.zero_muon") as said:
+        ZeroMuon(groups(use_muon=True))
+    assert rank() or any("of padding" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])

@@ -12,31 +12,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import get_ignored_functions, get_overridable_functions, get_testing_overrides, resolve_name
 
 import zerocast
 from tests.optim.memory import NewStorages
 from tests.optim.probe import BF16, FP32, MIXED
-from tests.optim.runs import Run, Trainer
+from tests.optim.runs import DETERMINISTIC, Run, Trainer, rank
+from tests.workers import on_ranks
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
 from zerocast.optim import reduced_gradient
 from zerocast.optim.reduced_gradient import ReducedGradient
 
-LOGICAL = ZeroConfig(bucket_size=4096, deterministic=True)
-
 
 def trained(stage: int = 2) -> Trainer:
-    trainer = Trainer(Run(stage=stage, config=LOGICAL))
-    trainer.probe.backward(3, dist.get_rank() if dist.is_initialized() else 0)
+    trainer = Trainer(Run(stage=stage))
+    trainer.probe.backward(3, rank())
     return trainer
 
 
 def gradient(shape: tuple[int, ...] = (8, 8)) -> tuple[ReducedGradient, ZeroAdamW]:
     """A reduced gradient with the optimizer that keeps it alive."""
     parameter = nn.Parameter(torch.ones(shape))
-    optimizer = ZeroAdamW([("w", parameter)], config=LOGICAL)
+    optimizer = ZeroAdamW([("w", parameter)], config=DETERMINISTIC)
     (parameter * 3.0).sum().backward()
     assert isinstance(parameter.grad, ReducedGradient)
     return parameter.grad, optimizer
@@ -183,7 +181,8 @@ def test_what_can_be_asked():
     assert len({held}) == 1
 
 
-def changes() -> None:
+@on_ranks(3)
+def test_changes_in_place():
     """In place: on this rank's slice, what the same would do to the whole."""
     trainer = trained()
     generator = torch.Generator().manual_seed(1)
@@ -217,10 +216,6 @@ def changes() -> None:
         assert float(parameter.grad.norm()) == pytest.approx(float(wanted), rel=1e-6)
 
 
-def test_changes_in_place(ranks):
-    ranks(3)(changes)
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_by_autograd_alone(stage):
     """`autograd.grad` neither sees nor disturbs what lies on the parameters."""
@@ -249,7 +244,7 @@ def test_a_mode_of_the_dispatcher_changes_nothing(stage):
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_create_graph_adds_to_a_reduced_gradient(stage):
     parameter = nn.Parameter(torch.ones(8, 8))
-    optimizer = ZeroAdamW([("w", parameter)], stage=stage, config=LOGICAL)
+    optimizer = ZeroAdamW([("w", parameter)], stage=stage, config=DETERMINISTIC)
     for _ in range(3):
         parameter.square().sum().backward(create_graph=True)
     assert torch.equal(parameter.grad.full_tensor(), torch.full((8, 8), 6.0))
@@ -261,7 +256,7 @@ def test_compiled_with_reduced_gradients_in_place(stage):
     """A second trace finds reduced gradients on the parameters."""
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     zerocast.quantize_(model, zerocast.Recipe({"0.weight": "fp8_current"}), dtype=FP32)
-    optimizer = ZeroAdamW(model.named_parameters(), stage=stage, config=LOGICAL)
+    optimizer = ZeroAdamW(model.named_parameters(), stage=stage, config=DETERMINISTIC)
     compiled = torch.compile(model, backend="aot_eager")
     x = torch.ones(2, 16)
     compiled(x).sum().backward()

@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from tests import casts
 from tests.optim.probe import BF16, FP32, MIXED, Spec
-from tests.optim.runs import ADAM, Run, Trainer, assert_equals, snapshot
-from tests.optim.undistributed import Undistributed
+from tests.optim.runs import ADAM, Run, Trainer, boxes, snapshot
+from tests.workers import on_ranks
 from zerocast import ZeroConfig, optim
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -74,7 +73,8 @@ def test_torch_save_with_one_process():
     casts.assert_same_bytes(snapshot(other), snapshot(trainer))
 
 
-def shards_are_no_values() -> None:
+@on_ranks(2)
+def test_shards_are_no_values():
     """Where a rank holds a part only, what would read the whole is refused, not answered with noise."""
     trainer = Trainer(Run())
     shard = trainer.optimizer.state_dict()["model"]["nv"]
@@ -87,10 +87,6 @@ def shards_are_no_values() -> None:
         with pytest.raises(TypeError, match=r"TensorShard|several ranks"):
             read()
     assert "span=" in repr(shard)
-
-
-def test_shards_are_no_values(ranks):
-    ranks(2)(shards_are_no_values)
 
 
 def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
@@ -114,51 +110,6 @@ def test_a_lost_scale_is_seeded_with_a_warning(tmp_path, caplog):
     casts.assert_same_bytes(*found)
 
 
-def broken(kind: str, culprit: int) -> tuple[str, str]:
-    """(type, message) of what loading a broken state raises; nothing has changed and training goes on."""
-    trainer, reference = Trainer(Run()), Undistributed(MIXED)
-    state = trainer.optimizer.state_dict()
-    if trainer.rank == culprit:
-        BREAK[kind](state)
-    before = snapshot(trainer)
-    try:
-        trainer.optimizer.load_state_dict(state)
-    except ValueError as error:
-        raised = type(error).__name__, str(error)
-    else:
-        raised = "nothing", ""
-    casts.assert_same_bytes(snapshot(trainer), before, kind)
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    trainer.step(0)
-    reference.step({s.name: trainer.run.rounds(s, 0, ranks) for s in MIXED}, trainer.run.options)
-    assert_equals(trainer, reference, kind)
-    return raised
-
-
-BREAK: dict[str, Callable[[Any], object]] = {
-    "a name less": lambda s: s["model"].pop("nv"),
-    "a name more": lambda s: s["model"].update(other=torch.zeros(3)),
-    "another shape": lambda s: s["model"].update(nv=torch.zeros(112, 48)),
-    "another shape of a moment": lambda s: s["optim"]["state"]["nv"].update(exp_avg_sq=torch.zeros(3)),
-    "no moments": lambda s: s["optim"]["state"].pop("nv"),
-    "one moment": lambda s: s["optim"]["state"]["nv"].pop("exp_avg"),
-    "two step counts": lambda s: s["optim"]["state"]["nv"].update(step=torch.tensor(7.0)),
-    "two learning rates": lambda s: s["optim"]["param_groups"]["nv"].update(lr=torch.tensor(7.0)),
-    "no beta": lambda s: s["optim"]["param_groups"]["nv"].pop("beta1"),
-    "hyper-parameters of a stranger": lambda s: s["optim"]["param_groups"].update(x={"lr": torch.tensor(1.0)}),
-    "no model": lambda s: s.pop("model"),
-    "no optimizer": lambda s: s.pop("optim"),
-}
-
-
-@pytest.mark.parametrize("kind", BREAK)
-def test_what_does_not_fit_is_refused_everywhere(ranks, kind):
-    assert broken(kind, 0)[0] == "ValueError"
-    for name, message in ranks(2)(broken, kind, 1):
-        assert name == "ValueError"
-        assert "rank 1" in message
-
-
 def cut_otherwise() -> str:
     """The state of an optimizer with other buckets, handed over in memory."""
     trainer, other = Trainer(Run()), Trainer(Run(config=ZeroConfig(bucket_size=1)))
@@ -173,18 +124,14 @@ def test_shards_of_other_buckets_are_refused(ranks):
     ranks(2)(cut_otherwise)
 
 
-def handed_over() -> None:
+@on_ranks(0, 2)
+def test_state_of_another_optimizer():
     """From one optimizer to another that cuts alike, in memory, and a whole tensor where a shard could be."""
     trainer, other = Trainer(Run()), Trainer(Run())
     trainer.train(range(3))
     state = trainer.optimizer.state_dict()
     other.optimizer.load_state_dict(state)
     casts.assert_same_bytes(snapshot(other), snapshot(trainer))
-
-
-def test_state_of_another_optimizer(ranks):
-    handed_over()
-    ranks(2)(handed_over)
 
 
 def test_hooks_of_states_run() -> None:
@@ -206,8 +153,8 @@ def test_hooks_of_states_run() -> None:
     assert state["epoch"] == 3
 
 
-def looks_at_state() -> bool:
-    """Whether `state[parameter]` is what `state_dict` has, and a write to it changes nothing."""
+@on_ranks(1, 3)
+def test_the_attribute_state_shows_copies():
     trainer = Trainer(Run())
     trainer.train(range(2))
     optimizer = trainer.optimizer
@@ -222,9 +169,31 @@ def looks_at_state() -> bool:
                 assert not ours.numel() or not torch.equal(ours, theirs)
     with pytest.raises(KeyError):
         optimizer.state[torch.zeros(1)]
-    return list(optimizer.state.items()) == []
+    assert list(optimizer.state.items()) == []
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_the_attribute_state_shows_copies(ranks, world):
-    assert ranks(world)(looks_at_state) == [True] * world
+LARGE = (
+    Spec("a", (128, 256), "nvfp4"),
+    Spec("b", (256, 128), "fp8_delayed:amax_history_len=4"),
+    Spec("c", (128, 128), dtype=FP32),
+)
+
+
+def held_by_the_state(path: str) -> tuple[int, int]:
+    """(bytes that the state dictionary of a rank refers to, bytes of the largest tensor in a rank's files)."""
+    trainer = Trainer(Run(LARGE, config=ZeroConfig(bucket_size=2**14)))
+    parts = [part for value in flat(trainer.optimizer.state_dict()).values() for _, part in boxes(value)]
+    optim.save(trainer.optimizer, path)
+    return sum(part.nbytes for part in parts), max(part.nbytes for part in parts)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_rank_holds_the_full_state(ranks, tmp_path, world):
+    """Each writes its part of a checkpoint alone."""
+    numel = 2 * 128 * 256 + 128 * 128
+    for total, largest in ranks(world)(held_by_the_state, str(tmp_path / "checkpoint")):
+        assert total <= 12 * numel / world + 1024
+        assert largest <= 4 * 128 * 256 / 2
+    files = [file.stat().st_size for file in (tmp_path / "checkpoint").glob("*.distcp")]
+    assert len(files) == world
+    assert max(files) <= 1.3 * sum(files) / world

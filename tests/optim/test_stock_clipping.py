@@ -7,21 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from tests.optim.probe import FP32, MIXED, Spec
-from tests.optim.runs import ADAM, Run, Trainer, boxes
+from tests.optim.runs import ADAM, DETERMINISTIC, Run, Trainer, boxes, rank, world
 from tests.optim.traffic import recorded
 from tests.selection import worlds
-from tests.workers import error_of
+from tests.workers import error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
 
 LIBRARY = ZeroConfig(bucket_size=4096)
-LOGICAL = ZeroConfig(bucket_size=4096, deterministic=True)
-CASES = [(2, LIBRARY), (1, LOGICAL), pytest.param(1, LIBRARY, marks=pytest.mark.slow)]
-CASES += [pytest.param(2, LOGICAL, marks=pytest.mark.slow)]
+CASES = [(2, LIBRARY), (1, DETERMINISTIC), pytest.param(1, LIBRARY, marks=pytest.mark.slow)]
+CASES += [pytest.param(2, DETERMINISTIC, marks=pytest.mark.slow)]
 IDS = ["2 library", "1 logical", "1 library", "2 logical"]
 BUSY = 3  # a step whose gradients are neither tiny nor huge
 INF = math.inf
@@ -32,14 +30,6 @@ def slow(*values: Any) -> list[Any]:
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
     ]
-
-
-def rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def world() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def ulps(a: Tensor, b: Tensor) -> float:
@@ -76,7 +66,9 @@ def expected(trainer: Trainer, step: int) -> Tensor:
     return torch.cat(sums).double()
 
 
-def norms(stage: int, config: ZeroConfig) -> None:
+@pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
+@on_ranks(*worlds(2, slow=(1, 3)))
+def test_norms(stage, config):
     """Every norm that torch can be asked for, against arithmetic on the whole gradient; one collective for each type."""
     trainer = Trainer(Run(stage=stage, config=config))
     trainer.probe.backward(BUSY, rank())
@@ -100,12 +92,6 @@ def norms(stage: int, config: ZeroConfig) -> None:
     assert ulps(get_total_norm(some), of_some.float()) <= 4
     per_parameter = [ulps(g.norm(), g.full_tensor().double().norm().float()) for g in gradients(trainer)]
     assert max(per_parameter) <= 1
-
-
-@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
-@pytest.mark.parametrize(("stage", "config"), CASES, ids=IDS)
-def test_norms(ranks, count, stage, config):
-    ranks(count)(norms, stage, config)
 
 
 def clipped(stage: int, config: ZeroConfig, how: str) -> tuple[float, float, list[float]]:
@@ -142,12 +128,14 @@ def test_clipping_by_norm(ranks, count, stage, config, how):
         assert difference <= 1e-5  # a step of 1e-2, of which rounding the clipped gradient is a part in 2 ** 22
 
 
-def mixed_use(stage: int) -> dict[str, float]:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(*worlds(2, slow=(1, 3)))
+def test_clips_in_a_row(stage):
     """Clips of both kinds one after the other and between backward passes: the differences from plain arithmetic on a twin."""
     found: dict[str, float] = {}
 
     def run(what: str, limits: tuple[float, ...], first: tuple[bool, ...], again: bool) -> None:
-        trainer = Trainer(Run(stage=stage, config=LOGICAL))
+        trainer = Trainer(Run(stage=stage))
         trainer.probe.backward(BUSY, rank())
         value = full(trainer)
         for limit, stock in zip(limits, first, strict=True):
@@ -157,7 +145,7 @@ def mixed_use(stage: int) -> dict[str, float]:
             value = value * min(1.0, limit / (float(value.norm()) + 1e-6))
         if again:
             trainer.probe.backward(2, rank())
-            fresh = Trainer(Run(stage=stage, config=LOGICAL))
+            fresh = Trainer(Run(stage=stage))
             fresh.probe.backward(2, rank())
             value = value + full(fresh)
         found[what] = float((full(trainer) - value).norm() / value.norm())
@@ -168,29 +156,18 @@ def mixed_use(stage: int) -> dict[str, float]:
     run("stock twice", (5e-3, 1e-2), (True, True), False)
     run("stock, then another pass", (1e-2,), (True,), True)
     run("ours, then another pass", (1e-2,), (False,), True)
-    return found
+    assert max(found.values()) <= 1e-5, found
 
 
-@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
-@pytest.mark.parametrize("stage", [1, 2])
-def test_clips_in_a_row(ranks, count, stage):
-    for found in ranks(count)(mixed_use, stage):
-        assert max(found.values()) <= 1e-5, found
-
-
-def by_value(stage: int, foreach: bool | None) -> None:
-    trainer = Trainer(Run(stage=stage, config=LOGICAL))
+@pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, None)])
+@on_ranks(*worlds(2, slow=(1, 3)))
+def test_clipping_by_value(stage, foreach):
+    trainer = Trainer(Run(stage=stage))
     trainer.probe.backward(BUSY, rank())
     value = full(trainer)
     limit = float(value.abs().median())
     clip_grad_value_(trainer.probe.parameters(), limit, foreach=foreach)
     assert torch.equal(full(trainer), value.float().clamp(-limit, limit).double())
-
-
-@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
-@pytest.mark.parametrize(("stage", "foreach"), [(1, True), (2, None)])
-def test_clipping_by_value(ranks, count, stage, foreach):
-    ranks(count)(by_value, stage, foreach)
 
 
 FLOATS = (
@@ -200,7 +177,10 @@ FLOATS = (
 )
 
 
-def scaled(stage: int, bad_rank: int | None) -> tuple[float, float, list[bool]]:
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("world", "bad_rank"), [(2, 1), *slow((1, 0), (3, 0), (2, None))])
+@on_ranks()
+def test_grad_scaler(bad_rank, stage):
     """Three steps with GradScaler, one of them with an infinite gradient in one element on one rank, beside a run without."""
     config = ZeroConfig(bucket_size=4096, grad_dtype=FP32)
     ours, theirs = (Trainer(Run(FLOATS, stage=stage, config=config, options=(ADAM,))) for _ in range(2))
@@ -224,19 +204,13 @@ def scaled(stage: int, bad_rank: int | None) -> tuple[float, float, list[bool]]:
             assert ulps(norm, theirs.optimizer.clip_grad_norm_(1e-2)) <= 4
             theirs.optimizer.step()
             theirs.optimizer.zero_grad()
-    return differ(ours, theirs), scaler.get_scale(), took
+    assert differ(ours, theirs) <= 1e-5
+    assert scaler.get_scale() == (2.0**9 if bad_rank is not None else 2.0**10)
+    assert took == [True, bad_rank is None, True]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("count", "bad_rank"), [(2, 1), *slow((1, 0), (3, 0), (2, None))])
-def test_grad_scaler(ranks, count, bad_rank, stage):
-    for difference, scale, took in ranks(count)(scaled, stage, bad_rank):
-        assert difference <= 1e-5
-        assert scale == (2.0**9 if bad_rank is not None else 2.0**10)
-        assert took == [True, bad_rank is None, True]
-
-
-def not_finite() -> list[str]:
+@on_ranks(1, 2)
+def test_error_if_nonfinite():
     trainer = Trainer(Run(config=LIBRARY))
     values = {spec.name: spec.gradient(BUSY, rank()) for spec in MIXED}
     if rank() == world() - 1:
@@ -244,17 +218,12 @@ def not_finite() -> list[str]:
     trainer.probe.loss(values).backward()
     found = [str(float(get_total_norm(gradients(trainer), norm_type))) for norm_type in (2.0, INF, 1.0)]
     clip = functools.partial(clip_grad_norm_, trainer.probe.parameters(), 1.0, error_if_nonfinite=True)
-    return [*found, error_of(clip)]
+    assert found == ["nan"] * 3
+    assert "non-finite" in error_of(clip)
 
 
-def test_error_if_nonfinite(ranks):
-    for found in (*ranks(1)(not_finite), *ranks(2)(not_finite)):
-        assert found[:3] == ["nan"] * 3
-        assert "non-finite" in found[3]
-
-
-def collectives() -> dict[str, int]:
-    """How many there are in a step, by how it is clipped."""
+@on_ranks(2)
+def test_one_collective_for_all_norms():
     counts = {}
     for what in ("not at all", "ours", "stock", "each parameter"):
         trainer = Trainer(Run(config=LIBRARY))
@@ -273,20 +242,17 @@ def collectives() -> dict[str, int]:
         counts[what] = clip
         kinds = Counter(kind for kind, _ in log)
         counts[f"{what}, with the step"] = kinds["all-reduce"]
-    return counts
+    assert (counts["ours"], counts["stock"], counts["each parameter"]) == (1, 1, 1)
+    least = counts["not at all, with the step"]
+    assert counts["ours, with the step"] == least
+    assert counts["stock, with the step"] == counts["each parameter, with the step"] == least + 1
 
 
-def test_one_collective_for_all_norms(ranks):
-    for counts in ranks(2)(collectives):
-        assert (counts["ours"], counts["stock"], counts["each parameter"]) == (1, 1, 1)
-        least = counts["not at all, with the step"]
-        assert counts["ours, with the step"] == least
-        assert counts["stock, with the step"] == counts["each parameter, with the step"] == least + 1
-
-
-def under_no_sync(stage: int) -> list[str]:
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(*worlds(2, slow=(1, 3)))
+def test_no_sync(stage):
     """Inside it raises; after it a stock clip reduces first, as a step does."""
-    ours, theirs = (Trainer(Run(stage=stage, config=LOGICAL)) for _ in range(2))
+    ours, theirs = (Trainer(Run(stage=stage)) for _ in range(2))
     said = []
     for trainer in (ours, theirs):
         with trainer.optimizer.no_sync():
@@ -299,21 +265,17 @@ def under_no_sync(stage: int) -> list[str]:
     for trainer in (ours, theirs):
         trainer.optimizer.step()
     assert differ(ours, theirs) <= 1e-5
-    return said
+    assert len(said) == 2
+    assert all("inside no_sync()" in text for text in said)
 
 
-@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
 @pytest.mark.parametrize("stage", [1, 2])
-def test_no_sync(ranks, count, stage):
-    for said in ranks(count)(under_no_sync, stage):
-        assert len(said) == 2
-        assert all("inside no_sync()" in text for text in said)
-
-
-def removed(stage: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["one", "zeros", *slow("all")])
+@on_ranks(*worlds(2, slow=(1, 3)))
+def test_removed_gradients(stage, how):
     """What is taken off the parameters counts as zero: at the step, and in the next backward pass."""
     for again in (False, True):
-        ours, theirs = (Trainer(Run(stage=stage, config=LOGICAL)) for _ in range(2))
+        ours, theirs = (Trainer(Run(stage=stage)) for _ in range(2))
         ours.probe.backward(BUSY, rank())
         if how == "one":
             ours.probe.get_parameter("nv").grad = None
@@ -327,13 +289,6 @@ def removed(stage: int, how: str) -> None:
         for trainer in (ours, theirs):
             trainer.optimizer.step()
         assert differ(ours, theirs) == 0.0, again
-
-
-@pytest.mark.parametrize("count", worlds(2, slow=(1, 3)))
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("how", ["one", "zeros", *slow("all")])
-def test_removed_gradients(ranks, count, stage, how):
-    ranks(count)(removed, stage, how)
 
 
 def test_replaced_gradients():

@@ -14,15 +14,15 @@ from torch import nn
 import zerocast
 from tests.optim.captured_runs import Case, Trainee, run_again
 from tests.optim.out_of_memory import OutOfMemory
-from tests.optim.probe import MIXED, PLAIN, Spec
-from tests.optim.runs import Run, Trainer, assert_equals, snapshot
-from tests.optim.undistributed import F32, Undistributed, f32, np
+from tests.optim.probe import MIXED, PLAIN
+from tests.optim.runs import Compared, Run, Trainer, snapshot
+from tests.optim.undistributed import Undistributed, f32, np
 from tests.selection import worlds
-from zerocast import QuantizedWeight, Recipe, ZeroConfig, verify
+from tests.workers import on_ranks
+from zerocast import Recipe, verify
 from zerocast.cast import captured_step
-from zerocast.optim import EMA, Checkpoints, load, save
+from zerocast.optim import EMA
 
-CONFIG = ZeroConfig(bucket_size=4096, deterministic=True)
 # matrices of the probe that are no QuantizedWeights
 PLAIN_MATRICES = {spec.name: "identity" for spec in MIXED if spec.fmt == PLAIN and len(spec.shape) > 1}
 BF16 = Recipe({}, default="identity")
@@ -74,40 +74,29 @@ def _cast_anew(reference: Undistributed, name: str) -> None:
         reference._cast(name)
 
 
-def gradients(trainer: Trainer, step: int) -> Mapping[str, list[F32]]:
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    return {spec.name: trainer.run.rounds(spec, step, ranks) for spec in MIXED}
+def switch(compared: Compared, recipe: Recipe) -> None:
+    """The run and its reference."""
+    zerocast.switch(compared.probe, recipe)
+    compared.reference = switched(compared.reference, recipe)
+    compared.check("switched")
 
 
-def check(names: tuple[str, ...], config: ZeroConfig) -> None:
+@on_ranks(*worlds(1, 2, 3, slow=[5]))
+def test_bytes_are_those_of_a_run_that_starts_with_the_recipe():
     """Steps, a switch, steps: always the reference's masters, moments, scales and bytes, by the same parameters."""
-    trainer, reference = Trainer(Run(config=config)), Undistributed(MIXED, config.moment_dtype)
+    trainer = Compared()
     parameters = {name: id(parameter) for name, parameter in trainer.probe.named_parameters()}
-    step = 0
-    for name in names:
-        for _ in range(2):
-            trainer.step(step)
-            reference.step(gradients(trainer, step), trainer.run.options)
-            step += 1
-        zerocast.switch(trainer.probe, RECIPES[name])
-        reference = switched(reference, RECIPES[name])
-        assert_equals(trainer, reference, f"switched to {name}")
+    for number, name in enumerate(("bf16", "mixed", "fp8")):
+        trainer.go_on(3 * number, 3 * number + 1)
+        switch(trainer, RECIPES[name])
         verify(trainer.optimizer).raise_for_differences()
-        trainer.step(step)
-        reference.step(gradients(trainer, step), trainer.run.options)
-        step += 1
-        assert_equals(trainer, reference, f"a step after the switch to {name}")
+        trainer.go_on(3 * number + 2)
     verify(trainer.optimizer).raise_for_differences()
     assert {name: id(parameter) for name, parameter in trainer.probe.named_parameters()} == parameters
 
 
-@pytest.mark.parametrize("world", worlds(1, 2, 3, slow=[5]))
-def test_bytes_are_those_of_a_run_that_starts_with_the_recipe(ranks, world):
-    ranks(world)(check, ("bf16", "mixed", "fp8"), CONFIG)
-
-
 def test_the_same_recipe_changes_nothing():
-    trainer = Trainer(Run(config=CONFIG))
+    trainer = Trainer(Run())
     trainer.step(0)
     before, buffers = snapshot(trainer), trainer.optimizer._weights.buffers
     zerocast.switch(trainer.optimizer, Recipe({s.name: s.fmt for s in MIXED if s.fmt != PLAIN}))
@@ -118,63 +107,6 @@ def test_the_same_recipe_changes_nothing():
 def _assert_same(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
     assert a.keys() == b.keys()
     assert all((value == b[name]).all() for name, value in a.items())
-
-
-# -- checkpoints
-
-
-def checkpoints(folder: str) -> None:
-    """What is saved after a switch resumes in the new formats; what was saved before loads as of another format."""
-    recipe = RECIPES["mixed"]
-    run = Run(config=CONFIG, specs=MIXED)
-    specs = tuple(_as(spec, recipe) for spec in MIXED)
-    trainer = Trainer(run)
-    trainer.step(0)
-    save(trainer.optimizer, f"{folder}/before")
-    saving = Checkpoints(f"{folder}/asynchronous", asynchronous=True)
-    saving.save(trainer.optimizer, 1)
-    zerocast.switch(trainer.optimizer, recipe)  # while that is being written
-    saving.wait()
-    trainer.step(1)
-    save(trainer.optimizer, f"{folder}/after")
-    fresh = Trainer(Run(config=CONFIG, specs=specs))
-    load(fresh.optimizer, f"{folder}/after")
-    _assert_alike(fresh, trainer)
-    for before in ("before", "asynchronous"):
-        for each in (fresh, trainer):
-            if before == "before":
-                load(each.optimizer, f"{folder}/before")
-            else:
-                assert Checkpoints(f"{folder}/asynchronous").load(each.optimizer) == 1
-            each.step(1)
-        _assert_alike(fresh, trainer)
-
-
-def _as(spec: Spec, recipe: Recipe) -> Spec:
-    if spec.fmt == PLAIN:
-        return spec
-    fmt = str(recipe.format_of(spec.name))
-    return dataclasses.replace(spec, fmt=PLAIN if fmt == "identity" else fmt)
-
-
-def _assert_alike(a: Trainer, b: Trainer) -> None:
-    """Live bytes and delayed scales; the two cut their masters otherwise."""
-    for name, parameter in a.probe.named_parameters():
-        other = b.probe.get_parameter(name)
-        held = {"rowwise_data": other.data} if not isinstance(other, QuantizedWeight) else other.state.buffers
-        ours = (
-            {"rowwise_data": parameter.data} if not isinstance(parameter, QuantizedWeight) else parameter.state.buffers
-        )
-        for key, value in ours.items():
-            if value is not None and not key.startswith("columnwise"):
-                assert torch.equal(value.view(-1).view(torch.uint8), held[key].reshape(-1).view(torch.uint8)), (
-                    name,
-                    key,
-                )
-    ours, theirs = (each.optimizer.state_dict()["zerocast"] for each in (a, b))
-    assert ours.keys() == theirs.keys()
-    for name, state in ours.items():
-        assert all(torch.equal(value, theirs[name][key]) for key, value in state.items()), name
 
 
 # -- what is refused
@@ -232,22 +164,17 @@ MISUSES: dict[str, tuple[Callable[[Trainer], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", MISUSES)
-def test_only_between_steps(ranks, case):
-    ranks(2)(misuse, case)
-
-
-def misuse(case: str) -> None:
-    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
-    trainer.step(0)
-    reference.step(gradients(trainer, 0), trainer.run.options)
+@on_ranks(2)
+def test_only_between_steps(case):
+    trainer = Compared()
+    trainer.go_on(0)
     begin, said = MISUSES[case]
     undo = begin(trainer) if case != "written" or dist.get_rank() == 1 else lambda: None
     with pytest.raises(RuntimeError, match=said):
         zerocast.switch(trainer.optimizer, BF16)
     undo()
-    assert_equals(trainer, reference, "nothing has changed")
-    zerocast.switch(trainer.optimizer, BF16)
-    assert_equals(trainer, switched(reference, BF16), "and afterwards it can be")
+    trainer.check("nothing has changed")
+    switch(trainer, BF16)
 
 
 def test_a_backward_pass_of_before_raises():
@@ -274,7 +201,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_recipes_that_cannot_be(case):
     recipe, kind, said = REFUSED[case]
-    trainer = Trainer(Run(config=CONFIG))
+    trainer = Trainer(Run())
     before = snapshot(trainer)
     with pytest.raises(kind, match=said):
         zerocast.switch(trainer.optimizer, recipe)
@@ -290,30 +217,23 @@ def test_what_owns_no_masters(what):
 @pytest.mark.notices(
     "ranks `switch` to different recipes", where="ZeroAdamW", answer="raises on all ranks, with nothing changed"
 )
-def test_ranks_with_other_recipes(ranks):
-    ranks(2)(other_recipes)
-
-
-def other_recipes() -> None:
-    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+@on_ranks(2)
+def test_ranks_with_other_recipes():
+    trainer = Compared()
     for mine in (BF16, Recipe(PLAIN_MATRICES)) if dist.get_rank() else (RECIPES["mixed"], RECIPES["fp8"]):
         with pytest.raises(ValueError, match="to become"):
             zerocast.switch(trainer.optimizer, mine)
-    assert_equals(trainer, reference, "nothing has changed")
+    trainer.check("nothing has changed")
 
 
-@pytest.mark.parametrize("at", [0, 1, 5])
-def test_memory_that_runs_out_on_one_rank(ranks, at):
+@on_ranks(2)
+def test_memory_that_runs_out_on_one_rank():
     """While the new buffers are made: all ranks go back."""
-    ranks(2)(out_of_memory, at)
-
-
-def out_of_memory(at: int) -> None:
-    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+    trainer = Compared()
     convert = trainer.optimizer._weights.convert
 
     def dies(formats: Mapping[str, Any]) -> None:
-        with OutOfMemory(at):
+        with OutOfMemory(5):
             convert(formats)
 
     with mock.patch.object(trainer.optimizer._weights, "convert", dies if dist.get_rank() else convert):
@@ -323,30 +243,25 @@ def out_of_memory(at: int) -> None:
         pytest.raises(RuntimeError, match="rank 1: injected"),
     ):
         zerocast.switch(trainer.optimizer, BF16)
-    assert_equals(trainer, reference, "as before")
-    trainer.step(0)
-    reference.step(gradients(trainer, 0), trainer.run.options)
-    assert_equals(trainer, reference, "and it goes on")
-    zerocast.switch(trainer.optimizer, BF16)
-    assert_equals(trainer, switched(reference, BF16), "and switches later")
+    trainer.check("as before")
+    trainer.go_on(0)
+    switch(trainer, BF16)
 
 
 def test_memory_that_runs_out_anywhere():
     """On one rank: whatever operator it is, everything is as before, and can go on."""
-    counting = Trainer(Run(config=CONFIG))
+    counting = Trainer(Run())
     with OutOfMemory(-1) as count:
         zerocast.switch(counting.optimizer, RECIPES["mixed"])
-    trainer, reference = Trainer(Run(config=CONFIG)), Undistributed(MIXED)
+    trainer = Compared()
     for at in range(0, count.count, 7):
         with (
             OutOfMemory(at, afterwards=at % 2 == 1),
             pytest.raises((RuntimeError, torch.OutOfMemoryError), match="injected"),
         ):
             zerocast.switch(trainer.optimizer, RECIPES["mixed"])
-        assert_equals(trainer, reference, f"operator {at}")
-    trainer.step(0)
-    reference.step(gradients(trainer, 0), trainer.run.options)
-    assert_equals(trainer, reference, "goes on")
+        trainer.check(f"operator {at}")
+    trainer.go_on(0)
 
 
 def test_captured_steps_are_captured_again():

@@ -1,5 +1,6 @@
 """Several threads read weights whose gather is in flight: every one of them waits, and gets the bytes of the step."""
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +13,14 @@ import torch.distributed as dist
 
 from tests import casts
 from tests.optim.probe import MIXED
-from tests.optim.runs import Run, Trainer, weight_bytes
-from tests.workers import error_of
-from zerocast import ZeroAdamW, ZeroConfig
+from tests.optim.runs import OVERLAP, Run, Trainer, weight_bytes
+from tests.workers import error_of, on_ranks
+from zerocast import ZeroAdamW
 from zerocast.distributed.group import Group
 from zerocast.optim import gather as gathers
 
 SPECS = tuple(spec for spec in MIXED if spec.name in ("mx", "nv", "block", "norm"))
-EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
-OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True, keep_columnwise=True)
+KEPT = dataclasses.replace(OVERLAP, keep_columnwise=True)
 QUANTIZED = ("mx", "nv", "block")
 
 
@@ -56,12 +56,16 @@ def read(probe: torch.nn.Module, name: str, direction: str, barrier: threading.B
     return casts.raw(getattr(probe.get_parameter(name), direction)).copy()
 
 
-def threads(failing: bool) -> list[str]:
-    """Six threads read three weights in both directions at once; returns what went wrong in those that met the failure."""
-    eager = Trainer(Run(SPECS, config=EAGER))
+@pytest.mark.parametrize("failing", [False, True])
+@on_ranks(2)
+def test_every_thread_waits(failing: bool) -> None:
+    """Six threads read three weights in both directions at once. One of them hears of a failure, and those that waited behind
+    it try again.
+    """
+    eager = Trainer(Run(SPECS))
     eager.step(0)
     before, failures = Group.all_gather_into, []
-    trainer = Trainer(Run(SPECS, config=OVERLAP))
+    trainer = Trainer(Run(SPECS, config=KEPT))
     Group.all_gather_into = late(failures)  # type: ignore[method-assign]
     try:
         trainer.step(0)
@@ -83,25 +87,22 @@ def threads(failing: bool) -> list[str]:
         Group.all_gather_into = before  # type: ignore[method-assign]
     trainer.step(1)
     dist.barrier()
-    return said
+    assert said == (["a rank died"] if failing else [])
 
 
-def test_every_thread_waits(ranks):
-    assert ranks(2)(threads, False) == [[], []]
-
-
-def test_a_gather_that_fails_is_tried_again_by_the_next_thread(ranks):
-    """One thread hears of the failure; those that waited behind it try again."""
-    assert ranks(2)(threads, True) == [["a rank died"], ["a rank died"]]
-
-
-def read_meanwhile() -> str:
+@pytest.mark.notices(
+    "a thread computes with weights while another one steps",
+    where="ZeroAdamW",
+    answer="raises; reads during a gather wait",
+)
+@on_ranks(2)
+def test_a_thread_that_reads_within_a_step():
     """A thread computes with a weight within a cast, and one reads all weights while the first gather begins; what the former
     says.
     """
-    eager = Trainer(Run(SPECS, config=EAGER))
+    eager = Trainer(Run(SPECS))
     eager.step(0)
-    trainer, begin = Trainer(Run(SPECS, config=OVERLAP)), late([])
+    trainer, begin = Trainer(Run(SPECS, config=KEPT)), late([])
     reduce, futures = Group.all_reduce_max, []
     with ThreadPoolExecutor(2) as pool:
 
@@ -124,17 +125,8 @@ def read_meanwhile() -> str:
         wanted, found = weight_bytes(eager.probe), futures[1].result()
         for name in QUANTIZED:
             casts.assert_same_bytes(found[name], wanted[name], name)
-    return futures[0].result()
-
-
-@pytest.mark.notices(
-    "a thread computes with weights while another one steps",
-    where="ZeroAdamW",
-    answer="raises; reads during a gather wait",
-)
-def test_a_thread_that_reads_within_a_step(ranks):
-    for said in ranks(2)(read_meanwhile):
-        assert "another thread is in the middle of an optimizer step" in said
+    said = futures[0].result()
+    assert "another thread is in the middle of an optimizer step" in said
 
 
 class Stream:
@@ -170,7 +162,7 @@ def test_a_second_stream_waits_too(monkeypatch):
     Stream.current = first
     arrival = gathers.ReadyEvent.now(torch.device("cuda", 0))
     assert arrival is not None
-    trainer = Trainer(Run(SPECS, config=OVERLAP))
+    trainer = Trainer(Run(SPECS, config=KEPT))
     flight = trainer.optimizer._weights.gather
     monkeypatch.setattr(gathers.ReadyEvent, "now", staticmethod(lambda device: gathers.ReadyEvent(device)))
     trainer.step(0)

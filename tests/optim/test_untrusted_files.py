@@ -11,7 +11,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests import casts
-from tests.optim.runs import Run, Trainer, snapshot
+from tests.optim.checkpoint_folders import FEW
+from tests.optim.runs import Trainer, snapshot
+from tests.workers import error_of
 from zerocast import optim
 from zerocast.checkpoint import manifest
 
@@ -27,7 +29,7 @@ class Runs:
 
 
 def saved(path: Path) -> None:
-    trainer = Trainer(Run())
+    trainer = Trainer(FEW)
     trainer.train(range(1))
     optim.save(trainer.optimizer, path)
 
@@ -37,10 +39,10 @@ def plant_metadata(path: Path, trap: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(Runs(trap)))
 
 
-def plant_beside_metadata(path: Path, trap: Path) -> None:
+def plant_beside_metadata(path: Path, trap: Path, planted: Any = None) -> None:
     """Good metadata with something in it."""
     metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.planner_data = Runs(trap)
+    metadata.planner_data = planted or Runs(trap)
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
@@ -53,9 +55,7 @@ class Reads:
 
 def plant_an_attribute(path: Path, trap: Path) -> None:
     """Good metadata that reads an attribute of one of its classes."""
-    metadata = dcp.FileSystemReader(path).read_metadata()
-    metadata.planner_data = Reads()
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    plant_beside_metadata(path, trap, Reads())
 
 
 def plant_in_tensors(path: Path, trap: Path) -> None:
@@ -72,12 +72,9 @@ def plant_in_tensors(path: Path, trap: Path) -> None:
 
 def plant_an_object(path: Path, trap: Path) -> None:
     """A pickled object under the name of a tensor."""
-    names = list(Trainer(Run()).optimizer.state_dict()["model"])
+    names = list(Trainer(FEW).optimizer.state_dict()["model"])
     state = {f"model.{name}": Runs(trap) for name in names}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path, overwrite=True), no_dist=True)
-
-
-PLANTS = [plant_metadata, plant_beside_metadata, plant_an_attribute, plant_in_tensors, plant_an_object]
 
 
 def corrupted(path: Path, trap: Path) -> None:
@@ -95,16 +92,23 @@ def plant_a_path(path: Path, trap: Path) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-PLANTS += [corrupted, plant_a_path]
+PLANTS = [
+    plant_metadata,
+    plant_beside_metadata,
+    plant_an_attribute,
+    plant_in_tensors,
+    plant_an_object,
+    corrupted,
+    plant_a_path,
+]
 PARTLY_READ = ("plant_in_tensors", "corrupted")
 
 
 def forge(path: Path) -> None:
     """A manifest that agrees with what was planted."""
-    files = [file.read_bytes() for file in path.iterdir() if file.name != manifest.NAME]
-    names = [file.name for file in path.iterdir() if file.name != manifest.NAME]
-    sums = [manifest.FileSum(len(content), hashlib.sha256(content).hexdigest()) for content in files]
-    manifest.Manifest(dict(zip(names, sums, strict=True))).write(path)
+    files = {file.name: file.read_bytes() for file in path.iterdir() if file.name != manifest.NAME}
+    sums = {name: manifest.FileSum(len(data), hashlib.sha256(data).hexdigest()) for name, data in files.items()}
+    manifest.Manifest(sums).write(path)
 
 
 def drop(path: Path) -> None:
@@ -114,14 +118,9 @@ def drop(path: Path) -> None:
 
 def refused(path: str) -> str:
     """What loading raises; the optimizer is as before and goes on."""
-    trainer = Trainer(Run())
+    trainer = Trainer(FEW)
     before = snapshot(trainer)
-    try:
-        optim.load(trainer.optimizer, path)
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        return "nothing"
+    text = error_of(lambda: optim.load(trainer.optimizer, path))
     if Path(path).name not in PARTLY_READ:
         casts.assert_same_bytes(snapshot(trainer), before)
     return text
@@ -164,7 +163,7 @@ def test_metadata_of_another_python(tmp_path):
         AsPython311(stream).dump(metadata)
     forge(path)
     assert b"getattr" in (path / ".metadata").read_bytes()
-    before = snapshot(Trainer(Run()))
-    trainer = Trainer(Run())
+    before = snapshot(Trainer(FEW))
+    trainer = Trainer(FEW)
     optim.load(trainer.optimizer, path)
     assert any((before[name] != value).any() for name, value in snapshot(trainer).items())

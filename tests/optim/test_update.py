@@ -1,18 +1,21 @@
 """Masters, moments, delayed scales and weight bytes after each step: equal to the undistributed update, for any number of ranks."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests import casts
 from tests.dispatched import Dispatched
 from tests.optim.probe import BF16, FP16, FP32, MIXED, PLAIN, Spec
-from tests.optim.runs import ADAM, EIGHT_BIT_MOMENTS, Run, Trainer, check
+from tests.optim.runs import ADAM, DETERMINISTIC, EIGHT_BIT_MOMENTS, OVERLAP, Run, Trainer, check, snapshot
+from tests.optim.test_muon import SMALL
 from tests.selection import some, worlds
+from tests.workers import on_ranks
 from zerocast import ZeroConfig, get_format
 
-DETERMINISTIC = ZeroConfig(bucket_size=4096, deterministic=True)
 ONE_BUCKET = ZeroConfig(deterministic=True)
 TINY_BUCKETS = ZeroConfig(bucket_size=1, deterministic=True)
 FP32_GRADIENTS = ZeroConfig(bucket_size=3000, deterministic=True, grad_dtype=FP32)
@@ -79,7 +82,7 @@ RUNS = {
     "stage 1": Run(stage=1, max_norm=0.1),
     "assigned gradients": Run(assign=True, max_norm=0.1),
     "assigned fp32 gradients": Run(assign=True, config=FP32_GRADIENTS, stage=1),
-    "overlap": Run(config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True), max_norm=0.1),
+    "overlap": Run(config=OVERLAP, max_norm=0.1),
     "experts": Run(
         specs=(
             Spec("experts", (4, 32, 48), "nvfp4"),
@@ -97,53 +100,38 @@ RUNS = {
 }
 
 
-@pytest.mark.shows(host="ZeroAdamW", parallel="data", formats=lambda run: [spec.fmt for spec in run.specs])
-@pytest.mark.parametrize("world", worlds(3, slow=(1, 2, 4)))
-@pytest.mark.parametrize(
-    "run",
-    some(
-        RUNS,
-        *(
-            "plain",
-            "clip",
-            "tiny buckets",
-            "bf16 moments",
-            "8-bit moments",
-            "8-bit moments, one element",
-            "8-bit moments, faint gradients",
-            "8-bit moments, codes in the same pass",
-            "stage 1",
-            "assigned gradients",
-            "overlap",
-            "experts",
-        ),
-        *("fp8 wire", "fp8 wire, deterministic", "fp8 wire, one element"),
-    ),
+OVER_RANKS = (
+    *("plain", "clip", "tiny buckets", "bf16 moments", "stage 1", "assigned gradients", "overlap", "experts"),
+    *("8-bit moments", "8-bit moments, one element", "8-bit moments, faint gradients"),
+    *("8-bit moments, codes in the same pass", "fp8 wire", "fp8 wire, deterministic", "fp8 wire, one element"),
 )
-def test_bits_of_the_undistributed_update(ranks, world, run):
-    assert ranks(world)(check, run) == [0] * world
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_one_process_without_a_process_group(name):
-    check(RUNS[name])
+@pytest.mark.shows(host="ZeroAdamW", parallel="data", formats=lambda run: [spec.fmt for spec in run.specs])
+@pytest.mark.parametrize("run", some(RUNS, *OVER_RANKS))
+@on_ranks(*worlds(3, slow=(1, 2, 4)))
+def test_bits_of_the_undistributed_update(run):
+    check(run)
+
+
+@pytest.mark.parametrize("run", some(RUNS, "plain", *({*RUNS} - {*OVER_RANKS})))
+def test_one_process_without_a_process_group(run):
+    check(run)
 
 
 @pytest.mark.parametrize("grad_dtype", [None, FP32], ids=str)
-def test_two_ranks_add_alike_in_any_library(ranks, grad_dtype):
+@on_ranks(2)
+def test_two_ranks_add_alike_in_any_library(grad_dtype):
     """A sum of two is the same in any order; in FP32 its half is exact."""
     specs = tuple(spec for spec in MIXED if grad_dtype is FP32 or spec.dtype is FP32)
     config = ZeroConfig(bucket_size=4096, grad_dtype=grad_dtype)
-    ranks(2)(check, Run(specs=specs, config=config, max_norm=0.1))
+    check(Run(specs=specs, config=config, max_norm=0.1))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
-def test_hundreds_of_steps(ranks, world):
-    run = Run(
-        steps=300, max_norm=0.05, schedule=True, config=dataclasses.replace(DETERMINISTIC, overlap_all_gather=True)
-    )
-    ranks(world)(check, run, timeout=600.0)
+@on_ranks(1, 2, 3, 4, 5, timeout=600.0)
+def test_hundreds_of_steps():
+    check(Run(steps=300, max_norm=0.05, schedule=True, config=OVERLAP))
 
 
 @pytest.mark.parametrize("config", [DETERMINISTIC, FP8_WIRE], ids=["as it lies", "fp8 wire"])
@@ -176,3 +164,16 @@ def test_threads_do_not_change_the_bits():
         check(Run(max_norm=0.1))
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("run", [Run(), SMALL], ids=["ZeroAdamW", "ZeroMuon"])
+def test_a_compiled_step_is_the_step(run: Run) -> None:
+    """By torch.compile of `step`, which torch's own optimizers allow: ours runs between graphs."""
+    eager, compiled = Trainer(run), Trainer(run)
+    step: Any = torch.compile(compiled.optimizer.step, backend="eager")
+    for number in range(3):
+        eager.backward(number)
+        eager.optimizer.step()
+        compiled.backward(number)
+        step()
+        casts.assert_same_bytes(snapshot(compiled), snapshot(eager), f"step {number}")

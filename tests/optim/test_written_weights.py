@@ -2,26 +2,21 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import zerocast
-from tests import casts
+from tests.observed import debug_mode
 from tests.optim.probe import BF16, MIXED, Probe
-from tests.optim.runs import Run, Trainer, assert_equals, weight_bytes
+from tests.optim.runs import DETERMINISTIC, OVERLAP, Compared, Run, Trainer
 from tests.optim.slow_gathers import slow_gathers
-from tests.optim.undistributed import Undistributed
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
 
-EAGER = ZeroConfig(bucket_size=4096, deterministic=True)
 SPECS = tuple(
     spec for spec in MIXED if spec.name in ("embedding", "norm", "delayed", "block", "mx", "nv", "unused", "bias")
 )
 _other: list[Probe] = []
-OVERLAP = ZeroConfig(bucket_size=4096, deterministic=True, overlap_all_gather=True)
 
 
 def other() -> Probe:
@@ -53,24 +48,10 @@ def load_by_swapping(probe: Probe) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def swap(probe: Probe, name: str) -> None:
-    a, b = probe.get_parameter(name), other().get_parameter(name)
-    a.data, b.data = b.data, a.data
-
-
 def swap_all(probe: Probe) -> None:
     twin = other()
     for a, b in zip(probe.parameters(), twin.parameters(), strict=True):
         a.data, b.data = b.data, a.data
-
-
-def swap_two_of_one_optimizer(probe: Probe) -> None:
-    a, b = probe.get_parameter("unused"), nn.Parameter(quantized_like(probe.get_parameter("unused")))
-    a.data, b.data = b.data, a.data
-
-
-def quantized_like(weight: Any) -> QuantizedWeight:
-    return casts.cast_whole("nvfp4", torch.ones(weight.shape))
 
 
 def in_place(write: Callable[[torch.Tensor], object], name: str = "norm") -> Callable[[Probe], None]:
@@ -90,28 +71,19 @@ WRITES: dict[str, Callable[[Probe], None]] = {
     "load_state_dict, swapping": load_by_swapping,
     "load_state_dict of what is there": same_values,
     "an EMA swap": swap_all,
-    "a swap of one quantized weight": lambda probe: swap(probe, "nv"),
-    "a swap of one plain parameter": lambda probe: swap(probe, "embedding"),
-    "a swap with a weight of ones": swap_two_of_one_optimizer,
     "data =": in_place(lambda p: setattr(p, "data", p.data + 1)),
     "data = of a quantized weight": lambda probe: setattr(quantized(probe), "data", quantized(other())),
     "swap_tensors": lambda probe: torch.utils.swap_tensors(probe.get_parameter("mx"), other().get_parameter("mx")),
-    "swap_tensors, plain": lambda probe: torch.utils.swap_tensors(probe.norm, other().norm),
     "copy_ of a quantized weight": lambda probe: quantized(probe).data.copy_(quantized(other())),
     "rowwise_data": lambda probe: quantized(probe).rowwise_data.zero_(),
     "rebind, then a write": lambda probe: (
         quantized(probe).rebind(torch.zeros_like(quantized(probe).rowwise_data)),
         quantized(probe).rowwise_data.zero_(),
     ),
-    "init": in_place(nn.init.ones_, "embedding"),
     "fill_": in_place(lambda p: p.fill_(1), "bias"),
-    "a slice": in_place(lambda p: p[3:5].zero_()),
-    "an index": in_place(lambda p: p.__setitem__(2, 1.0)),
-    "clamp_": in_place(lambda p: p.clamp_(-0.01, 0.01)),
     "set_": in_place(lambda p: p.set_(torch.ones_like(p))),  # type: ignore[call-overload]
     "foreach": in_place(lambda p: torch._foreach_mul_([p], 0.5)),
     "out=": in_place(lambda p: torch.add(p, 1, out=p)),
-    "vector_to_parameters": lambda probe: torch.nn.utils.vector_to_parameters(torch.zeros(37), [probe.norm]),
     "an embedding that renormalizes": lambda probe: nn.functional.embedding(
         torch.tensor([1]), probe.embedding, max_norm=1e-3
     ),
@@ -131,11 +103,10 @@ QUICK = (
 
 def wrote(name: str, config: ZeroConfig) -> list[str]:
     """Write; the next step says so with nothing changed, whatever it says, until a state is loaded."""
-    trainer, reference = Trainer(Run(SPECS, config=config)), Undistributed(SPECS)
+    trainer = Compared(Run(SPECS, config=config))
     with slow_gathers():
         trainer.step(0)
-        ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-        reference.step({s.name: trainer.run.rounds(s, 0, ranks) for s in SPECS}, trainer.run.options)
+        trainer.follow(0)
         kept = trainer.optimizer.state_dict()
         kept["zerocast"] = copy.deepcopy(kept["zerocast"])  # views, which a load of the model writes
         WRITES[name](trainer.probe)
@@ -147,10 +118,8 @@ def wrote(name: str, config: ZeroConfig) -> list[str]:
             said.append(str(caught.value))
         trainer.optimizer.zero_grad()
         trainer.optimizer.load_state_dict(kept)
-        assert_equals(trainer, reference, "loaded")
-        trainer.step(1)
-        reference.step({s.name: trainer.run.rounds(s, 1, ranks) for s in SPECS}, trainer.run.options)
-        assert_equals(trainer, reference, "a step later")
+        trainer.check("loaded")
+        trainer.go_on(1)
     return said
 
 
@@ -163,7 +132,7 @@ def wrote(name: str, config: ZeroConfig) -> list[str]:
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WRITES]
 )
 def test_every_write_is_noticed(name):
-    first, again = wrote(name, EAGER)
+    first, again = wrote(name, DETERMINISTIC)
     assert first == again
     assert "load_masters" in first
 
@@ -182,69 +151,24 @@ def test_every_rank_says_so(ranks, name):
     assert first == second
 
 
-def called_with_others(probe: Probe) -> None:
-    layer = nn.Linear(112, 48, bias=False)
-    layer.weight, twin = nn.Parameter(quantized(probe)), other()
-    x = torch.ones(2, 112, dtype=BF16)
-    found = torch.func.functional_call(layer, {"weight": quantized(twin)}, (x,))
-    assert torch.equal(found, nn.functional.linear(x, quantized(twin)))
-
-
-def harmless(config: ZeroConfig) -> None:
-    """Swapped and swapped back, moved, copied, read, computed with otherwise: no write."""
-    trainer, reference = Trainer(Run(SPECS, config=config)), Undistributed(SPECS)
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    reads: list[Callable[[Probe], object]] = [
-        lambda probe: None,
-        lambda probe: probe.to("cpu"),
-        lambda probe: probe.eval().train(),
-        lambda probe: copy.deepcopy(probe).load_state_dict(other().state_dict()),
-        lambda probe: probe.requires_grad_(True),
-        lambda probe: setattr(probe.norm, "data", probe.norm.data.clone()),
-        called_with_others,
-        lambda probe: zerocast.verify(trainer.optimizer),
-        lambda probe: trainer.optimizer.state_dict(),
-    ]
-    for step, read in enumerate(reads):
-        trainer.step(step)
-        reference.step({s.name: trainer.run.rounds(s, step, ranks) for s in SPECS}, trainer.run.options)
-        read(trainer.probe)
-        twin = other()
-        live, average = weight_bytes(trainer.probe), weight_bytes(twin)
-        for back in (False, True):
-            for a, b in zip(trainer.probe.parameters(), twin.parameters(), strict=True):
-                a.data, b.data = b.data, a.data
-            for name, wanted in (live if back else average).items():
-                casts.assert_same_bytes(weight_bytes(trainer.probe)[name], wanted, f"swapped, back {back}: {name}")
-        assert_equals(trainer, reference, f"step {step}")
-
-
-@pytest.mark.slow
-def test_a_swap_there_and_back_is_exact_while_gathers_are_in_flight(ranks):
-    ranks(2)(harmless, OVERLAP)
-
-
 @pytest.mark.notices(
     "parameters written through .data or numpy after the optimizer was built",
     where="ZeroAdamW",
     answer="in debug mode the next step raises",
 )
+@debug_mode()
 def test_debug_mode_sees_what_no_counter_does():
-    zerocast.set_debug(True)
-    try:
-        for write in (
-            lambda probe: probe.norm.data.fill_(1),
-            lambda probe: probe.embedding.detach().view(torch.int16).numpy().fill(3),
-            lambda probe: quantized(probe).rowwise_data.numpy().fill(3),
-        ):
-            trainer = Trainer(Run(SPECS, config=EAGER))
-            trainer.step(0)
-            write(trainer.probe)
-            trainer.backward(1)
-            with pytest.raises(RuntimeError, match="since the last step"):
-                trainer.optimizer.step()
-    finally:
-        zerocast.set_debug(False)
+    for write in (
+        lambda probe: probe.norm.data.fill_(1),
+        lambda probe: probe.embedding.detach().view(torch.int16).numpy().fill(3),
+        lambda probe: quantized(probe).rowwise_data.numpy().fill(3),
+    ):
+        trainer = Trainer(Run(SPECS))
+        trainer.step(0)
+        write(trainer.probe)
+        trainer.backward(1)
+        with pytest.raises(RuntimeError, match="since the last step"):
+            trainer.optimizer.step()
 
 
 def test_bf16_values_are_compared_bit_by_bit():

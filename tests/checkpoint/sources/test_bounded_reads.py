@@ -13,8 +13,8 @@ import torch
 
 import zerocast
 from tests.checkpoint.sources.source_files import KINDS, values
-from tests.optim.checkpoint_folders import saved
-from tests.optim.runs import Run, Trainer
+from tests.optim.checkpoint_folders import FEW, saved
+from tests.optim.runs import Trainer
 from zerocast import optim
 from zerocast.bench.report import stored_ratios
 from zerocast.checkpoint.manifest import NAME, digest
@@ -52,12 +52,12 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(path: Path) -> None:
-    Checkpoints(path.parent).load(Trainer(Run()).optimizer, step=1)
+    Checkpoints(path.parent).load(Trainer(FEW).optimizer, step=1)
 
 
 def load_without_manifest(path: Path) -> None:
     (path / NAME).unlink()
-    optim.load(Trainer(Run()).optimizer, path)
+    optim.load(Trainer(FEW).optimizer, path)
 
 
 def forged(path: Path) -> None:
@@ -83,7 +83,7 @@ def json_file(tmp_path: Path) -> Path:
 
 READS: dict[str, tuple[Callable[[Path], Path], str, Callable[[Any], object]]] = {
     "the manifest": (checkpoint, NAME, load),
-    "the manifest, by a source": (checkpoint, NAME, lambda path: optim.load(Trainer(Run()).optimizer, path)),
+    "the manifest, by a source": (checkpoint, NAME, lambda path: optim.load(Trainer(FEW).optimizer, path)),
     "metadata": (checkpoint, ".metadata", load),
     "metadata without a manifest": (checkpoint, ".metadata", load_without_manifest),
     "a file of tensors": (checkpoint, "__0_0.distcp", load),
