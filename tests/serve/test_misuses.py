@@ -5,6 +5,7 @@ Headers here have digests of their own, so nothing but their contents tells that
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.distributed.simulated import Simulated, on_ranks
-from tests.serve.test_engines import Rank, Recorded, Trainer, on_engine, recorded
-from zerocast.serve import Receiver, RefitError, Sender
+from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, on_engine, recorded
+from tests.serve.test_live import step
+from zerocast.distributed.group import Group
+from zerocast.serve import EngineSender, Receiver, RefitError, Sender
 from zerocast.serve.bucket import Layout
 from zerocast.serve.engine_weights import ModelTensor, Region, Strided
 from zerocast.serve.flat_bytes import as_bytes
@@ -272,6 +275,21 @@ def test_a_stored_tensor_that_an_engine_has_twice() -> None:
         assert "would not be those of the sender" in rank.accept(third)
 
     on_engine(1, run)
+
+
+def test_two_engines_of_one_sender(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Changes for one are none for the other, which then gets all bytes; so does an engine that was started again."""
+    trainer, engines = Trainer(), [Engine(Rank(Group(None, 0, 1))) for _ in range(2)]
+    senders = [EngineSender(trainer.sender, engine, tmp_path) for engine in engines]
+    for number in range(3):
+        if number == 2:
+            engines[0].rank = Rank(Group(None, 0, 1))
+        for engine, sender in zip(engines, senders, strict=True):
+            step(trainer.model, trainer.optimizer)
+            sender.refit()
+            engine.rank.check(trainer.weights())
+            assert engine.rank.is_servable() and engine.rank.receiver.refit == trainer.sender.refit
+    assert "one was missed" in caplog.text and "without a complete refit" in caplog.text
 
 
 def test_weights_that_are_tied_after_a_refit() -> None:

@@ -54,7 +54,8 @@ class EngineSender:
     first of them talks to the engine.
 
     Args:
-        sender: makes the messages.
+        sender: makes the messages, for this engine alone. Of two engines of one sender each would
+            get all bytes every time.
         client: the engine's control plane, an `EngineClient`; used by the first rank alone.
         folder: where tensors are handed over, in a folder of its own that is made, and removed by
             `close`.
