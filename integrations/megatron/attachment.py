@@ -20,7 +20,8 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
         _get_main_param_and_...
       sharded_state_dict              corrects offsets in `fully_reshardable` checkpoints
     `optimizer` and each distributed optimizer
-      step_with_ready_grads           an exception in it leaves the weights partial
+      step_with_ready_grads           an exception in it leaves the weights partial, and is raised
+                                      on all ranks that share masters
       step, state_dict, save_...      raise unless the weights are valid for it
       sharded_state_dict              raises as well, or prepares the template of a load
       load_...                        also cast and gather the loaded masters
@@ -31,6 +32,7 @@ wrapped twice. Everything depends on the first: Megatron's step calls it after t
 Weights that an interrupted call left partly written are neither used nor saved (`guard.py`).
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -50,7 +52,7 @@ from zerocast.weight.validity import Use
 from . import host, offload, ownership, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
-from .guard import MethodGuard, followed_by
+from .guard import MethodGuard, followed_by, raising_together
 from .primary import TETensors, check_before_forward, is_primary
 from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, read_masters
 from .validate import has_stepped, validate
@@ -79,6 +81,8 @@ class ShareDriver(CastDriver):
             )
         )
         self.shards, self.gathers, self._te_tensors, self._guard = shards, gathers, te_tensors, guard
+        # True if the last cast has raised, which it does on all ranks.
+        self._has_raised = False
         detached = shards.detached
         earlier_scaling = None if detached is None else detached.delayed.get(shards.share.suffix)
         if earlier_scaling is None:
@@ -90,6 +94,22 @@ class ShareDriver(CastDriver):
             # that detach() and attach() between two steps change no byte.
             self.plan.delayed.load_state_dict(earlier_scaling.state_dict())
             self.plan.delayed.unseeded = earlier_scaling.unseeded
+
+    def refuse(self, problem: Exception) -> None:
+        """Take part in a cast that the other ranks make, so that they raise the problem of this
+        rank. Does nothing if that cast has raised here.
+        """
+        if not self._has_raised:
+            # The caller raises the problem.
+            with contextlib.suppress(Exception):
+                self._has_raised = True
+                self.ready(problem=problem)
+                self.plan.run()
+
+    def _cast(self, find: Callable[[], None], repeat: bool, gather: Callable[[], None] | None = None) -> None:
+        self._has_raised = True
+        super()._cast(find, repeat, gather)
+        self._has_raised = False
 
     def read_masters(self) -> None:
         """Overwrite the masters with the model's values, dequantized where they are quantized."""
@@ -141,7 +161,8 @@ class OptimizerDrivers:
         """Yield the patches that cast, gather and overwrite the masters with the model's values."""
         optimizer, guard = self.optimizer, self._guard
         owns = ownership.of(optimizer)
-        copy_model = guard.writing(self._copying_model(), Use.STEP, "reading masters from the model", masters=True)
+        copy_model = raising_together(self._copying_model(), self.drivers)
+        copy_model = guard.writing(copy_model, Use.STEP, "reading masters from the model", masters=True)
         cast = guard.writing(self.cast, Use.STEP, "a cast", masters=False)
         yield Patch(owns.copier(optimizer), "_copy_main_params_to_model_params", cast)
         for owner, name in owns.reads(optimizer):
@@ -278,8 +299,8 @@ class Attachment:
         for of_optimizer in self._by_optimizer:
             patches.apply(of_optimizer.patches())
         # The guard comes last, so that it surrounds all that the plans have replaced.
-        refreshes = {id(each.optimizer): each.refresh for each in self._by_optimizer}
-        patches.apply(self._guard.patches(optimizer, distributed, refreshes, self._after_step(verify_every)))
+        casts = {id(each.optimizer): each for each in self._by_optimizer}
+        patches.apply(self._guard.patches(optimizer, distributed, casts, self._after_step(verify_every)))
         patches.apply(saves)
         self._patches = patches.pop_all()
 

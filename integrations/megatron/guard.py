@@ -7,7 +7,7 @@ repeated, since the masters are complete.
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use, Validity
@@ -16,6 +16,9 @@ from . import host, ownership
 from .checkpoint import saving_unpadded
 from .inner_state import copy_group_steps, filling_states, prepare_states, reading_states
 from .validate import check_checkpoint
+
+if TYPE_CHECKING:
+    from .attachment import OptimizerDrivers, ShareDriver
 
 AGAIN = "weights may be of different steps; call attachment.refresh(), or load a checkpoint, or end the run if ranks have died"
 ADVICE = (
@@ -57,14 +60,14 @@ class MethodGuard:
         self,
         optimizer: Any,
         distributed: Sequence[Any],
-        refreshes: Mapping[int, Callable[[], None]],
+        casts: Mapping[int, "OptimizerDrivers"],
         after_step: Callable[[], None],
     ) -> Iterator[Patch]:
         """Yield patches of the methods that step, save and load.
 
         `optimizer` is the argument of `attach`, and `distributed` are the optimizers inside it.
-        `refreshes` maps the id of each of these to a function that casts and gathers its weights.
-        `after_step` is called after each complete step of `optimizer`.
+        `casts` maps the id of each of these to its casts. `after_step` is called after each
+        complete step of `optimizer`.
         """
         for inner in distributed:
             if ownership.of(inner).saves_shards:
@@ -75,11 +78,13 @@ class MethodGuard:
         for owner in {id(owner): owner for owner in (optimizer, *distributed)}.values():
             loads_all = owner is optimizer or len(distributed) == 1
             if loads_all:
-                loaded, refreshed = distributed, list(refreshes.values())
+                loaded, of_owner = distributed, list(casts.values())
             else:
                 loaded = [owner]
-                refreshed = [refreshes[id(owner)]] if id(owner) in refreshes else []
-            step = self.writing(owner.step_with_ready_grads, Use.STEP, "an optimizer step", masters=True)
+                of_owner = [casts[id(owner)]] if id(owner) in casts else []
+            drivers = [driver for each in of_owner for driver in each.drivers]
+            step = raising_together(owner.step_with_ready_grads, drivers)
+            step = self.writing(step, Use.STEP, "an optimizer step", masters=True)
             if owner is optimizer:
                 step = followed_by(step, after_step)
             yield Patch(owner, "step_with_ready_grads", step)
@@ -88,7 +93,7 @@ class MethodGuard:
                 yield Patch(owner, name, self.checked(getattr(owner, name), use))
             yield Patch(owner, "sharded_state_dict", self.saving(owner.sharded_state_dict, distributed))
             for name in (*LOAD, *owns.loads):
-                yield Patch(owner, name, self.loading(getattr(owner, name), refreshed, loaded, loads_all))
+                yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, loaded, loads_all))
 
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
         """Cast and gather. This completes weights that a cast or a gather left partial.
@@ -148,12 +153,21 @@ class MethodGuard:
         return call
 
     def loading(
-        self, method: Method, refreshes: Sequence[Callable[[], None]], optimizers: Sequence[Any], loads_all: bool
+        self, method: Method, casts: Sequence["OptimizerDrivers"], optimizers: Sequence[Any], loads_all: bool
     ) -> Method:
-        """Wrap a method that loads `optimizers`: it calls `refreshes` afterwards.
+        """Wrap a method that loads `optimizers`: it casts and gathers their masters afterwards.
 
         A load of all optimizers makes partial weights complete.
         """
+
+        def load(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            copy_group_steps(optimizers)
+            for each in casts:
+                each.refresh()
+            return result
+
+        load_together = raising_together(load, [driver for each in casts for driver in each.drivers])
 
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one
@@ -164,11 +178,7 @@ class MethodGuard:
             if not loads_all:
                 self.check(Use.STEP)
             with self.validity.transaction("loading a checkpoint"):
-                result = method(*args, **kwargs)
-                copy_group_steps(optimizers)
-                for refresh in refreshes:
-                    refresh()
-                return result
+                return load_together(*args, **kwargs)
 
         return call
 
@@ -183,6 +193,30 @@ def _holds_masters(loaded: Any) -> bool:
     if isinstance(loaded, (list, tuple)):
         return all(map(_holds_masters, loaded))
     return not isinstance(loaded, dict) or "param_state" in loaded or "fp32_from_fp16_params" in loaded
+
+
+def raising_together(method: Method, drivers: Sequence["ShareDriver"]) -> Method:
+    """Wrap a method that casts by `drivers`, in this order: an exception before a cast is raised on
+    all ranks of that cast. They would wait for this rank otherwise.
+
+    Optimizers that own whole matrices are left as they are: their steps and loads have collectives
+    of their own before the cast.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = [driver.plan.validity.casts for driver in drivers]
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            for driver, casts in zip(drivers, before, strict=True):
+                if driver.plan.validity.casts == casts and driver.plan.has_peers:
+                    driver.refuse(error)
+                    break
+            raise
+
+    if any(host.is_layer_wise(driver.shards.optimizer) for driver in drivers):
+        return method
+    return call
 
 
 def followed_by(first: Method, second: Callable[[], None]) -> Method:

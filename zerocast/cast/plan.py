@@ -578,8 +578,9 @@ class CastPlan(Plan):
             raise
 
     def _broke_off(self, what: str, masters: bool = False) -> None:
-        # A cast does not complete partial masters, so their record stays.
-        if not self.validity.has_partial_masters:
+        # A cast does not complete partial masters, so their record stays. A step or a load of which
+        # this cast is a part leaves its own.
+        if not (self.validity.is_writing or self.validity.has_partial_masters):
             self.validity.broke_off(what, masters=masters)
 
     def forget_call(self) -> None:

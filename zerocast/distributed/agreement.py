@@ -73,7 +73,9 @@ def validate_across_ranks(
     # The class is sent to the other ranks, which raise it with a text alone, so a subclass with its
     # own constructor would not work.
     kind = next((kind for kind in (TypeError, ValueError) if isinstance(problem, kind)), RuntimeError)
-    described_problem = None if problem is None else (kind, str(problem))
+    # The text of other errors may need their class, such as the key of a KeyError.
+    text = str(problem) if isinstance(problem, (TypeError, ValueError, RuntimeError)) else repr(problem)
+    described_problem = None if problem is None else (kind, text)
     _raise_difference(mesh, Reply(what, described_problem, digest, shown), lines)
 
 

@@ -1,0 +1,144 @@
+"""What one rank alone cannot do: it takes part in the collectives of the others, and all raise, none at a timeout."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.hosts.stopping import limit_collectives
+from tests.megatron.attached import Attached
+from tests.megatron.host_on_cpu import needs_megatron
+from tests.megatron.offloading import offloaded
+from tests.megatron.training import MIXED, Case
+from tests.workers import Ranks, error_of
+from zerocast.integrations.megatron.host import distributed_optimizers
+from zerocast.integrations.megatron.ownership import shares
+
+pytestmark = needs_megatron
+CULPRIT, SECONDS = 1, 8.0
+
+
+def masters(one: Any) -> Iterator[torch.Tensor]:
+    for share in shares(one):
+        yield from (master for _, master, _, _ in share.masters() if master is not None and master.numel())
+
+
+def strided_in(number: int) -> Callable[[Attached], None]:
+    """Every other element of a larger tensor, which no cast reads; Adam steps it."""
+
+    def change(attached: Attached) -> None:
+        for master in masters(distributed_optimizers(attached.run.optimizer)[number]):
+            master.data = master.data.repeat_interleave(2)[::2]
+
+    return change
+
+
+def moments_in(number: int) -> Callable[[Attached], None]:
+    """A moment that does not fit, which torch's Adam finds in its step."""
+
+    def change(attached: Attached) -> None:
+        inner = distributed_optimizers(attached.run.optimizer)[number].optimizer
+        for state in inner.state.values():
+            state["exp_avg"] = state["exp_avg"][:-1]
+
+    return change
+
+
+def step_raises(attached: Attached) -> None:
+    """The inner optimizer's step, as where the CPU has no memory left."""
+
+    def step(*_: Any, **__: Any) -> None:
+        raise MemoryError("injected")
+
+    distributed_optimizers(attached.run.optimizer)[0].optimizer.step = step
+
+
+def unfrozen(attached: Attached) -> None:
+    for parameter in attached.run.ddp.parameters():
+        parameter.requires_grad_(True)
+
+
+def step(attached: Attached, saved: Any) -> None:
+    attached.run.forward_and_backward(1)
+    attached.run.optimizer.step()
+
+
+def refresh(attached: Attached, saved: Any) -> None:
+    attached.attachment.refresh()
+
+
+def reload(attached: Attached, saved: Any) -> None:
+    attached.run.optimizer.reload_model_params()
+
+
+def load(attached: Attached, saved: Any) -> None:
+    attached.load(saved)
+
+
+def load_of_less(attached: Attached, saved: Any) -> None:
+    if dist.get_rank() == CULPRIT:
+        for state in saved.values() if 0 in saved else [saved]:
+            state["param_state"] = {}
+    attached.load(saved)
+
+
+def nothing(attached: Attached) -> None:
+    pass
+
+
+HOSTS: dict[str, tuple[Case, int]] = {
+    "dense": (Case(MIXED), 0),
+    "experts": (Case(MIXED, experts=True), 1),
+    "overlap": (Case(MIXED, overlap=True, experts=True), 0),
+}
+OFFLOAD, FROZEN = offloaded(experts=True), Case("all kinds", kind="frozen")
+CASES: dict[str, tuple[Case, Callable[[Attached], None], Callable[[Attached, Any], None]]] = {
+    **{
+        f"{name} {event} {call.__name__}": (case, change, call)
+        for name, (case, number) in HOSTS.items()
+        for event, change, calls in (
+            ("strided", strided_in(number), (step, refresh, reload, load)),
+            ("moments", moments_in(number), (step,)),
+            ("less", nothing, (load_of_less,)),
+        )
+        for call in calls
+    },
+    "offload step": (OFFLOAD, step_raises, step),
+    "offload load": (OFFLOAD, nothing, load_of_less),
+    "frozen unfrozen step": (FROZEN, unfrozen, step),
+}
+
+
+def told(name: str) -> tuple[str, str]:
+    """What a call says."""
+    case, change, call = CASES[name]
+    with case.host():
+        attached = Attached(case)
+        attached.run.step(0)
+        saved = attached.saved()
+        limit_collectives(SECONDS)
+        if dist.get_rank() == CULPRIT:
+            change(attached)
+        started = time.monotonic()
+        said = error_of(lambda: call(attached, saved))
+        seconds = time.monotonic() - started
+        after = "" if seconds > SECONDS - 1 else error_of(attached.attachment.refresh)
+        limit_collectives(30)
+    if seconds > SECONDS - 1:
+        raise RuntimeError(f"WAITED {said}")
+    return said, after
+
+
+@pytest.mark.notices(
+    "a step, a load or `refresh` raises on one rank before its cast",
+    where="Megatron",
+    answer="raises on all ranks that share masters with it",
+)
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank(ranks: Ranks, name: str) -> None:
+    for said, after in ranks(2)(told, name):
+        assert said.split(":")[0] in ("ValueError", "RuntimeError", "KeyError", "MemoryError"), said
+        assert ("load a checkpoint" in after) == (CASES[name][2] is not refresh), after
