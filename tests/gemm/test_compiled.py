@@ -6,7 +6,7 @@ The kernels of a GPU and inductor's fusion: test_compiled_gpu.py. Models that FS
 import functools
 import pickle
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 import zerocast
 from tests import casts
 from tests.fsdp2.models import slow
+from tests.scaled_mm import emulated
 from zerocast import QuantizedWeight, gemm, get_format
+from zerocast.gemm import block_128, torch_api
 from zerocast.weight import compiled_ops
 from zerocast.weight.compiled_ops import digest_of_sources
 
@@ -165,6 +167,60 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
     if preference == "scaled_mm":
         assert forward["aten.abs.default"] == 2, "the input of gate is that of up: quantized once"
         assert backward["aten.abs.default"] == 3
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Products of path block_128 on a CPU, by the emulation, which asserts how codes and scales lie."""
+
+    def by_function(a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, *rest: Any) -> Tensor:
+        a_scaling, b_scaling, bias, dtype, _ = rest
+        return emulated(a, a_scale[0], b, b_scale[0], list(a_scaling), list(b_scaling), bias, dtype)
+
+    monkeypatch.setattr(block_128, "hardware", lambda case: iter(()))
+    monkeypatch.setattr(torch_api, "_operator", lambda: None)
+    monkeypatch.setattr(torch_api, "_by_function", by_function)
+    gemm.decide.cache_clear()
+    with gemm.use("block_128"):
+        monkeypatch.setattr(gemm.choice, "AUTOMATIC_DEVICES", ("cpu",))
+        yield
+    gemm.decide.cache_clear()
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("fmt", "weight_gradients", "backend"),
+    [
+        ("fp8_block", "nominal", "graphs"),
+        ("fp8_block", "fp8_groups", "graphs"),
+        ("mxfp4", "fp8", "graphs"),
+        ("nvfp4:exact_in_fp8", "fp8", "graphs"),
+        ("fp8_block", "nominal", "inductor"),
+        ("mxfp4", "fp8", "inductor"),
+    ],
+)
+def test_products_of_blocks_are_one_op_each(fmt: str, weight_gradients: str, backend: str) -> None:
+    """It takes the buffers that it multiplies, and the strides that the operator needs pass through the compiler."""
+    x, model = torch.randn(200, WIDTH).to(BF16), built(fmt)
+    with gemm.use(weight_gradients=weight_gradients):
+        expected = run(model, x)
+        if backend == "inductor":
+            torch._dynamo.reset()
+            found = run(torch.compile(model, fullgraph=True), x)
+            assert all((a - b).norm() <= 0.05 * b.norm() for a, b in zip(found, expected, strict=True))
+            return
+        function, graphs = compiled(model)
+        found = run(function, x)
+    assert all(map(torch.equal, found, expected))
+    is_quantized = weight_gradients != "nominal"
+    forward, backward = graphs.counts("forward"), graphs.counts("backward")
+    assert [forward["zerocast.scaled_mm.default"], backward["zerocast.scaled_mm.default"]] == [
+        3,
+        6 if is_quantized else 3,
+    ]
+    ours = {name for name in forward | backward if name.startswith("zerocast")}
+    ours -= {"zerocast.groups_both_ways.default"} if is_quantized else set()
+    assert ours == {"zerocast.scaled_mm.default", "zerocast.operand.default"}
 
 
 def test_a_quantized_weight_gradient_keeps_no_way_of_the_input() -> None:

@@ -111,10 +111,22 @@ def multiply(
     the rows of the padding.
     """
     assert not transposed
-    codes, scale_inv = operands
     read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
-    data, weight_scale_inv = read(columnwise)
-    if weight.format.exact_scales:
+    return multiply_codes(operands, read(columnwise), weight.format, columnwise, bias, dtype)
+
+
+def multiply_codes(
+    operands: Sequence[Tensor],
+    weight: tuple[Tensor, Tensor | None],
+    fmt: FormatSpec,
+    columnwise: bool,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the result of `multiply` with (codes, scale_inv) of the direction as `weight`."""
+    (codes, scale_inv), (data, weight_scale_inv) = operands, weight
+    assert weight_scale_inv is not None, fmt
+    if fmt.exact_scales:
         blocks = data.shape[0] // BLOCK, round_up(data.shape[1] // BLOCK, SCALE_COLUMNS)
         weight_scale_inv = weight_scale_inv.expand(blocks).contiguous()
     b, b_scale_inv = data.view(torch.float8_e4m3fn).t(), weight_scale_inv.t()

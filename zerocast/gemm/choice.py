@@ -93,7 +93,8 @@ class GradientPath(Protocol):
 
 class OperatorPath(Protocol):
     """Further functions of a path whose product is one operator of torch. A compiled graph holds
-    that operator itself, which takes less CPU work to call than an op of ours.
+    that operator, or an op around it, which takes less CPU work to call than the op `multiply` with
+    a whole weight.
     """
 
     def multiply_codes(
@@ -113,7 +114,7 @@ class OperatorPath(Protocol):
 # Paths, keyed by name. `PATHS` is in order of preference: the first path that supports a format and
 # that the device can run is used. `dequantize` supports every format, so it is last.
 GRADIENTS: dict[str, GradientPath] = {"per_tensor": per_tensor, "block_128": block_128}
-OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor}
+OPERATORS: dict[str, OperatorPath] = {"per_tensor": per_tensor, "block_128": block_128}
 PATHS: dict[str, Path] = {
     "nvfp4": nvfp4,
     "per_tensor": per_tensor,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerocast.backends import ops
 from zerocast.gemm.case import Case
+from zerocast.gemm.scaling import is_traced
 
 # The arguments of `aten::_scaled_mm_v2`, in order. `scaled_mm` passes them by position.
 ARGUMENTS = [
@@ -55,6 +57,13 @@ def scaled_mm(
     """Return `a [rows, k] @ b [k, n] + bias` as `dtype`. The scalings are names of members of
     `ScalingType`, `swizzle` is the name of a member of `SwizzleType`, for both operands.
     """
+    if is_traced(a):
+        # The operator itself must not be a node of a graph. The compiler of torch 2.13 turns it
+        # into `_scaled_mm`, which does not get the scalings' names and multiplies by padded scales
+        # wrongly (pytorch/pytorch#166752).
+        (a_name,), (b_name,) = a_scaling, b_scaling
+        of_graph: Tensor = torch.ops.zerocast.scaled_mm(a, a_scale, b, b_scale, a_name, b_name, bias, dtype)
+        return of_graph
     recipes = _numbers("ScalingType", *a_scaling), _numbers("ScalingType", *b_scaling)
     swizzles = _numbers("SwizzleType", *swizzle)
     scales = [list(scale) if isinstance(scale, (list, tuple)) else [scale] for scale in (a_scale, b_scale)]
@@ -114,3 +123,13 @@ def _by_function(
         output_dtype=dtype,
     )
     return y
+
+
+ops.define(
+    "scaled_mm",
+    "(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, str a_scaling, str b_scaling, Tensor? bias, ScalarType dtype) -> Tensor",
+    lambda a, a_scale, b, b_scale, a_name, b_name, bias, dtype: scaled_mm(
+        a, a_scale, b, b_scale, (a_name,), (b_name,), bias, dtype
+    ),
+    lambda a, a_scale, b, b_scale, a_name, b_name, bias, dtype: a.new_empty((a.shape[0], b.shape[1]), dtype=dtype),
+)

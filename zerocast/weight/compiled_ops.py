@@ -1,8 +1,8 @@
 """Products with a QuantizedWeight as torch.library ops, for compiled graphs.
 
-A path of `zerocast.gemm` that multiplies codes by one operator of torch (`torch._scaled_mm`) leaves
-that operator in the graph. The other paths become the ops below. An op takes the plain buffers of a
-weight and is opaque: a compiler cannot inline the dequantized weight, and cannot keep it, or a
+A path of `zerocast.gemm` that multiplies codes by one operator of torch puts that operator, or an
+op around it, into the graph. The other paths become the ops below. An op takes the plain buffers of
+a weight and is opaque: a compiler cannot inline the dequantized weight, and cannot keep it, or a
 transposed copy, for the backward pass. So a compiled backward pass holds quantized bytes, too.
 
 torch keys a graph in its caches by the operations that Dynamo traced and by its inputs. The code of
@@ -111,14 +111,6 @@ def _operand_fake(
     return ops.transposed_fake("", fmt, row_data, row_scale, rows, columns)
 
 
-def _weight_gradient(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype, path: str) -> Tensor:
-    return gemm.GRADIENTS[path].weight_gradient(grad, x, dtype)
-
-
-def _weight_gradient_fake(grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype, path: str) -> Tensor:
-    return grad[0].new_empty((grad[0].shape[0], x[0].shape[0]), dtype=dtype)
-
-
 def _multiply_experts(
     operands: Sequence[Tensor],
     offs: Tensor | None,
@@ -165,12 +157,6 @@ ops.define(
     "-> (Tensor, Tensor)",
     _operand,
     _operand_fake,
-)
-ops.define(
-    "weight_gradient",
-    "(Tensor[] grad, Tensor[] x, ScalarType dtype, str path) -> Tensor",
-    _weight_gradient,
-    _weight_gradient_fake,
 )
 ops.define(
     "multiply_experts",

@@ -89,7 +89,7 @@ class _Product(torch.autograd.Function):
                 matrix = weight if ctx.expert is None else weight.expert(ctx.expert)
                 grad_x = _multiplied(ctx.path, operands, grad, matrix, not ctx.columnwise, ctx.transposed, None)
             if ctx.quantized:
-                outer = functools.partial(_outer_quantized, ctx.path, quantized_grad, saved_input)
+                outer = functools.partial(gemm.GRADIENTS[ctx.path].weight_gradient, quantized_grad, saved_input)
                 grad_weight = _weight_gradient(weight, outer, ctx.expert)
             elif needs_weight:
                 x_rows = saved_input[0].reshape(-1, saved_input[0].shape[-1])
@@ -133,7 +133,7 @@ def _multiplied(
     if not weight.is_traced:
         y = gemm.PATHS[path].multiply(operands, weight, *options)
     elif path in gemm.OPERATORS and (direction := weight.direction_in_graph(columnwise, after=operands[0])):
-        # torch's own operator stays visible in the graph, which costs less CPU time than our op.
+        # A graph that calls torch's operator costs less CPU time than our op with a whole weight.
         y = gemm.OPERATORS[path].multiply_codes(operands, direction, weight.format, columnwise, bias, x.dtype)
     else:
         y = torch.ops.zerocast.multiply(operands, *options, path, *weight.as_arguments())
@@ -171,12 +171,6 @@ def _outer(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
         # torch.matmul has no output dtype. Casting its bf16 result would lose the FP32 sum.
         return left.float().t() @ right.float()
     return gemm.plain.matmul(left.t(), right).to(dtype)
-
-
-def _outer_quantized(path: str, grad: Sequence[Tensor], x: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    if gemm.is_traced(grad[0]) and path not in gemm.OPERATORS:
-        return torch.ops.zerocast.weight_gradient(grad, x, dtype, path)  # type: ignore[no-any-return]
-    return gemm.GRADIENTS[path].weight_gradient(grad, x, dtype)
 
 
 def _product(x: Any, weight: Any, bias: Tensor | None, transposed: bool) -> Tensor:
