@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.simulated import Simulated, on_ranks
+from tests.distributed.simulated import Simulated, simulate
 from tests.serve.test_engines import Engine, Rank, Recorded, Trainer, on_engine, recorded
 from tests.serve.test_live import step
 from zerocast.distributed.group import Group
@@ -317,4 +317,4 @@ def test_ranks_of_a_trainer_that_send_different_refits() -> None:
         return str(raised.value)
 
     said = "rank 0 sends all live weights, rank 1 sends the changes of live weights"
-    assert all(f"ranks make different calls: {said}" in error for error in on_ranks(2, run)[0])
+    assert all(f"ranks make different calls: {said}" in error for error in simulate(2, run)[0])

@@ -63,7 +63,7 @@ def ranges(rows: Tensor) -> tuple[range, ...]:
 def cut(tensor: Tensor, piece: Piece) -> Tensor:
     """The rows of a plain tensor that belong to a piece."""
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
-    return _rows(rows, piece.rows).reshape(piece.shape)
+    return joined_rows(rows, piece.rows).reshape(piece.shape)
 
 
 def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
@@ -88,11 +88,6 @@ def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
     return [range(block_row(r.start), block_row(r.stop)) for r in piece.rows]
 
 
-def cut_part(part: Part, piece: Piece, rows: int) -> Tensor:
-    """The rows of a part that belong to a piece. ValueError as in `part_rows`."""
-    return part.tensor if part.height is None else _rows(part.tensor, part_rows(part, piece, rows))
-
-
 def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, int]:
     """A weight over the blocks that contain these rows, and its first row. Nothing is copied."""
     height = weight.format.block[0] if weight.format.block else 1
@@ -109,6 +104,7 @@ def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, i
     return QuantizedWeight.of_part((end - first, columns), weight.format, weight.dtype, buffers), first
 
 
-def _rows(matrix: Tensor, rows: Sequence[range]) -> Tensor:
+def joined_rows(matrix: Tensor, rows: Sequence[range]) -> Tensor:
+    """The rows of some ranges, in their order: a view of one range, a copy of several."""
     parts = [matrix[r.start : r.stop] for r in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

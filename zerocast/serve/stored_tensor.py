@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zerocast.serve.namings import Part, layout_of
-from zerocast.serve.piece import Piece, block_rows, cut, cut_part, part_rows
+from zerocast.serve.piece import Piece, block_rows, cut, joined_rows, part_rows
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Use
 
@@ -65,15 +65,7 @@ def by_piece(
     layout = layout_of(naming, name, weight.format)
     parts = layout.parts(weight)
     for piece in pieces:
-        stored = [
-            StoredTensor(
-                piece.name + suffix,
-                part.tensor.dtype,
-                _part_shape(part, piece, rows),
-                partial(_cut_part, part, piece, rows),
-            )
-            for suffix, part in parts.items()
-        ]
+        stored = [_of_part(piece.name + suffix, part, piece, rows) for suffix, part in parts.items()]
         if layout.has_shape:
             make = partial(torch.tensor, piece.shape, device=weight.device)
             stored.append(StoredTensor(f"{piece.name}_shape", torch.int64, (len(piece.shape),), make))
@@ -95,14 +87,13 @@ def of_plain(tensor: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> Ite
         yield StoredTensor(piece.name, dtype, piece.shape, partial(_cut_plain, tensor, piece, dtype))
 
 
-def _part_shape(part: Part, piece: Piece, rows: int) -> tuple[int, ...]:
+def _of_part(name: str, part: Part, piece: Piece, rows: int) -> StoredTensor:
+    tensor = part.tensor
     if part.height is None:
-        return tuple(part.tensor.shape)
-    return sum(map(len, part_rows(part, piece, rows))), *part.tensor.shape[1:]
-
-
-def _cut_part(part: Part, piece: Piece, rows: int) -> Tensor:
-    return cut_part(part, piece, rows).contiguous()
+        return StoredTensor(name, tensor.dtype, tuple(tensor.shape), tensor.contiguous)
+    own = part_rows(part, piece, rows)
+    shape = sum(map(len, own)), *tensor.shape[1:]
+    return StoredTensor(name, tensor.dtype, shape, lambda: joined_rows(tensor, own).contiguous())
 
 
 def _cut_plain(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
