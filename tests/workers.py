@@ -226,6 +226,33 @@ def _reply(connection: Connection, process: BaseProcess) -> tuple[bool, Any]:
     return reply
 
 
+def in_a_process(function: Callable[..., object], *arguments: Any, seconds: float = 240.0) -> tuple[int | None, str]:
+    """Call an importable function in a process of its own that has torch imported already, on one thread, and let it end as a
+    command does. Returns its exit status and what it printed; it is killed if it takes longer.
+    """
+    with tempfile.TemporaryDirectory(prefix="zerocast-process-") as folder:
+        printed = Path(folder, "printed")
+        process = context.Process(target=_ends_as_a_command, args=(str(printed), function, arguments))
+        process.start()
+        process.join(seconds)
+        process.kill()
+        process.join()
+        return process.exitcode, printed.read_text(errors="replace")
+
+
+def _ends_as_a_command(printed: str, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    with open(printed, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    try:
+        function(*arguments)
+    finally:
+        atexit._run_exitfuncs()
+
+
 def join(rank: int, world: int, backend: str, store: str, limit: timedelta) -> None:
     """Enter the default process group, on one thread; with NCCL on the GPU of the rank's number. `store` is the URI of a file."""
     if sys.platform == "linux":

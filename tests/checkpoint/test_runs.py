@@ -1,8 +1,6 @@
 """What a folder of checkpoints knows of runs: the branch that was saved last, whose optimizer saves, and extra values."""
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.workers import Ranks
+from tests.workers import Ranks, in_a_process
 from zerocast import ZeroAdamW, optim
 from zerocast.checkpoint import checkpoint
 from zerocast.optim import Checkpoints
@@ -292,19 +290,14 @@ def test_a_failed_save_does_not_hide_the_error_of_the_block(tmp_path: Path, capl
     assert "the checkpoint of step 2 was not written: no room" in caplog.text
 
 
-ENDS = """
-import sys, torch, zerocast
-from unittest import mock
-from zerocast.checkpoint import checkpoint
-optimizer = zerocast.ZeroAdamW(torch.nn.Linear(8, 8).named_parameters())
-mock.patch.object(checkpoint, "write", side_effect=RuntimeError("no room")).start()
-zerocast.optim.Checkpoints(sys.argv[1], asynchronous=True).save(optimizer, 2)
-"""
+def fails_and_ends(folder: Path) -> None:
+    mock.patch.object(checkpoint, "write", side_effect=RuntimeError("no room")).start()
+    Checkpoints(folder, asynchronous=True).save(optimizer(), 2)
 
 
 def test_a_failed_save_is_logged_at_exit(tmp_path: Path) -> None:
-    ended = subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "the checkpoint of step 2 was not written: no room" in ended.stderr
+    status, printed = in_a_process(fails_and_ends, tmp_path)
+    assert status == 0 and "the checkpoint of step 2 was not written: no room" in printed
 
 
 def test_what_is_left_out_is_said(tmp_path: Path, caplog: Any) -> None:

@@ -3,12 +3,15 @@
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.workers import in_a_process
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = {"accelerate": "accelerate", "transformers": "transformers", "fabric": "lightning", "lightning": "lightning"}
@@ -34,10 +37,22 @@ def run(trainer: str, folder: Path, steps: int, world: int, resume: Path | None 
     return launched(arguments, folder.parent / f"report-{folder.name}", world)
 
 
+def as_a_module(folder: Path, module: str, *arguments: str) -> None:
+    """As `python -m` runs it."""
+    os.chdir(folder)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__")
+
+
 def launched(arguments: list[str], report: Path, world: int) -> list[Any]:
     """A module of ours with its arguments, in a process a rank; the report that each wrote."""
+    if world == 1:
+        status, printed = in_a_process(as_a_module, report.parent, *arguments, str(report))
+        assert status == 0, printed[-4000:]
+        return [json.loads(Path(f"{report}.0").read_text())]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={world}"]
-    command = [sys.executable, *(launcher if world > 1 else []), "-m", *arguments, str(report)]
+    command = [sys.executable, *launcher, "-m", *arguments, str(report)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         command, cwd=report.parent, env=environment, capture_output=True, text=True, timeout=240, check=False
