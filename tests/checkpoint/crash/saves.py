@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from tests.checkpoint.crash import mutants
 from tests.checkpoint.crash.recorder import Recorder
 from tests.optim.checkpoint_folders import names
 from tests.workers import START_SECONDS, join
@@ -208,13 +207,9 @@ SAVES: dict[str, Folder | Once] = {
 }
 
 
-def run(
-    compiled: str, name: str, root: Path, log: Path, rank: int, world: int, kill_before: int, broken: str | None
-) -> None:
-    """Save, recorded, in a process of its own, which ends before the `kill_before`-th change; with a mutant of `mutants.py`."""
+def run(compiled: str, name: str, root: Path, log: Path, rank: int, world: int, kill_before: int) -> None:
+    """Save, recorded, in a process of its own, which ends before the `kill_before`-th change."""
     torch.set_num_threads(1)
-    if broken:
-        mutants.MUTANTS[broken]()
     if world > 1:
         join(rank, world, "gloo", log.with_suffix(".store").as_uri(), timedelta(seconds=5))
     recorder = Recorder(compiled, root, log)
@@ -222,21 +217,19 @@ def run(
     SAVES[name].save(root, recorder.mark)
 
 
-def run_and_kill(
-    compiled: str, name: str, folder: Path, first: int, every: int, world: int = 1, killed: int = 0
-) -> None:
+def run_and_kill(compiled: str, name: str, folder: Path, world: int = 1, killed: int = 0) -> None:
     """Save again and again, one rank killed before a later change each time, until it comes to its end; exit codes by rank.
 
     Each rank is forked from this process, which has saved once: nothing is imported or set up again.
     """
     torch.set_num_threads(1)
     _save_once(SAVES[name], folder.with_name(f"{folder.name}_whole"))
-    for kill_before in itertools.count(first, every):
+    for kill_before in itertools.count(1):
         at = folder / f"killed_before_{kill_before:04d}"
         (at / "root").mkdir(parents=True)
         SAVES[name].prepare(at / "root")
         processes = [
-            _forked(compiled, name, at / "root", at / "log", rank, world, kill_before * (rank == killed), None)
+            _forked(compiled, name, at / "root", at / "log", rank, world, kill_before * (rank == killed))
             for rank in range(world)
         ]
         codes = [_exit_code(process) for process in processes]

@@ -83,7 +83,6 @@ def json_file(tmp_path: Path) -> Path:
 
 READS: dict[str, tuple[Callable[[Path], Path], str, Callable[[Any], object]]] = {
     "the manifest": (checkpoint, NAME, load),
-    "the manifest, by a source": (checkpoint, NAME, lambda path: optim.load(Trainer(FEW).optimizer, path)),
     "metadata": (checkpoint, ".metadata", load),
     "metadata without a manifest": (checkpoint, ".metadata", load_without_manifest),
     "a file of tensors": (checkpoint, "__0_0.distcp", load),
