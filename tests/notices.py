@@ -6,6 +6,7 @@ installed count too.
 """
 
 import ast
+import functools
 import textwrap
 from collections import defaultdict
 from pathlib import Path
@@ -26,6 +27,7 @@ WHERE = (
 Row = tuple[str, str, str]  # where, mistake, answer
 
 
+@functools.cache
 def marked() -> dict[Row, list[str]]:
     """The tests behind each row, as `file::test`."""
     rows: dict[Row, list[str]] = defaultdict(list)

@@ -1,6 +1,7 @@
 """Private names of torch are used only as the table says, and a torch that lacks one is refused."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,11 +36,10 @@ NOT_TORCH = {
 }
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
+@functools.cache
+def trees() -> list[tuple[Path, ast.Module]]:
     """The files of the package, the table apart."""
-    for path in sorted(PACKAGE.rglob("*.py")):
-        if path != TABLE:
-            yield path, ast.parse(path.read_text())
+    return [(path, ast.parse(path.read_text())) for path in sorted(PACKAGE.rglob("*.py")) if path != TABLE]
 
 
 def is_private(name: str) -> bool:

@@ -3,7 +3,6 @@
 import pytest
 
 from tests.mutants.__main__ import CRASHED, HUNG, KILLED, ROOT, draw, killer
-from tests.mutants.nearest import Imports
 from tests.mutants.sites import Site, sites
 
 PYTHON = b'''\
@@ -64,14 +63,6 @@ def test_a_draw_is_repeated_by_its_seed() -> None:
     assert len({(site.path, site.line) for site in first}) == 20
     for site in first:
         compile(site.apply((ROOT / site.path).read_bytes()), site.path, "exec")
-
-
-def test_the_test_of_a_module_is_near() -> None:
-    """One imports it, one calls what a package re-exports from it, and files of C++ are found by their names."""
-    imports = Imports(ROOT)
-    assert "tests/distributed/test_ownership.py" in imports.nearest_tests("zerocast/distributed/ownership.py")[:3]
-    assert "tests/gemm/test_gemm_choice.py" in imports.nearest_tests("zerocast/gemm/choice.py")[:3]
-    assert "tests/backends/test_dequantize.py" in imports.nearest_tests("csrc/cpu/dequantize.cpp")[:3]
 
 
 @pytest.mark.parametrize(
