@@ -36,17 +36,10 @@ def test_all_are_listed(capsys: Any) -> None:
 
 def test_bench_prints_json(capsys: Any, tmp_path: Path) -> None:
     options = [
-        "bench",
-        "--backend",
-        "cpu",
-        "--scale",
-        "64",
-        "--seconds",
-        "0",
+        *["bench", "--backend", "cpu", "--scale", "64", "--seconds", "0", "--out"],
+        str(tmp_path),
         "--only",
         "A cast nvfp4",
-        "--out",
-        str(tmp_path),
     ]
     assert main([*options, "--json"]) == 0
     (written,) = tmp_path.glob("*.json")

@@ -44,7 +44,6 @@ def interrupt_when(
     ready: Callable[[str], bool],
     delay: float,
     folder: Path,
-    twice: bool = False,
     mode: str = "-m",
 ) -> Ended:
     """Start Python in a process group of its own; send SIGINT to the group `delay` seconds after `ready` of what it said."""
@@ -68,10 +67,6 @@ def interrupt_when(
             time.sleep(0.01)
         time.sleep(delay)
         os.killpg(process.pid, signal.SIGINT)
-        if twice:
-            time.sleep(0.1)
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGINT)
         status = process.wait(60)
         lines = [line for line in log.read_text(errors="replace").splitlines() if not any(n in line for n in NOISE)]
         return Ended(status, [line for line in lines if line.strip()], marked(mark))
@@ -122,39 +117,6 @@ def test_while_a_command_is_imported(tmp_path: Path, how: str, delay: float) -> 
     assert (ended.status, ended.left) == (130, [])
     assert [line for line in ended.said if "Traceback" in line or "Error" in line] == []
     assert ended.said.count("zerocast: interrupted") == 1
-
-
-MASTERS = 24 * 2**20
-COMMANDS: dict[str, list[str]] = {
-    "doctor": ["doctor", "--seconds", "60"],
-    "bench": ["bench", "--scale", "8", "--out", "reports"],
-    "plan": ["plan", "--model", "deepseek-v3", "--format", "nvfp4", "--png", "plan.png"],
-    "inspect": ["inspect", "masters.pt", "--format", "nvfp4", "--weights", "*", "--png", "inspect.png"],
-    "export": ["export", "masters.pt", "out", "--to", "safetensors", "--format", "nvfp4", "--weights", "*"],
-    "export to a checkpoint": ["export", "masters.pt", "out", "--to", "checkpoint"],
-}
-OUTPUTS = ("out", "reports", "plan.png", "inspect.png")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3, 1.0, 3.0])
-@pytest.mark.parametrize("command", COMMANDS)
-def test_at_any_time(tmp_path: Path, command: str, delay: float) -> None:
-    """From the moment that the command is imported, which is before its options are read; one that was done before has ended
-    well.
-    """
-    torch.save({f"w{i}": torch.ones(1024, MASTERS // 1024 // 4) for i in range(6)}, tmp_path / "masters.pt")
-    ended = interrupt_when(["zerocast", *COMMANDS[command]], imports("tyro"), delay, tmp_path, twice=True)
-    assert ended.left == []
-    assert [path.name for path in tmp_path.rglob("*.partial*")] == []
-    if ended.status == 0:
-        return
-    assert ended.status == 130
-    assert [line for line in ended.said if "Traceback" in line or "Error" in line] == []
-    assert ended.said.count("zerocast: interrupted") == 1
-    if command not in ("bench", "doctor"):
-        assert [name for name in OUTPUTS if (tmp_path / name).exists()] in ([], [OUTPUTS[0]])
 
 
 def press(*_: Any, **__: Any) -> None:
@@ -307,22 +269,3 @@ def test_an_interrupt_within_the_exec_of_a_string(tmp_path: Path, end: str) -> N
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ended = subprocess.run([sys.executable, "-m", "pressed"], check=False, cwd=tmp_path, env=environment)
     assert ended.returncode == 130
-
-
-EXAMPLES = {
-    "train": ["examples.gpt_pretrain.train", "--steps", "2000", "--device", "cpu", "--format", "nvfp4"],
-    "demo": ["examples.gpt_pretrain.demo", "--out", "demo_out"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("delay", [0.0, 0.5, 3.0, 15.0])
-@pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples(tmp_path: Path, example: str, delay: float) -> None:
-    """The demo's runs are processes of torchrun, in a session of their own: they end with it."""
-    pytest.importorskip("rich")
-    ended = interrupt_when(EXAMPLES[example], imports("examples.gpt_pretrain.interrupt"), delay, tmp_path, twice=True)
-    assert (ended.status, ended.left) == (130, [])
-    assert [line for line in ended.said if "Traceback" in line] == []
-    assert ended.said.count("interrupted") == 1

@@ -301,16 +301,6 @@ def test_stage_1_keeps_gradients():
     assert one["buckets"] < two["buckets"]
 
 
-@pytest.mark.parametrize("parallel", ["zero1", "zero2"])
-@pytest.mark.parametrize(("fmt", "gib"), [("nvfp4", 9), ("fp8_current", 6), ("fp8_block", 6)])
-def test_low_precision_saves_memory(fmt, gib, parallel):
-    """Llama-3-8B on 8 ranks, against bf16."""
-    model, setup = read_model("llama3-8b").parameters, Setup(parallel, 8, config=PlannedConfig(grad_dtype="bfloat16"))
-    plain, quantized = (footprint(model, name, setup) for name in ("bf16", fmt))
-    assert plain.total_memory - quantized.total_memory >= gib * 2**30
-    assert max(plain.memory["buckets"], quantized.memory["buckets"]) < 1.6 * 2**30
-
-
 @pytest.mark.parametrize("parallel", ["zero1", "zero2", "fsdp2"])
 def test_quantized_gradients_halve_their_bytes(capsys, parallel):
     """1.03 bytes an element in place of 2, and nothing else changes on the wire."""
@@ -380,8 +370,10 @@ def gradients_at_the_most(fmt: str, stage: int, config: ZeroConfig) -> int:
     ],
     ids=["bf16", "fp32", "deterministic", "fp8 wire"],
 )
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+@pytest.mark.parametrize(
+    ("stage", "fmt"),
+    [(1, "bf16"), (2, "nvfp4"), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, "nvfp4"), (2, "bf16")])],
+)
 def test_buckets_in_flight_are_what_was_planned(ranks, fmt, stage, config):
     model = chain("bf16").named_parameters()
     parameters = [Parameter(name, tuple(p.shape), p.dim() == 2 and name != "8.weight") for name, p in model]
@@ -522,31 +514,6 @@ def test_a_sweep(capsys, tmp_path):
         planned = footprint(parameters, "nvfp4", Setup(parallel, row["ranks"], int(shards or 8)))
         assert [one["sent"] for one in row["collectives"]] == [one.sent for one in planned.collectives]
         assert row["memory"] == planned.memory
-
-
-PARALLEL = ("zero1", "zero2", "fsdp2", "hsdp")
-DEFAULT = [("llama3-70b", "fsdp2", "fp8_block"), ("mixtral-8x7b", "zero1", "mxfp8")]
-EVERY = [(m, p, f) for m in KNOWN for p in PARALLEL for f in FORMATS]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in EVERY if case not in DEFAULT]
-
-
-@pytest.mark.parametrize(("model", "parallel", "fmt"), [*DEFAULT, *SLOW])
-def test_every_model_can_be_planned_for(capsys, model, parallel, fmt):
-    """Masters, moments and codes of all parameters are there, over the ranks that share them."""
-    assert main(["plan", "--model", model, "--ranks", "64", "--parallel", parallel, "--format", fmt, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["footprints"][0]
-    sharing = 8 if parallel == "hsdp" else 64
-    assert found["numel"] == KNOWN[model]
-    owned = KNOWN[model] / sharing
-    if not parallel.startswith("zero"):  # whole rows, and of experts whole ones: some ranks have none
-        owned = sum(-(-p.shape[0] // sharing) * math.prod(p.shape[1:]) for p in read_model(model).parameters)
-    assert found["memory"]["masters"] == pytest.approx(4 * owned, rel=2e-3)
-    assert found["memory"]["moments"] == 2 * found["memory"]["masters"]
-    code = {"nvfp4": 0.5, "bf16": 2.0, "mxfp8": 2.0}.get(fmt, 1.0)
-    if parallel.startswith("zero"):
-        codes = code * found["quantized"] + 2 * (found["numel"] - found["quantized"])
-        assert found["memory"]["weights"] == pytest.approx(codes, rel=2e-3)
-    assert all(nbytes >= 0 for terms in (found["memory"], found["wire"]) for nbytes in terms.values())
 
 
 BAD = {

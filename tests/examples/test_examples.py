@@ -225,51 +225,6 @@ def test_a_rank_that_stood_still_does_not_write_into_the_log_that_goes_on(tmp_pa
 # --- two processes --------------------------------------------------------------------------------------------------
 
 
-def torchrun(out: Path, text: Path, *arguments: str) -> list[Record]:
-    fixed = ["--data", str(text), "--eval-sequences", "4", *TINY_ARGUMENTS]
-    with Run(out, [*fixed, *arguments], ranks=2, timeout=120) as run:
-        return run.wait()
-
-
-def what_must_repeat(records: list[Record]) -> list[tuple[object, ...]]:
-    return [(r["event"], r["step"], r["loss"], r.get("grad_norm")) for r in records if "loss" in r]
-
-
-@pytest.mark.slow  # tests/hosts/test_checkpoints.py and tests/fsdp2/test_example.py resume in every run
-@pytest.mark.timeout(400)
-def test_a_resumed_run_repeats_the_uninterrupted_one(text: Path, tmp_path: Path):
-    arguments = [
-        "--format",
-        "nvfp4",
-        "--steps",
-        "6",
-        "--checkpoint-every",
-        "3",
-        "--eval-every",
-        "3",
-        "--grad-accum",
-        "2",
-        "--deterministic",
-        "--measure-every",
-        "3",
-    ]
-    whole = torchrun(tmp_path / "whole", text, *arguments)
-    assert 0.5 < whole[-1]["traffic_bytes_per_parameter"]["weight_gather"] < 1.0
-
-    shutil.copytree(tmp_path / "whole", tmp_path / "again")
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step_00000006")
-    resumed = torchrun(tmp_path / "again", text, *arguments, "--resume", "--overlap")
-    assert [r["step"] for r in resumed if r["event"] == "start"] == [0, 3]
-    assert what_must_repeat(resumed) == what_must_repeat(whole)
-    assert resumed[-1]["traffic_bytes_per_parameter"] == whole[-1]["traffic_bytes_per_parameter"]
-    sampled = [[r for r in records if r["event"] == "measured"] for records in (whole, resumed)]
-    assert [[r["step"] for r in records] for records in sampled] == [[3, 6], [3, 6]]
-    assert sampled[0][1]["weights"] == sampled[1][1]["weights"]  # its codes before are those of the checkpoint
-
-    other = tiny(text, tmp_path / "again", format="fp8_block", steps=8, resume=True)
-    assert train.main(other)["train_loss"] < 6  # one rank, another format
-
-
 def on_this_rank(arguments: list[str]) -> None:
     """train.py on a rank of the pool, as torchrun would start it."""
     world = World(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))

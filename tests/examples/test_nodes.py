@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import CalledProcessError
 
 import pytest
 
@@ -142,24 +141,3 @@ def test_a_node_goes_and_comes_back(tmp_path: Path, parallel: str, fault: str, s
         if fault == "cut off" and not both.apart:
             pytest.skip("there is no link to cut: network namespaces cannot be made here")
         goes_and_comes_back(tmp_path, both, parallel, fault, struck)
-
-
-def refuse_namespaces(*command: str) -> None:
-    raise CalledProcessError(1, command, stderr=b"mount --make-shared /run/netns failed: Operation not permitted")
-
-
-def test_without_namespaces_both_nodes_are_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.examples.nodes._ip", refuse_namespaces)
-    says = pytest.warns(UserWarning, match="no network namespaces here .*Operation not permitted.*: two agents")
-    with says, nodes(tmp_path) as both:
-        assert not both.apart
-        assert both.prefix == [[], []]
-        assert both.address == ["127.0.0.1"] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_node_goes_and_comes_back_on_the_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.examples.nodes._ip", refuse_namespaces)
-    with pytest.warns(UserWarning, match="two agents on the loopback"), nodes(tmp_path) as both:
-        goes_and_comes_back(tmp_path, both, "zero", "killed", struck=1)

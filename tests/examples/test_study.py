@@ -22,7 +22,7 @@ from examples.gpt_pretrain.run_log import Record
 from examples.gpt_pretrain.study import __main__ as command
 from examples.gpt_pretrain.study import runs, show
 from examples.gpt_pretrain.study.outcome import _interval, collect
-from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, TRAINING, WEIGHTS, Job, Size, jobs
+from examples.gpt_pretrain.study.plan import BASELINE, CONTROL, SEEDS, SIZES, TRAINING, Job, Size, jobs
 from tests.selection import worlds
 from tests.workers import Ranks
 
@@ -212,23 +212,6 @@ def test_many_seeds_have_an_interval() -> None:
     assert math.isinf(_interval([0.5]))
 
 
-def test_runs_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[dict[str, str]] = []
-
-    def made(job: Job, *others: Any) -> list[Record]:
-        places.append(others[-1])
-        return records_of(job)
-
-    monkeypatch.setattr(command, "train", made)
-    monkeypatch.setattr(command, "SIZES", {"cpu": TINY})
-    arguments = ["--out", str(tmp_path), "--at-once", "4"]
-    assert command.main([*arguments, "--gpus", "2"]) == 0
-    assert {place["CUDA_VISIBLE_DEVICES"] for place in places} == {"0", "1"}
-    places.clear()
-    assert command.main(arguments) == 0
-    assert places == [{}] * len(list(jobs(TINY)))
-
-
 GPU = dataclasses.replace(SIZES["gpu"], config=TINY.config)
 
 
@@ -286,40 +269,6 @@ def test_runs_of_two_machines_are_not_compared(change: dict[str, Any]) -> None:
         collect("cpu", TINY, made)
 
 
-def test_runs_on_equal_gpus_of_two_hosts_are_compared() -> None:
-    """Cores and installed peers change no bit of a run on a GPU; the table names all numbers of cores."""
-    made = {job: records_of(job, device="cuda:0") for job in jobs(TINY)}
-    last = list(made)[-1]
-    made[last] = records_of(last, device="cuda:0", machine={**MACHINE, "cores": 16, "torchao": "0.16.0"})
-    outcome = collect("gpu", TINY, made)
-    assert outcome["cores"] == [2, 16]
-    assert "2 and 16 cores" in show.markdown(outcome, "command")
-
-
-def test_each_seed_may_have_a_gpu_of_its_own() -> None:
-    """A gap compares runs of one seed, so slices of machine time may be on other GPUs; the table names all."""
-    made = {job: records_of(job, device="cuda:0") for job in jobs(TINY)}
-    for job in made:
-        if job.seed == 2:
-            made[job] = records_of(job, device="cuda:0", machine={**MACHINE, "device": "another"})
-    outcome = collect("gpu", TINY, made)
-    assert outcome["machines"] == sorted([MACHINE["device"], "another"])
-    assert " and ".join(outcome["machines"]) in show.markdown(outcome, "command")
-
-
-def test_some_rows_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: list[str] = []
-    monkeypatch.setattr(command, "train", lambda job, *_: trained.append(job.variant) or records_of(job))
-    monkeypatch.setattr(command, "SIZES", {"cpu": TINY})
-    arguments = ["--out", str(tmp_path), "--rows"]
-    assert command.main([*arguments, BASELINE, "nvfp4"]) == 0
-    assert sorted(trained) == sorted([BASELINE, "nvfp4"] * len(TINY.seeds))
-    outcome = json.loads((tmp_path / "cpu" / "results.json").read_text())
-    assert list(outcome["variants"]) == [BASELINE, "nvfp4"]
-    with pytest.raises(SystemExit, match=r"--rows: the plan has 'bf16', .*, and not 'nothing'"):
-        command.main([*arguments, BASELINE, "nothing"])
-
-
 def forgotten(fmt: Any) -> list[tuple[str, float, float]]:
     """After a step, (name, what forgetting changes of the masters here, how far they are from the weights then)."""
     config = dataclasses.replace(TINY.config, format=fmt)
@@ -362,26 +311,3 @@ def test_without_masters_there_is_nothing_but_the_weights(ranks: Ranks, world: i
 def test_bf16_has_no_masters_to_forget() -> None:
     with pytest.raises(ValueError, match="needs a quantized format, got bf16"):
         TrainConfig(format="bf16", keep_masters=False)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_small_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    variants = {name: WEIGHTS[name] for name in (BASELINE, "nvfp4", CONTROL)}
-    small = dataclasses.replace(TINY, ranks=2, variants=variants, seeds=(0,))
-    monkeypatch.setattr(command, "SIZES", {"cpu": small})
-    assert command.main(["--out", str(tmp_path), "--limit", "2"]) == 0
-    made = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("metrics.jsonl")}
-    assert len(made) == 2
-    assert command.main(["--out", str(tmp_path)]) == 0
-    assert all(path.stat().st_mtime_ns == written for path, written in made.items())
-    outcome = json.loads((tmp_path / "cpu" / "results.json").read_text())
-    assert list(outcome["variants"]) == [BASELINE, "nvfp4", CONTROL]
-    for name, found in outcome["variants"].items():
-        records = [
-            json.loads(line) for line in (tmp_path / "cpu" / f"{name}-0" / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert found["validation_loss"] == records[-1]["validation_loss"]
-        assert math.isfinite(found["gap"])
-        assert len(found["seeds"]["0"]["train_curve"]) == TINY.config.steps
-    assert show.table(outcome) in capsys.readouterr().out
