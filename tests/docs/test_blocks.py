@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.page import Page, markdown_files, pages
-from tests.workers import Ranks, RanksFailed
+from tests.workers import Ranks
 
 CASES = [pytest.param(page, world, id=f"{page}-{world}") for page in pages() for world in page.worlds]
 PYTHON_WITHOUT_FENCE = re.compile(r"^ {4}(?:from \w|import \w|@|.*\bzerocast(?:\.\w+)+\()", re.MULTILINE)
@@ -34,15 +34,3 @@ def test_python_is_in_fences(path: Path) -> None:
     """Indented Python would not be run."""
     prose = FENCED.sub("", path.read_text())
     assert PYTHON_WITHOUT_FENCE.search(prose) is None
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_broken_block_fails(ranks: Ranks, tmp_path: Path, world: int) -> None:
-    page = Page(tmp_path / "page.md")
-    page.path.write_text(
-        "# A page\n\n```python\nimport zerocast\n```\n\nThen:\n\n```python\nzerocast.quantise_(None)\n```\n"
-    )
-    with pytest.raises((AttributeError, RanksFailed)) as failure:
-        run(ranks, page, world, tmp_path)
-    shown = "".join(map(str, [failure.getrepr(), failure.value]))
-    assert "quantise_" in shown and "page.md" in shown

@@ -59,23 +59,6 @@ def test_commands_exist(page: str, line: str) -> None:
     check(words_of(line))
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "zerocast plan --modle x",
-        "zerocast bench stepp",
-        "zerocast bake",
-        "make dinner",
-        "python -m zerocast.nothing",
-        "python no.py",
-    ],
-)
-def test_a_wrong_command_is_found(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises((SystemExit, AttributeError, AssertionError, ModuleNotFoundError)):
-        check(words_of(line))
-    capsys.readouterr()
-
-
 def test_commands_are_found() -> None:
     assert {page for page, _ in commands()} >= {"README.md", "zerocast/cli/README.md", "examples/README.md"}
 

@@ -381,7 +381,7 @@ class OutsideCollectives(Places):
         return kind.__torch_dispatch__(self, func, types, args, kwargs)
 
 
-EVERY = pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+EVERY = pytest.mark.parametrize("every", [20, pytest.param(1, marks=pytest.mark.slow)])
 
 
 @EVERY

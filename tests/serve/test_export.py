@@ -8,11 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import zerocast
-from tests.fsdp2 import models
-from tests.fsdp2.models import Net
 from zerocast import Recipe
 from zerocast.export import export_safetensors
-from zerocast.fsdp2 import torch_fsdp
 from zerocast.serve.write import INDEX
 
 safetensors = pytest.importorskip("safetensors")
@@ -191,51 +188,6 @@ def test_values_of_exact_scales(tmp_path):
         assert torch.equal(codes, weight.rowwise_data)
         scales = found["up.weight_scale"].view(torch.uint8)
         assert torch.equal(scales, weight.rowwise_scale_inv[: weight.shape[0], : weight.shape[1] // 16])
-
-
-def after_training(folder: str) -> None:
-    """Rank 1 exports what all ranks hold, with a gather in flight."""
-    source = model("nvfp4")
-    config = zerocast.ZeroConfig(overlap_all_gather=True)
-    optimizer = zerocast.ZeroAdamW(source.named_parameters(), lr=0.1, config=config)
-    for parameter in source.parameters():
-        parameter.grad = torch.ones(parameter.shape, dtype=parameter.dtype)
-    optimizer.step()
-    if torch.distributed.get_rank() == 1:
-        export_safetensors(source, folder, "modelopt")
-        decoded = modelopt(read(Path(folder)), "up.weight", torch.Size((288, 160)))
-        wanted = source.get_parameter("up.weight").dequantize()  # type: ignore[operator]
-        torch.testing.assert_close(decoded, wanted.float(), rtol=2**-8, atol=0.0)
-    torch.distributed.barrier()
-
-
-def test_after_training(ranks, tmp_path):
-    ranks(2)(after_training, str(tmp_path / "out"))
-
-
-def from_shards(folder: str) -> None:
-    """All ranks export, rank 0 writes; each group is gathered for it, and freed again."""
-    sharded = models.sharded(Net(("nvfp4", "fp8_block"), 64, 96))
-    export_safetensors(sharded, f"{folder}/bf16")
-    with pytest.raises(ValueError, match="modelopt has names for nvfp4"):
-        export_safetensors(models.sharded(Net(("mxfp4",), 64, 96)), f"{folder}/none", "modelopt")
-    export_safetensors(sharded, f"{folder}/modelopt", "modelopt")
-    assert not any(group.is_unsharded for group in torch_fsdp.groups(sharded))
-    with pytest.raises((ValueError, RuntimeError), match="is not empty: export into a new folder"):
-        export_safetensors(sharded, f"{folder}/modelopt", "modelopt")
-
-
-def test_shards_of_fsdp2_export_as_the_whole_model(ranks, tmp_path):
-    ranks(2)(from_shards, str(tmp_path))
-    net = Net(("nvfp4", "fp8_block"), 64, 96)
-    whole = zerocast.quantize_(net, Recipe(net.recipe), dtype=torch.bfloat16)
-    export_safetensors(whole, tmp_path / "whole", "modelopt")
-    found, wanted = read(tmp_path / "modelopt"), read(tmp_path / "whole")
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name].float(), wanted[name].float()) for name in wanted)
-    dequantized = read(tmp_path / "bf16")["blocks.0.1.weight"]
-    assert torch.equal(dequantized, whole.get_parameter("blocks.0.1.weight").dequantize())  # type: ignore[operator]
-    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

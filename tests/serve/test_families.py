@@ -199,8 +199,13 @@ def check(family: str, naming: str, fmt: str, folder: Path) -> str:
     return said
 
 
-@pytest.mark.parametrize("family", QUICK)
-@pytest.mark.parametrize("case", QUICK_CASES, ids=" ".join)
+# Two cases of each family, and each case of several.
+PAIRS = [(family, QUICK_CASES[(2 * at + more) % 5]) for at, family in enumerate(QUICK) for more in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("family", "case"), PAIRS, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+)
 def test_some_families(tmp_path: Path, family: str, case: tuple[str, str]) -> None:
     assert check(family, *case, tmp_path / "out").startswith(("equal", "refused: "))
 
