@@ -165,7 +165,7 @@ class EngineSender:
         try:
             if message.tensors:
                 # A view would be saved with the whole of its storage.
-                torch.save([tensor.detach().cpu().clone() for tensor in message.tensors], path)
+                torch.save([tensor.detach().to("cpu", copy=True) for tensor in message.tensors], path)
             self._client.update_weights({"header": header, "file": name if message.tensors else None})
         finally:
             path.unlink(missing_ok=True)
