@@ -159,6 +159,20 @@ def test_ranks_that_get_messages_of_two_runs() -> None:
     on_engine(2, run)
 
 
+def test_a_rank_that_gets_no_header() -> None:
+    """The others do not wait for it."""
+
+    def run(rank: Rank) -> None:
+        assert rank.accept(FULL) == ""
+        message, given = DELTA[0]
+        with pytest.raises(RefitError, match="a refit could not be staged: rank 1 of 2: AttributeError"):
+            rank.receiver.accept(None if rank.weights.rank else message, lambda: given)  # type: ignore[arg-type]
+        rank.check(FIRST)
+        assert rank.is_servable() and rank.accept(LAST) == ""
+
+    on_engine(2, run)
+
+
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_rank_that_is_told_to_apply_before_the_others(early: int) -> None:
     """They wait for the last message, and it would write alone."""

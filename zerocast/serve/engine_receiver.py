@@ -126,9 +126,9 @@ class EngineReceiver:
         Raises RefitError, on all ranks alike, naming the rank that refused. The refit is dropped
         then, and the weights are as they were.
         """
-        self._call = f"message {header.get('header_digest')}"
         covered: dict[str, Tensor] = {}
         with self._agreed("could not be staged"):
+            self._call = f"message {header.get('header_digest')}"
             self._admit(header, read())
             if header["kind"] == FULL:
                 assert self._stage is not None
@@ -165,7 +165,7 @@ class EngineReceiver:
         text = error and (str(error) if isinstance(error, RefitError) else f"{type(error).__name__}: {error}")
         states = self._group.all_gather_object((self._call, text), "the state of a refit")
         for rank, (call, refusal) in enumerate(states):
-            if call != states[0][0]:
+            if refusal is None and call != states[0][0]:
                 refusal = f"its {call} came with the {states[0][0]} of rank 0: {ASK}"
             if refusal is not None:
                 self._stage = None
