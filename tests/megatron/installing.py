@@ -352,10 +352,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "attached by hand": (_attached_by_hand, r"RuntimeError: a \w+ is attached already: detach\(\) first"),
     "two recipes": (_two_recipes, "ValueError: .*recipe.*fp8_current"),
-    "an embedding": (
-        _with(recipe={"*.weight": "fp8_block"}),
-        "ValueError: .*embedding.word_embeddings.weight is the table of an embedding and is not quantized",
-    ),
     "refused on one rank": (
         _with("--num-layers", "2", "--pipeline-model-parallel-size", "2", recipe={"*embedding*.weight": "fp8_block"}),
         "ValueError: rank 0: embedding.word_embeddings.weight is the table of an embedding",
@@ -384,10 +380,6 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "verified never by the flag": (
         _with(*FLAG, "--zerocast-verify-every", "-1", recipe=None),
         "ValueError: .*verify_every is None or at least 1, got -1",
-    ),
-    "mxfp8": (
-        _with(recipe={"*.linear_*.weight": "mxfp8"}),
-        "ValueError: .* mxfp8 needs both directions gathered.* use mxfp8:block=32x32",
     ),
     "torch": (_with("--ckpt-format", "torch"), "ValueError: .*--ckpt-format torch, .* saved as torch_dist only"),
     "whole masters": (_with(without=DISTRIBUTED), "ValueError: .*use_distributed_optimizer=False is not supported"),

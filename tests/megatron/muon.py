@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 import zerocast
-from tests.megatron import checkpoints, te, training
+from tests.megatron import checkpoints, training
 from tests.megatron.host_on_cpu import WHY_NOT
-from tests.megatron.ranks_host import device
 from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
@@ -32,7 +31,6 @@ if not WHY_NO_MUON:
     from megatron.core import parallel_state
 
     try:
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.optimizer.emerging_optimizers import EmergingOptimizerEntry
         from megatron.core.optimizer.layer_wise_optimizer import (
             LayerWiseDistributedOptimizer,
@@ -89,24 +87,7 @@ def build_optimizer(case: Case, chunks: list[Any]) -> Any:
 
 def build_chunk(case: Case, seed: int = 7, biases: bool = False) -> Any:
     """A quantized model in its DistributedDataParallel, with the layout of whole matrices."""
-    config, model, recipe = training.configuration(), _model(case, seed, biases), zerocast.Recipe(FORMATS[case.formats])
-    model.to(device())
-    ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
-    for param in model.layers[2:].parameters() if case.experts else ():
-        param.allreduce = False
-    if ours is not None:
-        zerocast.quantize_(model, ours)
-    options = {
-        "use_distributed_optimizer": True,
-        "overlap_grad_reduce": case.overlap,
-        "overlap_param_gather": case.overlap,
-        "pad_buckets_for_high_nccl_busbw": case.busbw,
-        "bucket_size": case.bucket_size,
-        "grad_reduce_in_fp32": True,
-        **case.ddp_options,
-    }
-    ddp_config = DistributedDataParallelConfig(**options)
-    return DistributedDataParallel(config, ddp_config, model, full_param_layout=full_layout(model, ddp_config))
+    return training.build_chunk(case, model=_model(case, seed, biases), layout=full_layout)
 
 
 def _model(case: Case, seed: int = 7, biases: bool = False) -> Any:

@@ -282,13 +282,6 @@ def computed_by_another_recipe(how: str) -> str:
         return error_of(run.optimizer.step)
 
 
-def through_the_gradients() -> str:
-    """What is said of tiles where Megatron is told to gather bf16 through the gradient buffer."""
-    with host(ALL_LAYERS):
-        options = {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True}
-        return error_of(lambda: build_attached(Case("tiles", te=ALL_LAYERS, ddp_options=options)))
-
-
 def of_a_kind(kind: str) -> str:
     """What is said of tensors that have no place in a byte buffer: where they are built, or where they are attached."""
     with host(ALL_LAYERS):
@@ -329,53 +322,13 @@ def grouped_experts() -> str:
         return error_of(lambda: integration.attach(run.optimizer, run.ddp))
 
 
-def grouped_in_a_model(fmt: str) -> tuple[str, str]:
-    """What is said where a layer of TransformerEngine's with one weight for two experts is wrapped: by Megatron alone, whose buffer
-    holds the codes of both if it says nothing, and in `quantized_params()`.
-    """
-    with host(ALL_LAYERS):
-
-        def wrapped() -> Any:
-            model = Model(configuration(), ALL_LAYERS)
-            model.experts = torch.nn.Module()
-            model.experts.weight = torch.nn.Parameter(grouped(fmt))
-            return wrap(Case(te=ALL_LAYERS), configuration(), model)
-
-        def by_megatron() -> None:
-            ddp = wrapped()
-            (weight,) = (one for name, one in ddp.module.named_parameters() if name == "experts.weight")
-            (data,) = (one.param_data for one in ddp.buffers if weight in one.param_index_map)
-            for member in weight.quantized_tensors:
-                assert member._rowwise_data.untyped_storage().data_ptr() == data.untyped_storage().data_ptr()
-
-        def by_zerocast() -> None:
-            with integration.quantized_params():
-                wrapped()
-
-        return error_of(by_megatron), error_of(by_zerocast)
-
-
-def grouped_by_a_recipe(options: dict[str, Any]) -> str:
-    """What Megatron's configuration says of one weight for all experts."""
-    configurations = importlib.import_module("megatron.core.transformer.transformer_config")
-    experts = {
-        "num_moe_experts": 2,
-        "moe_grouped_gemm": True,
-        "moe_single_grouped_weight": True,
-        "add_bias_linear": False,
-    }
-    with mock.patch.object(configurations, "is_te_min_version", return_value=True):
-        return error_of(
-            lambda: configurations.TransformerConfig(
-                num_layers=1,
-                hidden_size=64,
-                num_attention_heads=4,
-                params_dtype=torch.bfloat16,
-                bf16=True,
-                **experts,
-                **options,
-            )
-        )
+def grouped_in_a_model(fmt: str) -> str:
+    """What is said where a layer of TransformerEngine's with one weight for two experts is wrapped."""
+    with host(ALL_LAYERS), integration.quantized_params():
+        model = Model(configuration(), ALL_LAYERS)
+        model.experts = torch.nn.Module()
+        model.experts.weight = torch.nn.Parameter(grouped(fmt))
+        return error_of(lambda: wrap(Case(te=ALL_LAYERS), configuration(), model))
 
 
 def changed_afterwards(what: str) -> str:

@@ -157,10 +157,6 @@ AS_IT_IS = (
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "whole masters": (_options(use_distributed_optimizer=False), WHOLE),
     "whole masters in DDP": (_options(ddp={"use_distributed_optimizer": False}), WHOLE),
-    "whole masters in both": (
-        _options(ddp={"use_distributed_optimizer": False}, use_distributed_optimizer=False),
-        WHOLE,
-    ),
     "masters in half precision": (
         _options(optimizer_cpu_offload=True, use_precision_aware_optimizer=True, main_params_dtype=torch.float16),
         "ValueError: main_params_dtype is not supported: .* leave it at torch.float32",

@@ -12,7 +12,6 @@ from tests.workers import Ranks
 
 PARALLEL = "data, TransformerEngine's tensors"
 SETS = ["te", "tiles"]
-OTHERS = ["tensorwise", "delayed", "blockwise"]
 
 pytestmark = [needs_megatron, needs_four_bits, te.needs_te]
 
@@ -118,53 +117,16 @@ def test_tiles_under_a_recipe_of_blocks(ranks: Ranks, how: str) -> None:
         )
 
 
-def test_tiles_are_not_gathered_through_gradients(ranks: Ranks) -> None:
-    for said in ranks(2)(te_attaching.through_the_gradients):
-        assert re.match(r"ValueError: reuse_grad_buf_for_mxfp8_param_ag is not supported: .* square_mxfp8\(\)", said)
-
-
-BF16_ALONE, UNSUPPORTED = (
-    "Single grouped MXFP8 params require --reuse",
-    "Unsupported single grouped quantized parameter recipe",
-)
-
-
-@pytest.mark.parametrize(
-    ("fmt", "theirs"),
-    [
-        ("nvfp4", ""),
-        ("mxfp8", BF16_ALONE),
-        ("mxfp8:block=32x32", BF16_ALONE),
-        ("fp8_block", UNSUPPORTED),
-        ("fp8_current", UNSUPPORTED),
-        ("fp8_delayed", UNSUPPORTED),
-    ],
-)
-def test_several_experts_in_one_tensor_are_refused(ranks: Ranks, fmt: str, theirs: str) -> None:
-    """By name, where it would be wrapped. Megatron itself lays out NVFP4 alone in a buffer of bytes."""
-    for by_megatron, by_zerocast in ranks(2)(te_attaching.grouped_in_a_model, fmt):
-        assert (theirs in by_megatron) if theirs else by_megatron == ""
-        assert re.match("ValueError: experts.weight is a GroupedTensor with the codes of several experts", by_zerocast)
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8", "mxfp8:block=32x32", "fp8_block", "fp8_current", "fp8_delayed"])
+def test_several_experts_in_one_tensor_are_refused(ranks: Ranks, fmt: str) -> None:
+    """By name, where it would be wrapped."""
+    for said in ranks(2)(te_attaching.grouped_in_a_model, fmt):
+        assert re.match("ValueError: experts.weight is a GroupedTensor with the codes of several experts", said), said
 
 
 def test_several_experts_in_one_tensor_are_not_attached(ranks: Ranks) -> None:
     for said in ranks(2)(te_attaching.grouped_experts):
         assert re.match("TypeError: .* is a GroupedTensor, .* set moe_single_grouped_weight=False", said), said
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        *(({"fp8": "e4m3", "fp8_recipe": recipe}, "fp8_recipe='mxfp8', or fp4_recipe='nvfp4'") for recipe in OTHERS),
-        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "requires use_transformer_engine_op_fuser=True"),
-        ({"fp4": "e2m1", "fp4_recipe": "nvfp4"}, "requires use_transformer_engine_op_fuser=True"),
-    ],
-    ids=str,
-)
-def test_recipes_for_several_experts_in_one_tensor(ranks: Ranks, options: dict[str, Any], said: str) -> None:
-    """Megatron has it for MXFP8 and NVFP4, whose products and casts TransformerEngine has on Blackwell alone."""
-    (found,) = ranks(1)(te_attaching.grouped_by_a_recipe, options)
-    assert found.startswith("ValueError: moe_single_grouped_weight") and said in found
 
 
 def test_a_host_without_a_seam_is_named(ranks: Ranks) -> None:

@@ -191,20 +191,6 @@ def one_of_two(formats: str) -> tuple[str, str]:
         return error, step
 
 
-def torch_optimizer(case: Case) -> tuple[str, tuple[str, ...]]:
-    """torch's AdamW over the parameters, given gradients by hand as without it."""
-    with host():
-        with integration.quantized_params():
-            run = build(case)
-        run.forward_and_backward(0)
-        for param in run.ddp.parameters():
-            param.grad = param.main_grad.to(param.dtype)
-        quantized = [param for param in run.ddp.parameters() if isinstance(param, QuantizedWeight)]
-        before = _bytes(run.ddp)
-        error = error_of(lambda: torch.optim.AdamW(quantized).step())
-        return error, _different(before, _bytes(run.ddp))
-
-
 pytestmark = needs_megatron
 NOT_ATTACHED = "is not attached: Megatron's own copy would write over the codes of its quantized weights. Call attach("
 WAS_DETACHED = "was detached: nothing casts its masters, and Megatron's own copy would write over the codes"
@@ -287,9 +273,3 @@ def test_one_of_two_optimizers(ranks: Ranks) -> None:
     for attached, step in ranks(2)(one_of_two, MIXED):
         assert "no optimizer that was given owns the quantized weights" in attached and NOT_ATTACHED in step
     assert ranks(2)(one_of_two, "half") == [("", "")] * 2
-
-
-@pytest.mark.parametrize("formats", ALL)
-def test_an_optimizer_of_torch_over_the_parameters(ranks: Ranks, formats: str) -> None:
-    for error, changed in ranks(2)(torch_optimizer, Case(formats)):
-        assert "QuantizedWeight" in error and not changed

@@ -275,11 +275,12 @@ def configuration() -> Any:
     )
 
 
-def build_chunk(case: Case, disable_bucketing: bool = False) -> Any:
-    """A model in its DistributedDataParallel."""
-    torch.manual_seed(case.seed)
+def build_chunk(case: Case, disable_bucketing: bool = False, model: Any = None, layout: Any = None) -> Any:
+    """A model in its DistributedDataParallel: one of `case`, or this one, with a layout of its parameters that `layout` makes."""
     config = configuration()
-    model = Model(config, case.te, case.kind)
+    if model is None:
+        torch.manual_seed(case.seed)
+        model = Model(config, case.te, case.kind)
     model.to(device())
     recipe = zerocast.Recipe(FORMATS[case.formats])
     ours = te.use_te_tensors(model, recipe, device()) if case.te else recipe
@@ -291,10 +292,10 @@ def build_chunk(case: Case, disable_bucketing: bool = False) -> Any:
         zerocast.quantize_(model, ours)
     for layer in model.layers[:2] if case.kind.startswith("frozen") else ():
         layer.weight.requires_grad_(False)
-    return wrap(case, config, model, disable_bucketing)
+    return wrap(case, config, model, disable_bucketing, layout)
 
 
-def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = False) -> Any:
+def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = False, layout: Any = None) -> Any:
     """The model in its DistributedDataParallel."""
     options = {
         "use_distributed_optimizer": True,
@@ -305,7 +306,9 @@ def wrap(case: Case, config: Any, model: nn.Module, disable_bucketing: bool = Fa
         "grad_reduce_in_fp32": True,
         **case.ddp_options,
     }
-    return DistributedDataParallel(config, DistributedDataParallelConfig(**options), model, disable_bucketing)
+    ddp_config = DistributedDataParallelConfig(**options)
+    more = {"full_param_layout": layout(model, ddp_config)} if layout else {}
+    return DistributedDataParallel(config, ddp_config, model, disable_bucketing, **more)
 
 
 def build_attached(case: Case, **options: Any) -> tuple[Run, Any]:
