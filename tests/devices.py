@@ -1,7 +1,8 @@
 """Where a backend works: its stages on CPU tensors, whatever device they are for."""
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -73,3 +74,14 @@ def _on_a_gpu(function: Callable[..., None], arguments: tuple[Any, ...]) -> None
     function(*map(there, arguments))
     for original, copy in moved.values():
         original.copy_(copy)
+
+
+@contextlib.contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Within, torch has so many threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

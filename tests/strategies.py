@@ -12,6 +12,7 @@ from tests.casts import FORMATS, NOMINAL
 from tests.matrices import CONTENTS
 from tests.sharded import Cut, Weight
 from zerocast import get_format
+from zerocast.backends import extension
 from zerocast.formats.layout import matrix_shape
 
 SPECIAL = tuple(sorted(CONTENTS))
@@ -24,12 +25,18 @@ def is_interpreted(backend: str) -> bool:
 
 def examples(backend: str) -> settings:
     """The profile's number of examples. A twelfth of it for a backend whose kernels are interpreted, and a third for the
-    reference, which the other backends are compared with as well.
+    reference, which the other backends are compared with as well, and for the lower SIMD levels of the C++ backend, whose code
+    differs in the width of its vectors alone.
     """
     whole = settings().max_examples
-    return settings(
-        max_examples=max(1, whole // (12 if is_interpreted(backend) else 3 if backend == "reference" else 1))
-    )
+    is_third = backend == "reference" or (backend == "cpu" and not is_at_best_level())
+    return settings(max_examples=max(1, whole // (12 if is_interpreted(backend) else 3 if is_third else 1)))
+
+
+def is_at_best_level() -> bool:
+    """True if the C++ backend runs at the highest SIMD level of this machine now."""
+    compiled = extension.load()
+    return bool(compiled.simd_level() == compiled.simd_levels()[0])
 
 
 LARGE = {

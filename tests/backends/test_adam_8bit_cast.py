@@ -101,19 +101,15 @@ def test_update_amax_and_codes(any_backend: str) -> None:
     @strategies.examples(any_backend)
     @given(case=cases().map(of_case), threads=st.integers(1, 3))
     def check(case: EightBit, threads: int) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with devices.threads(threads):
             assert_same_state(case.run(any_backend, torch.tensor([False])), case.composed(), str(case.bench.weights))
-        finally:
-            torch.set_num_threads(before)
 
     check()
 
 
 @pytest.mark.long_interpreted
 @pytest.mark.long_at_every_level
-@pytest.mark.parametrize("fmt", ["fp8_block", "mxfp8:block=32x32", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_block", pytest.param("mxfp8:block=32x32", marks=pytest.mark.slow), "mxfp4"])
 def test_large_weights(variant: str, fmt: str, seed: int) -> None:
     """Larger than the pieces that a backend cuts its work into; the second one is owned from its second row of blocks on."""
     columns = 416 if strategies.is_interpreted(variant) else 32 * 520

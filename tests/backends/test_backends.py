@@ -46,12 +46,8 @@ def test_stage_equals_reference(variant: str) -> None:
     @strategies.examples(variant)
     @given(bench=benches(), threads=st.integers(1, 3))
     def check(bench: Bench, threads: int) -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
+        with devices.threads(threads):
             assert_equal_stages(bench, variant)
-        finally:
-            torch.set_num_threads(before)
 
     check()
 

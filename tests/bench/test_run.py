@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,15 +21,6 @@ from zerocast.cli import main
 
 CPU = torch.device("cpu")
 SMALL = A.scaled(64)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """The work is tiny: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small(**changes: object) -> BenchConfig:

@@ -48,24 +48,6 @@ def test_cut_blocks_are_read_once_more():
     assert traffic.step_in_two_passes - traffic.step == 4 * 96 * 192
 
 
-@pytest.mark.parametrize(
-    ("moved", "milliseconds"),
-    [
-        (of(A, "fp8_block").cast, 0.93),
-        (of(A, "fp8_current").cast, 0.93),
-        (of(A, "mxfp8").cast, 1.29),
-        (of(A, "nvfp4").cast, 0.94),
-        (of(A, "nvfp4").adam, 2.88),
-        (of(A, "nvfp4").step, 3.41),
-        (of(A, "fp8_block").step, 2.986),
-        (of(A, "fp8_block").step_in_two_passes, 3.40),
-        (of(A, "fp8_current").transpose, 1.65),
-    ],
-)
-def test_floors_at_the_published_copy_rate(moved: int, milliseconds: float):
-    assert moved / 4237e6 == pytest.approx(milliseconds, abs=0.006)
-
-
 def test_a_small_nvfp4_cast_by_hand():
     traffic = of(HALF, "nvfp4")  # a weight has 16 x 12 tiles, a scale buffer of 256 x 12 and one tensor amax
     assert traffic.masters == 4 * 49_152
