@@ -10,7 +10,7 @@ BUILT_FROM := setup.py pyproject.toml constraints.txt $(shell find csrc -type f)
 
 CPP = $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.inc' 'csrc/*.cu' 'csrc/*.cuh')
 
-.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices families shown bench cuda wheel wheel-kernels sanitize sanitize-cpu lint docs format clean
+.PHONY: demo test coverage test-slow test-hosts suites hosts readers vllm hosts-table notices families bench cuda wheel wheel-kernels sanitize sanitize-cpu lint docs format clean
 
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.gpt_pretrain.demo
@@ -101,10 +101,6 @@ notices: $(VENV)/.dev
 # What exports accept of every causal family of transformers (tests/serve/families.py).
 families: readers
 	$(BIN)/python -m tests.serve.families
-
-# What pages show of the output of commands (tests/docs/shown.py).
-shown: $(VENV)/.dev
-	$(BIN)/python -m tests.docs.shown
 
 # The kernel tests under NVIDIA's checkers; needs a GPU, and an environment whose torch sees it: make sanitize BIN=/path/to/bin
 SANITIZED := tests/formats/test_goldens.py tests/backends/test_adam_amax.py tests/backends/test_adam_update.py tests/backends/test_adam_8bit.py tests/backends/test_dequantize.py tests/backends/test_gradient_messages.py tests/gemm/test_gemm_inputs.py tests/backends/test_backends.py

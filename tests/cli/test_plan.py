@@ -514,6 +514,11 @@ def test_a_sweep(capsys, tmp_path):
         planned = footprint(parameters, "nvfp4", Setup(parallel, row["ranks"], int(shards or 8)))
         assert [one["sent"] for one in row["collectives"]] == [one.sent for one in planned.collectives]
         assert row["memory"] == planned.memory
+    assert main(command) == 0
+    table = capsys.readouterr().out
+    assert table.count("sent per rank") == 4
+    for row in rows:
+        assert f"{sum(row['memory'].values()) / 2**30:,.2f} GiB" in table
 
 
 BAD = {
