@@ -110,7 +110,7 @@ def namings_table() -> str:
 
 
 def matrix(record: Mapping[str, str | dict[str, str]]) -> str:
-    """Markdown: a row for the families that have the same outcomes."""
+    """Markdown: a row for the families, and a column for the cases, that have the same outcomes."""
     families: dict[tuple[str, ...], list[str]] = defaultdict(list)
     # The families without outcomes, by the reason.
     others: dict[str, list[str]] = defaultdict(list)
@@ -119,10 +119,15 @@ def matrix(record: Mapping[str, str | dict[str, str]]) -> str:
             others[outcomes].append(family)
         else:
             families[tuple(outcomes.values())].append(family)
-    lines = [["families", *(f"{naming} {fmt}" for naming, fmt in CASES)], ["---"] * (len(CASES) + 1)]
-    for outcomes, names in sorted(families.items(), key=lambda item: -len(item[1])):
-        shown = "all others" if {*outcomes} == {YES} else ", ".join(names)
-        lines.append([f"{len(names)}: {shown}", *outcomes])
+    rows = sorted(families.items(), key=lambda item: -len(item[1]))
+    columns: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for (naming, fmt), *outcomes in zip(CASES, *(row for row, _ in rows), strict=True):
+        columns[tuple(outcomes)][naming].append(fmt)
+    cases = ["; ".join(f"{naming} {', '.join(fmts)}" for naming, fmts in column.items()) for column in columns.values()]
+    lines = [["families", *cases], ["---"] * (len(cases) + 1)]
+    for (outcomes, names), *shown in zip(rows, *columns, strict=True):
+        label = "all others" if {*outcomes} == {YES} else ", ".join(names)
+        lines.append([f"{len(names)}: {label}", *shown])
     rest = [f"* {len(names)} {WITHOUT[reason]}: {', '.join(names)}." for reason, names in sorted(others.items())]
     wrapped = [textwrap.fill(line, 100, subsequent_indent="  ", break_on_hyphens=False) for line in rest]
     return _markdown(lines) + "\n" + "\n".join(wrapped) + "\n"
