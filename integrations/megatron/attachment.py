@@ -342,7 +342,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
         if any(is_primary(param) for chunk in chunks for param in chunk.parameters()):
             # Before `collect`, which then finds the masters in CPU memory.
             for inner in host.distributed_optimizers(optimizer):
-                offload.keep_on_host(inner, patches)
+                offload.keep_on_cpu(inner, patches)
         shards = collect(optimizer, chunks)
         attachment = Attachment(*build_drivers(shards, patches))
         attachment.patch(patches, optimizer, [shard.optimizer for shard in shards], chunks, verify_every)

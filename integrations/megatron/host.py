@@ -254,7 +254,7 @@ def offloads(inner: Any) -> bool:
     return isinstance(inner, hybrid())
 
 
-def host_copies(inner: Any) -> Mapping[Any, Any]:
+def cpu_copies(inner: Any) -> Mapping[Any, Any]:
     """Return a dict from each offloaded master to its copy in CPU memory, which a step updates.
 
     Empty for an optimizer that offloads nothing.

@@ -3,7 +3,7 @@
 As Megatron has it, that optimizer keeps the moments and a copy of every offloaded master in CPU
 memory. A step updates the copies and copies them back into the FP32 masters on the GPU. Under
 zerocast the copies are the only masters: they are cast from CPU memory, and on the GPU each is
-represented by a `HostMaster` that has no memory. That begins at the construction of the optimizer,
+represented by a `CpuMaster` that has no memory. That begins at the construction of the optimizer,
 or at `attach`.
 
 With BF16 weights Megatron gives the optimizer the weights themselves, and its CPU copies are the
@@ -26,12 +26,12 @@ from . import host, ownership
 from .primary import is_primary
 
 
-class HostMaster(Tensor):
+class CpuMaster(Tensor):
     """Represents on a device a master that is stored in CPU memory.
 
     Megatron sorts masters by their device and gives them gradients there, so a master in CPU memory
     needs a tensor on the GPU. Operators on it read and write `memory`. Their results are other
-    HostMasters where they are views of `memory`, else tensors copied to the device. It has no data
+    CpuMasters where they are views of `memory`, else tensors copied to the device. It has no data
     pointer: kernels that ask for the address raise RuntimeError.
 
     Attributes:
@@ -42,9 +42,9 @@ class HostMaster(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, memory: Tensor, device: torch.device) -> "HostMaster":
+    def __new__(cls, memory: Tensor, device: torch.device) -> "CpuMaster":
         """Represent on `device` the master in the CPU tensor `memory`; nothing is copied."""
-        master: HostMaster = Tensor._make_wrapper_subclass(
+        master: CpuMaster = Tensor._make_wrapper_subclass(
             cls, memory.shape, strides=memory.stride(), dtype=memory.dtype, device=device
         )
         torch._C._set_throw_on_mutable_data_ptr(master)
@@ -55,13 +55,13 @@ class HostMaster(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Run the operator on `memory`, and return its results as tensors of the device."""
         kwargs = kwargs or {}
-        masters: dict[int, HostMaster] = {}  # by address of their storage, to recognize views
+        masters: dict[int, CpuMaster] = {}  # by address of their storage, to recognize views
 
-        def unwrap(master: HostMaster) -> Tensor:
+        def unwrap(master: CpuMaster) -> Tensor:
             masters[master.memory.untyped_storage().data_ptr()] = master
             return master.memory
 
-        unwrapped_args, unwrapped_kwargs = tree_map_only(HostMaster, unwrap, (args, kwargs))
+        unwrapped_args, unwrapped_kwargs = tree_map_only(CpuMaster, unwrap, (args, kwargs))
         arguments = {id(leaf) for leaf in tree_leaves((unwrapped_args, unwrapped_kwargs))}
         device = next(iter(masters.values())).device
 
@@ -73,7 +73,7 @@ class HostMaster(Tensor):
             if master is None:
                 # An in-place operator or `out=` returns an argument, which must stay that tensor.
                 return result if id(result) in arguments else result.to(device)
-            return master if result is master.memory else HostMaster(result, device)
+            return master if result is master.memory else CpuMaster(result, device)
 
         return tree_map_only(Tensor, wrap, func(*unwrapped_args, **unwrapped_kwargs))
 
@@ -92,12 +92,12 @@ class HostMaster(Tensor):
         self.memory.copy_(values)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return f"HostMaster({tuple(self.shape)}, {self.dtype}, for {self.device})"
+        return f"CpuMaster({tuple(self.shape)}, {self.dtype}, for {self.device})"
 
 
 def memory_of(master: Tensor) -> Tensor:
     """Return the tensor that stores a master's values, in CPU memory or on the device."""
-    return master.memory if isinstance(master, HostMaster) else master
+    return master.memory if isinstance(master, CpuMaster) else master
 
 
 def to_save(master: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def to_save(master: Tensor) -> Tensor:
     An asynchronous save overlaps the next step, which overwrites the masters. Megatron copies
     tensors on the device before that, and does not copy tensors that are on the CPU already.
     """
-    return master.memory.clone() if isinstance(master, HostMaster) else master
+    return master.memory.clone() if isinstance(master, CpuMaster) else master
 
 
 def copying_once(sort: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,9 +120,9 @@ def copying_once(sort: Callable[..., Any]) -> Callable[..., Any]:
     def call(inner: Any, offload_fraction: float) -> Any:
         if any(is_primary(param) for group in inner.param_groups for param in group["params"]):
             return [], [], {}, {}, {}
-        hosted = _hosted(inner)
-        if hosted:
-            return _sorted(inner, hosted, False)
+        cpu_masters = _cpu_masters(inner)
+        if cpu_masters:
+            return _sorted(inner, cpu_masters, False)
         return sort(inner, offload_fraction)
 
     return call
@@ -155,7 +155,7 @@ def one_by_one(build: Callable[..., Any]) -> Callable[..., Any]:
                 if to_offload > 0:
                     (masters,) = built_single[-1]
                     to_offload -= masters[0].numel()
-                    masters[0] = param.main_param = _on_host(masters[0])
+                    masters[0] = param.main_param = _on_cpu(masters[0])
                 for (group,), (new,) in zip(built, built_single, strict=True):
                     group.extend(new)
             ranges["orig_group"]["params"] = list(built[-1][0])
@@ -175,14 +175,14 @@ def _elements_to_offload(gbuf_ranges: Any, params: Iterable[Any], fraction: floa
     return fraction * sum(owned[param] for param in params)
 
 
-def _on_host(master: Tensor) -> HostMaster:
+def _on_cpu(master: Tensor) -> CpuMaster:
     """Copy a master to page-locked CPU memory. Its attributes go along."""
-    hosted = HostMaster(master.cpu().pin_memory(), master.device)
-    vars(hosted).update(vars(master))
-    return hosted
+    cpu_master = CpuMaster(master.cpu().pin_memory(), master.device)
+    vars(cpu_master).update(vars(master))
+    return cpu_master
 
 
-def keep_on_host(optimizer: Any, patches: Patches) -> None:
+def keep_on_cpu(optimizer: Any, patches: Patches) -> None:
     """Free the masters on the device that a HybridDeviceOptimizer updates in CPU memory.
 
     Undoing `patches` allocates them again. Until then a caller's reference to such a master reads
@@ -207,7 +207,7 @@ def keep_on_host(optimizer: Any, patches: Patches) -> None:
             Patch(inner, "_move_new_state_to_right_device", move_states),
         ]
     )
-    copies = {master: copy for master, copy in host.host_copies(inner).items() if not isinstance(master, HostMaster)}
+    copies = {master: copy for master, copy in host.cpu_copies(inner).items() if not isinstance(master, CpuMaster)}
     # The masters of FP32 parameters are views of the model's own memory: `_bring_back` reuses them,
     # and they are not freed below.
     in_model = {id(master) for group in optimizer.shard_fp32_groups for master in group}
@@ -215,12 +215,12 @@ def keep_on_host(optimizer: Any, patches: Patches) -> None:
     patches.callback(_bring_back, optimizer, in_model_by_copy)
     patches.apply(
         [
-            Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, _hosted(inner), True)),
+            Patch(inner, "_get_sub_optimizer_param_groups", lambda _: _sorted(inner, _cpu_masters(inner), True)),
             # A step copies nothing back to the device: the masters there have no memory.
             Patch(inner, "_register_param_copy_back_gpu_hook", lambda: None),
         ]
     )
-    _replace(optimizer, {master: HostMaster(copy, master.device) for master, copy in copies.items()})
+    _replace(optimizer, {master: CpuMaster(copy, master.device) for master, copy in copies.items()})
     # The caller may still have references to the old masters. Giving them a one-element storage of
     # NaN frees their memory without leaving stale values to be read.
     for master in (master for master in copies if id(master) not in in_model):
@@ -235,13 +235,13 @@ def _bring_back(optimizer: Any, in_model_by_copy: Mapping[Tensor, Tensor]) -> No
     """
     inner = optimizer.optimizer
     copies: dict[Tensor, Tensor] = {}  # by restored master
-    restored: dict[HostMaster, Tensor] = {}
-    for hosted, memory in _hosted(inner).items():
+    restored: dict[CpuMaster, Tensor] = {}
+    for cpu_master, memory in _cpu_masters(inner).items():
         on_device = in_model_by_copy.get(memory)
         if on_device is None:
-            on_device = torch.empty(memory.shape, dtype=memory.dtype, device=hosted.device)
+            on_device = torch.empty(memory.shape, dtype=memory.dtype, device=cpu_master.device)
         on_device.data.copy_(memory)
-        restored[hosted] = on_device
+        restored[cpu_master] = on_device
         copies[on_device] = memory
     with Patches() as patches:
         # The host's own sorting would allocate new copies, and moments belong to these.
@@ -268,10 +268,10 @@ def _replace(optimizer: Any, replacements: Mapping[Any, Any]) -> None:
             new["step"] = old["step"]
 
 
-def _hosted(inner: Any) -> dict[HostMaster, Tensor]:
+def _cpu_masters(inner: Any) -> dict[CpuMaster, Tensor]:
     """Return a dict from each master of an inner optimizer that is in CPU memory to that memory."""
     params = (param for group in inner.param_groups for param in group["params"])
-    return {param: param.memory for param in params if isinstance(param, HostMaster)}
+    return {param: param.memory for param in params if isinstance(param, CpuMaster)}
 
 
 def _sorted(inner: Any, copies: Mapping[Any, Any], loads_into_copies: bool) -> tuple[Any, ...]:
@@ -302,7 +302,7 @@ def norms_for_masters(chunks: Iterable[Any]) -> Iterator[None]:
     element on the device: the norm of these norms is the norm of all masters.
     """
     params = [param for chunk in chunks for param in chunk.parameters()]
-    masters = {param: param.main_param for param in params if isinstance(vars(param).get("main_param"), HostMaster)}
+    masters = {param: param.main_param for param in params if isinstance(vars(param).get("main_param"), CpuMaster)}
     try:
         for param, master in masters.items():
             norm = torch.linalg.vector_norm(master.memory, dtype=torch.float64)
@@ -332,7 +332,7 @@ def _leaving_hosted_moments(optimizer: Any) -> Callable[[], None]:
 
     def call() -> None:
         inner = optimizer.optimizer
-        state, offloaded = inner.state, host.host_copies(inner)
+        state, offloaded = inner.state, host.cpu_copies(inner)
         inner.state = {master: moments for master, moments in state.items() if master not in offloaded}
         try:
             method()

@@ -43,7 +43,7 @@ def masters_on(side: str) -> AbstractContextManager[Any]:
     """Inside, for "device", masters are built and attached as Megatron has them."""
     if side == "host":
         return nullcontext()
-    return mock.patch.multiple(offload, one_by_one=lambda build: build, keep_on_host=lambda *_: None)
+    return mock.patch.multiple(offload, one_by_one=lambda build: build, keep_on_cpu=lambda *_: None)
 
 
 def build(options: argparse.Namespace, device: torch.device) -> tuple[Any, Any]:

@@ -67,7 +67,7 @@ def left(trained: Trained) -> dict[str, Any]:
         "stale": run.stale_bytes(),
         "masters": run.masters(),
         "weights": {name: str(weight_of(weight).format) for name, weight in run.weights.items()},
-        "offloaded": sum(len(host.host_copies(one.optimizer)) for one in host.distributed_optimizers(run.optimizer)),
+        "offloaded": sum(len(host.cpu_copies(one.optimizer)) for one in host.distributed_optimizers(run.optimizer)),
     }
 
 

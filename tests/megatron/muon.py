@@ -22,7 +22,7 @@ from tests.megatron.training import FORMATS, Case, Run
 from tests.workers import error_of
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.offload import HostMaster
+from zerocast.integrations.megatron.offload import CpuMaster
 from zerocast.integrations.megatron.ownership import shares
 
 WHY_NO_MUON = WHY_NOT
@@ -135,11 +135,11 @@ def offloaded(case: Case) -> tuple[list[str], dict[str, int], bool]:
         owned = [
             one for part in distributed_optimizers(run.optimizer) for share in shares(part) for one in share.masters()
         ]
-        hosted = [names[id(param)] for param, master, *_ in owned if isinstance(master, HostMaster)]
+        names_on_cpu = [names[id(param)] for param, master, *_ in owned if isinstance(master, CpuMaster)]
         wrong = training.trained(run)[1]
         attachment.detach()
         attachment = integration.attach(run.optimizer, run.ddp)
-        return hosted, wrong | training.trained(run)[1], zerocast.verify(attachment).ok
+        return names_on_cpu, wrong | training.trained(run)[1], zerocast.verify(attachment).ok
 
 
 def owned(case: Case) -> list[tuple[str, str, int, int]]:

@@ -21,7 +21,7 @@ from zerocast import verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import host as seams
 from zerocast.integrations.megatron import offload
-from zerocast.integrations.megatron.offload import HostMaster
+from zerocast.integrations.megatron.offload import CpuMaster
 
 
 def offloaded(
@@ -54,13 +54,13 @@ class Sides(NamedTuple):
 
 
 def _sides(run: Run, attached: Any) -> Sides:
-    copies = [copy for one in run.optimizer.chained_optimizers for copy in seams.host_copies(one.optimizer).values()]
+    copies = [copy for one in run.optimizer.chained_optimizers for copy in seams.cpu_copies(one.optimizer).values()]
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
     plans = attached._drivers()
     plain = [shard.master for plan in plans for shard in plan.host.plain]
     read = [shard.master for shard in shards if shard.on_cpu]
     read += [master for master in plain if master is not None and any(master is copy for copy in copies)]
-    standing = sum(isinstance(master, HostMaster) for _, master in _masters(run))
+    standing = sum(isinstance(master, CpuMaster) for _, master in _masters(run))
     return Sides(len(copies), standing, sum(any(master is copy for copy in copies) for master in read))
 
 
@@ -91,7 +91,7 @@ def train(case: Case) -> tuple[list[float], dict[str, int], bool, Sides]:
 @contextlib.contextmanager
 def on_the_device() -> Iterator[None]:
     """Inside, masters come back from the host after each update, as Megatron does it, and are cast on the device."""
-    with made_on_the_device(), mock.patch.object(offload, "keep_on_host", return_value=None):
+    with made_on_the_device(), mock.patch.object(offload, "keep_on_cpu", return_value=None):
         yield
 
 
@@ -143,7 +143,7 @@ def memory(case: Case) -> tuple[Memory, Memory]:
                 torch.cuda.reset_peak_memory_stats()
                 run.optimizer.step()
                 step = torch.cuda.max_memory_allocated() - start
-            copies = [c for one in run.optimizer.chained_optimizers for c in seams.host_copies(one.optimizer).values()]
+            copies = [c for one in run.optimizer.chained_optimizers for c in seams.cpu_copies(one.optimizer).values()]
             found.append(Memory(live, predicted, step, sum(copy.nbytes for copy in copies)))
             del run, _, copies
     return found[1], found[2]
@@ -155,7 +155,7 @@ def _needed_on_the_device(run: Run) -> int:
     tensors = [t for buffer in buffers for bucket in buffer.buckets for t in (bucket.param_data, bucket.grad_data)]
     tensors += [t for weight in run.weights.values() for t in weight.state.buffers.values()]
     tensors += [param.data for name, param in run.ddp.module.named_parameters() if name not in run.weights]
-    tensors += [master for _, master in _masters(run) if not isinstance(master, HostMaster)]
+    tensors += [master for _, master in _masters(run) if not isinstance(master, CpuMaster)]
     storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -180,9 +180,9 @@ def made(case: Case) -> tuple[int, list[bool], list[bool]]:
             ours = build(case)
         with made_on_the_device(), integration.quantized_params():
             theirs = build(case)
-        copies = [master for one in theirs.optimizer.chained_optimizers for master in seams.host_copies(one.optimizer)]
+        copies = [master for one in theirs.optimizer.chained_optimizers for master in seams.cpu_copies(one.optimizer)]
         chosen = [any(master is copied for copied in copies) for _, master in _masters(theirs)]
-        return most, [isinstance(master, HostMaster) for _, master in _masters(ours)], chosen
+        return most, [isinstance(master, CpuMaster) for _, master in _masters(ours)], chosen
 
 
 def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
@@ -197,10 +197,10 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
         before, offloads = broken.run.masters(), _sides(broken.run, broken.attachment).offloaded
         broken.attachment.detach()
         masters = list(_masters(broken.run))
-        copies = [seams.host_copies(one.optimizer) for one in broken.own]
+        copies = [seams.cpu_copies(one.optimizer) for one in broken.own]
         inner = [p for one in broken.own for group in one.optimizer.param_groups for p in group["params"]]
         back = {
-            "tensors": not any(isinstance(m, HostMaster) or on_host(m) for m in [m for _, m in masters] + inner),
+            "tensors": not any(isinstance(m, CpuMaster) or on_host(m) for m in [m for _, m in masters] + inner),
             "the same in the inner optimizer": {id(m) for _, m in masters} == {id(p) for p in inner},
             "main_param": all(p.main_param is m for p, m in masters if p.dtype != torch.float32),
             "a parameter's own memory": all(
@@ -217,7 +217,7 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
         }
         with mock.patch.object(integration.attachment, "build_drivers", side_effect=MemoryError("no memory")):
             assert "no memory" in error_of(lambda: integration.attach(broken.run.optimizer, broken.run.ddp))
-        left = [str(m) for _, m in _masters(broken.run) if isinstance(m, HostMaster)]
+        left = [str(m) for _, m in _masters(broken.run) if isinstance(m, CpuMaster)]
         broken.attachment = integration.attach(broken.run.optimizer, broken.run.ddp)
         for number in range(2, 4):
             straight.run.step(number)
@@ -254,7 +254,7 @@ def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
         for one in run.optimizer.chained_optimizers:
             for master, state in one.optimizer.state.items():
                 names = [name for name, value in state.items() if any(value is tensor for tensor in moved)]
-                if master in seams.host_copies(one.optimizer):
+                if master in seams.cpu_copies(one.optimizer):
                     hosted += names
                 else:
                     others += len(names)

@@ -15,7 +15,7 @@ from tests.megatron.test_checkpoints import KINDS, check
 from tests.megatron.training import FORMATS, MIXED, NARROW, Case
 from tests.selection import worlds
 from tests.workers import Ranks
-from zerocast.integrations.megatron.offload import HostMaster
+from zerocast.integrations.megatron.offload import CpuMaster
 
 pytestmark = needs_megatron
 PRECISE = pytest.param(True, marks=needs_te)
@@ -114,46 +114,46 @@ DEVICE = torch.device("meta")  # where whatever an operator computes is told fro
 )
 def test_what_is_written_by_hand_is_in_host_memory(write: Callable[[torch.Tensor], object]) -> None:
     memory = torch.zeros(3)
-    master = HostMaster(memory, DEVICE)
+    master = CpuMaster(memory, DEVICE)
     write(master)
     assert memory.tolist() == [7.0] * 3
-    assert master.memory is memory and isinstance(master, HostMaster)
+    assert master.memory is memory and isinstance(master, CpuMaster)
 
 
 def test_a_master_of_one_element_is_written_too() -> None:
     memory = torch.zeros(1)
-    HostMaster(memory, DEVICE).fill_(7)
+    CpuMaster(memory, DEVICE).fill_(7)
     assert memory.item() == 7
 
 
 def test_what_reads_a_master_in_host_memory() -> None:
     memory = torch.arange(4.0)
-    master = HostMaster(memory, DEVICE)
+    master = CpuMaster(memory, DEVICE)
     assert (master.device, master.dtype, master.shape, master.is_leaf) == (DEVICE, torch.float32, (4,), True)
     assert torch.equal(master.cpu(), memory) and master.cpu().data_ptr() != memory.data_ptr()
     assert torch.equal(torch.zeros(4).copy_(master), memory)
     for computed in (master.clone(), master.norm(), master + 1, torch.zeros_like(master), master.new_zeros(2)):
         assert type(computed) is torch.Tensor and computed.device == DEVICE
     part = master[1:3]
-    assert isinstance(part, HostMaster) and torch.equal(part.memory, memory[1:3]) and part.device == DEVICE
+    assert isinstance(part, CpuMaster) and torch.equal(part.memory, memory[1:3]) and part.device == DEVICE
     master.grad = torch.empty(4, device=DEVICE)
-    assert "HostMaster((4,), torch.float32" in repr(master)
+    assert "CpuMaster((4,), torch.float32" in repr(master)
 
 
 def test_a_tensor_that_a_master_in_host_memory_is_copied_to_stays_on_the_host() -> None:
     """torch drops what such an operator returns, so that a copy of it on the device would be memory for nothing."""
-    master, written = HostMaster(torch.arange(4.0), DEVICE), torch.zeros(4)
+    master, written = CpuMaster(torch.arange(4.0), DEVICE), torch.zeros(4)
     for operator, args in (
         (torch.ops.aten.copy_.default, (written, master)),
         (torch.ops.aten.add_.Tensor, (written, master)),
     ):
-        assert HostMaster.__torch_dispatch__(operator, (HostMaster,), args) is written
+        assert CpuMaster.__torch_dispatch__(operator, (CpuMaster,), args) is written
     assert written.tolist() == [0.0, 2.0, 4.0, 6.0]
 
 
 def test_what_a_master_in_host_memory_refuses() -> None:
     memory = torch.zeros(3)
-    master = HostMaster(memory, DEVICE)
+    master = CpuMaster(memory, DEVICE)
     with pytest.raises(RuntimeError, match="data pointer"):
         master.data_ptr()
     for values in (torch.ones(1), torch.ones(3).bfloat16()):
