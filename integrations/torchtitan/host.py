@@ -10,8 +10,8 @@ import importlib.util
 from typing import Any
 
 
-def seam(module: str, name: str) -> Any:
-    """`name` of torchtitan's `module`.
+def import_name(module: str, name: str) -> Any:
+    """Return `name` of torchtitan's `module`.
 
     Raises ImportError with the reason if torchtitan is not installed or cannot be imported with
     this torch; RuntimeError with the missing name if its API is not supported.
@@ -27,7 +27,7 @@ def seam(module: str, name: str) -> Any:
 
 def _module(name: str) -> Any:
     """Return a module of torchtitan, or None if it has none of that name. Raises ImportError as in
-    `seam`.
+    `import_name`.
     """
     if importlib.util.find_spec("torchtitan") is None:
         raise ImportError(
@@ -51,7 +51,9 @@ def find_configuration(name: str) -> Any:
     cannot be imported are left out, as in torchtitan. Raises ImportError if `name` begins with the
     name of a model whose registry cannot be imported.
     """
-    for model in sorted(seam("models", "_supported_models"), key=lambda model: (not name.startswith(model), model)):
+    for model in sorted(
+        import_name("models", "_supported_models"), key=lambda model: (not name.startswith(model), model)
+    ):
         try:
             registry = importlib.import_module(f"torchtitan.models.{model}.config_registry")
         except ImportError:
@@ -64,14 +66,14 @@ def find_configuration(name: str) -> Any:
 
 
 HAS_MODEL_SPECS = _module("protocols.model_spec") is not None
-OptimizersContainer = seam("components.optimizer", "OptimizersContainer")
+OptimizersContainer = import_name("components.optimizer", "OptimizersContainer")
 if HAS_MODEL_SPECS:
-    Trainer = seam("trainer", "Trainer")
-    derive = seam("config.override", "derive")
-    has_quantization = seam("components.quantization.utils", "has_quantization")
+    Trainer = import_name("trainer", "Trainer")
+    derive = import_name("config.override", "derive")
+    has_quantization = import_name("components.quantization.utils", "has_quantization")
 else:
-    QuantizationConverter = seam("components.quantization", "QuantizationConverter")
-    register_model_converter = seam("protocols.model_converter", "register_model_converter")
-    build_optimizers = seam("components.optimizer", "build_optimizers")
-    get_train_spec = seam("protocols.train_spec", "get_train_spec")
-    register_train_spec = seam("protocols.train_spec", "register_train_spec")
+    QuantizationConverter = import_name("components.quantization", "QuantizationConverter")
+    register_model_converter = import_name("protocols.model_converter", "register_model_converter")
+    build_optimizers = import_name("components.optimizer", "build_optimizers")
+    get_train_spec = import_name("protocols.train_spec", "get_train_spec")
+    register_train_spec = import_name("protocols.train_spec", "register_train_spec")

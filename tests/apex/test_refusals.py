@@ -312,7 +312,7 @@ HOSTS = {
     "the index's": ({"__init__.py": "raise SystemExit", "lib/libapex.py": ""}, ImportError, "a toolkit for logins"),
     "no extensions": ({**INIT, OPTIMIZER: "import amp_C_is_missing"}, ImportError, "with the extensions amp_C and"),
     "no class": ({**INIT, OPTIMIZER: ""}, RuntimeError, "has no DistributedFusedAdam"),
-    "no seam": (
+    "no method": (
         {**INIT, OPTIMIZER: "class DistributedFusedAdam:\n    def param_sync(self): ..."},
         RuntimeError,
         "has no _broadcast_params, _check_params_shard_dtypes, _init_param_state",

@@ -19,7 +19,7 @@ from tests.megatron.training import MIXED, Case, Run, build, build_attached
 from tests.workers import error_of
 from zerocast import verify
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron import host as megatron_names
 from zerocast.integrations.megatron import offload
 from zerocast.integrations.megatron.offload import CpuMaster
 
@@ -54,7 +54,9 @@ class Sides(NamedTuple):
 
 
 def _sides(run: Run, attached: Any) -> Sides:
-    copies = [copy for one in run.optimizer.chained_optimizers for copy in seams.cpu_copies(one.optimizer).values()]
+    copies = [
+        copy for one in run.optimizer.chained_optimizers for copy in megatron_names.cpu_copies(one.optimizer).values()
+    ]
     shards = [shard for plan in attached.plans for shard in plan._partition.shards]
     plans = attached._drivers()
     plain = [shard.master for plan in plans for shard in plan.host.plain]
@@ -143,7 +145,9 @@ def memory(case: Case) -> tuple[Memory, Memory]:
                 torch.cuda.reset_peak_memory_stats()
                 run.optimizer.step()
                 step = torch.cuda.max_memory_allocated() - start
-            copies = [c for one in run.optimizer.chained_optimizers for c in seams.cpu_copies(one.optimizer).values()]
+            copies = [
+                c for one in run.optimizer.chained_optimizers for c in megatron_names.cpu_copies(one.optimizer).values()
+            ]
             found.append(Memory(live, predicted, step, sum(copy.nbytes for copy in copies)))
             del run, _, copies
     return found[1], found[2]
@@ -165,7 +169,7 @@ def made(case: Case) -> tuple[int, list[bool], list[bool]]:
     then, and by Megatron's own choice.
     """
     with case.host():
-        kind, alive, most = importlib.import_module(seams.OPTIMIZER).DistributedOptimizer, [], 0
+        kind, alive, most = importlib.import_module(megatron_names.OPTIMIZER).DistributedOptimizer, [], 0
         original = kind._build_model_and_main_param_groups
 
         def build_and_look(*args: Any) -> Any:
@@ -180,7 +184,9 @@ def made(case: Case) -> tuple[int, list[bool], list[bool]]:
             ours = build(case)
         with made_on_the_device(), integration.quantized_params():
             theirs = build(case)
-        copies = [master for one in theirs.optimizer.chained_optimizers for master in seams.cpu_copies(one.optimizer)]
+        copies = [
+            master for one in theirs.optimizer.chained_optimizers for master in megatron_names.cpu_copies(one.optimizer)
+        ]
         chosen = [any(master is copied for copied in copies) for _, master in _masters(theirs)]
         return most, [isinstance(master, CpuMaster) for _, master in _masters(ours)], chosen
 
@@ -197,7 +203,7 @@ def reattached(case: Case) -> tuple[list[str], dict[str, bool], list[str]]:
         before, offloads = broken.run.masters(), _sides(broken.run, broken.attachment).offloaded
         broken.attachment.detach()
         masters = list(_masters(broken.run))
-        copies = [seams.cpu_copies(one.optimizer) for one in broken.own]
+        copies = [megatron_names.cpu_copies(one.optimizer) for one in broken.own]
         inner = [p for one in broken.own for group in one.optimizer.param_groups for p in group["params"]]
         back = {
             "tensors": not any(isinstance(m, CpuMaster) or on_host(m) for m in [m for _, m in masters] + inner),
@@ -254,7 +260,7 @@ def restored(case: Case) -> tuple[list[str], int, dict[str, int]]:
         for one in run.optimizer.chained_optimizers:
             for master, state in one.optimizer.state.items():
                 names = [name for name, value in state.items() if any(value is tensor for tensor in moved)]
-                if master in seams.cpu_copies(one.optimizer):
+                if master in megatron_names.cpu_copies(one.optimizer):
                     hosted += names
                 else:
                     others += len(names)

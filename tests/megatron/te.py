@@ -19,7 +19,7 @@ from tests.sharded import Weight
 from tests.transformer_engine import tensors
 from tests.transformer_engine.host_on_cpu import WHY_NOT, WITH_GPU, host_on_cpu, needs_te
 from zerocast import QuantizedWeight, Recipe, get_format
-from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron import host as megatron_names
 from zerocast.integrations.megatron.primary import weight_of
 
 __all__ = ["WHY_NOT", "needs_te", "te_in_the_host"]
@@ -35,7 +35,7 @@ def te_in_the_host() -> Iterator[None]:
         stack.enter_context(host_on_cpu())
         their, calls = tensors.host_tensors(), importlib.import_module("transformer_engine.pytorch.tensor.utils")
         found: dict[str, dict[str, Any]] = {
-            seams.FP8: {
+            megatron_names.FP8: {
                 "FP8_TENSOR_CLASS": their.QuantizedTensor,
                 "HAVE_TE_FP8_TENSOR_CLASS": True,
                 "MXFP8Tensor": their.MXFP8Tensor,
@@ -47,7 +47,7 @@ def te_in_the_host() -> Iterator[None]:
                 "_modify_underlying_storage_impl": calls.replace_raw_data,
                 "te_post_all_gather_processing": calls.post_all_gather_processing,
             },
-            seams.FP4: {"FP4_TENSOR_CLASS": their.NVFP4Tensor, "HAVE_TE_FP4_TENSOR_CLASS": True},
+            megatron_names.FP4: {"FP4_TENSOR_CLASS": their.NVFP4Tensor, "HAVE_TE_FP4_TENSOR_CLASS": True},
         }
         for path, names in found.items():
             for name, value in names.items():

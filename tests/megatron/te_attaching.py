@@ -31,7 +31,7 @@ from tests.workers import error_of
 from zerocast import get_format, verify
 from zerocast.distributed.group import Group
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron import host as megatron_names
 from zerocast.integrations.megatron.primary import weight_of
 
 
@@ -108,7 +108,7 @@ def partial() -> list[str]:
         run, attached = build_attached(Case("te", te=ALL_LAYERS))
         run.step(0)
         with mock.patch.object(
-            importlib.import_module(seams.BUFFER), "dist_all_gather_func", side_effect=RuntimeError("no")
+            importlib.import_module(megatron_names.BUFFER), "dist_all_gather_func", side_effect=RuntimeError("no")
         ):
             said = [error_of(run.force_sync)]
         layer = run.ddp.module.layers[0]
@@ -135,7 +135,7 @@ def detached() -> list[str]:
         attached = integration.attach(run.optimizer, run.ddp)
         run.step(0)
         twins = [weakref.ref(weight_of(weight)) for weight in run.te_tensors.values()]
-        fp8 = importlib.import_module(seams.FP8)
+        fp8 = importlib.import_module(megatron_names.FP8)
         with mock.patch.object(fp8, "te_post_all_gather_processing") as theirs:
             run.force_sync()
             assert not theirs.called
@@ -231,7 +231,7 @@ def recipes_by_megatron() -> list[tuple[str, list[bool]]]:
     TransformerEngine the quantizers: outside of `square_mxfp8()`, inside, of another recipe inside, and afterwards.
     """
     with host(ALL_LAYERS):
-        fp8 = importlib.import_module(seams.FP8)
+        fp8 = importlib.import_module(megatron_names.FP8)
         with mock.patch.object(fp8, "get_fp8_recipe", fp8.get_fp8_recipe if fp8.HAVE_TE else _get_fp8_recipe(fp8)):
             found = [_recipe(fp8, "mxfp8")]
             with integration.square_mxfp8():
@@ -315,7 +315,7 @@ def grouped_experts() -> str:
         with integration.quantized_params():
             run = build(Case("nvfp4", te=ALL_LAYERS))
         tensor = grouped("nvfp4")
-        assert importlib.import_module(seams.FP8).is_grouped_tensor_with_quantized_storage(tensor)
+        assert importlib.import_module(megatron_names.FP8).is_grouped_tensor_with_quantized_storage(tensor)
         for buffer in run.optimizer.chained_optimizers[0].buffers:
             if buffer.param_dtype == torch.uint8:
                 buffer.params.append(tensor)

@@ -164,9 +164,9 @@ def test_a_spec_whose_optimizers_do_more() -> None:
 
 def test_another_shape() -> None:
     with pytest.raises(RuntimeError, match=r"no Nothing in torchtitan.components.optimizer"):
-        host.seam("components.optimizer", "Nothing")
+        host.import_name("components.optimizer", "Nothing")
     with pytest.raises(RuntimeError, match=r"no Nothing in torchtitan.components.nowhere"):
-        host.seam("components.nowhere", "Nothing")
+        host.import_name("components.nowhere", "Nothing")
 
 
 def test_no_torchtitan() -> None:
@@ -174,7 +174,7 @@ def test_no_torchtitan() -> None:
         mock.patch.object(importlib.util, "find_spec", return_value=None),
         pytest.raises(ImportError, match="torchtitan is not installed"),
     ):
-        host.seam("components.optimizer", "OptimizersContainer")
+        host.import_name("components.optimizer", "OptimizersContainer")
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_no_torchtitan() -> None:
 )
 def test_torchtitan_that_cannot_be_imported(error: ImportError, said: str) -> None:
     with mock.patch.object(importlib, "import_module", side_effect=error), pytest.raises(ImportError, match=said):
-        host.seam("components.optimizer", "OptimizersContainer")
+        host.import_name("components.optimizer", "OptimizersContainer")
 
 
 def test_the_host_is_as_it_was() -> None:

@@ -46,7 +46,7 @@ def test_a_name_that_is_missing() -> None:
             del sys.modules[name]
         sys.modules.update(host)
         importlib.import_module(PACKAGE)
-        adapters, seam = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("adapters", "host"))
+        adapters, names_of_host = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("adapters", "host"))
         with pytest.raises(
             ImportError, match=r"looked for transformer_engine.pytorch.tensor.utils of TransformerEngine"
         ):
@@ -55,6 +55,6 @@ def test_a_name_that_is_missing() -> None:
         with pytest.raises(
             RuntimeError, match="utils has no is_non_tn_fp8_gemm_supported: this TransformerEngine has an"
         ):
-            seam.reads_transposes()
+            names_of_host.reads_transposes()
         with pytest.raises(RuntimeError, match="FormatSpec has no _data: this TransformerEngine has an API that"):
-            seam.require(get_format("nvfp4"), ["name", "_data"])
+            names_of_host.require(get_format("nvfp4"), ["name", "_data"])
