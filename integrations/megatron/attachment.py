@@ -49,7 +49,7 @@ from zerocast.verification.master_views import MasterViews
 from zerocast.weight.owners import Claim
 from zerocast.weight.validity import Use
 
-from . import host, offload, ownership, unattached
+from . import host, offload, optimizer_kinds, unattached
 from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, saving_scaling
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by, raising_together
@@ -160,12 +160,12 @@ class OptimizerDrivers:
     def patches(self) -> Iterator[Patch]:
         """Yield the patches that cast, gather and overwrite the masters with the model's values."""
         optimizer, guard = self.optimizer, self._guard
-        owns = ownership.of(optimizer)
+        kind = optimizer_kinds.kind_of(optimizer)
         copy_model = raising_together(self._copying_model(), self.drivers)
         copy_model = guard.writing(copy_model, Use.STEP, "reading masters from the model", masters=True)
         cast = guard.writing(self.cast, Use.STEP, "a cast", masters=False)
-        yield Patch(owns.copier(optimizer), "_copy_main_params_to_model_params", cast)
-        for owner, name in owns.reads(optimizer):
+        yield Patch(kind.copier(optimizer), "_copy_main_params_to_model_params", cast)
+        for owner, name in kind.reads(optimizer):
             yield Patch(owner, name, copy_model)
         yield from offload.patches(optimizer)
         if hasattr(optimizer, "offload_to_cpu"):

@@ -22,7 +22,7 @@ from zerocast.quantize import cast_whole
 from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
-from . import host, ownership
+from . import host, optimizer_kinds
 from .primary import is_primary, loaded, weight_of
 
 # The entry of an optimizer's state dict with the state of delayed scaling.
@@ -186,7 +186,9 @@ def _cast_in(
             state_dict[prefix + name] = loaded(param)
 
 
-def saving_scaling(optimizer: Any, share: ownership.Share, delayed: DelayedScaling, rank: int) -> Callable[..., Any]:
+def saving_scaling(
+    optimizer: Any, share: optimizer_kinds.Share, delayed: DelayedScaling, rank: int
+) -> Callable[..., Any]:
     """Wrap an optimizer's `sharded_state_dict`: it gets an entry for delayed scaling.
 
     The state is the same on all ranks of a share, so it is saved once for them.
@@ -212,7 +214,7 @@ def saving_scaling(optimizer: Any, share: ownership.Share, delayed: DelayedScali
 
 
 def loading_scaling(
-    optimizer: Any, share: ownership.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
+    optimizer: Any, share: optimizer_kinds.Share, delayed: DelayedScaling, rank: int, is_preparing: Callable[[], bool]
 ) -> Callable[..., Any]:
     """Wrap an optimizer's `load_state_dict`: it loads delayed scaling from the same state.
 

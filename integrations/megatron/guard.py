@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from zerocast.integrations.patches import Patch
 from zerocast.weight.validity import Use, Validity
 
-from . import host, ownership
+from . import host, optimizer_kinds
 from .checkpoint import saving_unpadded
 from .inner_state import copy_group_steps, filling_states, prepare_states, reading_states
 from .validate import check_checkpoint
@@ -70,7 +70,7 @@ class MethodGuard:
         complete step of `optimizer`.
         """
         for inner in distributed:
-            if ownership.of(inner).saves_shards:
+            if optimizer_kinds.kind_of(inner).saves_shards:
                 yield Patch(inner, "_set_main_param_and_optimizer_states", filling_states(inner))
                 yield Patch(inner, "_get_main_param_and_optimizer_states", reading_states(inner))
                 yield Patch(inner, "sharded_state_dict", saving_unpadded(inner))
@@ -88,11 +88,11 @@ class MethodGuard:
             if owner is optimizer:
                 step = followed_by(step, after_step)
             yield Patch(owner, "step_with_ready_grads", step)
-            owns = ownership.of(owner)
-            for name, use in (USES | dict.fromkeys(owns.saves, Use.SAVE)).items():
+            kind = optimizer_kinds.kind_of(owner)
+            for name, use in (USES | dict.fromkeys(kind.saves, Use.SAVE)).items():
                 yield Patch(owner, name, self.checked(getattr(owner, name), use))
             yield Patch(owner, "sharded_state_dict", self.saving(owner.sharded_state_dict, distributed))
-            for name in (*LOAD, *owns.loads):
+            for name in (*LOAD, *kind.loads):
                 yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, loaded, loads_all))
 
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:

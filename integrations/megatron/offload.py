@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zerocast import QuantizedWeight
 from zerocast.integrations.patches import Patch, Patches
 
-from . import host, ownership
+from . import host, optimizer_kinds
 from .primary import is_primary
 
 
@@ -366,7 +366,7 @@ def reading_given_values(optimizer: Any) -> Callable[..., None]:
     """Return the method that reads masters from a state dict. It works for a HybridDeviceOptimizer
     too, for which the host's method ignores the state dict.
     """
-    read_given = ownership.of(optimizer).read_given(optimizer)
+    read_given = optimizer_kinds.kind_of(optimizer).read_given(optimizer)
 
     def call(state_dict: Any) -> None:
         inner = optimizer.optimizer

@@ -14,7 +14,7 @@ from zerocast.cast.host import PlainShard
 from zerocast.distributed.group import Group
 from zerocast.formats.layout import Span, byte_range
 
-from . import host, ownership
+from . import host, optimizer_kinds
 from .offload import memory_of
 from .primary import is_primary, is_te_tensor, primary_of, weight_of
 from .unattached import DetachedState, state_left_in
@@ -39,7 +39,7 @@ class OptimizerShards:
     """
 
     optimizer: Any
-    share: ownership.Share
+    share: optimizer_kinds.Share
     detached: DetachedState | None
     names: list[str] = field(default_factory=list)
     params: list[Any] = field(default_factory=list)
@@ -71,7 +71,9 @@ def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
     names = _unique_names(chunks)
     groups = [group for chunk in chunks for group in host.bucket_groups(chunk)]
     optimizers = host.distributed_optimizers(optimizer)
-    shards = [_shards_of(inner, share, names, groups) for inner in optimizers for share in ownership.shares(inner)]
+    shards = [
+        _shards_of(inner, share, names, groups) for inner in optimizers for share in optimizer_kinds.shares(inner)
+    ]
     host.check_groups(group for group in groups if any(map(is_te_tensor, primary_of(group))))
     _check_gathered(chunks, groups)
     _check_owned(shards, groups, names)
@@ -92,7 +94,7 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
 
 
 def _shards_of(
-    optimizer: Any, share: ownership.Share, names: Mapping[int, str], groups: Sequence[Any]
+    optimizer: Any, share: optimizer_kinds.Share, names: Mapping[int, str], groups: Sequence[Any]
 ) -> OptimizerShards:
     shards = OptimizerShards(optimizer, share, state_left_in(optimizer))
     index: dict[int, int] = {}  # position in `shards.weights`, by id of the parameter

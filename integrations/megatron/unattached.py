@@ -17,7 +17,7 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.integrations.patches import Patches
 from zerocast.weight.validity import Validity
 
-from . import host, ownership
+from . import host, optimizer_kinds
 from .primary import shares_codes
 
 # Prefixes of the names of the methods that raise.
@@ -136,7 +136,7 @@ def params_of(optimizer: Any) -> Iterator[Any]:
     """Yield the parameters in the buffers of an optimizer, or of those in its chain."""
     for inner in host.distributed_optimizers(optimizer):
         if host.is_layer_wise(inner) or hasattr(inner, "buffers"):
-            for share in ownership.shares(inner):
+            for share in optimizer_kinds.shares(inner):
                 for buffer in share.buffers:
                     yield from buffer.params
 

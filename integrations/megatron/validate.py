@@ -11,7 +11,7 @@ import torch
 
 from zerocast import QuantizedWeight
 
-from . import host, ownership, unattached
+from . import host, optimizer_kinds, unattached
 from .primary import check_primary, is_primary
 
 _FSDP = "Megatron-FSDP and torch's FSDP2 shard parameters their own way: use zerocast.fsdp2"
@@ -66,7 +66,7 @@ def validate(optimizer: Any, chunks: Sequence[Any], verify_every: int | None) ->
     distributed = host.distributed_optimizers(optimizer)
     for inner in distributed:
         check_settings([getattr(inner, name, None) for name in ("ddp_config", "config")])
-    ownership.check_optimizers(optimizer, distributed)
+    optimizer_kinds.check_optimizers(optimizer, distributed)
     for inner in distributed:
         check_masters(inner)
     # The optimizers of a chain share a configuration. In a chain with Muon it says Muon, though the
@@ -271,7 +271,7 @@ def check_checkpoint(optimizer: Any, metadata: Any) -> None:
     ranks without one, and the others would wait. A `fully_reshardable` one may leave out moments.
     """
     kind = (metadata or {}).get("distrib_optim_sharding_type")
-    if not ownership.of(optimizer).saves_shards:
+    if not optimizer_kinds.kind_of(optimizer).saves_shards:
         return
     if kind == "fully_reshardable" and (missing := host.moments_left_out(optimizer)):
         raise ValueError(

@@ -20,7 +20,7 @@ from tests.workers import error_of
 from zerocast import QuantizedWeight, ZeroAdamW, verify
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.ownership import shares
+from zerocast.integrations.megatron.optimizer_kinds import shares
 from zerocast.integrations.megatron.primary import weight_of
 
 CASES = {

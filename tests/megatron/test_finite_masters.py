@@ -13,7 +13,7 @@ from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.training import Case
 from tests.workers import Ranks, error_of
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.ownership import shares
+from zerocast.integrations.megatron.optimizer_kinds import shares
 from zerocast.integrations.megatron.primary import is_primary
 
 pytestmark = needs_megatron

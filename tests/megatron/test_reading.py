@@ -18,7 +18,7 @@ from tests.workers import Ranks
 from zerocast import QuantizedWeight
 from zerocast.cast.columnwise import ColumnwiseCopies
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.ownership import shares
+from zerocast.integrations.megatron.optimizer_kinds import shares
 
 SECONDS = 0.4
 

@@ -18,7 +18,7 @@ from zerocast import QuantizedWeight
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.ownership import shares
+from zerocast.integrations.megatron.optimizer_kinds import shares
 from zerocast.integrations.megatron.primary import is_primary, weight_of
 
 if not WHY_NOT:

@@ -1,4 +1,4 @@
-"""Ownership: which masters a rank has under each kind of Megatron's optimizers.
+"""OptimizerKind: which masters a rank has under each kind of Megatron's optimizers.
 
 Each rank of a DistributedOptimizer owns a part of every bucket. Each rank of a
 LayerWiseDistributedOptimizer owns whole matrices: matrices of dense layers are divided over all
@@ -97,8 +97,8 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Ownership:
-    """The shares of one kind of optimizer, and its methods that are replaced.
+class OptimizerKind:
+    """One kind of optimizer: the shares that its ranks have, and its methods that are replaced.
 
     Attributes:
         shares: lists one share for each group of ranks, in the same order on all ranks of a group.
@@ -121,16 +121,16 @@ class Ownership:
     loads: tuple[str, ...] = ()
 
 
-def of(optimizer: Any) -> Ownership:
-    """Return the ownership of an optimizer that `distributed_optimizers` returned."""
-    return WHOLE_MATRICES if host.is_layer_wise(optimizer) else PARTS
+def kind_of(optimizer: Any) -> OptimizerKind:
+    """Return the kind of an optimizer that `distributed_optimizers` returned."""
+    return LAYER_WISE if host.is_layer_wise(optimizer) else DISTRIBUTED
 
 
 def shares(optimizer: Any) -> list[Share]:
     """Return the shares of an optimizer that `distributed_optimizers` returned, one per group of
     ranks.
     """
-    return of(optimizer).shares(optimizer)
+    return kind_of(optimizer).shares(optimizer)
 
 
 def _parts(optimizer: Any) -> list[Share]:
@@ -222,7 +222,7 @@ def _read_given_by_name(optimizer: Any, state_dict: Any) -> None:
             master.copy_(values[param].view(master.shape))
 
 
-PARTS = Ownership(
+DISTRIBUTED = OptimizerKind(
     shares=_parts,
     copier=lambda optimizer: optimizer,
     reads=lambda optimizer: [(optimizer, "_copy_model_params_to_main_params")],
@@ -230,7 +230,7 @@ PARTS = Ownership(
     check=_check_parts,
     saves_shards=True,
 )
-WHOLE_MATRICES = Ownership(
+LAYER_WISE = OptimizerKind(
     shares=_whole_matrices,
     copier=_inner,
     reads=lambda optimizer: [
@@ -252,5 +252,5 @@ def check_optimizers(optimizer: Any, distributed: Sequence[Any]) -> None:
     """
     host.require(optimizer, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(optimizer).__name__},")
     for inner in distributed:
-        of(inner).check(inner)
+        kind_of(inner).check(inner)
         host.require(inner, _OF_ANY_OPTIMIZER, f"the optimizer, a {type(inner).__name__},")
