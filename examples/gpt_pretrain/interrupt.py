@@ -37,13 +37,13 @@ def held() -> Iterator[list[bool]]:
     """Record Ctrl-C in the yielded list while the body runs, instead of raising
     KeyboardInterrupt.
     """
-    came: list[bool] = []
+    interrupts: list[bool] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield interrupts
         return
-    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    before = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
     try:
-        yield came
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -112,7 +112,7 @@ class Run:
         self._process.wait()
 
     def __enter__(self) -> "Run":
-        with interrupt.held() as came, self._console.open("wb") as console:
+        with interrupt.held() as interrupts, self._console.open("wb") as console:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
                 cwd=ROOT,
@@ -121,7 +121,7 @@ class Run:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        if came:
+        if interrupts:
             self._end()
             raise KeyboardInterrupt
         return self

@@ -23,7 +23,7 @@ from zerocast.weight.owners import Claim
 from zerocast.weight.weight import define
 
 from . import host, optimizer_kinds
-from .primary import is_primary, loaded, weight_of
+from .primary import is_primary, target_of_load, weight_of
 
 # The entry of an optimizer's state dict with the state of delayed scaling.
 SCALING = "zerocast_scaling"
@@ -183,7 +183,7 @@ def _cast_in(
                 _take_own(weight, own, prefix + name)
             else:
                 cast_whole(weight, value.detach().to(param.device), claim=claims.get(id(param)))
-            state_dict[prefix + name] = loaded(param)
+            state_dict[prefix + name] = target_of_load(param)
 
 
 def saving_scaling(

@@ -78,9 +78,9 @@ class MethodGuard:
         for owner in {id(owner): owner for owner in (optimizer, *distributed)}.values():
             loads_all = owner is optimizer or len(distributed) == 1
             if loads_all:
-                loaded, of_owner = distributed, list(casts.values())
+                optimizers, of_owner = distributed, list(casts.values())
             else:
-                loaded = [owner]
+                optimizers = [owner]
                 of_owner = [casts[id(owner)]] if id(owner) in casts else []
             drivers = [driver for each in of_owner for driver in each.drivers]
             step = raising_together(owner.step_with_ready_grads, drivers)
@@ -93,7 +93,7 @@ class MethodGuard:
                 yield Patch(owner, name, self.checked(getattr(owner, name), use))
             yield Patch(owner, "sharded_state_dict", self.saving(owner.sharded_state_dict, distributed))
             for name in (*LOAD, *kind.loads):
-                yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, loaded, loads_all))
+                yield Patch(owner, name, self.loading(getattr(owner, name), of_owner, optimizers, loads_all))
 
     def refresh(self, refreshes: Iterable[Callable[[], None]]) -> None:
         """Cast and gather. This completes weights that a cast or a gather left partial.
@@ -172,7 +172,7 @@ class MethodGuard:
         def call(*args: Any, **kwargs: Any) -> Any:
             # One load of the host consists of several calls. A call inside another one, or one
             # without masters, completes nothing: the outer or the later call does.
-            completes = not self.validity.partial or _holds_masters(host.loaded(args, kwargs))
+            completes = not self.validity.partial or _holds_masters(host.argument_of_load(args, kwargs))
             if self.is_preparing or self.validity.is_writing or not completes:
                 return method(*args, **kwargs)
             if not loads_all:
@@ -183,16 +183,16 @@ class MethodGuard:
         return call
 
 
-def _holds_masters(loaded: Any) -> bool:
-    """Return True if `loaded` has the state of the parameters: masters and moments.
+def _holds_masters(state: Any) -> bool:
+    """Return True if `state` has the state of the parameters: masters and moments.
 
-    `loaded` is the name of a file, or the state dict of one optimizer or of several.
+    `state` is the name of a file, or the state dict of one optimizer or of several.
     """
-    if isinstance(loaded, dict) and "optimizer" not in loaded:
-        loaded = list(loaded.values())
-    if isinstance(loaded, (list, tuple)):
-        return all(map(_holds_masters, loaded))
-    return not isinstance(loaded, dict) or "param_state" in loaded or "fp32_from_fp16_params" in loaded
+    if isinstance(state, dict) and "optimizer" not in state:
+        state = list(state.values())
+    if isinstance(state, (list, tuple)):
+        return all(map(_holds_masters, state))
+    return not isinstance(state, dict) or "param_state" in state or "fp32_from_fp16_params" in state
 
 
 def raising_together(method: Method, drivers: Sequence["ShareDriver"]) -> Method:

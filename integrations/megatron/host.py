@@ -414,6 +414,6 @@ def is_loading(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return bool(kwargs.get("is_loading", args[1] if len(args) > 1 else False))
 
 
-def loaded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def argument_of_load(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the argument of a method that loads: a state dict, or the name of a file."""
     return args[0] if args else kwargs.get("state_dict", kwargs.get("filename"))

@@ -178,7 +178,7 @@ def make_te_copies(params: Sequence[Any]) -> None:
         _module("").post_all_gather_processing(params)
 
 
-def loaded(param: Any) -> Any:
+def target_of_load(param: Any) -> Any:
     """Return the tensor that `load_state_dict` may copy into a primary weight that is already cast.
 
     It is the weight itself, or a second tensor of TransformerEngine over the same buffers.
