@@ -40,7 +40,7 @@ class DelayedStates(_Host):  # type: ignore[misc]
         """Return the current state. Collective. Moments are the tensors in use; step counts and
         delayed scaling are copies.
         """
-        state = {key: _apart(value) for key, value in super().state_dict().items()}
+        state = {key: _own_step_count(value) for key, value in super().state_dict().items()}
         return state | {f"{PREFIX}{name}.{field}": value.clone() for name, field, value in _delayed(self.model_parts)}
 
     @torch.no_grad()
@@ -57,7 +57,7 @@ class DelayedStates(_Host):  # type: ignore[misc]
             fsdp2.load_state_dict(part, saved)
 
 
-def _apart(value: Any) -> Any:
+def _own_step_count(value: Any) -> Any:
     """Return a copy of a step count, into which a load may write; any other value itself."""
     return value.clone() if isinstance(value, Tensor) and value.dim() == 0 else value
 

@@ -22,7 +22,7 @@ def validate_job(job_config: Any, parallel_dims: Any) -> None:
             f"the converter {NAME} finds no such section in torchtitan's JobConfig: launch with "
             "--job.custom_config_module=zerocast.integrations.torchtitan"
         )
-    for problem in _of_job(job_config, parallel_dims):
+    for problem in _job_problems(job_config, parallel_dims):
         raise ValueError(problem)
 
 
@@ -31,27 +31,27 @@ def validate_trainer(config: Any, parallel_dims: Any) -> None:
 
     Raises ValueError, with the reason, for an option that is not supported.
     """
-    for problem in _of_trainer(config, parallel_dims):
+    for problem in _trainer_problems(config, parallel_dims):
         raise ValueError(problem)
 
 
-def _of_job(job_config: Any, parallel_dims: Any) -> Iterator[str]:
-    yield from _of_converters(job_config.model.converters)
-    yield from _of_parallelism(parallel_dims)
-    yield from _of_shards(parallel_dims)
-    yield from _of_slices(job_config, parallel_dims)
-    yield from _of_training(job_config)
-    yield from _of_optimizers(job_config)
+def _job_problems(job_config: Any, parallel_dims: Any) -> Iterator[str]:
+    yield from _converter_problems(job_config.model.converters)
+    yield from _parallelism_problems(parallel_dims)
+    yield from _shard_problems(parallel_dims)
+    yield from _slice_problems(job_config, parallel_dims)
+    yield from _training_problems(job_config)
+    yield from _optimizer_problems(job_config)
 
 
-def _of_trainer(config: Any, parallel_dims: Any) -> Iterator[str]:
+def _trainer_problems(config: Any, parallel_dims: Any) -> Iterator[str]:
     if host.has_quantization(config.model_spec.model):
         yield (
             "torchtitan's converters have replaced products in this model's configuration, and zerocast quantizes the weights of "
             "the same products: choose one of the two"
         )
-    yield from _of_parallelism(parallel_dims)
-    yield from _of_training(config)
+    yield from _parallelism_problems(parallel_dims)
+    yield from _training_problems(config)
     if config.compile.enable_async_tensor_parallel:
         yield ASYNC.format("compile")
     if not config.training.disable_cuda_graphs:
@@ -59,13 +59,13 @@ def _of_trainer(config: Any, parallel_dims: Any) -> Iterator[str]:
             "training.disable_cuda_graphs=False is not supported with zerocast: a gather of quantized weights reads on the CPU "
             "the headers of all ranks, which a CUDA graph cannot"
         )
-    yield from _of_delayed(config)
+    yield from _delayed_problems(config)
 
 
 ASYNC = "{}.enable_async_tensor_parallel is not supported with zerocast: it needs plain products of a compiled graph"
 
 
-def _of_converters(converters: list[str]) -> Iterator[str]:
+def _converter_problems(converters: list[str]) -> Iterator[str]:
     others = [name for name in converters if name != NAME]
     if converters.count(NAME) > 1:
         yield f"{NAME} is in model.converters {converters.count(NAME)} times: weights are prepared once"
@@ -74,7 +74,7 @@ def _of_converters(converters: list[str]) -> Iterator[str]:
             yield f"{other} replaces the products of linear layers, whose weights {NAME} quantizes: choose one of the two"
 
 
-def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
+def _parallelism_problems(parallel_dims: Any) -> Iterator[str]:
     for degree, name in (
         (parallel_dims.ep, "expert_parallel_degree"),
         (getattr(parallel_dims, "etp", 1), "expert_tensor_parallel_degree"),
@@ -91,7 +91,7 @@ def _of_parallelism(parallel_dims: Any) -> Iterator[str]:
         )
 
 
-def _of_shards(parallel_dims: Any) -> Iterator[str]:
+def _shard_problems(parallel_dims: Any) -> Iterator[str]:
     if not parallel_dims.fsdp_enabled:
         yield (
             f"{NAME} quantizes weights that FSDP2 gathers, and torchtitan shards nothing with data_parallel_shard_degree="
@@ -99,7 +99,7 @@ def _of_shards(parallel_dims: Any) -> Iterator[str]:
         )
 
 
-def _of_slices(job_config: Any, parallel_dims: Any) -> Iterator[str]:
+def _slice_problems(job_config: Any, parallel_dims: Any) -> Iterator[str]:
     if parallel_dims.tp == 1:
         return
     name = job_config.model.name
@@ -114,7 +114,7 @@ def _of_slices(job_config: Any, parallel_dims: Any) -> Iterator[str]:
         yield ASYNC.format("parallelism")
 
 
-def _of_training(config: Any) -> Iterator[str]:
+def _training_problems(config: Any) -> Iterator[str]:
     if config.training.dtype != "float32":
         yield f"parameters are FP32 masters: training.dtype is float32, got {config.training.dtype}"
     if getattr(config.optimizer, "early_step_in_backward", False):
@@ -130,7 +130,7 @@ def _of_training(config: Any) -> Iterator[str]:
         )
 
 
-def _of_optimizers(job_config: Any) -> Iterator[str]:
+def _optimizer_problems(job_config: Any) -> Iterator[str]:
     ours = job_config.optimizer.implementation == "zerocast"
     build_optimizers_fn = host.get_train_spec(job_config.model.name).build_optimizers_fn
     if ours and build_optimizers_fn is not build_optimizers:
@@ -148,7 +148,7 @@ def _of_optimizers(job_config: Any) -> Iterator[str]:
         )
 
 
-def _of_delayed(config: Any) -> Iterator[str]:
+def _delayed_problems(config: Any) -> Iterator[str]:
     delayed = [f"{pattern}={fmt}" for pattern, fmt in recipe_of(config.zerocast).patterns if fmt.name == "fp8_delayed"]
     if delayed and not issubclass(config.optimizer._owner, DelayedStates):
         yield (
