@@ -102,7 +102,11 @@ def _layout_patches(moved: list[Any]) -> list[Patch]:
         return move
 
     return [
-        Patch(fp8, "FP8_TENSOR_CLASS", _also(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight)),
+        Patch(
+            fp8,
+            "FP8_TENSOR_CLASS",
+            _classes_with(fp8.HAVE_TE_FP8_TENSOR_CLASS and fp8.FP8_TENSOR_CLASS, QuantizedWeight),
+        ),
         Patch(fp8, "HAVE_TE_FP8_TENSOR_CLASS", True),
         Patch(fp8, "_modify_underlying_storage_impl", move_with(fp8._modify_underlying_storage_impl)),
         *_byte_buffer_patches(),
@@ -129,20 +133,20 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
     grouped = buffer.group_params_for_buffers
 
     def group_by_width(*args: Any, **kwargs: Any) -> Any:
-        return layout.by_width(grouped(*args, **kwargs))
+        return layout.sort_by_width(grouped(*args, **kwargs))
 
     def by_width(lay_out: Callable[..., Any]) -> Any:
-        return staticmethod(functools.partial(layout.of_one_width, lay_out))
+        return staticmethod(functools.partial(layout.lay_out_by_width, lay_out))
 
     # Each module has imported `group_params_for_buffers`, so it is replaced in each of them.
     lays_out, callers = "_compute_per_buffer_param_layout", [buffer, ddp, optimizer]
     for kind in host.layer_wise():
         callers.append(host.module(kind.__module__))
         yield Patch(kind, lays_out, by_width(getattr(kind, lays_out)))
-        yield Patch(ddp, "partition_buckets", layout.of_one_owner(ddp.partition_buckets))
+        yield Patch(ddp, "partition_buckets", layout.group_by_owner(ddp.partition_buckets))
 
     yield from [
-        Patch(fp4, "FP4_TENSOR_CLASS", _also(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
+        Patch(fp4, "FP4_TENSOR_CLASS", _classes_with(fp4.HAVE_TE_FP4_TENSOR_CLASS and fp4.FP4_TENSOR_CLASS, FourBit)),
         Patch(fp4, "HAVE_TE_FP4_TENSOR_CLASS", True),
         *(
             Patch(owner, "modify_nvfp4_rowwise_storage", move_with(owner.modify_nvfp4_rowwise_storage))
@@ -154,7 +158,7 @@ def _four_bit_patches(move_with: Callable[[Any], Any]) -> Iterator[Patch]:
     ]
 
 
-def _also(theirs: Any, ours: type) -> tuple[type, ...]:
+def _classes_with(theirs: Any, ours: type) -> tuple[type, ...]:
     """Return the host's class of tensors and ours, or only ours without TransformerEngine."""
     return (theirs, ours) if theirs else (ours,)
 
@@ -203,10 +207,10 @@ class ConstructionChecks:
         """
         for kind, others in host.wrappers():
             wraps = _check_other_wrapper if others else self._check_wrapper
-            yield Patch(kind, "__init__", _before(vars(kind)["__init__"], wraps))
+            yield Patch(kind, "__init__", _with_check_before(vars(kind)["__init__"], wraps))
         for owner, name, emerging in host.factories():
             builds = self._check_emerging if emerging else self._check_factory
-            factory = _without_flat_views(_before(getattr(owner, name), builds))
+            factory = _without_flat_views(_with_check_before(getattr(owner, name), builds))
             yield Patch(owner, name, self._keeping_fp32_masters(factory))
         hybrid, sort = host.hybrid(), "_get_sub_optimizer_param_groups"
         yield Patch(hybrid, sort, offload.copying_once(getattr(hybrid, sort)))
@@ -214,7 +218,7 @@ class ConstructionChecks:
         host.require(distributed, (build,), f"{host.OPTIMIZER}.DistributedOptimizer")
         yield Patch(distributed, build, staticmethod(offload.one_by_one(getattr(distributed, build))))
         for kind in host.layer_wise():
-            yield Patch(kind, "__init__", self._of_whole_matrices(vars(kind)["__init__"]))
+            yield Patch(kind, "__init__", self._checking_whole_matrices(vars(kind)["__init__"]))
         starting = _starting_from_initial_values(vars(host.float16_optimizer())["__init__"])
         yield Patch(host.float16_optimizer(), "__init__", starting)
         for kind in host.optimizer_bases():
@@ -285,7 +289,7 @@ class ConstructionChecks:
             validate.check_layer_wise(config)
             validate.check_whole_matrices(model_chunks)
 
-    def _of_whole_matrices(self, original: Callable[..., None]) -> Callable[..., None]:
+    def _checking_whole_matrices(self, original: Callable[..., None]) -> Callable[..., None]:
         """Wrap the constructor of an optimizer whose ranks own whole matrices.
 
         That constructor builds further optimizers, from those that it is given.
@@ -296,7 +300,7 @@ class ConstructionChecks:
             if any(is_primary(param) for group in groups for param in group["params"]):
                 validate.check_whole_matrices(model_chunks or [])
 
-        checked = _before(original, check)
+        checked = _with_check_before(original, check)
 
         @functools.wraps(original)
         def init(*args: Any, **kwargs: Any) -> None:
@@ -341,7 +345,7 @@ class ConstructionChecks:
         return init
 
 
-def _before(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+def _with_check_before(original: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     """Wrap `original`: `check` is called first, with its arguments as keywords."""
     signature = inspect.signature(original)
 

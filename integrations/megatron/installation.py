@@ -95,7 +95,7 @@ class Installation:
             )
         name = "calc_params_l2_norm"
         if hasattr(training, name):
-            yield Patch(training, name, _of_masters_on_the_host(getattr(training, name)))
+            yield Patch(training, name, _including_cpu_masters(getattr(training, name)))
         yield Patch(arguments, "add_megatron_arguments", lambda parser: add_arguments(add(parser)))
         yield Patch(training, "setup_model_and_optimizer", set_up)
         yield Patch(checkpointing, "generate_state_dict", plain_state_dict)
@@ -223,7 +223,7 @@ class Installation:
         yield Patch(training, "load_checkpoint", load)
 
 
-def _of_masters_on_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+def _including_cpu_masters(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap Megatron's norm of all masters: it includes the masters in CPU memory."""
 
     @functools.wraps(original)

@@ -32,7 +32,7 @@ def elements_per_byte(param: Any) -> int:
     return 2 if fp4.is_nvfp4tensor(param) or is_grouped(param) else 1
 
 
-def by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[list[Any], list[int]]]:
+def sort_by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[list[Any], list[int]]]:
     """Sort the parameters of each buffer, and their indices, by width: 8 bits first."""
     sorted_groups = {}
     for key, (params, indices) in groups.items():
@@ -41,7 +41,7 @@ def by_width(groups: dict[Any, tuple[list[Any], list[int]]]) -> dict[Any, tuple[
     return sorted_groups
 
 
-def of_one_width(
+def lay_out_by_width(
     lay_out: Callable[..., Any],
     params: Sequence[Any],
     bucket_size: int | None,
@@ -105,7 +105,7 @@ def whole_matrices() -> Iterator[Patch]:
         yield Patch(module, lays_out, kind)
 
 
-def of_one_owner(partition: Callable[..., Any]) -> Callable[..., Any]:
+def group_by_owner(partition: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the function that puts buckets into groups: a group has buckets of one optimizer only.
 
     Megatron puts all buckets of plain parameters into the group of the last byte bucket, even where
