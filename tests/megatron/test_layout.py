@@ -29,7 +29,7 @@ def test_what_a_rank_owns_is_what_it_sends(
     weights = [QuantizedWeight.empty(shape, fmt).requires_grad_() for shape, fmt in kinds]
     config = DistributedDataParallelConfig(use_distributed_optimizer=True, pad_buckets_for_high_nccl_busbw=busbw)
     with quantized_params():
-        ((params, indices),) = layout.by_width(group_params_for_buffers(weights, True)).values()
+        ((params, indices),) = layout.sort_by_width(group_params_for_buffers(weights, True)).values()
         found = DistributedOptimizer._compute_per_buffer_param_layout(params, bucket_size, ranks, config, indices)
         buffer = SimpleNamespace(param_index_map=found.param_index_map, bucket_indices=found.bucket_indices)
         layout.pack(buffer, [(param, "") for param in params])
