@@ -135,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         """
         if not is_quantized(model):
             return super().get_state_dict(model, unwrap)
-        return full_state_dict(self.unwrap_model(model), one_of(self._zero))
+        return full_state_dict(self.unwrap_model(model), only_optimizer(self._zero))
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:
         """Save like accelerate. The folder `zerocast` gets each rank's part of masters and moments,
@@ -180,7 +180,7 @@ class Accelerator(accelerate.Accelerator):
     def _with_masters(self) -> list[nn.Module]:
         """The models that are quantized or that a ZeroAdamW trains."""
         zero = self._zero
-        return [model for model in self._models if is_quantized(model) or zero_run.of_model(zero, model)]
+        return [model for model in self._models if is_quantized(model) or zero_run.optimizers_of_model(zero, model)]
 
     @contextlib.contextmanager
     def _without_zero(self) -> Iterator[None]:
@@ -204,7 +204,7 @@ def inner_of(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
-def one_of(optimizers: list[ZeroOptimizer]) -> ZeroOptimizer:
+def only_optimizer(optimizers: list[ZeroOptimizer]) -> ZeroOptimizer:
     """Return the only one. Raises RuntimeError if there are none or several."""
     if len(optimizers) != 1:
         raise RuntimeError(

@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.store import as_place
 from zerocast.integrations import zero_run
-from zerocast.integrations.zero_run import check_owners, check_place, is_quantized, of_model, without_reduction
+from zerocast.integrations.zero_run import (
+    check_owners,
+    check_place,
+    is_quantized,
+    optimizers_of_model,
+    without_reduction,
+)
 from zerocast.optim import ZeroAdamW, full_state_dict, load_masters
 from zerocast.optim.pretrained import names_in
 from zerocast.optim.zero_optimizer import ZeroOptimizer
@@ -190,7 +196,7 @@ class ZeroStrategy(DDPStrategy):
         """
         assert self.lightning_module is not None
         zero = [optimizer for optimizer in self.optimizers if isinstance(optimizer, ZeroOptimizer)]
-        return of_model(zero, self.lightning_module)
+        return optimizers_of_model(zero, self.lightning_module)
 
 
 def _made_for(owners: list[ZeroOptimizer], module: nn.Module, stack: contextlib.ExitStack) -> Iterator[ZeroOptimizer]:

@@ -145,7 +145,7 @@ class _View:
     shift: int
     dtype: torch.dtype
 
-    def of(self, kernel: Tensor) -> Tensor:
+    def over(self, kernel: Tensor) -> Tensor:
         tensor = kernel.detach().view(self.dtype) if kernel.dtype != self.dtype else kernel.detach()
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.shift)
 
@@ -181,7 +181,7 @@ class _Layer:
         if key in self._copies:
             return self._copies[key]
         view = self._views[key]
-        return view.of(get_layer_tensors(self.module)[view.kernel])
+        return view.over(get_layer_tensors(self.module)[view.kernel])
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Give the layer these tensors and process it, into the tensors that its kernel has."""

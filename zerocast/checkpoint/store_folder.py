@@ -44,7 +44,7 @@ class StoreFolder(Folder[StorePath]):
         """The folder that this save is writing into. Raises RuntimeError if another process has
         begun to write into it since `begin`.
         """
-        for folder in (self.path, self._beside(NEW)):
+        for folder in (self.path, self._sibling(NEW)):
             if marker_token(folder) == self.token:
                 return folder
         raise RuntimeError(f"another process writes into {self.path}: use a separate folder for each run")
@@ -74,7 +74,7 @@ class StoreFolder(Folder[StorePath]):
         """
         self._check_replaceable()
         self.finish_replacement()
-        folder = self._beside(NEW) if self.path in self._whole() else self.path
+        folder = self._sibling(NEW) if self.path in self._whole() else self.path
         discard([folder])
         mark(folder, self.token)
         return folder

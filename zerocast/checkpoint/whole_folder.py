@@ -150,7 +150,7 @@ class Folder(abc.ABC, Generic[PlaceT]):
     def _temporary(self, suffix: str) -> list[PlaceT]:
         return temporary_folders(self.path.parent, re.escape(self.path.name), suffix)
 
-    def _beside(self, suffix: str) -> PlaceT:
+    def _sibling(self, suffix: str) -> PlaceT:
         return self.path.with_name(f"{self.path.name}.zerocast-{self.token}{suffix}")
 
 
@@ -161,7 +161,7 @@ class WholeFolder(Folder[Path]):
     @property
     def partial(self) -> Path:
         """The temporary folder that files are written into."""
-        return self._beside(PARTIAL)
+        return self._sibling(PARTIAL)
 
     @property
     def current_path(self) -> Path:
@@ -199,7 +199,7 @@ class WholeFolder(Folder[Path]):
         sync_folder(self.partial)
         self._check_replaceable()
         replaces = self.holds_anything()
-        self.partial.rename(self._beside(NEW) if replaces else self.path)
+        self.partial.rename(self._sibling(NEW) if replaces else self.path)
         sync_folder(self.path.parent)
         self.finish_replacement()
         (self.path / MARKER).unlink(missing_ok=True)

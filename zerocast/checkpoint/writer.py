@@ -165,18 +165,18 @@ class WriterLease:
 
     def _age(self, touched: int) -> float:
         """Return the seconds since the file was touched, by the clock of the file system."""
-        probe = self._beside()
+        probe = self._own_file()
         probe.write_text(self._content())
         age = (_touched(probe) - touched) / 1e9
         probe.unlink()
         return max(0.0, age)
 
     def _take_over(self) -> None:
-        mine = self._beside()
+        mine = self._own_file()
         mine.write_text(self._content())
         mine.replace(self._file)
 
-    def _beside(self) -> Path:
+    def _own_file(self) -> Path:
         return self._file.with_name(f"{self._file.name}.{self._token}")
 
     def _content(self) -> str:

@@ -103,13 +103,13 @@ def weight_gradient(left: Tensor, right: Tensor, offs: Tensor | None) -> Tensor:
         experts, rows, _ = left.shape
         offs = torch.arange(1, experts + 1, dtype=torch.int32, device=left.device) * rows
         left, right = left.flatten(0, 1), right.flatten(0, 1)
-    sources, is_row, ends = _apart(offs, left.shape[0])
+    sources, is_row, ends = _aligned_rows(offs, left.shape[0])
     (a, a_scale_inv), (b, b_scale_inv) = (_by_feature(x, sources, is_row) for x in (left, right))
     scales = a_scale_inv.repeat(len(ends)), b_scale_inv.repeat(len(ends))
     return torch._scaled_grouped_mm(a, b.t(), *scales, offs=ends, out_dtype=torch.bfloat16)
 
 
-def _apart(offs: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+def _aligned_rows(offs: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (row of the input or 0, whether that row belongs to an expert, the end of each expert)
     for rows that are padded so that each expert begins at a multiple of 16, with 16 rows for an
     expert without rows.

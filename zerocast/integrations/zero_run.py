@@ -82,12 +82,12 @@ def without_reduction(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> 
     The next backward pass after it reduces them.
     """
     with contextlib.ExitStack() as stack:
-        for optimizer in of_model(optimizers, model):
+        for optimizer in optimizers_of_model(optimizers, model):
             stack.enter_context(optimizer.no_sync())
         yield
 
 
-def of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[ZeroOptimizer]:
+def optimizers_of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -> list[ZeroOptimizer]:
     """Return the optimizers that have any parameter of the model."""
     ids = {id(parameter) for parameter in model.parameters()}
     return [
@@ -108,7 +108,7 @@ def save(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
     group = group_of(optimizers[0]) if optimizers else None
     for index, optimizer in enumerate(optimizers):
         with Checkpoints(folder / str(index), keep=1) as checkpoints:
-            model = _beside(index, optimizers, models)
+            model = _module_saved_with(index, optimizers, models)
             checkpoints.save(optimizer, 0, model=model, extra={"save_id": save_id})
     # An earlier save may have had more optimizers. `load` counts the folders, so theirs must go.
     if group is not None:
@@ -130,7 +130,7 @@ def load(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
     if optimizers:
         from_rank_0(group_of(optimizers[0]), lambda: _check_save_id(saved, save_id), LOADS)
     for index, (state_folder, optimizer) in enumerate(zip(saved, optimizers, strict=True)):
-        Checkpoints(state_folder, keep=1).load(optimizer, model=_beside(index, optimizers, models))
+        Checkpoints(state_folder, keep=1).load(optimizer, model=_module_saved_with(index, optimizers, models))
 
 
 def _check_save_id(saved: Sequence[Place], save_id: str) -> None:
@@ -151,7 +151,7 @@ def _saved(folder: Place) -> list[Place]:
     return sorted(numbered, key=lambda path: int(path.name))
 
 
-def _beside(index: int, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> nn.Module:
+def _module_saved_with(index: int, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module]) -> nn.Module:
     """Return the module that is saved with the masters of an optimizer.
 
     For the first optimizer it has everything that no other optimizer trains. For the others it is
