@@ -166,7 +166,7 @@ def press_for_a_failure(*_: Any) -> None:
     [
         ("export._exported", ["masters.pt", "out"]),
         ("doctor._examine", []),
-        ("inspect.Contents.of", ["masters.pt"]),
+        ("inspect.Contents.read", ["masters.pt"]),
         ("plan.read_model", ["--model", "llama3-8b"]),
     ],
 )

@@ -208,7 +208,9 @@ def held_and_sent(fmt: str, config: ZeroConfig, muon: bool = False) -> tuple[int
 @pytest.mark.parametrize("fmt", some({fmt: fmt for fmt in FORMATS}, "bf16", "mxfp8", "nvfp4"))
 def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
     config = ZeroConfig(bucket_size=2**17)
-    planned = footprint(layers(), fmt, Setup("zero2", world, config=PlannedConfig.of(config), optimizer=optimizer))
+    planned = footprint(
+        layers(), fmt, Setup("zero2", world, config=PlannedConfig.from_zero_config(config), optimizer=optimizer)
+    )
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     found = ranks(world)(held_and_sent, fmt, config, optimizer == "muon")
     exchanged = {"all-to-all": max(sent["all-to-all"] for _, sent, _ in found)} if optimizer == "muon" else {}
@@ -228,16 +230,20 @@ def test_zero_is_what_a_run_takes_and_sends(ranks, fmt, world, optimizer):
 def test_moments_in_8_bits_are_what_was_planned(ranks):
     """What is held of them, and the all-reduce of groups that ranks cut, of which rows of 200 elements have some."""
     config = ZeroConfig(bucket_size=2**17, moment_dtype="8bit")
-    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=PlannedConfig.of(config)))
+    planned = footprint(layers(), "nvfp4", Setup("zero2", 3, config=PlannedConfig.from_zero_config(config)))
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     assert [held for held, _, _ in ranks(3)(held_and_sent, "nvfp4", config)] == [pytest.approx(kept, rel=0.03)] * 3
-    planned = footprint(layers(), "nvfp4", Setup("zero2", 2, config=PlannedConfig.of(config), optimizer="muon"))
+    planned = footprint(
+        layers(), "nvfp4", Setup("zero2", 2, config=PlannedConfig.from_zero_config(config), optimizer="muon")
+    )
     kept = sum(nbytes for purpose, nbytes in planned.memory.items() if purpose not in TRANSIENT)
     for held, _, _ in ranks(2)(held_and_sent, "nvfp4", config, True):
         assert held == pytest.approx(kept, rel=0.03), planned.memory
     specs = (Spec("wide", (240, 200)), Spec("codes", (32, 48), "nvfp4"), Spec("vector", (1000,)))
     parameters = [Parameter(spec.name, spec.shape, spec.fmt == "nvfp4") for spec in specs]
-    collectives = footprint(parameters, "nvfp4", Setup("zero2", 3, config=PlannedConfig.of(config))).collectives
+    collectives = footprint(
+        parameters, "nvfp4", Setup("zero2", 3, config=PlannedConfig.from_zero_config(config))
+    ).collectives
     planned_bytes = [one.sent for one in collectives if one.kind == "all-reduce"]
     for sizes in ranks(3)(all_reduced, Run(specs, config=config, options=(ADAM,))):
         assert planned_bytes == pytest.approx([2 * nbytes * 2 / 3 for nbytes in sizes], abs=2)
@@ -378,9 +384,9 @@ def test_buckets_in_flight_are_what_was_planned(ranks, fmt, stage, config):
     model = chain("bf16").named_parameters()
     parameters = [Parameter(name, tuple(p.shape), p.dim() == 2 and name != "8.weight") for name, p in model]
     for world in (1, 2):
-        planned = footprint(parameters, fmt, Setup(f"zero{stage}", world, config=PlannedConfig.of(config))).memory[
-            "buckets"
-        ]
+        planned = footprint(
+            parameters, fmt, Setup(f"zero{stage}", world, config=PlannedConfig.from_zero_config(config))
+        ).memory["buckets"]
         for found in ranks(world)(gradients_at_the_most, fmt, stage, config):
             assert planned > 2**18
             assert found == pytest.approx(planned, abs=2**15)  # activations

@@ -152,7 +152,9 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return (
-        value.clone() if type(value) is Tensor else type(value).of(value.flat.clone(), value.span, tuple(value.shape))
+        value.clone()
+        if type(value) is Tensor
+        else type(value).from_flat(value.flat.clone(), value.span, tuple(value.shape))
     )
 
 

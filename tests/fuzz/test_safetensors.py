@@ -49,7 +49,7 @@ def load_masters(path: Path) -> None:
 
 
 def convert(path: Path) -> None:
-    contents = Contents.of(path)
+    contents = Contents.read(path)
     names = list(contents.entries)
     chosen = choose(contents.entries, {}, "fp8_block", ["*"], torch.bfloat16)
     write_checkpoint(contents, names, chosen, path.parent / "checkpoint")

@@ -205,7 +205,7 @@ def test_compiled_products(fmt: str, function: Callable[..., Tensor], way: str, 
 def test_experts_are_made_with_the_other_weights_of_a_gather(device: str) -> None:
     """By one launch, all experts of both layers."""
     weights = [experts(EXACT, device, on_demand=True) for _ in range(2)]
-    operands = GatheredOperands.of([weight.state for weight in weights])
+    operands = GatheredOperands.by_format([weight.state for weight in weights])
     x, offs = inputs(K, device), ends(device)
     made = mock.Mock(side_effect=ops.upcast_together)
     results = []

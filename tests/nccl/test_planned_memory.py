@@ -88,7 +88,7 @@ def held_and_peak(parallel: str, fmt: str, config: ZeroConfig) -> tuple[int, int
 def planned(parallel: str, world: int, fmt: str, config: ZeroConfig) -> Footprint:
     with torch.device("meta"):
         parameters = list(parameters_of(Gpt(*LARGE)))
-    return footprint(parameters, fmt, Setup(parallel, world, config=PlannedConfig.of(config)))
+    return footprint(parameters, fmt, Setup(parallel, world, config=PlannedConfig.from_zero_config(config)))
 
 
 @pytest.mark.parametrize("moments", MOMENTS, ids=str)

@@ -64,7 +64,7 @@ def accepted(model: Any, recipe: Mapping[str, str], naming: str) -> str:
     shapes = {name: tuple(tensor.shape) for name, tensor in named if name in saved}
     source = LazyTensors(shapes, {name: get_format(fmt) for name, fmt in recipe.items()}, ask, torch.bfloat16)
     stored = _stored(model)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(StoredModel, "of_config", return_value=stored):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(StoredModel, "from_config", return_value=stored):
         try:
             write_hf(source, None, Path(folder) / "out", naming, config=model.config, shard_bytes=2**30)
         except Accepted:

@@ -38,7 +38,7 @@ def weights_of(fmt: str) -> list[QuantizedWeight]:
 
 def operands_of(weights: list[QuantizedWeight]) -> GatheredOperands:
     """The one record of weights of a format."""
-    (operands,) = GatheredOperands.of([weight.state for weight in weights])
+    (operands,) = GatheredOperands.by_format([weight.state for weight in weights])
     return operands
 
 
@@ -180,9 +180,9 @@ def test_weights_outlive_the_record() -> None:
 
 
 def test_formats_whose_products_read_gathered_codes_alone_have_none() -> None:
-    assert GatheredOperands.of([weight.state for weight in weights_of("mxfp8")]) == []
+    assert GatheredOperands.by_format([weight.state for weight in weights_of("mxfp8")]) == []
     mixed = [weights_of(fmt)[0].state for fmt in ("fp8_block", "mxfp8", "nvfp4", "fp8_block")]
-    assert len(GatheredOperands.of(mixed)) == 2
+    assert len(GatheredOperands.by_format(mixed)) == 2
 
 
 def test_a_graph_launches_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,7 +293,7 @@ class StepBench:
             for tokens in self._in_turn(PROFILED):
                 self._step(training, tokens)
             self._synchronize()
-        return Profile.of(profiler.key_averages(), PROFILED)
+        return Profile.from_averages(profiler.key_averages(), PROFILED)
 
     def _slowest(self, values: list[float]) -> list[float]:
         """Return the largest of all ranks, for each value."""

@@ -36,7 +36,7 @@ class Profile:
     wait_ms: float
 
     @classmethod
-    def of(cls, averages: Iterable[Any], steps: int) -> "Profile":
+    def from_averages(cls, averages: Iterable[Any], steps: int) -> "Profile":
         """Make one of torch.profiler's `key_averages()` over `steps` steps."""
         events = list(averages)
 

@@ -158,7 +158,7 @@ def read(
             del delayed_scaling[name]
     if not any(name.startswith("optim.") for name in saved):
         raise ValueError(f"{path} has masters but no optimizer state: load them with zerocast.optim.load_masters")
-    untrained = Untrained.of(optimizer, model, state["model"])
+    untrained = Untrained.collect(optimizer, model, state["model"])
     untrained_state = untrained.to_overwrite(saved, group)
     extra_tensors = {name: value for name, value in (extra or {}).items() if isinstance(value, Tensor)}
     extra_state = extras.to_overwrite(extra_tensors, saved, extras.SAME, group.rank)
@@ -271,7 +271,7 @@ def contents_of(
         extras.check(extra)
         state = optimizer.state_dict()
         optimizer.check_numbers(state)
-        untrained = Untrained.of(optimizer, model, state["model"])
+        untrained = Untrained.collect(optimizer, model, state["model"])
         untrained.check()
     except (RuntimeError, TypeError, ValueError) as error:
         problem = error

@@ -139,7 +139,7 @@ class Checkpoints:
         self.wait()
         state, manifest = checkpoint.contents_of(optimizer, extra, model, step)
         group = checkpoint.group_of(optimizer)
-        trained = TrainedParameters.of(optimizer)
+        trained = TrainedParameters.from_optimizer(optimizer)
         self._become_writer(trained, group)
         parent = self._runs.lineage_of(trained)
 
@@ -194,12 +194,12 @@ class Checkpoints:
         else:
             manifest = check_step(paths[step], step, group)
         checkpoint.read(optimizer, paths[step], manifest, extra, model)
-        self._runs.record(TrainedParameters.of(optimizer), manifest.lineage, has_saved=False)
+        self._runs.record(TrainedParameters.from_optimizer(optimizer), manifest.lineage, has_saved=False)
         return step
 
     @property
     def _runs(self) -> Runs:
-        return Runs.of(self._folder)
+        return Runs.for_folder(self._folder)
 
     def _steps(self) -> list[int]:
         if not self._folder.is_dir():
@@ -217,7 +217,7 @@ class Checkpoints:
             self._runs.check(trained, self._folder)
             if self._writer is None:
                 make_folder(self._folder)
-                self._writer = _FolderWriter.of(self._folder)
+                self._writer = _FolderWriter.for_folder(self._folder)
             self._writer.check_idle()
             return self._writer.lease.poll()
 
@@ -368,7 +368,7 @@ class _FolderWriter:
         weakref.finalize(self, self.lease.release)
 
     @classmethod
-    def of(cls, folder: Place) -> "_FolderWriter":
+    def for_folder(cls, folder: Place) -> "_FolderWriter":
         """Return the writer of a folder, which is made if no Checkpoints of this process has it."""
         # A forked process must not use the lease of its parent.
         key = os.getpid(), folder.resolve()
@@ -440,5 +440,5 @@ def _snapshot(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _copy(value: Tensor) -> Tensor:
     if isinstance(value, TensorShard):
-        return TensorShard.of(value.flat.to("cpu", copy=True), value.span, tuple(value.shape))
+        return TensorShard.from_flat(value.flat.to("cpu", copy=True), value.span, tuple(value.shape))
     return value.detach().to("cpu", copy=True)

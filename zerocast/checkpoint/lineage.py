@@ -76,7 +76,7 @@ class TrainedParameters:
     name: str
 
     @staticmethod
-    def of(optimizer: HasParamGroups) -> "TrainedParameters":
+    def from_optimizer(optimizer: HasParamGroups) -> "TrainedParameters":
         """Return the parameters of an optimizer, or of an object that holds its state."""
         ids = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
         owner = optimizer if optimizer.model is None else optimizer.model
@@ -105,7 +105,7 @@ class Runs:
         self._runs: list[_Run] = []
 
     @classmethod
-    def of(cls, folder: Place) -> "Runs":
+    def for_folder(cls, folder: Place) -> "Runs":
         """Return the runs of a folder, the same object for every Checkpoints of that folder."""
         return cls._of_folders.setdefault(folder.resolve(), Runs())
 

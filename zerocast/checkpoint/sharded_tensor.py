@@ -38,7 +38,7 @@ class TensorShard(Tensor):
     chunks: dict[torch.Size, Tensor]
 
     @staticmethod
-    def of(flat: Tensor, span: Span, shape: Sequence[int]) -> "TensorShard":
+    def from_flat(flat: Tensor, span: Span, shape: Sequence[int]) -> "TensorShard":
         """Return the shard of a tensor of `shape`; `flat` is contiguous and has `span.numel`
         elements.
         """

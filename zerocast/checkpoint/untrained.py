@@ -78,7 +78,7 @@ class Untrained:
     left_out: tuple[str, ...] = ()
 
     @staticmethod
-    def of(optimizer: HasParameters, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
+    def collect(optimizer: HasParameters, model: nn.Module | None, masters: Mapping[str, Any]) -> "Untrained":
         """Return the untrained tensors of `model`, or of the model that the optimizer knows.
 
         `masters` are the optimizer's entries keyed by name. Raises ValueError if a frozen parameter

@@ -31,7 +31,7 @@ def export(config: ExportConfig) -> int:
 
 def _exported(config: ExportConfig) -> dict[str, Any]:
     target = as_place(config.target)
-    contents = Contents.of(config.source, whole_names=config.to == "hf")
+    contents = Contents.read(config.source, whole_names=config.to == "hf")
     names = _names(config, contents)
     entries = {name: contents.entries[name] for name in names}
     chosen = choose(entries, contents.stored, config.format, config.weights, DTYPES[config.dtype])

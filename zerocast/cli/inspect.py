@@ -26,7 +26,7 @@ def inspect(config: InspectConfig) -> int:
     """Run `zerocast inspect`; returns the exit status."""
     try:
         check_folder(config.png)
-        contents = Contents.of(config.checkpoint)
+        contents = Contents.read(config.checkpoint)
     except FileNotFoundError as error:
         return _complain(error, 2)
     except (ValueError, ImportError, OSError, pickle.UnpicklingError) as error:

@@ -52,7 +52,7 @@ def _sweep_text(config: PlanConfig, model: Model) -> str:
             raise ValueError(
                 f"a sweep has its own ranks and shardings, with AdamW: leave out --{name.replace('_', '-')}"
             )
-    sweep = Sweep.of(model.parameters, config.format, _setup(config))
+    sweep = Sweep.compute(model.parameters, config.format, _setup(config))
     numel = sum(math.prod(parameter.shape) for parameter in model.parameters)
     title = f"{_name(config)}: {numel:,} parameters, {config.format}, a step with one micro-batch"
     if config.png:

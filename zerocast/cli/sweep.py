@@ -26,7 +26,7 @@ class Sweep:
     footprints: dict[str, dict[int, Footprint]]
 
     @staticmethod
-    def of(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> "Sweep":
+    def compute(parameters: Sequence[Parameter], fmt: str, setup: Setup) -> "Sweep":
         """Plan every sharding of SHARDINGS on RANKS, with the config of `setup`."""
         footprints: dict[str, dict[int, Footprint]] = {}
         for name, (parallel, shard_ranks) in tracked(list(SHARDINGS.items()), lambda item: item[0]):

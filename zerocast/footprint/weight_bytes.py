@@ -91,7 +91,7 @@ class PlannedConfig:
             raise ValueError(f"bucket_size must be positive, got {self.bucket_size}")
 
     @staticmethod
-    def of(config: "ZeroConfig") -> "PlannedConfig":
+    def from_zero_config(config: "ZeroConfig") -> "PlannedConfig":
         """Return the choices of a run."""
         return PlannedConfig(
             bucket_size=config.bucket_size,

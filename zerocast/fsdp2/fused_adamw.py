@@ -174,7 +174,7 @@ class Adam8bitPass(AdamPass):
         """Append a shard. Raises RuntimeError if the codes in its state are not the codes of its
         moments.
         """
-        master, moments = shard.master, self._eight_bit.of(shard.parameter)
+        master, moments = shard.master, self._eight_bit.get(shard.parameter)
         self._parameters.append(shard.parameter)
         check_plain("master", master, [torch.float32], moments.exp_avg.numel(), master.device)
         for name, codes_of_all in (("exp_avg", self._exp_avgs), ("exp_avg_sq", self._exp_avg_sqs)):
@@ -771,7 +771,7 @@ class FusedAdamW(torch.optim.Optimizer):
             return True
         # Groups of 8-bit moments must begin with the rows of the shard, which must be one run. They
         # do where only the first dimension is sharded.
-        pieces = self._eight_bit.of(parameter).rows
+        pieces = self._eight_bit.get(parameter).rows
         return len(pieces) == 1 and pieces[0][Piece.COLUMNS] == weight.geometry.columns
 
 

@@ -46,7 +46,7 @@ class ShardedMoments:
         cut = {number: first + place for place, number in enumerate(numbers)}
         self._parts[parameter] = OwnedPart(name, shape[-1], _spans(parameter, shape), 0, 0, cut)
 
-    def of(self, parameter: Tensor) -> Moments8bit:
+    def get(self, parameter: Tensor) -> Moments8bit:
         """Return the moments of a parameter. They are zeros before its first step."""
         if parameter not in self._moments:
             part = self._parts[parameter]
@@ -60,12 +60,12 @@ class ShardedMoments:
 
     def codes(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return the codes of both moments, keyed by name, sharded like the parameter."""
-        moments = self.of(parameter)
+        moments = self.get(parameter)
         return {name: _cut_like(getattr(moments, name), parameter) for name in NAMES}
 
     def values(self, parameter: Tensor) -> dict[str, Tensor]:
         """Return FP32 copies of both moments, keyed by name, sharded like the parameter."""
-        values = self.of(parameter).values(self._parts[parameter].name)
+        values = self.get(parameter).values(self._parts[parameter].name)
         return {name: _cut_like(value, parameter) for name, value in values.items()}
 
     def load(self, states: Mapping[Tensor, Mapping[str, Tensor]], counts: Sequence[float]) -> None:
@@ -75,7 +75,7 @@ class ShardedMoments:
         for finishes in (False, True):
             for (parameter, state), count in zip(states.items(), counts, strict=True):
                 flat = {name: flat_local(state[name]) for name in NAMES}
-                self.of(parameter).load({self._parts[parameter].name: flat}, [int(count)], finishes)
+                self.get(parameter).load({self._parts[parameter].name: flat}, [int(count)], finishes)
             if not finishes:
                 self.reduce()
 

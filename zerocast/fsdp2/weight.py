@@ -717,7 +717,7 @@ class ParamGroup:
         """
         if index == self._last_index:
             unsharded = [weight.unsharded for weight in self.weights]
-            self._operands = GatheredOperands.of([weight.state for weight in unsharded if weight is not None])
+            self._operands = GatheredOperands.by_format([weight.state for weight in unsharded if weight is not None])
             self._merge_params()
 
     def _merge_params(self) -> None:

@@ -49,7 +49,7 @@ class Contents:
     manifest: Manifest | None
 
     @staticmethod
-    def of(path: AnyPath, whole_names: bool = False) -> "Contents":
+    def read(path: AnyPath, whole_names: bool = False) -> "Contents":
         """Open a path or a URL, after comparing its files with their hashes if it has a manifest.
 
         For the folder of a trainer, reads the masters in it; for the folder of its run, the last

@@ -224,7 +224,7 @@ class ZeroState:
         return parts
 
     def _leaf(self, flat: Tensor, span: Span, shape: tuple[int, ...]) -> Tensor:
-        return flat.view(shape) if self._group.size == 1 else TensorShard.of(flat, span, shape)
+        return flat.view(shape) if self._group.size == 1 else TensorShard.from_flat(flat, span, shape)
 
     def _check(self, state: Mapping[str, Any]) -> None:
         saved, moments = state["model"], state["optim"]["state"]

@@ -224,7 +224,7 @@ class EngineReceiver:
                 if region.name not in stage.values:
                     own = model_tensors[region.name]
                     stage.values[region.name] = torch.zeros(own.shape, dtype=own.dtype)
-                region.own.of(stage.values[region.name]).copy_(region.stored.of(tensor))
+                region.own.view(stage.values[region.name]).copy_(region.stored.view(tensor))
 
     def _stage_delta(self, stage: _Stage, header: Header, tensors: Sequence[Tensor]) -> None:
         index = header["index"]
@@ -319,13 +319,13 @@ class EngineReceiver:
             for region in bucket.regions.get(name, []):
                 if own[region.name].is_uniform:
                     value = values.setdefault(region.name, torch.zeros(own[region.name].shape, dtype=tensor.dtype))
-                    region.own.of(value).copy_(region.stored.of(tensor))
+                    region.own.view(value).copy_(region.stored.view(tensor))
 
     def _holds(self, bucket: _Bucket, tensors: Sequence[Tensor]) -> bool:
         """Return True if the engine's bytes on this rank are those of the stored tensors."""
         own = self._weights.tensors()
         pairs = (
-            (region.stored.of(stored), region.own.of(own[region.name]).to(stored.device))
+            (region.stored.view(stored), region.own.view(own[region.name]).to(stored.device))
             for (name, _, _), stored in zip(bucket.layout, tensors, strict=True)
             for region in bucket.regions.get(name, [])
         )
@@ -346,7 +346,7 @@ class EngineReceiver:
                 )
             for index in self._change(tensors, header, payload):
                 for region in bucket.regions.get(bucket.layout[index][0], []):
-                    region.own.of(own[region.name]).copy_(region.stored.of(tensors[index]))
+                    region.own.view(own[region.name]).copy_(region.stored.view(tensors[index]))
                     written.add(region.name)
         self._weights.written(written)
 
@@ -359,7 +359,7 @@ class EngineReceiver:
         for name, dtype, shape in bucket.layout:
             stored = torch.zeros(shape, dtype=dtype, device=self._device)
             for region in bucket.regions.get(name, []):
-                region.stored.of(stored).copy_(region.own.of(own[region.name]))
+                region.stored.view(stored).copy_(region.own.view(own[region.name]))
             tensors.append(stored)
         return tensors
 

@@ -25,7 +25,7 @@ class Strided:
     stride: tuple[int, ...]
     offset: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def view(self, tensor: Tensor) -> Tensor:
         """A view of these elements."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
@@ -76,7 +76,7 @@ def elements_taken(layout: Layout, regions: Mapping[str, Iterable[Region]]) -> d
     taken = {name: torch.zeros(shape, dtype=torch.uint8) for name, _, shape in layout}
     for name, places in regions.items():
         for region in places:
-            region.stored.of(taken[name]).fill_(1)
+            region.stored.view(taken[name]).fill_(1)
     return taken
 
 
@@ -90,7 +90,7 @@ def check_filled(tensors: Mapping[str, ModelTensor], regions: Iterable[Region]) 
     for name, own in tensors.items():
         times = torch.zeros(own.shape, dtype=torch.uint8)
         for elements in (*filled.get(name, ()), *own.padding):
-            elements.of(times).add_(1)
+            elements.view(times).add_(1)
         empty, repeated = int((times == 0).sum()), int((times > 1).sum())
         if empty or repeated:
             raise RefitError(

@@ -33,7 +33,7 @@ class ExportPlan:
     writers: Sequence[int]
 
     @staticmethod
-    def of(units: Sequence[Sequence[StoredTensor]], ranks: int, shard_bytes: int, naming: str) -> "ExportPlan":
+    def build(units: Sequence[Sequence[StoredTensor]], ranks: int, shard_bytes: int, naming: str) -> "ExportPlan":
         """Divide tensors among ranks and files.
 
         The tensors of a unit, such as codes and scales, are in one file. Each unit goes to the rank

@@ -66,7 +66,7 @@ def write_hf(
     """
 
     def prepare() -> Contents:
-        stored = StoredModel.of(model) if config is None else StoredModel.of_config(config)
+        stored = StoredModel.from_model(model) if config is None else StoredModel.from_config(config)
         pieces = {name: pieces_of(stored, name, shape, names or {}) for name, shape in source.shapes.items()}
         check_stored(stored, pieces)
         quantized = {} if naming == "bf16" else quantized_pieces(stored, source, pieces, naming)

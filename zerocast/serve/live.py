@@ -240,4 +240,4 @@ def _check_casts(before: Casts, look: Callable[[], Casts]) -> None:
 
 
 def _stored_model(what: Any, config: Any) -> StoredModel:
-    return StoredModel.of(what) if config is None else StoredModel.of_config(config)
+    return StoredModel.from_model(what) if config is None else StoredModel.from_config(config)

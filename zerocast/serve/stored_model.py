@@ -47,7 +47,7 @@ class StoredModel:
         self.pieces, self.fused = self._stored()
 
     @staticmethod
-    def of(model: Any) -> "StoredModel":
+    def from_model(model: Any) -> "StoredModel":
         """The stored form of a model. TypeError for anything but a model of transformers."""
         if not is_stored_by_transformers(model):
             raise TypeError(
@@ -59,7 +59,7 @@ class StoredModel:
         return StoredModel(model.config, model_class)
 
     @staticmethod
-    def of_config(config: Any) -> "StoredModel":
+    def from_config(config: Any) -> "StoredModel":
         """The model that a PreTrainedConfig, a config.json or the folder of one describes.
 
         No code of the folder is run. OSError or ValueError where there is none, or none that

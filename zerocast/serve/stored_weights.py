@@ -25,7 +25,7 @@ def stored_weights(model: Any, source: str | os.PathLike[str] | Mapping[str, Any
 
     Raises like them for a source that cannot be opened, TypeError for another model.
     """
-    return StoredWeights(StoredModel.of(model), open_source(source))
+    return StoredWeights(StoredModel.from_model(model), open_source(source))
 
 
 class StoredWeights:

@@ -195,7 +195,7 @@ def _agreed(
         contents = prepare()
         check_pieces(source, naming, contents.pieces)
         units = list(planned_units(source, naming, contents.pieces, contents.plain_dtype))
-        return contents, ExportPlan.of(units, source.group.size, shard_bytes, naming)
+        return contents, ExportPlan.build(units, source.group.size, shard_bytes, naming)
 
     contents, plan = together(source.group, work, EXPORTS)
     settings = {name: hashlib.sha256(content).hexdigest()[:16] for name, content in contents.files.items()}

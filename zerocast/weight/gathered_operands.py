@@ -144,7 +144,7 @@ class GatheredOperands:
             places[state.rowwise_data.storage_offset()] = weakref.ref(self), place
 
     @staticmethod
-    def of(states: Sequence[WeightState]) -> "list[GatheredOperands]":
+    def by_format(states: Sequence[WeightState]) -> "list[GatheredOperands]":
         """Return one GatheredOperands per format. Formats whose products read only gathered codes
         have none.
         """

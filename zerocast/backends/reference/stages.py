@@ -43,7 +43,7 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
     1 for each weight with an owned element that is NaN or Inf.
     """
     for row in table.tolist():
-        window = Window.of(fmt, row)
+        window = Window.from_row(fmt, row)
         if window is None:
             continue
         if row[Column.NOT_FINITE] >= 0 and not bool(window.elements(masters).isfinite().all()):
@@ -122,7 +122,7 @@ def partial_cast(
     if skip is not None and bool(skip):
         return
     for row in table.tolist():
-        window = Window.of(fmt, row)
+        window = Window.from_row(fmt, row)
         if window is None:
             continue
         out = row_data[row[Column.ROW_DATA_BASE]]

@@ -20,7 +20,7 @@ class Window:
     last: int
 
     @staticmethod
-    def of(fmt: FormatSpec, row: list[int]) -> "Window | None":
+    def from_row(fmt: FormatSpec, row: list[int]) -> "Window | None":
         """Return the window of a descriptor row, or None if nothing is owned."""
         if row[Column.NUMEL] == 0:
             return None

@@ -71,7 +71,7 @@ def partial_cast(
         return
     device = table.device
     constants: dict[str, Any] = {"DTYPE": DTYPES[masters[0].dtype], "NOMINAL": DTYPES[nominal]}
-    shape = TileShape.of(fmt) if fmt.block is not None else None
+    shape = TileShape.for_format(fmt) if fmt.block is not None else None
     tiles = tiling(table, Bands(shape.height, shape.width) if shape else Flat(RUN))
     head = addresses(masters, device), table, tiles.firsts, tiles.rows
     data, flag = addresses(row_data, device), skip_flag(skip, device)

@@ -30,7 +30,7 @@ class TileShape:
     steps: int
 
     @staticmethod
-    def of(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
+    def for_format(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
         """Return one tile per program; its height divides the height of a block, or is a multiple
         of it.
         """
@@ -45,7 +45,7 @@ class TileShape:
     def for_amaxes(fmt: FormatSpec, elements: int = 4096) -> "TileShape":
         """Return as many tiles per program as cover complete blocks."""
         assert fmt.block
-        shape = TileShape.of(fmt, elements)
+        shape = TileShape.for_format(fmt, elements)
         return TileShape(fmt, shape.height, shape.width, max(1, fmt.block[0] // shape.height))
 
     @property
