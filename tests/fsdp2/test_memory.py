@@ -51,7 +51,7 @@ def test_what_a_rank_holds(fmt: str, keep_codes: bool) -> None:
                 module.reshard()
         weights = [weight for _, weight in models.masters(model).values()]
         # where rows of scales come from, 4 bytes a row of the weights of one layer, however many there are
-        fills = [fill for weight in weights for fill in weight.group.side.row_fills]
+        fills = [fill for weight in weights for fill in weight.group.metadata.row_fills]
         indices = {id(fill.index): fill.index.nbytes for fill in fills}
         assert sum(indices.values()) <= 2 * 4 * (WIDTH + HIDDEN)
         sizes.append(settled_bytes() - before - sum(indices.values()))

@@ -1,7 +1,7 @@
 """The rows of a weight that each rank holds under FSDP2, and the bytes that it sends of them.
 
-`zerocast/fsdp2/wire.py` describes the complete message. Layouts depend on shapes, formats and ranks
-only, and are computed without importing torch, which `zerocast plan` does not wait for.
+`zerocast/fsdp2/gather_layout.py` describes the complete message. Layouts depend on shapes, formats
+and ranks only, and are computed without importing torch, which `zerocast plan` does not wait for.
 """
 
 import functools
@@ -273,8 +273,8 @@ class ShardGeometry:
 
 @dataclass(frozen=True)
 class ScaleRegion:
-    """The scales of one direction in a side channel: `count` block rows of `across` entries from
-    byte `offset` on.
+    """The scales of one direction in the metadata: `count` block rows of `across` entries from byte
+    `offset` on.
 
     `name` is the name of the weight's buffer, of which each scale fills `repeat` rows and columns,
     and `dtype` is the name of its dtype.
@@ -288,20 +288,20 @@ class ScaleRegion:
     offset: int
     count: int
 
-    def of(self, side: "Tensor") -> "Tensor":
-        """Return the scales `[..., count, across]` in side channels `[..., bytes]`."""
+    def view(self, metadata: "Tensor") -> "Tensor":
+        """Return the scales `[..., count, across]` in metadata `[..., bytes]`."""
         nbytes = self.count * self.across * ITEMSIZE[self.dtype]
-        entries = side[..., self.offset : self.offset + nbytes].view(torch_dtype(self.dtype))
-        return entries.view(*side.shape[:-1], self.count, self.across)
+        entries = metadata[..., self.offset : self.offset + nbytes].view(torch_dtype(self.dtype))
+        return entries.view(*metadata.shape[:-1], self.count, self.across)
 
 
 @dataclass(frozen=True)
 class RowsOfScales:
     """The rows of the scale buffer `name` of the weight at `weight_index`, as copies of rows of
-    side channels: each block row fills `height` rows of `row_bytes` bytes.
+    metadata: each block row fills `height` rows of `row_bytes` bytes.
 
     `owners` are (rank, index among the rank's own) of each block row; the block rows of a rank
-    follow each other from byte `offset` of all its side channels on.
+    follow each other from byte `offset` of all its metadata on.
     """
 
     weight_index: int
@@ -319,13 +319,13 @@ class RowsOfScales:
 
 
 class WeightLayout:
-    """The bytes that a rank sends of one weight: its codes, by direction, and its side channel.
+    """The bytes that a rank sends of one weight: its codes, by direction, and its metadata.
 
     Attributes:
         directions: the number of sets of codes that are sent, 1 or 2.
         code_spans: (start, stop) of each set, of a full shard, in the bytes of codes.
         codes_nbytes: the bytes of all sets, each rounded up to the alignment of operands.
-        side_bytes: the bytes of the side channel.
+        metadata_bytes: the size of the metadata.
         scalar_offsets: the offsets in it of the scalars of the tensor, keyed by the names of their
             buffers.
         scales: the scales in it, one region for each scale buffer of a gathered weight.
@@ -342,7 +342,7 @@ class WeightLayout:
         slot = round_up(code_bytes, OPERAND_ALIGNMENT_BYTES)
         self.code_spans = [(index * slot, index * slot + code_bytes) for index in range(self.directions)]
         self.codes_nbytes = self.directions * slot
-        self.side_bytes = HEADER
+        self.metadata_bytes = HEADER
         self.scalar_offsets = {"amax": self._reserve(4)} if fmt.has_tensor_amax else {}
         if fmt.has_tensor_scale:
             self.scalar_offsets[SCALES[0]] = self._reserve(4)
@@ -358,12 +358,12 @@ class WeightLayout:
     @property
     def nbytes(self) -> int:
         """All bytes that a rank sends."""
-        return self.codes_nbytes + self.side_bytes
+        return self.codes_nbytes + self.metadata_bytes
 
     def _reserve(self, nbytes: int) -> int:
-        """Return the offset of a new region of the side channel."""
-        offset = self.side_bytes
-        self.side_bytes += round_up(nbytes, OPERAND_ALIGNMENT_BYTES)
+        """Return the offset of a new region of the metadata."""
+        offset = self.metadata_bytes
+        self.metadata_bytes += round_up(nbytes, OPERAND_ALIGNMENT_BYTES)
         return offset
 
     def _add_scales(self, name: str, block: Block | None) -> None:
@@ -384,7 +384,8 @@ class WeightLayout:
 
     def gathered_codes(self, codes: "Sequence[Tensor]") -> "dict[str, Tensor]":
         """Return the buffers of codes of the gathered weight, keyed by name. `codes` are the codes
-        of all ranks in order, by direction. The codes of inner shards need a copy (`GatheredSide`).
+        of all ranks in order, by direction. The codes of inner shards need a copy
+        (`GatheredMetadata`).
         """
         if self.geometry.inner_shards is not None:
             return {}
@@ -393,17 +394,17 @@ class WeightLayout:
         matrices = [flat.view(-1)[:nbytes].view(dtype).view(rows, -1) for flat in codes]
         return dict(zip(CODES, matrices, strict=False))
 
-    def scalars(self, side: "Tensor") -> "dict[str, Tensor]":
-        """Return the scalars in a side channel `[bytes]`, f32[1], keyed by the names of buffers."""
+    def scalars(self, metadata: "Tensor") -> "dict[str, Tensor]":
+        """Return the scalars in the metadata `[bytes]`, f32[1], keyed by the names of buffers."""
         dtype = torch_dtype("float32")
-        return {name: side[offset : offset + 4].view(dtype) for name, offset in self.scalar_offsets.items()}
+        return {name: metadata[offset : offset + 4].view(dtype) for name, offset in self.scalar_offsets.items()}
 
-    def outgoing_scales(self, side: "Tensor", scales: "Mapping[str, Tensor]") -> "list[tuple[Tensor, Tensor]]":
-        """Return pairs (target in the side channels, source) for the scales of the block rows that
-        this rank owns.
+    def outgoing_scales(self, metadata: "Tensor", scales: "Mapping[str, Tensor]") -> "list[tuple[Tensor, Tensor]]":
+        """Return pairs (target in the metadata, source) for the scales of the block rows that this
+        rank owns.
 
-        The side channels `side`, `[weights, side_bytes]`, and the scale buffers `scales`, keyed by
-        name, `[weights, ...]`, belong to weights of this layout.
+        The `metadata`, `[weights, metadata_bytes]`, and the scale buffers `scales`, keyed by name,
+        `[weights, ...]`, belong to weights of this layout.
         """
         pairs = []
         for region in self._sent:
@@ -413,7 +414,7 @@ class WeightLayout:
             source = scales[region.name][:, :: region.repeat[0], :: region.repeat[1]]
             if owned.numel:
                 source = source[:, first : first + owned.numel, : region.across]
-                pairs.append((region.of(side)[:, : owned.numel], source))
+                pairs.append((region.view(metadata)[:, : owned.numel], source))
         return pairs
 
     def code_specs(self) -> list[tuple[str, Buffer]]:
@@ -432,8 +433,7 @@ class WeightLayout:
         """Return the rows by which one indexed copy fills the buffer of a region. None if the
         buffer has padding, a scale fills several columns, or ranks have inner shards.
 
-        The region is of the weight at `weight_index`, whose side channel begins at byte `first` of
-        all.
+        The region is of the weight at `weight_index`, whose metadata begins at byte `first` of all.
         """
         if self.geometry.inner_shards is not None:
             return None

@@ -22,8 +22,8 @@ from zerocast.distributed.rank_report import ShardStatus
 from zerocast.distributed.row_shards import CODES
 from zerocast.formats import AmaxPolicy
 from zerocast.fsdp2.amax_layout import ReductionGroup, StepAmaxes
+from zerocast.fsdp2.gather_layout import GatherLayout, side_by_side
 from zerocast.fsdp2.weight import FSDPWeight, ParamGroup
-from zerocast.fsdp2.wire import GatherLayout, side_by_side
 
 # Tables that are kept for sets of weights that steps have not measured. Which experts learn may
 # change with every step.
@@ -62,7 +62,7 @@ class CastGroup:
         # True while a graph holds the address of the buffers that a cast works in.
         self._holds_scales = False
         self.shards: dict[str, MasterShard] = {}
-        # The scales of owned block rows: where they are in side channels, and in the buffers that
+        # The scales of owned block rows: where they are in the metadata, and in the buffers that
         # the stages fill.
         self._targets: list[Tensor] = []
         self._sources: list[Tensor] = []
@@ -143,7 +143,7 @@ class CastGroup:
         """Make the shards of groups with equal layouts, over `sent`, `[groups, bytes]`, and the
         next of the `buffers` of scales.
         """
-        sides = [side for _, side in layout.parts(sent)]
+        all_metadata = [metadata for _, metadata in layout.parts(sent)]
         parts = [layout.parts(own) for own in sent]
         members = [group.weights for group in groups]
         for place, of_weight in enumerate(layout.weights):
@@ -151,15 +151,15 @@ class CastGroup:
             stage_scales = of_weight.scale_specs(geometry.shape(geometry.cast_rows))
             scales = {region.name: next(buffers) for region, _ in stage_scales}
             for index, weight in enumerate(weights[place] for weights in members):
-                codes, side = parts[index][place]
-                own = {name: buffer[index] for name, buffer in scales.items()} | of_weight.scalars(side)
+                codes, metadata = parts[index][place]
+                own = {name: buffer[index] for name, buffer in scales.items()} | of_weight.scalars(metadata)
                 own |= self._delayed_buffers.get(weight.name, {})
                 # Codes that are not kept have no bytes here.
-                shard = weight.shard_over(codes, {"rowwise_data": side[:0], **own})
+                shard = weight.shard_over(codes, {"rowwise_data": metadata[:0], **own})
                 if weight.geometry.takes_part:
                     self.shards[weight.name] = shard
             if geometry.takes_part:
-                for target, source in of_weight.outgoing_scales(sides[place], scales):
+                for target, source in of_weight.outgoing_scales(all_metadata[place], scales):
                     self._targets.append(target)
                     self._sources.append(source)
 

@@ -13,7 +13,7 @@ The life of a prepared parameter:
     cast of all weights, before the next gather       manager.py, cast_group.py
         │ amaxes, one all-reduce, scales
         │ codes of the shards of a group are cast;    weight.py
-        │ codes, scales, header are sent              wire.py
+        │ codes, scales, header are sent              gather_layout.py
         ▼
     all-gather of bytes, by FSDP2
         │ headers are compared, scales laid out       weight.py, gather_status.py

@@ -335,8 +335,8 @@ class GroupOfInnerShards(GroupOfWeights):
     """A GroupOfWeights of which some are sharded along a dimension other than the first.
 
     FSDP2 joins their shards by views of each gathered tensor as parts of the parameter, but codes
-    of 4 bits and side channels have different sizes. So zerocast presents their first dimension to
-    it as sharded, and leaves the gathered bytes in the order of ranks
+    of 4 bits and metadata have different sizes. So zerocast presents their first dimension to it as
+    sharded, and leaves the gathered bytes in the order of ranks
     (`zerocast.distributed.row_shards.InnerShards`).
 
     Attributes:

@@ -25,9 +25,9 @@ from zerocast.formats.dtypes import dtype_name
 from zerocast.formats.layout import Buffer, check_shape, matrix_shape, stored_matrices
 from zerocast.formats.shared_amax import SharedAmax
 from zerocast.fsdp2 import torch_fsdp
+from zerocast.fsdp2.gather_layout import GatheredMetadata, GatherLayout, header_of, side_by_side
 from zerocast.fsdp2.gather_status import GatherStatus
 from zerocast.fsdp2.torch_fsdp import MasterAddresses, MasterMemory
-from zerocast.fsdp2.wire import GatheredSide, GatherLayout, header_of, side_by_side
 from zerocast.weight.gathered_operands import GatheredOperands
 from zerocast.weight.validity import Validity, gathered
 from zerocast.weight.weight import NOMINAL_DTYPES, QuantizedWeight
@@ -481,8 +481,8 @@ def _check_parts(fmt: FormatSpec, of_part: Sequence[int], of_weight: Sequence[in
     # The last two dimensions of experts, since blocks begin again in each of them.
     extents, whole = of_part[-2:], of_weight[-2:]
     for block in filter(None, (fmt.exchange_block, fmt.columnwise_block)):
-        sides = zip(extents, whole, block, strict=True)
-        if any(extent != whole_extent and extent % side for extent, whole_extent, side in sides):
+        dimensions = zip(extents, whole, block, strict=True)
+        if any(extent != whole_extent and extent % block_extent for extent, whole_extent, block_extent in dimensions):
             raise ValueError(
                 f"a block of {fmt} would span two {parts}: one is {list(extents)} and a block {list(block)}"
             )
@@ -522,8 +522,8 @@ class ParamGroup:
         received: the number of gathers that have arrived.
         sent: the number of the cast whose bytes the last gather sent. -1 before the first one.
         layout: the layout of the bytes that are sent. Another one after a switch of formats.
-        side: the gathered bytes other than codes. None before the first gather, and after a switch
-            of formats until the next one.
+        metadata: the gathered bytes other than codes. None before the first gather, and after a
+            switch of formats until the next one.
         headers: the header of each weight, int32 `[2]`, a view of the bytes that are sent.
         is_merged: True if FSDP2 gathers all its weights as the first one (`GroupOfWeights`): after
             the first gather of a layout over several ranks.
@@ -562,7 +562,7 @@ class ParamGroup:
         # Operands that products read in place of gathered codes. None before the first gather, and
         # after a switch of formats until the next one.
         self._operands: list[GatheredOperands] = []
-        self.side: GatheredSide | None = None
+        self.metadata: GatheredMetadata | None = None
         self.is_merged = False
         self.outputs: list[list[Tensor]] = []
 
@@ -606,7 +606,7 @@ class ParamGroup:
         """Send from `buffer`, which casts fill, uint8 `[layout.kept_bytes]` of zeros."""
         self.layout = layout
         self.cast_codes = cast_codes
-        self.headers = [header_of(side) for _, side in layout.parts(buffer)]
+        self.headers = [header_of(metadata) for _, metadata in layout.parts(buffer)]
         self._kept = layout.outputs(buffer)
         self._statuses_of_cast = [weight.status_after_cast for weight in self.weights]
         self._statuses_after = -1
@@ -678,16 +678,16 @@ class ParamGroup:
 
     def finish_gather(self) -> None:
         """Copy the gathered scales to where products read them, and allow reads of all weights."""
-        assert self.side is not None
+        assert self.metadata is not None
         weights = self.weights
         for weight in weights:
             param, nominal = weight.param(), weight.geometry.nominal
             dtype = param.param_dtype or param.orig_dtype
             if dtype != nominal:
                 raise RuntimeError(f"{weight.name} was cast for {nominal} and is gathered as {dtype}")
-        self.side.fill()
-        if self.side.gathered_inner_codes:
-            torch_fsdp.free(self.side.gathered_inner_codes)
+        self.metadata.fill()
+        if self.metadata.gathered_inner_codes:
+            torch_fsdp.free(self.metadata.gathered_inner_codes)
         self.end_round()
         self.received += 1
         gathered([weight.validity for weight in weights])
@@ -706,10 +706,10 @@ class ParamGroup:
         """
         if index == 0:
             self.outputs = [weight.param().all_gather_outputs for weight in self.weights]
-            self.side = GatheredSide(self.layout.weights, self.layout.gathered_side(outputs), self.outputs)
-        assert self.side is not None
-        scales = self.side.scalars[index] | self.side.buffers[index]
-        return self.layout.gathered_codes(index, outputs) | scales, self.side.memory if index == 0 else []
+            self.metadata = GatheredMetadata(self.layout.weights, self.layout.gathered_metadata(outputs), self.outputs)
+        assert self.metadata is not None
+        scales = self.metadata.scalars[index] | self.metadata.buffers[index]
+        return self.layout.gathered_codes(index, outputs) | scales, self.metadata.memory if index == 0 else []
 
     def note_unsharded(self, index: int) -> None:
         """Called once the weight at `index` is over the memory of its gathers. After the last one,
@@ -735,7 +735,7 @@ class ParamGroup:
 
     def convert(self, formats: Mapping[str, FormatSpec]) -> None:
         """Cast weights into new formats, keyed by name, in later casts."""
-        self.side = None
+        self.metadata = None
         self._operands = []
         self.outputs = []
         self.is_merged = False
@@ -746,6 +746,6 @@ class ParamGroup:
         """Return True if the headers of a gather say that all ranks have written to one of the
         weights, so that all must cast again. Raises RuntimeError on all ranks if only some have.
         """
-        assert self.side is not None
+        assert self.metadata is not None
         # A copy, since FSDP2 may free the headers before they are read.
-        return self._status.compare_headers(self.names, self._statuses, torch.cat(self.side.headers))
+        return self._status.compare_headers(self.names, self._statuses, torch.cat(self.metadata.headers))

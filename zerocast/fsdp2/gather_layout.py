@@ -6,16 +6,15 @@ FSDP2 gives rank r the rows `[r*C, (r+1)*C)` of the first dimension with `C = ce
 at the end: a shard may be short or empty, and a boundary may split a row of blocks. Rows here are
 the rows of the weight as a matrix. A rank sends:
 
-    codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | side channels of 0, 1, 2, ...
+    codes of weight 1 | codes of weight 2 | ... | codes of weight 0 | metadata of 0, 1, 2, ...
 
 The codes of each weight and direction are a separate output of its hook, so that gathered codes are
-in the order of the weight and need no copy. All side channels are one output, the last one of the
-first weight, since each output costs CPU time. A side channel is a header (the status of the rank
-and the number of its cast), the scalars of the tensor, and the scales of the block rows that the
-rank owns. Padding and replication of scales (docs/formats/common.md) are added after the gather. In
-a shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to 2.13), so
-there the codes of both directions are one output, and the side channels follow the codes of the
-first weight.
+in the order of the weight and need no copy. The metadata of all weights is one output, the last one
+of the first weight, since each output costs CPU time. It is a header (the status of the rank and
+the number of its cast), the scalars of the tensor, and the scales of the block rows that the rank
+owns. Padding and replication of scales (docs/formats/common.md) are added after the gather. In a
+shard group of one rank FSDP2 takes only the first output of a weight (torch 2.11 to 2.13), so there
+the codes of both directions are one output, and the metadata follows the codes of the first weight.
 
 Codes, scalars and scales begin at multiples of 16 bytes, in the buffer of a rank and in the
 gathered bytes. Products read the scalars in place, and cuBLASLt needs operands and their scales
@@ -27,7 +26,7 @@ under tensor parallelism. Gathers return the inner shards in the order of ranks,
 scales are copied to where they belong in the weight.
 
 Layouts depend on shapes, formats and ranks only. If codes are cast at each gather
-(`cast_group.py`), a rank keeps side channels between gathers and no codes.
+(`cast_group.py`), a rank keeps the metadata between gathers and no codes.
 """
 
 import functools
@@ -76,7 +75,7 @@ class GatherLayout:
     @functools.cached_property
     def kept_bytes(self) -> int:
         """The bytes that a rank keeps between gathers."""
-        return sum(self._code_sizes) + self._side_bytes
+        return sum(self._code_sizes) + self._metadata_bytes
 
     @functools.cached_property
     def _code_sizes(self) -> list[int]:
@@ -84,8 +83,8 @@ class GatherLayout:
         return [weight.codes_nbytes if self.keep_codes else 0 for weight in self.weights]
 
     @property
-    def _side_bytes(self) -> int:
-        return sum(weight.side_bytes for weight in self.weights)
+    def _metadata_bytes(self) -> int:
+        return sum(weight.metadata_bytes for weight in self.weights)
 
     @property
     def _takes_one_output(self) -> bool:
@@ -93,16 +92,18 @@ class GatherLayout:
         return self.geometries[0].world == 1
 
     def parts(self, buffer: Tensor) -> list[tuple[list[Tensor], Tensor]]:
-        """Return (codes by direction, side channel) of each weight in buffers `[..., kept_bytes]`.
+        """Return (codes by direction, metadata) of each weight in buffers `[..., kept_bytes]`.
         There are no codes if they are not kept.
         """
         first, *others = self._code_sizes
-        *codes_of_others, codes_of_first = buffer[..., : -self._side_bytes].split([*others, first], -1)
+        *codes_of_others, codes_of_first = buffer[..., : -self._metadata_bytes].split([*others, first], -1)
         all_codes = [codes_of_first, *codes_of_others]
-        sides = buffer[..., -self._side_bytes :].split([weight.side_bytes for weight in self.weights], -1)
+        all_metadata = buffer[..., -self._metadata_bytes :].split(
+            [weight.metadata_bytes for weight in self.weights], -1
+        )
         return [
-            (weight.codes_in(codes) if self.keep_codes else [], side)
-            for weight, codes, side in zip(self.weights, all_codes, sides, strict=True)
+            (weight.codes_in(codes) if self.keep_codes else [], metadata)
+            for weight, codes, metadata in zip(self.weights, all_codes, all_metadata, strict=True)
         ]
 
     def outputs(self, buffer: Tensor) -> list[tuple[Tensor, ...]]:
@@ -111,10 +112,10 @@ class GatherLayout:
         """
         if self._takes_one_output:
             first, *others = self._code_sizes
-            *codes_of_others, of_first = buffer.split([*others, first + self._side_bytes])
+            *codes_of_others, of_first = buffer.split([*others, first + self._metadata_bytes])
             return [(of_first,), *((codes,) for codes in codes_of_others)]
         (codes_of_first, _), *parts = self.parts(buffer)
-        return [(*codes_of_first, buffer[-self._side_bytes :]), *(tuple(codes) for codes, _ in parts)]
+        return [(*codes_of_first, buffer[-self._metadata_bytes :]), *(tuple(codes) for codes, _ in parts)]
 
     def gathered_codes(self, weight_index: int, outputs: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the buffers of codes, keyed by name, of the weight at `weight_index` in its
@@ -124,14 +125,14 @@ class GatherLayout:
         codes = weight.codes_in(outputs[0].view(-1)) if self._takes_one_output else outputs[: weight.directions]
         return weight.gathered_codes(codes)
 
-    def gathered_side(self, outputs: Sequence[Tensor]) -> Tensor:
-        """Return the side channels `[world, bytes]` of all weights in order, in the gathered
-        `outputs` of the first weight.
+    def gathered_metadata(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the metadata `[world, bytes]` of all weights in order, in the gathered `outputs`
+        of the first weight.
         """
-        side = outputs[-1].view(-1)
+        metadata = outputs[-1].view(-1)
         if self._takes_one_output:
-            side = side[-self._side_bytes :]
-        return side.view(-1, self._side_bytes)
+            metadata = metadata[-self._metadata_bytes :]
+        return metadata.view(-1, self._metadata_bytes)
 
 
 def side_by_side(specs: Sequence[Buffer], device: torch.device) -> tuple[Tensor, Iterator[Tensor]]:
@@ -145,22 +146,22 @@ def side_by_side(specs: Sequence[Buffer], device: torch.device) -> tuple[Tensor,
     return memory, (part[:size].view(spec.dtype).view(spec.shape) for part, size, spec in parts)
 
 
-def header_of(side: Tensor) -> Tensor:
-    """Return the headers of side channels `[..., bytes]`: int32 `[..., 2]`, the status of a rank
-    and the number of its cast.
+def header_of(metadata: Tensor) -> Tensor:
+    """Return the headers of metadata `[..., bytes]`: int32 `[..., 2]`, the status of a rank and the
+    number of its cast.
     """
-    return side[..., :8].view(torch.int32)
+    return metadata[..., :8].view(torch.int32)
 
 
 class ScaleFill:
-    """Puts the gathered scales of a `region` from the side channels `side` `[world, bytes]` into a
-    weight's `buffer`.
+    """Puts the gathered scales of a `region` from the `metadata` `[world, bytes]` into a weight's
+    `buffer`.
 
     All addresses are found once: FSDP2 allocates the same tensors at every gather.
     """
 
     def __init__(
-        self, region: ScaleRegion, geometry: ShardGeometry, side: Tensor, buffer: Tensor, padding: float
+        self, region: ScaleRegion, geometry: ShardGeometry, metadata: Tensor, buffer: Tensor, padding: float
     ) -> None:
         self._buffer = buffer
         self._padding = padding
@@ -177,11 +178,11 @@ class ScaleFill:
         # The rank and index of each block row. None if no boundary splits any.
         self._owners: tuple[Tensor, ...] | None = None
         if inner_shards is not None:
-            self._copies = [inner_shards.copy_of_scales(target, region.of(side))]
+            self._copies = [inner_shards.copy_of_scales(target, region.view(metadata))]
             return
-        sent = region.of(side).unsqueeze(-1)
+        sent = region.view(metadata).unsqueeze(-1)
         if shards.cut(region.height):
-            self._owners = tuple(torch.tensor(index, device=side.device) for index in shards.owners(region.height))
+            self._owners = tuple(torch.tensor(index, device=metadata.device) for index in shards.owners(region.height))
             self._copies = [(target, sent)]
             return
         full, rest = divmod(blocks, region.count)
@@ -206,15 +207,15 @@ class ScaleFill:
 
 
 class RowFill:
-    """Fills a `buffer` `[rows, bytes]` with rows of the side channels `side`, whose indices `index`
-    says in units.
+    """Fills a `buffer` `[rows, bytes]` with rows of the `metadata`, whose indices `index` says in
+    units.
     """
 
-    def __init__(self, side: Tensor, buffer: Tensor, index: Tensor) -> None:
+    def __init__(self, metadata: Tensor, buffer: Tensor, index: Tensor) -> None:
         self.buffer = buffer
         self.index = index
         self._rows = buffer.view(torch.int64)
-        units = side.view(-1).view(torch.int64)
+        units = metadata.view(-1).view(torch.int64)
         # A row may begin at any unit.
         across = self._rows.shape[1]
         self._sources = units.as_strided((units.numel() - across + 1, across), (1, 1))
@@ -226,7 +227,7 @@ class RowFill:
 
 def _sources(rows: RowsOfScales, stride: int) -> Tensor:
     """Return the offset of each row of a buffer in the gathered bytes, int64, in units of UNIT
-    bytes. The side channels of a rank are `stride` bytes.
+    bytes. The metadata of a rank is `stride` bytes.
     """
     ranks, places = (torch.tensor(owner) for owner in rows.owners)
     begin = rows.offset + ranks * stride + places * rows.row_bytes
@@ -273,9 +274,9 @@ def _inner_shard_codes(
                 yield InnerShardCodes(weight_index, name, inner_shards, gathered, joined)
 
 
-class GatheredSide:
-    """The gathered side channels of some weights, `side` `[world, bytes]`, and the buffers that
-    they fill. FSDP2 gives the same tensors memory at every gather.
+class GatheredMetadata:
+    """The gathered `metadata` `[world, bytes]` of some weights, and the buffers that they fill.
+    FSDP2 gives the same tensors memory at every gather.
 
     Attributes:
         headers: the headers of each weight, int32 `[world, 2]`.
@@ -290,53 +291,55 @@ class GatheredSide:
             after `fill`.
     """
 
-    def __init__(self, layouts: Sequence[WeightLayout], side: Tensor, outputs: Sequence[Sequence[Tensor]]) -> None:
+    def __init__(self, layouts: Sequence[WeightLayout], metadata: Tensor, outputs: Sequence[Sequence[Tensor]]) -> None:
         """`outputs` are the gathered tensors of each weight, codes first."""
-        sides = side.split([layout.side_bytes for layout in layouts], 1)
-        self.headers = list(map(header_of, sides))
+        all_metadata = metadata.split([layout.metadata_bytes for layout in layouts], 1)
+        self.headers = list(map(header_of, all_metadata))
         # Rank 0 always has rows, so it sends the scalars of the weight.
-        self.scalars = [layout.scalars(own[0]) for layout, own in zip(layouts, sides, strict=True)]
+        self.scalars = [layout.scalars(own[0]) for layout, own in zip(layouts, all_metadata, strict=True)]
         self.buffers: list[dict[str, Tensor]] = [{} for _ in layouts]
         self.memory: list[Tensor] = []
         self.row_fills: list[RowFill] = []
         self._scale_fills: list[ScaleFill] = []
         self._copies_of_codes: list[tuple[Tensor, Tensor]] = []
         by_length: dict[int, list[RowsOfScales]] = {}
-        # Buffers that are filled one at a time: index of the weight, region, and its side channel.
+        # Buffers that are filled one at a time: index of the weight, region, and its metadata.
         padded: list[tuple[int, ScaleRegion, Tensor]] = []
         specs: list[Buffer] = []
         inner_codes = list(_inner_shard_codes(layouts, outputs))
         first = 0
-        for weight_index, (layout, own_side) in enumerate(zip(layouts, sides, strict=True)):
+        for weight_index, (layout, own_metadata) in enumerate(zip(layouts, all_metadata, strict=True)):
             for region, spec in layout.scale_specs(layout.geometry.gathered_shape):
                 rows = layout.scale_rows(region, spec, weight_index, first)
                 if rows is not None:
                     by_length.setdefault(rows.row_bytes, []).append(rows)
                     continue
-                padded.append((weight_index, region, own_side))
+                padded.append((weight_index, region, own_metadata))
                 specs.append(spec)
-            first += layout.side_bytes
+            first += layout.metadata_bytes
         rows_of_length = [
             Buffer((sum(rows.rows for rows in of_length), row_bytes), "uint8")
             for row_bytes, of_length in by_length.items()
         ]
         all_specs = [*(codes.joined for codes in inner_codes), *specs, *rows_of_length]
-        memory, parts = side_by_side(all_specs, side.device)
+        memory, parts = side_by_side(all_specs, metadata.device)
         if all_specs:
             self.memory.append(memory)
         for codes in inner_codes:
             buffer = self.buffers[codes.weight_index][codes.name] = next(parts)
             self._copies_of_codes.append(codes.inner_shards.copy_of_elements(buffer, codes.gathered))
         self.gathered_inner_codes = [codes.gathered for codes in inner_codes]
-        for (weight_index, region, own_side), spec in zip(padded, specs, strict=True):
+        for (weight_index, region, own_metadata), spec in zip(padded, specs, strict=True):
             buffer = next(parts)
             self.buffers[weight_index][region.name] = buffer
-            self._scale_fills.append(ScaleFill(region, layouts[weight_index].geometry, own_side, buffer, spec.padding))
+            self._scale_fills.append(
+                ScaleFill(region, layouts[weight_index].geometry, own_metadata, buffer, spec.padding)
+            )
         for of_length, part in zip(by_length.values(), parts, strict=True):
             for rows, buffer in zip(of_length, part.split([rows.rows for rows in of_length]), strict=True):
                 self.buffers[rows.weight_index][rows.name] = buffer.view(rows.dtype)
-            index = _index_of(tuple(of_length), side.shape[1], side.device)
-            self.row_fills.append(RowFill(side, part, index))
+            index = _index_of(tuple(of_length), metadata.shape[1], metadata.device)
+            self.row_fills.append(RowFill(metadata, part, index))
 
     def fill(self) -> None:
         """Fill all buffers with the bytes of the last gather. Autograd does not count the writes,
