@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store import Location
 from zerocast.distributed.group import GroupLike
 from zerocast.serve.hugging_face import write_hf
 from zerocast.serve.piece import Rows
@@ -29,7 +29,7 @@ def export_safetensors(
     shard_bytes: int = SHARD_BYTES,
     *,
     group: GroupLike = None,
-) -> list[Place]:
+) -> list[Location]:
     """Write the parameters and persistent buffers of `model` into `folder`, which is new or empty.
 
     Each rank that calls this writes its own files, tensor by tensor, and rank 0 the index. Beyond
@@ -65,7 +65,7 @@ def export_hf(
     allow_unequal_scales: bool = False,
     shard_bytes: int = SHARD_BYTES,
     group: GroupLike = None,
-) -> list[Place]:
+) -> list[Location]:
     """Write a folder that transformers and inference engines load: weights under the names that
     transformers stores them by (experts one at a time), config.json with `dtype` and
     `quantization_config`, generation_config.json.

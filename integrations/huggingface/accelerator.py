@@ -15,7 +15,7 @@ from zerocast import fsdp2
 from zerocast.checkpoint.store import local_path
 from zerocast.formats.recipe import RecipeLike
 from zerocast.integrations import zero_run
-from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
+from zerocast.integrations.zero_run import check_device, check_owners, check_together, is_quantized, without_reduction
 from zerocast.optim import full_state_dict
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
@@ -100,7 +100,7 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerate is configured for {self.distributed_type.value}, and ZeroAdamW shards quantized models by itself: "
                 "configure no such plugin; for FSDP2 set fsdp_version: 2 and pass fsdp2_recipe to this Accelerator"
             )
-        check_place(model, self.device)
+        check_device(model, self.device)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:

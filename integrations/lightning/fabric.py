@@ -9,9 +9,9 @@ import torch
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
-from zerocast.checkpoint.store import as_place
+from zerocast.checkpoint.store import as_location
 from zerocast.integrations import zero_run
-from zerocast.integrations.zero_run import check_owners, check_place, check_together, is_quantized, without_reduction
+from zerocast.integrations.zero_run import check_device, check_owners, check_together, is_quantized, without_reduction
 from zerocast.optim.zero_optimizer import ZeroOptimizer
 
 _META, _FOLDER = "lightning.ckpt", "zerocast"
@@ -47,7 +47,7 @@ class FabricZeroStrategy(DDPStrategy):
         """
         if not is_quantized(module):
             return super().setup_module(module)
-        check_place(module, self.root_device)
+        check_device(module, self.root_device)
         self._quantized.append(module)
         self._owners_checked = False
         return module
@@ -89,10 +89,10 @@ class FabricZeroStrategy(DDPStrategy):
         if not models and not optimizers:
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        place = as_place(self.broadcast(path))
+        location = as_location(self.broadcast(path))
         save_id = self.broadcast(secrets.token_hex(8))
-        super().save_checkpoint(str(place / _META), {**rest, _SAVE_ID: save_id}, storage_options, filter)
-        zero_run.save(place / _FOLDER, optimizers, models, save_id)
+        super().save_checkpoint(str(location / _META), {**rest, _SAVE_ID: save_id}, storage_options, filter)
+        zero_run.save(location / _FOLDER, optimizers, models, save_id)
 
     def load_checkpoint(
         self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
@@ -101,13 +101,13 @@ class FabricZeroStrategy(DDPStrategy):
 
         Raises the errors of `zerocast.optim.load`.
         """
-        place = as_place(self.broadcast(path))
-        if not isinstance(state, dict) or not place.is_dir():
-            return super().load_checkpoint(str(place), state, strict, weights_only)
+        location = as_location(self.broadcast(path))
+        if not isinstance(state, dict) or not location.is_dir():
+            return super().load_checkpoint(str(location), state, strict, weights_only)
         models, optimizers, rest = _parts(state)
-        meta = str(place / _META)
+        meta = str(location / _META)
         save_id = self.checkpoint_io.load_checkpoint(meta, weights_only=weights_only)[_SAVE_ID]
-        zero_run.load(place / _FOLDER, optimizers, models, save_id)
+        zero_run.load(location / _FOLDER, optimizers, models, save_id)
         remaining: dict[str, Any] = super().load_checkpoint(meta, rest, strict, weights_only)
         del remaining[_SAVE_ID]
         state.update(rest)

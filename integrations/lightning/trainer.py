@@ -11,11 +11,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from zerocast import QuantizedWeight
-from zerocast.checkpoint.store import as_place
+from zerocast.checkpoint.store import as_location
 from zerocast.integrations import zero_run
 from zerocast.integrations.zero_run import (
+    check_device,
     check_owners,
-    check_place,
     is_quantized,
     optimizers_of_model,
     without_reduction,
@@ -77,7 +77,7 @@ class ZeroStrategy(DDPStrategy):
                 "no weight of the model is quantized: call zerocast.quantize_(model, recipe) in its __init__ or "
                 "configure_model, or train with DDPStrategy"
             )
-        check_place(self.lightning_module, self.root_device)
+        check_device(self.lightning_module, self.root_device)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Set up optimizers like DDPStrategy. Raises TypeError for an optimizer that is not a
@@ -127,7 +127,7 @@ class ZeroStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         assert self.lightning_module is not None
-        path = as_place(self.broadcast(filepath))
+        path = as_location(self.broadcast(filepath))
         save_id = self.broadcast(secrets.token_hex(8))
         super().save_checkpoint({**checkpoint, _SAVE_ID: save_id}, str(path / _META), storage_options)
         zero_run.save(path / _FOLDER, self._zero, [self.lightning_module], save_id)
@@ -137,7 +137,7 @@ class ZeroStrategy(DDPStrategy):
 
         Raises the errors of `zerocast.optim.load`.
         """
-        path = as_place(self.broadcast(checkpoint_path))
+        path = as_location(self.broadcast(checkpoint_path))
         self._masters_loaded = False
         if not path.is_dir():
             return super().load_checkpoint(str(path), weights_only)

@@ -152,10 +152,10 @@ def _masters_of_parts(optimizer: Any) -> Iterator[OwnedMaster]:
                 yield OwnedMaster(param, master, ranges["param"].start, rounded)
 
 
-def _in_bucket(optimizer: Any, param: Any, place: Any) -> Tensor:
+def _in_bucket(optimizer: Any, param: Any, span: Any) -> Tensor:
     buffer, _, bucket = optimizer.model_param_gbuf_map[param]
     data: Tensor = optimizer.buffers[buffer].buckets[bucket].param_data
-    return data.view(-1)[place.start : place.end]
+    return data.view(-1)[span.start : span.end]
 
 
 def _check_parts(optimizer: Any) -> None:

@@ -53,7 +53,7 @@ class CachedPlan:
                 is_saved_by_autograd=False,
             )
         )
-        self._places = _places(entries)
+        self._addresses = _addresses(entries)
 
     def is_of(self, views: Sequence[WeightView], group: Group) -> bool:
         """Return True if this was built for these weights and this group."""
@@ -123,10 +123,10 @@ class CachedPlan:
 
     def cast(self, entries: Sequence[Entry]) -> None:
         """Cast the masters of this call, which may have moved since the last one."""
-        places = _places(entries)
-        if places != self._places:
+        addresses = _addresses(entries)
+        if addresses != self._addresses:
             self._driver.move_masters(*_lists(entries))
-            self._places = places
+            self._addresses = addresses
         self._driver.cast()
         for entry in entries:
             entry.scatter()
@@ -191,7 +191,7 @@ def _facts(masters: Sequence[Any]) -> tuple[list[Any], ...] | None:
     )
 
 
-def _places(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
+def _addresses(entries: Sequence[Entry]) -> list[tuple[Any, ...]]:
     """Return the addresses of masters and shards. The plan checks new tensors if one changes."""
     return [tuple((t.data_ptr(), t.dtype) for t in _tensors(entry.shard, entry.master)) for entry in entries]
 

@@ -54,8 +54,8 @@ class WeightView:
         self.shares = fmt.columnwise is Columnwise.SHARED
         # The columnwise scales of shared codes. TransformerEngine may drop them from the tensor.
         self._scales: Tensor | None = None
-        # `_place` of each buffer that `weight` has, to see at the next call whether it has moved.
-        self._places: dict[str, tuple[int, int]] = {}
+        # `_address_of` of each buffer that `weight` has, to see at the next call whether it has moved.
+        self._addresses: dict[str, tuple[int, int]] = {}
         # The codes of this rank's shard until they are copied into the transpose.
         self._scratch: Tensor | None = None
         buffers: dict[str, Tensor] = {}
@@ -236,7 +236,7 @@ class WeightView:
         has_copy = self.derives and self.weight.state.buffers["columnwise_data"] is not None
         if has_copy:
             for name in _COLUMNWISE:
-                self._places.pop(name, None)
+                self._addresses.pop(name, None)
             self.weight.state.drop_columnwise()
         return has_copy
 
@@ -244,7 +244,7 @@ class WeightView:
         """Give the tensor the columnwise copy that was made for it, if it had none."""
         for name in _COLUMNWISE:
             attribute, made = self.adapter.of_tensor.get(name), self.weight.state.buffers[name]
-            if attribute is None or made is None or self._places.get(name) == _place(made):
+            if attribute is None or made is None or self._addresses.get(name) == _address_of(made):
                 continue
             # The host's FP8 transpose has all dimensions of the tensor. Scales, and codes of two
             # elements per byte, have the shape of a matrix.
@@ -253,7 +253,7 @@ class WeightView:
             else:
                 made_view = made
             setattr(tensor, attribute, made_view)
-            self._places[name] = _place(made)
+            self._addresses[name] = _address_of(made)
 
     def transpose_of(self, tensor: Any) -> Tensor:
         """Return the codes in the transpose, as a view of shape `[M, K]`."""
@@ -272,7 +272,7 @@ class WeightView:
         moved = {}
         for name in names:
             buffer = present[name]
-            if buffer is None or _place(buffer) != self._places.get(name):
+            if buffer is None or _address_of(buffer) != self._addresses.get(name):
                 moved[name] = self._noted(name, buffer)
         if moved:
             self.weight.state.set_storage(moved)
@@ -280,7 +280,7 @@ class WeightView:
     def _noted(self, name: str, tensor: Tensor | None) -> Tensor:
         """Return the `_checked` buffer. Its address is stored for the next comparison."""
         checked = self._checked(name, tensor)
-        self._places[name] = _place(checked)
+        self._addresses[name] = _address_of(checked)
         return checked
 
     def _checked(self, name: str, tensor: Tensor | None) -> Tensor:
@@ -305,7 +305,7 @@ class WeightView:
         return view.view(buffer.shape)
 
 
-def _place(buffer: Tensor) -> tuple[int, int]:
+def _address_of(buffer: Tensor) -> tuple[int, int]:
     """Return the address of a buffer and the size of its storage.
 
     The size, since a host may free or shrink a storage that keeps its address.

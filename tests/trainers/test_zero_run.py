@@ -44,11 +44,11 @@ def test_a_device_without_index() -> None:
         current = torch.cuda.current_device()
         assert zero_run.is_same_device(torch.device("cuda", current), torch.device("cuda"))
         assert not zero_run.is_same_device(torch.device("cuda", current + 1), torch.device("cuda"))
-        zero_run.check_place(nn.Linear(2, 2, device="cuda"), torch.device("cuda"))
+        zero_run.check_device(nn.Linear(2, 2, device="cuda"), torch.device("cuda"))
 
 
 def test_a_parameter_elsewhere_is_named_with_both_devices() -> None:
-    said = error_of(lambda: zero_run.check_place(nn.Linear(2, 2, device="meta"), torch.device("cpu")))
+    said = error_of(lambda: zero_run.check_device(nn.Linear(2, 2, device="meta"), torch.device("cpu")))
     assert "weight is on meta, expected cpu" in said
 
 

@@ -72,7 +72,7 @@ class Bench:
         device = _device(config.backend)
         self._config = config
         self._scale = config.scale or (1 if device.type == "cuda" else CPU_SCALE)
-        self._place = BenchEnv(device, backends.choose(device, config.backend), config.seed)
+        self._env = BenchEnv(device, backends.choose(device, config.backend), config.seed)
         self._clock = Clock(device, config.seconds)
         self._rows = select(config.only, self._scale)
         self._peers = usable(device.type) if config.peers else []
@@ -105,18 +105,18 @@ class Bench:
         """
         peers = self._peers if row.workload.flat else []
         peer_builds = [(peer.name, peer.works[row.work.name]) for peer in peers if row.work.name in peer.works]
-        return [(self._place.backend, row.work.build), *peer_builds]
+        return [(self._env.backend, row.work.build), *peer_builds]
 
     def _attempt(self, row: Row, by: str, build: Build) -> Measurement | Failure:
         """Measure a row; any error becomes a Failure, so that the other rows still run."""
-        ours = by == self._place.backend
+        ours = by == self._env.backend
         try:
             return self._measure(row, by, build, ours)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             return Failure(row, by, f"{type(error).__name__}: {reason}", ours)
         finally:
-            if self._place.device.type == "cuda":
+            if self._env.device.type == "cuda":
                 gc.collect()
                 torch.cuda.empty_cache()
 
@@ -124,21 +124,21 @@ class Bench:
         checked = None
         if ours and by != REFERENCE:
             small = row.workload.scaled(max(1, self._config.check_scale // self._scale))
-            check(row, small, self._place)
+            check(row, small, self._env)
             checked = small.name
-        job = build(row.workload, row.fmt, self._place)
+        job = build(row.workload, row.fmt, self._env)
         times = self._clock.time(job.run)
-        return Measurement(row, by, times, launches(job.run, self._place.device), checked)
+        return Measurement(row, by, times, launches(job.run, self._env.device), checked)
 
     def _copy_rate(self, nbytes: int) -> float:
-        return copy_rate(self._clock, self._place.device, nbytes)
+        return copy_rate(self._clock, self._env.device, nbytes)
 
     def _report(self, copy: CopyRate, measurements: list[Measurement], failures: list[Failure]) -> Report:
-        device = self._place.device
+        device = self._env.device
         settings = {name: getattr(self._config, name) for name in ("only", "check_scale", "peers", "seconds", "seed")}
         return Report(
             date=today(),
-            backend=self._place.backend,
+            backend=self._env.backend,
             full=self._scale == 1 and device.type == "cuda",
             machine=machine.describe(device),
             settings={**settings, "scale": self._scale, "flushed": self._clock.flushed},

@@ -27,7 +27,7 @@ from zerocast.checkpoint.manifest import LOADS, FileSum, Manifest, Stored, check
 from zerocast.checkpoint.moments import MOMENTS, PREFIX, problems_of_values
 from zerocast.checkpoint.sources.dcp import SafeReader
 from zerocast.checkpoint.sources.source import dtype_name
-from zerocast.checkpoint.store import AnyPath, Place, as_place
+from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.untrained import BUFFERS, Untrained, other_dtypes
 from zerocast.checkpoint.whole_folder import Folder, check_written, has_manifest
@@ -110,7 +110,7 @@ def save(
     is not empty or any rank cannot write.
     """
     state, manifest = contents_of(optimizer, extra, model)
-    write(state, as_place(path), group_of(optimizer), manifest)
+    write(state, as_location(path), group_of(optimizer), manifest)
 
 
 def load(
@@ -130,13 +130,13 @@ def load(
     RuntimeError, and the optimizer must load again before it continues. At a URL a folder without a
     manifest is not a complete checkpoint, and raises ValueError.
     """
-    place = as_place(path)
-    read(optimizer, place, check_files(place, group_of(optimizer)), extra, model)
+    location = as_location(path)
+    read(optimizer, location, check_files(location, group_of(optimizer)), extra, model)
 
 
 def read(
     optimizer: Checkpointed,
-    path: Place,
+    path: Location,
     manifest: Manifest,
     extra: MutableMapping[str, Any] | None,
     model: nn.Module | None,
@@ -204,7 +204,7 @@ def read(
 
 def write(
     state: Mapping[str, Any],
-    path: Place,
+    path: Location,
     group: Group,
     manifest: Manifest | None = None,
     planner: SavePlanner | None = None,
@@ -409,14 +409,14 @@ def _unknown_parameters(saved: Mapping[str, Any], known: set[str]) -> list[str]:
     ]
 
 
-def _raise_unfit(path: Place, problems: list[str], group: Group) -> None:
+def _raise_unfit(path: Location, problems: list[str], group: Group) -> None:
     """Raise ValueError on every rank if any rank has problems. Collective."""
     error = ValueError(f"{path} does not fit this optimizer: {'; '.join(problems[:4])}") if problems else None
     validate_across_ranks(group, [], error, LOADS)
 
 
 def _log_unread(
-    path: Place, saved: Mapping[str, Any], manifest: Manifest, known: set[str], untrained: Untrained, group: Group
+    path: Location, saved: Mapping[str, Any], manifest: Manifest, known: set[str], untrained: Untrained, group: Group
 ) -> None:
     """Log frozen parameters and buffers of the checkpoint that are not loaded."""
     unread = [name for name in manifest.frozen if name not in known]

@@ -33,7 +33,7 @@ from zerocast.checkpoint.checkpoint import Checkpointed
 from zerocast.checkpoint.lineage import Lineage, Runs, TrainedParameters
 from zerocast.checkpoint.manifest import LOADS, Manifest, check_step, is_checkpoint
 from zerocast.checkpoint.sharded_tensor import TensorShard
-from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
+from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import NEW, TEMPORARY, Folder, discard, has_manifest, make_folder, mark_incomplete
 from zerocast.checkpoint.writer import NoLease, WriterLease
@@ -66,7 +66,7 @@ class Checkpoints:
     def __init__(self, folder: AnyPath, keep: int | None = 3, asynchronous: bool = False) -> None:
         if keep is not None and keep < 1:
             raise ValueError(f"keep is None or at least 1, got {keep}")
-        self._folder = as_place(folder)
+        self._folder = as_location(folder)
         self._keep = keep
         self._asynchronous = asynchronous
         # A gloo group for asynchronous saves, made by the first of them.
@@ -112,12 +112,12 @@ class Checkpoints:
             self._saving.raise_if_failed()
         return self._steps()
 
-    def path(self, step: int) -> Place:
+    def path(self, step: int) -> Location:
         """Return the folder of a step: `step_00000100`, or one with a longer name between a crash
         and the next save, and at a URL after a step was saved again. The text of the result is the
         path or the URL.
         """
-        path: Place = self._whole_folder(step).current_path
+        path: Location = self._whole_folder(step).current_path
         return path
 
     def save(
@@ -185,7 +185,9 @@ class Checkpoints:
         self.wait()
         group = checkpoint.group_of(optimizer)
         # Rank 0 lists the folder for all, since ranks may see a network file system differently.
-        paths: dict[int, Place] = from_rank_0(group, lambda: {step: self.path(step) for step in self._steps()}, LOADS)
+        paths: dict[int, Location] = from_rank_0(
+            group, lambda: {step: self.path(step) for step in self._steps()}, LOADS
+        )
         if not paths or (step is not None and step not in paths):
             wanted = "complete checkpoint" if step is None else f"checkpoint of step {step}"
             raise FileNotFoundError(f"{self._folder} holds no {wanted}; there are: {list(paths) or 'none'}")
@@ -323,7 +325,7 @@ class Checkpoints:
                 logger.warning("%s is too old and cannot be deleted: %s", path, error)
         discard(retired)
 
-    def _last_intact(self, paths: Mapping[int, Place], group: Group) -> tuple[int, Manifest]:
+    def _last_intact(self, paths: Mapping[int, Location], group: Group) -> tuple[int, Manifest]:
         """Return the step and manifest of the undamaged checkpoint that was saved last. Raises the
         last error if all are damaged.
         """
@@ -361,14 +363,14 @@ class _FolderWriter:
         is_writing: True while a Checkpoints writes.
     """
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: Location) -> None:
         self.folder = folder
         self.lease = NoLease() if isinstance(folder, StorePath) else WriterLease(folder)
         self.is_writing = False
         weakref.finalize(self, self.lease.release)
 
     @classmethod
-    def for_folder(cls, folder: Place) -> "_FolderWriter":
+    def for_folder(cls, folder: Location) -> "_FolderWriter":
         """Return the writer of a folder, which is made if no Checkpoints of this process has it."""
         # A forked process must not use the lease of its parent.
         key = os.getpid(), folder.resolve()
@@ -420,7 +422,7 @@ class _Saving:
 
 
 # (process id, folder) -> the writer of that folder, as long as a Checkpoints has it.
-_FOLDER_WRITERS: "weakref.WeakValueDictionary[tuple[int, Place], _FolderWriter]" = weakref.WeakValueDictionary()
+_FOLDER_WRITERS: "weakref.WeakValueDictionary[tuple[int, Location], _FolderWriter]" = weakref.WeakValueDictionary()
 # Failed saves whose errors were not raised yet.
 _UNREPORTED: set[_Saving] = set()
 

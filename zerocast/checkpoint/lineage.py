@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
-from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store import Location
 
 # The number of runs that are remembered for each folder.
 MOST_RUNS = 16
@@ -99,17 +99,17 @@ class Runs:
     """The runs that have loaded from a folder, or saved into it, in this process."""
 
     # By resolved path; kept as long as the process lives.
-    _of_folders: ClassVar[dict[Place, "Runs"]] = {}
+    _of_folders: ClassVar[dict[Location, "Runs"]] = {}
 
     def __init__(self) -> None:
         self._runs: list[_Run] = []
 
     @classmethod
-    def for_folder(cls, folder: Place) -> "Runs":
+    def for_folder(cls, folder: Location) -> "Runs":
         """Return the runs of a folder, the same object for every Checkpoints of that folder."""
         return cls._of_folders.setdefault(folder.resolve(), Runs())
 
-    def check(self, trained: TrainedParameters, folder: Place) -> None:
+    def check(self, trained: TrainedParameters, folder: Location) -> None:
         """Raise RuntimeError if this run has neither loaded from the folder nor saved into it, but
         another run that is still alive has saved into it.
         """

@@ -23,7 +23,7 @@ import torch
 
 from zerocast.checkpoint.lineage import Lineage
 from zerocast.checkpoint.regular_file import open_regular, read_bounded, size_of
-from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.store import Location, StorePath
 from zerocast.checkpoint.whole_folder import MANIFEST, has_manifest, is_unfinished, sync_file
 from zerocast.distributed.agreement import from_rank_0, validate_across_ranks
 from zerocast.distributed.group import Group
@@ -99,7 +99,7 @@ class Manifest:
     torch: str = torch.__version__
 
     @staticmethod
-    def read(folder: Place) -> "Manifest | None":
+    def read(folder: Location) -> "Manifest | None":
         """Return the manifest of a checkpoint, or None if it has none. Raises ValueError for a
         damaged manifest, and for a folder of a store without one.
 
@@ -129,7 +129,7 @@ class Manifest:
             ) from None
 
     @staticmethod
-    def of_step(folder: Place, step: int) -> "Manifest":
+    def of_step(folder: Location, step: int) -> "Manifest":
         """Return the manifest of a checkpoint of `step`. Raises ValueError if it is missing,
         damaged or has a different step.
         """
@@ -143,7 +143,7 @@ class Manifest:
         return manifest
 
     @staticmethod
-    def _of_file(path: Place) -> "Manifest":
+    def _of_file(path: Location) -> "Manifest":
         content = read_bounded(path, MOST_BYTES)
         try:
             fields = json.loads(content)
@@ -183,7 +183,7 @@ class Manifest:
             torch=str(fields["torch"]),
         )
 
-    def write(self, folder: Place) -> None:
+    def write(self, folder: Location) -> None:
         """Write the manifest into a folder and sync it."""
         files = {name: {"bytes": sums.nbytes, "sha256": sums.sha256} for name, sums in sorted(self.files.items())}
         formats = {name: stored.content() for name, stored in sorted(self.formats.items())}
@@ -201,7 +201,7 @@ class Manifest:
         (folder / NAME).write_text(json.dumps({**content, "sha256": digest(content)}, indent=1))
         sync_file(folder / NAME)
 
-    def check(self, folder: Place, names: Sequence[str]) -> None:
+    def check(self, folder: Location, names: Sequence[str]) -> None:
         """Raise ValueError, with both values, for the first of these files whose size or hash
         differs from the recorded one.
         """
@@ -226,14 +226,14 @@ def digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def is_checkpoint(folder: Place) -> bool:
+def is_checkpoint(folder: Location) -> bool:
     """Return True if a folder is a checkpoint, possibly damaged: it has metadata or a manifest, and
     no save into it is unfinished.
     """
     return ((folder / ".metadata").is_file() or has_manifest(folder)) and not is_unfinished(folder)
 
 
-def check_files(path: Place, group: Group) -> Manifest:
+def check_files(path: Location, group: Group) -> Manifest:
     """Compare the files of a folder with its manifest, which is returned. Collective: each rank
     checks a part of the files. Raises ValueError on every rank if a file differs.
 
@@ -247,14 +247,14 @@ def check_files(path: Place, group: Group) -> Manifest:
     return _check(manifest or Manifest(), path, group)
 
 
-def check_step(path: Place, step: int, group: Group) -> Manifest:
+def check_step(path: Location, step: int, group: Group) -> Manifest:
     """Compare the files of a checkpoint of `Checkpoints` with its manifest, which is returned and
     must exist and have this step. Collective. Raises ValueError on every rank if a file differs.
     """
     return _check(from_rank_0(group, lambda: Manifest.of_step(path, step), LOADS), path, group)
 
 
-def _check(manifest: Manifest, path: Place, group: Group) -> Manifest:
+def _check(manifest: Manifest, path: Location, group: Group) -> Manifest:
     problem = None
     try:
         manifest.check(path, sorted(manifest.files)[group.rank :: group.size])

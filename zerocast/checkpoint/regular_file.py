@@ -9,7 +9,7 @@ import os
 import stat
 from typing import IO
 
-from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.store import Location, StorePath
 
 KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -51,7 +51,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
     _check(path, status)
 
 
-def size_of(path: Place, stream: IO[bytes]) -> int:
+def size_of(path: Location, stream: IO[bytes]) -> int:
     """Return the size in bytes of the file at a path, which was opened just now."""
     if not isinstance(path, StorePath):
         return os.fstat(stream.fileno()).st_size
@@ -60,7 +60,7 @@ def size_of(path: Place, stream: IO[bytes]) -> int:
     return nbytes
 
 
-def read_bounded(path: Place, most: int) -> bytes:
+def read_bounded(path: Location, most: int) -> bytes:
     """Return the bytes of a regular file. Raises ValueError if it has more than `most`."""
     with open_regular(path) as stream:
         nbytes = size_of(path, stream)

@@ -138,11 +138,11 @@ class StorePath:
         return fs, str(path)
 
 
-Place = Path | StorePath
+Location = Path | StorePath
 AnyPath = str | os.PathLike[str] | StorePath
 
 
-def as_place(path: AnyPath) -> Place:
+def as_location(path: AnyPath) -> Location:
     """Return the path of a local file or folder, or the StorePath of a URL. `file://` URLs are
     local.
 
@@ -169,10 +169,10 @@ def local_path(path: AnyPath, remedy: str) -> Path:
     """Return the path, which must be local. Raises ValueError for a URL, with the remedy at the
     end.
     """
-    place = as_place(path)
-    if isinstance(place, StorePath):
+    location = as_location(path)
+    if isinstance(location, StorePath):
         raise ValueError(f"{path} is a URL, expected a local path: {remedy}")
-    return place
+    return location
 
 
 def _check_slashes(text: str) -> None:

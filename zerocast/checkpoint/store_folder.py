@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerocast.checkpoint.manifest import Manifest
-from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.store import Location, StorePath
 from zerocast.checkpoint.whole_folder import (
     MARKER,
     NEW,
@@ -102,7 +102,7 @@ class StoreFolder(Folder[StorePath]):
         return [folder for folder in folders if has_manifest(folder) and not is_unfinished(folder)]
 
 
-def folder_at(path: Place, token: str = "") -> Folder[Any]:
+def folder_at(path: Location, token: str = "") -> Folder[Any]:
     """Return the folder at a local path or in a store."""
     return StoreFolder(path, token=token) if isinstance(path, StorePath) else WholeFolder(path, token=token)
 

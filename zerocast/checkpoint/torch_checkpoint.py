@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.manifest import FileSum
-from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.store import Location, StorePath
 from zerocast.checkpoint.whole_folder import sync_file
 from zerocast.distributed.group import Group
 
 
-def save(state: Mapping[str, Any], folder: Place, group: Group, planner: SavePlanner | None) -> dict[str, FileSum]:
+def save(state: Mapping[str, Any], folder: Location, group: Group, planner: SavePlanner | None) -> dict[str, FileSum]:
     """Write this rank's part of a state dictionary into a folder. Returns the sums of the files
     that this rank has written, keyed by name. Raises CheckpointException on every rank if any rank
     cannot write.
@@ -144,7 +144,7 @@ class ClearWriter(FileSystemWriter):
     # The file system, local or of a store, which hashes files.
     fs: Any
 
-    def __init__(self, folder: Place) -> None:
+    def __init__(self, folder: Location) -> None:
         super().__init__(str(folder), sync_files=False)
         if isinstance(folder, StorePath):
             # It imports fsspec.

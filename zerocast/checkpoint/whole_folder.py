@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from zerocast.checkpoint.regular_file import read_bounded
-from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.store import Location, StorePath
 from zerocast.checkpoint.writer import Writer
 
 # Suffixes of temporary folders: of one that is being written, and of a complete one that is to
@@ -43,29 +43,29 @@ TEMPORARY = r"\.zerocast-([0-9a-f]{16})"
 MARKER = ".zerocast-writer"
 MARKER_BYTES = 2**12
 MANIFEST = "manifest.json"
-PlaceT = TypeVar("PlaceT", Path, StorePath)
+LocationT = TypeVar("LocationT", Path, StorePath)
 
 
-def has_manifest(folder: Place) -> bool:
+def has_manifest(folder: Location) -> bool:
     """Return True if a folder has a manifest, which only zerocast writes."""
     return (folder / MANIFEST).is_file()
 
 
-def is_unfinished(folder: Place) -> bool:
+def is_unfinished(folder: Location) -> bool:
     """Return True for a folder of a store that is being written or deleted, or whose save or
     deletion was interrupted.
     """
     return isinstance(folder, StorePath) and (folder / MARKER).is_file()
 
 
-def sizes_of(folder: Place) -> dict[str, int]:
+def sizes_of(folder: Location) -> dict[str, int]:
     """Return the size in bytes of each file in a folder, keyed by name."""
     if isinstance(folder, StorePath):
         return folder.sizes()
     return {path.name: path.stat().st_size for path in folder.iterdir()}
 
 
-def check_written(folder: Place, sizes: Mapping[str, int]) -> None:
+def check_written(folder: Location, sizes: Mapping[str, int]) -> None:
     """Raise RuntimeError on rank 0 unless it sees exactly the files of all ranks in the folder,
     with these sizes keyed by name.
     """
@@ -79,12 +79,12 @@ def check_written(folder: Place, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _is_never_replaced(path: Place) -> bool:
+def _is_never_replaced(path: Location) -> bool:
     return False
 
 
 @dataclass(frozen=True)
-class Folder(abc.ABC, Generic[PlaceT]):
+class Folder(abc.ABC, Generic[LocationT]):
     """The folder at `path`, which one process writes.
 
     Attributes:
@@ -95,24 +95,24 @@ class Folder(abc.ABC, Generic[PlaceT]):
             share it.
     """
 
-    path: PlaceT
-    may_replace: Callable[[PlaceT], bool] = _is_never_replaced
+    path: LocationT
+    may_replace: Callable[[LocationT], bool] = _is_never_replaced
     token: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     @abc.abstractmethod
-    def partial(self) -> PlaceT:
+    def partial(self) -> LocationT:
         """The folder that files are written into."""
 
     @property
     @abc.abstractmethod
-    def current_path(self) -> PlaceT:
+    def current_path(self) -> LocationT:
         """The path of the complete folder that was written last, which may be a temporary name;
         `path` if there is none.
         """
 
     @abc.abstractmethod
-    def begin(self) -> PlaceT:
+    def begin(self) -> LocationT:
         """Delete the remains of interrupted saves of this folder, and create and return `partial`.
         Raises FileExistsError, with nothing changed, if something at the path may not be replaced.
         """
@@ -131,7 +131,7 @@ class Folder(abc.ABC, Generic[PlaceT]):
 
     @classmethod
     @abc.abstractmethod
-    def remains(cls, parent: PlaceT, name: str) -> list[PlaceT]:
+    def remains(cls, parent: LocationT, name: str) -> list[LocationT]:
         """Return the folders in `parent` that interrupted saves of folders whose name matches the
         pattern `name` have left.
         """
@@ -147,10 +147,10 @@ class Folder(abc.ABC, Generic[PlaceT]):
                 "or choose a different path"
             )
 
-    def _temporary(self, suffix: str) -> list[PlaceT]:
+    def _temporary(self, suffix: str) -> list[LocationT]:
         return temporary_folders(self.path.parent, re.escape(self.path.name), suffix)
 
-    def _sibling(self, suffix: str) -> PlaceT:
+    def _sibling(self, suffix: str) -> LocationT:
         return self.path.with_name(f"{self.path.name}.zerocast-{self.token}{suffix}")
 
 
@@ -214,7 +214,7 @@ class WholeFolder(Folder[Path]):
             (self.path / MARKER).unlink(missing_ok=True)
 
 
-def temporary_folders(parent: PlaceT, name: str, suffix: str) -> list[PlaceT]:
+def temporary_folders(parent: LocationT, name: str, suffix: str) -> list[LocationT]:
     """Return the temporary folders in `parent` of folders whose name matches the pattern `name`, if
     they are provably zerocast's.
     """
@@ -225,7 +225,7 @@ def temporary_folders(parent: PlaceT, name: str, suffix: str) -> list[PlaceT]:
     return sorted((path for path, token in named if _is_ours(path, token)), key=str)
 
 
-def mark_incomplete(path: Place) -> Place:
+def mark_incomplete(path: Location) -> Location:
     """Change a folder that zerocast wrote so that it no longer looks complete: rename it, or in a
     store mark it. Returns its new path, for `discard`.
     """
@@ -237,7 +237,7 @@ def mark_incomplete(path: Place) -> Place:
     return retired
 
 
-def discard(folders: Iterable[Place]) -> None:
+def discard(folders: Iterable[Location]) -> None:
     """Delete temporary folders of one parent. Their names are synced first, so that after a power
     failure no partly deleted folder has its old name.
     """
@@ -247,7 +247,7 @@ def discard(folders: Iterable[Place]) -> None:
         _delete(folder)
 
 
-def sync_file(path: Place) -> None:
+def sync_file(path: Location) -> None:
     """Persist a file with fsync; another process or library may have written it. A store persists
     its files itself.
     """
@@ -255,13 +255,13 @@ def sync_file(path: Place) -> None:
         _sync(path, os.O_RDONLY)
 
 
-def sync_folder(path: Place) -> None:
+def sync_folder(path: Location) -> None:
     """Persist a directory with fsync: fsync of a file does not persist its directory entry."""
     if not isinstance(path, StorePath):
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
 
 
-def make_folder(path: Place) -> None:
+def make_folder(path: Location) -> None:
     """Create a folder and its parents, and persist their names. A store makes them with a file."""
     if not isinstance(path, StorePath):
         _make_parents(path / MARKER)
@@ -282,7 +282,7 @@ def _make_parents(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def mark(folder: Place, token: str) -> None:
+def mark(folder: Location, token: str) -> None:
     """Write the marker and sync it, before anything else is in the folder."""
     content = {"token": token, "writer": asdict(Writer.this_process())}
     (folder / MARKER).write_text(json.dumps(content))
@@ -290,12 +290,12 @@ def mark(folder: Place, token: str) -> None:
     sync_folder(folder)
 
 
-def marker_token(folder: Place) -> Any:
+def marker_token(folder: Location) -> Any:
     """Return the token in the marker of a folder; None if it has no marker."""
     return _read_marker(folder).get("token")
 
 
-def _is_ours(folder: Place, token: str) -> bool:
+def _is_ours(folder: Location, token: str) -> bool:
     """Return True if zerocast made a folder with a temporary name: it has a marker with the token,
     or a manifest, or nothing except a marker that a power failure damaged.
     """
@@ -305,7 +305,7 @@ def _is_ours(folder: Place, token: str) -> bool:
     return marked or has_manifest(folder) or {path.name for path in folder.iterdir()} <= {MARKER}
 
 
-def _read_marker(folder: Place) -> dict[str, Any]:
+def _read_marker(folder: Location) -> dict[str, Any]:
     try:
         content = json.loads(read_bounded(folder / MARKER, MARKER_BYTES))
     except (OSError, ValueError):
@@ -313,7 +313,7 @@ def _read_marker(folder: Place) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _delete(folder: Place) -> None:
+def _delete(folder: Location) -> None:
     """Delete a temporary folder, ignoring errors. Its marker and manifest are deleted last, so that
     the next save recognizes the folder and can finish the deletion.
     """

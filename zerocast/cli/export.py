@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from zerocast.checkpoint.store import Place, as_place, local_path
+from zerocast.checkpoint.store import Location, as_location, local_path
 from zerocast.checkpoint.whole_folder import sizes_of
 from zerocast.cli import interrupts
 from zerocast.cli.options import ExportConfig
@@ -30,7 +30,7 @@ def export(config: ExportConfig) -> int:
 
 
 def _exported(config: ExportConfig) -> dict[str, Any]:
-    target = as_place(config.target)
+    target = as_location(config.target)
     contents = Contents.read(config.source, whole_names=config.to == "hf")
     names = _names(config, contents)
     entries = {name: contents.entries[name] for name in names}
@@ -70,7 +70,7 @@ def _names(config: ExportConfig, contents: Contents) -> list[str]:
 
 
 def _write(
-    config: ExportConfig, target: Place, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
+    config: ExportConfig, target: Location, contents: Contents, names: Sequence[str], chosen: Chosen, reading: Reading
 ) -> None:
     dtype = DTYPES[config.written_dtype]
     if config.to == "checkpoint":

@@ -73,7 +73,7 @@ def _as_dict(
         if name not in contents.entries
     }
     return {
-        "checkpoint": str(contents.place),
+        "checkpoint": str(contents.location),
         "checked_files": len(manifest.files) if manifest else 0,
         "torch": manifest.torch if manifest else None,
         "step": contents.step,

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerocast.checkpoint.manifest import Manifest, Stored, check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, Entry, TensorSource, open_source
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource
-from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
+from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import FormatSpec, get_format
 from zerocast.formats.layout import fits
@@ -34,7 +34,7 @@ class Contents:
     """A source and the names of its masters.
 
     Attributes:
-        place: the path of the source, which is inside of the given one if that is a trainer's
+        location: the path of the source, which is inside of the given one if that is a trainer's
             folder.
         source: the opened source.
         masters: dict from parameter name to its key in the source, in the order of the model.
@@ -42,7 +42,7 @@ class Contents:
         manifest: the manifest; None if the source has none, in which case no file was checked.
     """
 
-    place: Place
+    location: Location
     source: TensorSource
     masters: Mapping[str, str]
     other: Mapping[str, tuple[int, int]]
@@ -59,11 +59,11 @@ class Contents:
         Raises like `open_source`, and ValueError for a file that differs from its hash and for a
         folder with the masters of several optimizers.
         """
-        place = _masters_at(as_place(path))
-        manifest = Manifest.read(place)
+        location = _masters_at(as_location(path))
+        manifest = Manifest.read(location)
         if manifest is not None:
-            check_files(place, ONE_PROCESS)
-        source = open_source(place)
+            check_files(location, ONE_PROCESS)
+        source = open_source(location)
         entries = source.entries
         has_prefix = [key.startswith(MODEL) for key in entries]
         if isinstance(source, SafetensorsSource):
@@ -80,7 +80,7 @@ class Contents:
                 kind = key.split(".")[0]
                 tensors, nbytes = other.get(kind, (0, 0))
                 other[kind] = tensors + 1, nbytes + nbytes_of(entry)
-        return Contents(place, source, masters, other, manifest)
+        return Contents(location, source, masters, other, manifest)
 
     @property
     def entries(self) -> dict[str, Entry]:
@@ -115,13 +115,16 @@ class Contents:
         return self.source.read(key, (0,), (1,)) if key in self.source.entries else None
 
 
-def _masters_at(place: Place) -> Place:
+def _masters_at(location: Location) -> Location:
     """Return the masters in a folder that a trainer saved, or in the last of a run; else the path
     itself. Raises ValueError if the folder has the masters of several optimizers.
     """
-    if isinstance(place, StorePath) or not place.is_dir():
-        return place
-    for folders in ([place], sorted(place.iterdir(), key=lambda folder: _order_in_model(folder.name), reverse=True)):
+    if isinstance(location, StorePath) or not location.is_dir():
+        return location
+    for folders in (
+        [location],
+        sorted(location.iterdir(), key=lambda folder: _order_in_model(folder.name), reverse=True),
+    ):
         for folder in folders:
             found = [file.parent for glob in IN_A_TRAINERS_FOLDER for file in sorted(folder.glob(f"{glob}/.metadata"))]
             if len(found) > 1:
@@ -129,7 +132,7 @@ def _masters_at(place: Place) -> Place:
                 raise ValueError(f"{folder} holds the masters of {len(found)} optimizers, name one: {names}")
             if found:
                 return found[0]
-    return place
+    return location
 
 
 def _order_in_model(name: str) -> tuple[bool, list[tuple[int, str]]]:

@@ -14,7 +14,7 @@ from torch import nn
 from zerocast import QuantizedWeight
 from zerocast.checkpoint.checkpoint import group_of, on_rank_0
 from zerocast.checkpoint.manifest import LOADS, Manifest
-from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store import Location
 from zerocast.checkpoint.whole_folder import discard, is_unfinished, mark_incomplete
 from zerocast.distributed.agreement import from_rank_0
 from zerocast.optim import Checkpoints
@@ -26,7 +26,7 @@ def is_quantized(model: nn.Module) -> bool:
     return any(isinstance(parameter, QuantizedWeight) for parameter in model.parameters())
 
 
-def check_place(model: nn.Module, device: torch.device) -> None:
+def check_device(model: nn.Module, device: torch.device) -> None:
     """Raise RuntimeError if a parameter is not on the device that the process trains on; `cuda`
     without an index is the current one.
     """
@@ -97,7 +97,7 @@ def optimizers_of_model(optimizers: Iterable[ZeroOptimizer], model: nn.Module) -
     ]
 
 
-def save(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
+def save(folder: Location, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
     """Save masters and moments, and the frozen parameters and persistent buffers of the models.
 
     Each rank writes its part. An earlier save in the folder is replaced. `save_id`, the same on all
@@ -115,7 +115,7 @@ def save(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
         on_rank_0(group, lambda: discard([mark_incomplete(path) for path in _saved(folder)[len(optimizers) :]]))
 
 
-def load(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
+def load(folder: Location, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn.Module], save_id: str = "") -> None:
     """Load a folder that `save` wrote, on any number of ranks. Collective.
 
     Raises ValueError, with nothing changed, if it is missing or does not fit, for example with a
@@ -133,7 +133,7 @@ def load(folder: Place, optimizers: Sequence[ZeroOptimizer], models: Sequence[nn
         Checkpoints(state_folder, keep=1).load(optimizer, model=_module_saved_with(index, optimizers, models))
 
 
-def _check_save_id(saved: Sequence[Place], save_id: str) -> None:
+def _check_save_id(saved: Sequence[Location], save_id: str) -> None:
     """Raise ValueError for a folder that was written by a save with a different `save_id`."""
     for folder in saved:
         manifest = Manifest.of_step(Checkpoints(folder).path(0), 0)
@@ -144,9 +144,9 @@ def _check_save_id(saved: Sequence[Place], save_id: str) -> None:
             )
 
 
-def _saved(folder: Place) -> list[Place]:
+def _saved(folder: Location) -> list[Location]:
     """Return the folders of the saved ZeroAdamWs, in the order of the optimizers."""
-    inside: list[Place] = list(folder.iterdir()) if folder.is_dir() else []
+    inside: list[Location] = list(folder.iterdir()) if folder.is_dir() else []
     numbered = [path for path in inside if path.name.isdecimal() and not is_unfinished(path)]
     return sorted(numbered, key=lambda path: int(path.name))
 

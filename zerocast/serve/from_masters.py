@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from zerocast.checkpoint.checkpoint import write
 from zerocast.checkpoint.manifest import Manifest, Stored
 from zerocast.checkpoint.sources.source import dtype_name, read_span
-from zerocast.checkpoint.store import Place
+from zerocast.checkpoint.store import Location
 from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats.layout import Span
 from zerocast.formats.recipe import Recipe
@@ -32,7 +32,7 @@ def write_checkpoint(
     contents: Contents,
     names: Sequence[str],
     chosen: Chosen,
-    path: Place,
+    path: Location,
     dtype: torch.dtype = torch.float32,
     reading: Reading = str,
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from zerocast.checkpoint.regular_file import read_bounded
-from zerocast.checkpoint.store import AnyPath, Place
+from zerocast.checkpoint.store import AnyPath, Location
 from zerocast.formats import get_format
 from zerocast.formats.readers import HEAD, NAMELESS_HEADS, check_layers
 from zerocast.serve.namings import NAMINGS, layout_of
@@ -60,7 +60,7 @@ def write_hf(
     dtype: torch.dtype | None = None,
     allow_unequal_scales: bool = False,
     shard_bytes: int,
-) -> list[Place]:
+) -> list[Location]:
     """Write the tensors of a source like `zerocast.export.export_hf`; `model` is None, or has the
     config.
     """

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zerocast.checkpoint.sources.safetensors_files import DTYPES
-from zerocast.checkpoint.store import Place, StorePath
+from zerocast.checkpoint.store import Location, StorePath
 from zerocast.checkpoint.whole_folder import sync_file
 from zerocast.formats.layout import round_up
 from zerocast.serve.stored_tensor import StoredTensor
@@ -77,7 +77,7 @@ class SafetensorsFile:
     `close`.
     """
 
-    def __init__(self, folder: Place, layout: FileLayout) -> None:
+    def __init__(self, folder: Location, layout: FileLayout) -> None:
         self._path = folder / layout.name
         self._offsets = layout.offsets()
         self._stream: IO[bytes] = io.BytesIO() if isinstance(self._path, StorePath) else self._path.open("xb")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerocast.checkpoint.store import AnyPath, Place, as_place
+from zerocast.checkpoint.store import AnyPath, Location, as_location
 from zerocast.checkpoint.store_folder import folder_at
 from zerocast.checkpoint.whole_folder import Folder, check_written, sync_file
 from zerocast.distributed.agreement import each_together, from_rank_0, range_over_ranks, together, validate_across_ranks
@@ -61,7 +61,7 @@ class Contents:
 class TensorWriter:
     """Writes this rank's files of an export. A file is open from its first tensor to its last."""
 
-    def __init__(self, folder: Place, naming: str, contents: Contents, files: Sequence[FileLayout]) -> None:
+    def __init__(self, folder: Location, naming: str, contents: Contents, files: Sequence[FileLayout]) -> None:
         self._folder = folder
         self._naming = naming
         self._contents = contents
@@ -124,7 +124,7 @@ def write(
     shard_bytes: int,
     prepare: Callable[[], Contents],
     allow_unequal_scales: bool = True,
-) -> list[Place]:
+) -> list[Location]:
     """Write the pieces of each tensor of a source into a folder that appears complete.
 
     `prepare` returns the contents, or raises for a source that cannot be written. Unequal scales of
@@ -136,7 +136,7 @@ def write(
     token = group.broadcast_object(secrets.token_hex(8), "the name of a temporary folder")
     # Absolute, since the partial folder is written beside this one and named after it, and "." has
     # no name.
-    target = together(group, lambda: folder_at(as_place(folder).absolute(), token), EXPORTS)
+    target = together(group, lambda: folder_at(as_location(folder).absolute(), token), EXPORTS)
     fused = FusedAmaxes(naming, allow_unequal_scales)
     partial_folder = _on_rank_0(group, partial(_begin, target))
     writer = TensorWriter(partial_folder, naming, contents, plan.files_of(group.rank))
@@ -157,7 +157,7 @@ def write(
 
 def write_safetensors(
     source: WeightSource, folder: AnyPath, naming: str = "bf16", shard_bytes: int = SHARD_BYTES
-) -> list[Place]:
+) -> list[Location]:
     """Write the tensors of a source, each whole and under its own name, without a config."""
     return write(
         source,
@@ -239,10 +239,10 @@ def _on_rank_0(group: Group, work: Callable[[], Any]) -> Any:
     return work() if group.size == 1 else from_rank_0(group, work, EXPORTS)
 
 
-def _begin(folder: Folder[Any]) -> Place:
+def _begin(folder: Folder[Any]) -> Location:
     if folder.holds_anything():
         raise ValueError(f"{folder.path} is not empty: export into a new folder")
-    partial_folder: Place = folder.begin()
+    partial_folder: Location = folder.begin()
     return partial_folder
 
 

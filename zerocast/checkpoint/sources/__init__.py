@@ -8,7 +8,7 @@ from zerocast.checkpoint.sources.dcp import DcpSource
 from zerocast.checkpoint.sources.safetensors_files import SafetensorsSource, is_safetensors
 from zerocast.checkpoint.sources.source import HIGH_PRECISION, Entry, TensorSource
 from zerocast.checkpoint.sources.state_dict import StateDictSource
-from zerocast.checkpoint.store import AnyPath, StorePath, as_place
+from zerocast.checkpoint.store import AnyPath, StorePath, as_location
 
 __all__ = ["HIGH_PRECISION", "AnySource", "Entry", "TensorSource", "open_source"]
 
@@ -28,7 +28,7 @@ def open_source(source: AnySource) -> TensorSource:
         return StateDictSource(source)
     if not isinstance(source, (str, os.PathLike, StorePath)):
         return source
-    path = as_place(source)
+    path = as_location(source)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
     if isinstance(path, StorePath):

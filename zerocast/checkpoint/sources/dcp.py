@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from zerocast.checkpoint.regular_file import open_regular, read_bounded
 from zerocast.checkpoint.sources.source import Entry, dtype_name
-from zerocast.checkpoint.store import AnyPath, Place, StorePath, as_place
+from zerocast.checkpoint.store import AnyPath, Location, StorePath, as_location
 from zerocast.checkpoint.torch_checkpoint import load
 from zerocast.distributed.group import ONE_PROCESS
 
@@ -109,7 +109,7 @@ class SafeReader(FileSystemReader):
     fs: Any
 
     def __init__(self, path: AnyPath) -> None:
-        self._folder = as_place(path)
+        self._folder = as_location(path)
         super().__init__(str(self._folder))
         if isinstance(self._folder, StorePath):
             # It imports fsspec.
@@ -152,7 +152,7 @@ class DcpSource:
     that would run code, ValueError for damaged metadata.
     """
 
-    def __init__(self, path: Place) -> None:
+    def __init__(self, path: Location) -> None:
         self.location = str(path)
         self._path = path
         self._entries = {

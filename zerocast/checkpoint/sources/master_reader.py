@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerocast.checkpoint.manifest import check_files
 from zerocast.checkpoint.sources import HIGH_PRECISION, AnySource, TensorSource, open_source
-from zerocast.checkpoint.store import StorePath, as_place
+from zerocast.checkpoint.store import StorePath, as_location
 from zerocast.checkpoint.torch_checkpoint import load_masters
 from zerocast.distributed.agreement import validate_across_ranks
 from zerocast.distributed.group import Group
@@ -39,7 +39,7 @@ def read_masters(
     partly overwritten.
     """
     if isinstance(source, (str, os.PathLike, StorePath)):
-        check_files(as_place(source), group)
+        check_files(as_location(source), group)
     opened = None
     prefix = ""
     problem: Exception | None = None
