@@ -54,7 +54,7 @@ class WeightView:
         self.shares = fmt.columnwise is Columnwise.SHARED
         # The columnwise scales of shared codes. TransformerEngine may drop them from the tensor.
         self._scales: Tensor | None = None
-        # `_address_of` of each buffer that `weight` has, to see at the next call whether it has moved.
+        # Address and storage size of each buffer of `weight`, to detect a move at the next call.
         self._addresses: dict[str, tuple[int, int]] = {}
         # The codes of this rank's shard until they are copied into the transpose.
         self._scratch: Tensor | None = None

@@ -146,20 +146,20 @@ class CastGroup:
         all_metadata = [metadata for _, metadata in layout.parts(sent)]
         parts = [layout.parts(own) for own in sent]
         members = [group.weights for group in groups]
-        for place, of_weight in enumerate(layout.weights):
-            geometry = of_weight.geometry
-            stage_scales = of_weight.scale_specs(geometry.shape(geometry.cast_rows))
+        for weight_index, weight_layout in enumerate(layout.weights):
+            geometry = weight_layout.geometry
+            stage_scales = weight_layout.scale_specs(geometry.shape(geometry.cast_rows))
             scales = {region.name: next(buffers) for region, _ in stage_scales}
-            for index, weight in enumerate(weights[place] for weights in members):
-                codes, metadata = parts[index][place]
-                own = {name: buffer[index] for name, buffer in scales.items()} | of_weight.scalars(metadata)
+            for index, weight in enumerate(weights[weight_index] for weights in members):
+                codes, metadata = parts[index][weight_index]
+                own = {name: buffer[index] for name, buffer in scales.items()} | weight_layout.scalars(metadata)
                 own |= self._delayed_buffers.get(weight.name, {})
                 # Codes that are not kept have no bytes here.
                 shard = weight.shard_over(codes, {"rowwise_data": metadata[:0], **own})
                 if weight.geometry.takes_part:
                     self.shards[weight.name] = shard
             if geometry.takes_part:
-                for target, source in of_weight.outgoing_scales(all_metadata[place], scales):
+                for target, source in weight_layout.outgoing_scales(all_metadata[weight_index], scales):
                     self._targets.append(target)
                     self._sources.append(source)
 

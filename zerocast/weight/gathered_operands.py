@@ -31,12 +31,12 @@ Operand = tuple[Tensor, Tensor]
 
 # (reference to GatheredOperands, index of the weight) of gathered codes. `type(None)` is called
 # like a reference to nothing.
-_Place = tuple[Callable[[], "GatheredOperands | None"], int]
-_NOT_GATHERED: _Place = type(None), 0
+_Entry = tuple[Callable[[], "GatheredOperands | None"], int]
+_NOT_GATHERED: _Entry = type(None), 0
 # The attribute of the storage of gathered codes: a dict from the offset of a weight's codes to its
-# _Place.
+# _Entry.
 _ATTRIBUTE = "zerocast_operands"
-_NOTHING: dict[int, _Place] = {}
+_NOTHING: dict[int, _Entry] = {}
 # The number of the current stream of a device, without a Stream object.
 _current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 
@@ -46,10 +46,10 @@ def take_gathered_operand(data: Tensor, columnwise: bool) -> Operand | None:
     the operands of its group, and give it up: the caller owns and frees it. None if the weight is
     not gathered together with others, or if these are the codes of one of its experts.
     """
-    places = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING)
-    reference, place = places.get(data.storage_offset(), _NOT_GATHERED)
+    entries = getattr(data.untyped_storage(), _ATTRIBUTE, _NOTHING)
+    reference, index = entries.get(data.storage_offset(), _NOT_GATHERED)
     operands = reference()
-    return None if operands is None or data.shape != operands.shapes[place] else operands.pop(place, columnwise)
+    return None if operands is None or data.shape != operands.shapes[index] else operands.pop(index, columnwise)
 
 
 def forget_operands(data: Tensor) -> None:
@@ -102,12 +102,12 @@ class _Round:
         self.last_asked: set[int] = set()
         self.stream: object = None
 
-    def wanted(self, place: int) -> tuple[int, ...]:
-        """Return the indices to make operands for when `place` has none. The first request of a
-        round also prefetches the operands that the last round used. A later miss makes `place`
+    def wanted(self, index: int) -> tuple[int, ...]:
+        """Return the indices to make operands for when `index` has none. The first request of a
+        round also prefetches the operands that the last round used. A later miss makes `index`
         only.
         """
-        wanted = {place} if self.asked else {place, *self.last_asked}
+        wanted = {index} if self.asked else {index, *self.last_asked}
         self.asked |= wanted
         return tuple(sorted(wanted))
 
@@ -139,9 +139,9 @@ class GatheredOperands:
         self._launches: dict[tuple[int, ...], _Launch] = {}
         # Kept, since an attribute lives on the Python object of a storage.
         self._storages: list[Any] = [state.rowwise_data.untyped_storage() for state in states]
-        for place, (state, storage) in enumerate(zip(states, self._storages, strict=True)):
-            places = vars(storage).setdefault(_ATTRIBUTE, {})
-            places[state.rowwise_data.storage_offset()] = weakref.ref(self), place
+        for index, (state, storage) in enumerate(zip(states, self._storages, strict=True)):
+            entries = vars(storage).setdefault(_ATTRIBUTE, {})
+            entries[state.rowwise_data.storage_offset()] = weakref.ref(self), index
 
     @staticmethod
     def by_format(states: Sequence[WeightState]) -> "list[GatheredOperands]":
@@ -154,38 +154,38 @@ class GatheredOperands:
                 by_format.setdefault(state.format, []).append(state)
         return [GatheredOperands(fmt, of_format) for fmt, of_format in by_format.items()]
 
-    def pop(self, place: int, columnwise: bool) -> Operand:
+    def pop(self, index: int, columnwise: bool) -> Operand:
         """Return the operand of a weight, which belongs to the caller."""
-        of_direction = self._rounds[columnwise]
+        direction_round = self._rounds[columnwise]
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
                 # A graph may be replayed without those that were captured before it, so it launches
                 # what it reads.
-                return self._make((place,), columnwise)[0]
+                return self._make((index,), columnwise)[0]
             stream = _current_stream(self._device.index)
-            if stream != of_direction.stream:
-                if of_direction.asked:
-                    of_direction.end()
-                of_direction.stream = stream
-        operand = of_direction.made.pop(place, None)
+            if stream != direction_round.stream:
+                if direction_round.asked:
+                    direction_round.end()
+                direction_round.stream = stream
+        operand = direction_round.made.pop(index, None)
         if operand is None:
-            places = of_direction.wanted(place)
-            of_direction.made.update(zip(places, self._make(places, columnwise), strict=True))
-            operand = of_direction.made.pop(place)
+            indices = direction_round.wanted(index)
+            direction_round.made.update(zip(indices, self._make(indices, columnwise), strict=True))
+            operand = direction_round.made.pop(index)
         return operand
 
     def end_round(self) -> None:
         """Free the operands that no product has taken: the weights were gathered again or written
         to, their codes are freed, or a backward pass over them has ended.
         """
-        for of_direction in self._rounds.values():
-            if of_direction.asked:
-                of_direction.end()
+        for direction_round in self._rounds.values():
+            if direction_round.asked:
+                direction_round.end()
 
-    def _make(self, places: tuple[int, ...], columnwise: bool) -> list[Operand]:
-        launch = self._launches.get(places)
+    def _make(self, indices: tuple[int, ...], columnwise: bool) -> list[Operand]:
+        launch = self._launches.get(indices)
         if launch is None:
-            launch = self._launches[places] = self._launch(places)
+            launch = self._launches[indices] = self._launch(indices)
         launch.check_memory()
         data, scale_inv, amaxes, shapes, _ = launch
         key = str(self._format)
@@ -194,8 +194,8 @@ class GatheredOperands:
         assert columnwise
         return ops.transposed_together(self._backend, key, data, scale_inv, shapes)
 
-    def _launch(self, places: Sequence[int]) -> _Launch:
-        states = [self._states[place] for place in places]
+    def _launch(self, indices: Sequence[int]) -> _Launch:
+        states = [self._states[index] for index in indices]
         data = [state.rowwise_data for state in states]
         scale_inv, amaxes = (
             [buffer for state in states if (buffer := state.buffers[name]) is not None]
