@@ -184,12 +184,14 @@ class WeightView:
             buffer, block = self._expected["columnwise_scale_inv"], self._format.block
             assert buffer is not None and block is not None
             height, width = block
-            down, across = layout.amax_grid(block, *layout.matrix_shape(self._shape))  # tiles of the matrix
+            block_rows, block_columns = layout.amax_grid(
+                block, *layout.matrix_shape(self._shape)
+            )  # tiles of the matrix
             # A tile has one scale. Rowwise it is stored once for each of its rows, columnwise once
             # for each of its columns.
             self._scales = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=rowwise.device)
-            tiles = rowwise.detach().view(torch.uint8)[: down * height : height, :across]
-            self._scales[:down, : across * width] = tiles.repeat_interleave(width, 1)
+            tiles = rowwise.detach().view(torch.uint8)[: block_rows * height : height, :block_columns]
+            self._scales[:block_rows, : block_columns * width] = tiles.repeat_interleave(width, 1)
         return self._scales
 
     def live(self, tensor: Any) -> QuantizedWeight:
@@ -222,13 +224,13 @@ class WeightView:
         fmt = self.weight.format
         rows, columns = self.weight.matrix_shape
         buffer = layout.columnwise_scale_inv(fmt, rows, columns)
-        down, across = layout.amax_grid(fmt.block, columns, rows)
+        block_rows, block_columns = layout.amax_grid(fmt.block, columns, rows)
         assert buffer is not None
         if fmt.scale_rule is not ScaleRule.FP32:
             # FP32 scales have one row per block, other scales one row per row of the copy.
-            down = columns
+            block_rows = columns
         padded = torch.full_like(scale_inv, buffer.padding)
-        padded[:down, :across] = scale_inv[:down, :across]
+        padded[:block_rows, :block_columns] = scale_inv[:block_rows, :block_columns]
         return padded
 
     def forget_columnwise(self) -> bool:

@@ -104,8 +104,8 @@ class InnerShards:
 
     def copy_of_scales(self, used: "Tensor", sent: "Tensor") -> "tuple[Tensor, Tensor]":
         """Return (target, source) whose copy fills the scales `used` of the weight, `[block rows,
-        height, across, width]`, with the codes of all inner shards, `sent`, `[world, block rows,
-        across]`.
+        height, block_columns, width]`, with the codes of all inner shards, `sent`, `[world, block
+        rows, block_columns]`.
         """
         if self.cuts_columns:
             target = used.unflatten(2, (self.world, -1)).movedim(2, 0)
@@ -242,8 +242,8 @@ class ShardGeometry:
         grids, fmt = [], self.format
         if fmt.block and fmt.exchange_block:
             height = fmt.exchange_block[0]
-            across = amax_grid(fmt.block, self.rows, self.columns)[1]
-            grids.append((height, height // fmt.block[0] * across, 0))
+            block_columns = amax_grid(fmt.block, self.rows, self.columns)[1]
+            grids.append((height, height // fmt.block[0] * block_columns, 0))
         if fmt.columnwise_block:
             grids.append((fmt.columnwise_block[0], self.columns, self.amax_counts[0]))
         return grids
@@ -273,8 +273,8 @@ class ShardGeometry:
 
 @dataclass(frozen=True)
 class ScaleRegion:
-    """The scales of one direction in the metadata: `count` block rows of `across` entries from byte
-    `offset` on.
+    """The scales of one direction in the metadata: `count` block rows of `block_columns` entries
+    from byte `offset` on.
 
     `name` is the name of the weight's buffer, of which each scale fills `repeat` rows and columns,
     and `dtype` is the name of its dtype.
@@ -282,17 +282,17 @@ class ScaleRegion:
 
     name: str
     height: int
-    across: int
+    block_columns: int
     dtype: str
     repeat: Block
     offset: int
     count: int
 
     def view(self, metadata: "Tensor") -> "Tensor":
-        """Return the scales `[..., count, across]` in metadata `[..., bytes]`."""
-        nbytes = self.count * self.across * ITEMSIZE[self.dtype]
+        """Return the scales `[..., count, block_columns]` in metadata `[..., bytes]`."""
+        nbytes = self.count * self.block_columns * ITEMSIZE[self.dtype]
         entries = metadata[..., self.offset : self.offset + nbytes].view(torch_dtype(self.dtype))
-        return entries.view(*metadata.shape[:-1], self.count, self.across)
+        return entries.view(*metadata.shape[:-1], self.count, self.block_columns)
 
 
 @dataclass(frozen=True)
@@ -371,12 +371,12 @@ class WeightLayout:
         if block is None:
             return
         fmt, shards = self.geometry.format, self.geometry.scale_shards
-        across = amax_grid(block, shards.rows, self.geometry.columns)[1]
+        block_columns = amax_grid(block, shards.rows, self.geometry.columns)[1]
         # Rank 0 owns the most block rows, since its shard begins with one.
         count = shards.owned(0, block[0]).numel
-        offset = self._reserve(count * across * ITEMSIZE[fmt.scale_dtype_name])
+        offset = self._reserve(count * block_columns * ITEMSIZE[fmt.scale_dtype_name])
         repeat = fmt.scale_repeat(columnwise=block is fmt.columnwise_block)
-        self.scales.append(ScaleRegion(name, block[0], across, fmt.scale_dtype_name, repeat, offset, count))
+        self.scales.append(ScaleRegion(name, block[0], block_columns, fmt.scale_dtype_name, repeat, offset, count))
 
     def codes_in(self, buffer: "Tensor") -> "list[Tensor]":
         """Return the codes by direction at the beginning of buffers `[..., bytes]`."""
@@ -413,7 +413,7 @@ class WeightLayout:
             first = owned.start - self.geometry.first_row // region.height if is_one_matrix else 0
             source = scales[region.name][:, :: region.repeat[0], :: region.repeat[1]]
             if owned.numel:
-                source = source[:, first : first + owned.numel, : region.across]
+                source = source[:, first : first + owned.numel, : region.block_columns]
                 pairs.append((region.view(metadata)[:, : owned.numel], source))
         return pairs
 
@@ -440,8 +440,8 @@ class WeightLayout:
         shards = self.geometry.scale_shards
         height, width = region.repeat
         blocks = -(-shards.rows // region.height)
-        row_bytes = region.across * spec.itemsize
-        if width != 1 or spec.shape != (blocks * height, region.across) or row_bytes % UNIT:
+        row_bytes = region.block_columns * spec.itemsize
+        if width != 1 or spec.shape != (blocks * height, region.block_columns) or row_bytes % UNIT:
             return None
         ranks, places = shards.owners(region.height)
         owners = tuple(ranks), tuple(places)

@@ -134,6 +134,8 @@ def _cut_amaxes(weights: Sequence[Planned], shards: int) -> int:
     """
     total = 0
     for geometry in (_geometry(weight, shards) for weight in weights):
-        cut = sum(len(geometry.scale_shards.cut(height)) * across for height, across, _ in geometry.grids())
+        cut = sum(
+            len(geometry.scale_shards.cut(height)) * block_columns for height, block_columns, _ in geometry.grids()
+        )
         total += 2 * (cut + geometry.has_tensor_amax)
     return total

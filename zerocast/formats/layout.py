@@ -153,8 +153,8 @@ def byte_range(fmt: FormatSpec, shape: Sequence[int], span: Span, dtype: "torch.
 
 
 def amax_grid(block: Block | None, rows: int, columns: int) -> Block:
-    """Return the number of blocks, and so of amaxes, as (down, across); `block` None is the whole
-    tensor.
+    """Return the number of blocks, and so of amaxes, as (block_rows, block_columns); `block` None
+    is the whole tensor.
     """
     if block is None:
         return 1, 1
@@ -239,13 +239,13 @@ def rowwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None
         return None
     if fmt.block is None:
         return Buffer((1,), "float32", 1.0)
-    down, across = amax_grid(fmt.block, rows, columns)
+    block_rows, block_columns = amax_grid(fmt.block, rows, columns)
     if fmt.scale_rule is ScaleRule.BF16:
-        return Buffer((down, across), "bfloat16")
+        return Buffer((block_rows, block_columns), "bfloat16")
     # Padded as cuBLAS requires: 4 entries for FP32 scales, tiles of 128x4 for byte scales.
     if fmt.scale_rule is ScaleRule.FP32:
-        return Buffer((down, round_up(across, 4)), "float32", 1.0)
-    return Buffer((round_up(rows, 128), round_up(across, 4)), "uint8")
+        return Buffer((block_rows, round_up(block_columns, 4)), "float32", 1.0)
+    return Buffer((round_up(rows, 128), round_up(block_columns, 4)), "uint8")
 
 
 def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | None:
@@ -259,8 +259,10 @@ def columnwise_scale_inv(fmt: FormatSpec, rows: int, columns: int) -> Buffer | N
         return None
     if fmt.columnwise is Columnwise.TRANSPOSE:
         return rowwise_scale_inv(fmt, columns, rows)
-    down, across = amax_grid(fmt.columnwise_block or fmt.block, rows, columns)
-    return Buffer((round_up(down, 4), round_up(across * fmt.scale_repeat(columnwise=True)[1], 128)), "uint8")
+    block_rows, block_columns = amax_grid(fmt.columnwise_block or fmt.block, rows, columns)
+    return Buffer(
+        (round_up(block_rows, 4), round_up(block_columns * fmt.scale_repeat(columnwise=True)[1], 128)), "uint8"
+    )
 
 
 def buffer_rows(fmt: FormatSpec, name: str, rows: int) -> int:
@@ -280,8 +282,8 @@ def upcast_operand(fmt: FormatSpec, rows: int, columns: int) -> tuple[Buffer, Bu
     """
     if fmt.scale_group is None:
         return Buffer((rows, columns), "uint8"), Buffer((1,), "float32")
-    down, across = amax_grid(fmt.scale_group, rows, columns)
-    return Buffer((rows, columns), "uint8"), Buffer((down, round_up(across, 4)), "float32", 1.0)
+    block_rows, block_columns = amax_grid(fmt.scale_group, rows, columns)
+    return Buffer((rows, columns), "uint8"), Buffer((block_rows, round_up(block_columns, 4)), "float32", 1.0)
 
 
 def elements_per_scale(fmt: FormatSpec, shape: Sequence[int]) -> dict[str, int]:

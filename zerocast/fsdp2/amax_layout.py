@@ -93,18 +93,18 @@ def _reduce_split_rows(layout: AmaxLayout[str], weight: FSDPWeight, reduction: R
     """
     geometry = weight.geometry
     rowwise, columnwise = geometry.amax_counts
-    for height, across, offset in geometry.grids():
+    for height, block_columns, offset in geometry.grids():
         touched = geometry.scale_shards.touched(geometry.rank, height)
         cut = geometry.scale_shards.cut(height)
-        of_slices = layout.reserve(reduction.tp_size * len(cut) * across)
-        target = of_slices.start + reduction.tp_rank * len(cut) * across
+        of_slices = layout.reserve(reduction.tp_size * len(cut) * block_columns)
+        target = of_slices.start + reduction.tp_rank * len(cut) * block_columns
         source = layout.offsets[weight.name][0] + offset
         end = rowwise if offset < rowwise else rowwise + columnwise
         for index in range(bisect_left(cut, touched.start), bisect_left(cut, touched.stop)):
             row = cut[index] - geometry.first_row // height
             # The last row of a weight may have fewer amaxes.
-            amaxes = torch.arange(min(across, end - offset - row * across))
-            layout.reduce_at(source + row * across + amaxes, target + index * across + amaxes)
+            amaxes = torch.arange(min(block_columns, end - offset - row * block_columns))
+            layout.reduce_at(source + row * block_columns + amaxes, target + index * block_columns + amaxes)
 
 
 class StepAmaxes(PackedAmaxes[str]):

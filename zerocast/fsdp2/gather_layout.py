@@ -167,14 +167,14 @@ class ScaleFill:
         self._padding = padding
         height, width = region.repeat
         shards, inner_shards = geometry.scale_shards, geometry.inner_shards
-        blocks, across = -(-shards.rows // region.height), region.across
+        blocks, block_columns = -(-shards.rows // region.height), region.block_columns
         if inner_shards is not None and inner_shards.cuts_columns:
-            across *= inner_shards.world
+            block_columns *= inner_shards.world
         elif inner_shards is not None:
             blocks *= inner_shards.world
-        self._pads = buffer.numel() > blocks * height * across * width
-        used = buffer[: blocks * height, : across * width]
-        target = used.unflatten(1, (across, width)).unflatten(0, (blocks, height))
+        self._pads = buffer.numel() > blocks * height * block_columns * width
+        used = buffer[: blocks * height, : block_columns * width]
+        target = used.unflatten(1, (block_columns, width)).unflatten(0, (blocks, height))
         # The rank and index of each block row. None if no boundary splits any.
         self._owners: tuple[Tensor, ...] | None = None
         if inner_shards is not None:
@@ -217,8 +217,8 @@ class RowFill:
         self._rows = buffer.view(torch.int64)
         units = metadata.view(-1).view(torch.int64)
         # A row may begin at any unit.
-        across = self._rows.shape[1]
-        self._sources = units.as_strided((units.numel() - across + 1, across), (1, 1))
+        units_per_row = self._rows.shape[1]
+        self._sources = units.as_strided((units.numel() - units_per_row + 1, units_per_row), (1, 1))
 
     def run(self) -> None:
         """Copy all rows of the gathered bytes."""

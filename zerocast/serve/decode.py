@@ -111,12 +111,12 @@ def _padded(name: str, fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) 
     if len(buffer.shape) == 1:
         return scales.float()
     padded = torch.full(buffer.shape, buffer.padding, dtype=buffer.dtype, device=scales.device)
-    down, across = layout.amax_grid(fmt.block, *shape)
-    down = down if fmt.scale_rule is ScaleRule.FP32 else shape[0]
-    if scales.shape[0] != down or scales.numel() != down * across:
+    block_rows, block_columns = layout.amax_grid(fmt.block, *shape)
+    block_rows = block_rows if fmt.scale_rule is ScaleRule.FP32 else shape[0]
+    if scales.shape[0] != block_rows or scales.numel() != block_rows * block_columns:
         raise ValueError(
-            f"{name} has scales {tuple(scales.shape)}, and a {fmt} weight of {shape[0]}x{shape[1]} has {down}x{across}"
+            f"{name} has scales {tuple(scales.shape)}, and a {fmt} weight of {shape[0]}x{shape[1]} has {block_rows}x{block_columns}"
         )
-    scales = scales.reshape(down, across)
-    padded[:down, :across] = scales.view(buffer.dtype)
+    scales = scales.reshape(block_rows, block_columns)
+    padded[:block_rows, :block_columns] = scales.view(buffer.dtype)
     return padded

@@ -104,10 +104,12 @@ def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
     scales = weight.rowwise_scale_inv
     assert scales is not None
     count, matrix = weight.stored_matrices
-    down, across = amax_grid(block, *matrix)
+    block_rows, block_columns = amax_grid(block, *matrix)
     if count == 1:
-        return scales[:down, :across]
-    return scales.view(count, -1, scales.shape[1])[:, :down, :across].reshape(count * down, across)
+        return scales[:block_rows, :block_columns]
+    return scales.view(count, -1, scales.shape[1])[:, :block_rows, :block_columns].reshape(
+        count * block_rows, block_columns
+    )
 
 
 def _amax(weight: QuantizedWeight) -> Tensor:

@@ -57,9 +57,9 @@ def unpadded(weight: QuantizedWeight, name: str, buffer: Tensor) -> Tensor:
     count, (rows, columns) = weight.stored_matrices
     block = weight.format.block
     has_scales = name != "rowwise_data" and block is not None
-    across = -(-columns // block[1]) if has_scales else buffer.shape[1]
-    down = buffer_rows(weight.format, name, rows)
-    entries = buffer.view(count, -1, buffer.shape[1])[:, :down, :across]
+    used_columns = -(-columns // block[1]) if has_scales else buffer.shape[1]
+    used_rows = buffer_rows(weight.format, name, rows)
+    entries = buffer.view(count, -1, buffer.shape[1])[:, :used_rows, :used_columns]
     leading = tuple(weight.shape[:-2])
     if not leading:
         return entries[0]

@@ -17,19 +17,21 @@ from zerocast.formats.spec import SCALE_SPREAD
 
 
 def block_amax(x: Tensor, block: Block | None) -> Tensor:
-    """Return the largest |x| of each block of an f32 matrix `[R, C]`, as `[down, across]`; NaN is
-    ignored.
+    """Return the largest |x| of each block of an f32 matrix `[R, C]`, as `[block_rows,
+    block_columns]`; NaN is ignored.
     """
     rows, columns = x.shape
-    down, across = amax_grid(block, rows, columns)
+    block_rows, block_columns = amax_grid(block, rows, columns)
     height, width = block or (rows, columns)
-    padded = x.new_zeros(down * height, across * width)
+    padded = x.new_zeros(block_rows * height, block_columns * width)
     padded[:rows, :columns] = torch.where(x.isnan(), 0.0, x.abs())
-    return padded.view(down, height, across, width).amax((1, 3))
+    return padded.view(block_rows, height, block_columns, width).amax((1, 3))
 
 
 def expand(grid: Tensor, block: Block | None, rows: int, columns: int) -> Tensor:
-    """Repeat each block's value over its elements: `[down, across]` to `[rows, columns]`."""
+    """Repeat each block's value over its elements: `[block_rows, block_columns]` to `[rows,
+    columns]`.
+    """
     if block is None:
         return grid.expand(rows, columns)
     over = grid.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
@@ -145,7 +147,7 @@ def _nvfp4_encode(fmt: FormatSpec, block_amax: Tensor, tensor_amax: Tensor) -> T
 
 
 def _e8m0_bytes(fmt: FormatSpec, amaxes: Tensor) -> Tensor:
-    """Return the stored biased exponent of each block of `[down, across]` amaxes.
+    """Return the stored biased exponent of each block of `[block_rows, block_columns]` amaxes.
 
     If the format has scale groups, `amaxes` must hold complete groups, except at the edges of the
     weight.
@@ -207,9 +209,9 @@ def stored_scales(fmt: FormatSpec, amaxes: Tensor, tensor_amax: Tensor | None, s
     return divide(1.0, encode_scales(fmt, amaxes, tensor_amax, scale))
 
 
-def scale_grid(buffer: Tensor, repeat: Block, down: int, across: int) -> Tensor:
-    """Return the `[down, across]` scales that `fill_scales` repeated into a buffer."""
-    return buffer[: down * repeat[0] : repeat[0], : across * repeat[1] : repeat[1]]
+def scale_grid(buffer: Tensor, repeat: Block, block_rows: int, block_columns: int) -> Tensor:
+    """Return the `[block_rows, block_columns]` scales that `fill_scales` repeated into a buffer."""
+    return buffer[: block_rows * repeat[0] : repeat[0], : block_columns * repeat[1] : repeat[1]]
 
 
 def decode_scales(fmt: FormatSpec, stored: Tensor, tensor_amax: Tensor | None) -> Tensor:

@@ -56,9 +56,9 @@ def partial_amax(fmt: FormatSpec, nominal: torch.dtype, masters: list[Tensor], t
 
 
 def grid_of(packed: Tensor, offset: int, block: Block | None, rows: int, columns: int) -> Tensor:
-    """Return the packed amaxes of a full weight as f32 `[down, across]`."""
-    down, across = amax_grid(block, rows, columns)
-    return packed[offset : offset + down * across].view(down, across).float()
+    """Return the packed amaxes of a full weight as f32 `[block_rows, block_columns]`."""
+    block_rows, block_columns = amax_grid(block, rows, columns)
+    return packed[offset : offset + block_rows * block_columns].view(block_rows, block_columns).float()
 
 
 def compute_scales(
@@ -244,8 +244,8 @@ def transpose(
         assert source and target
         flat = row_scales[row[Column.ROW_SCALE_BASE]][row[Column.ROW_SCALE_OFFSET] :]
         stored = flat[: source.shape[0] * source.shape[1]].view(source.shape)
-        down, across = amax_grid(fmt.block, rows, columns)
-        grid = scale_grid(stored, fmt.scale_repeat(), down, across)
+        block_rows, block_columns = amax_grid(fmt.block, rows, columns)
+        grid = scale_grid(stored, fmt.scale_repeat(), block_rows, block_columns)
         filled = fill_scales(grid.t(), fmt.scale_repeat(columnwise=True), target).view(-1)
         column_scales[row[Column.COLUMN_SCALE_BASE]][row[Column.COLUMN_SCALE_OFFSET] :][: filled.numel()] = filled
 

@@ -55,10 +55,10 @@ class Window:
         return canvas.view(-1, self.columns)
 
     def grid(self, packed: Tensor, offset: int, block: Block | None) -> Tensor:
-        """Return the amaxes of the window's blocks, a view `[down, across]` of the packed
-        buffer.
+        """Return the amaxes of the window's blocks, a view `[block_rows, block_columns]` of the
+        packed buffer.
         """
-        down, across = amax_grid(block, self.row[Column.ROWS], self.columns)
+        block_rows, block_columns = amax_grid(block, self.row[Column.ROWS], self.columns)
         height = block[0] if block else self.row[Column.ROWS]
-        grid = packed[offset : offset + down * across].view(down, across)
+        grid = packed[offset : offset + block_rows * block_columns].view(block_rows, block_columns)
         return grid[self.first // height : -(-self.last // height)]

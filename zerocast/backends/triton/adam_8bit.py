@@ -239,10 +239,10 @@ def _elements(row, group, has_group, COUNT: tl.constexpr, FULL: tl.constexpr):
         return (before + tl.min(group, 0)) * GROUP, i, i >= 0
     else:
         columns = tl.load(row + PIECE_COLUMNS)
-        across = (columns - 1) // GROUP + 1
+        groups_per_row = (columns - 1) // GROUP + 1
         number = before + group[:, None]
-        column = number % across * GROUP + slot
-        i = number // across * columns + column - start
+        column = number % groups_per_row * GROUP + slot
+        i = number // groups_per_row * columns + column - start
         return start, i, has_group[:, None] & (column < columns) & (i >= 0) & (i < tl.load(row + PIECE_NUMEL))
 
 
@@ -463,14 +463,14 @@ def _update_band(
     before, _ = _extent(row)
     # The rows of the weight above the rows of the table.
     above = (tl.load(row + PIECE_START) - tl.load(of_table + START)) // columns
-    across = (columns + GROUP - 1) // GROUP
+    groups_per_row = (columns + GROUP - 1) // GROUP
     i = tl.arange(0, HEIGHT)[:, None] * columns + tl.arange(0, GROUP)[None, :]
     largest, worst = tl.zeros((HEIGHT, GROUP), tl.int32), tl.zeros((HEIGHT, GROUP), tl.int32)
     for tile in range(STEPS):
         line = top + tile * HEIGHT
         mask = owned(of_table, line, left, HEIGHT, GROUP)
         has_group = tl.max(mask.to(tl.int32), 1) > 0
-        group = (above + line + tl.arange(0, HEIGHT)) * across + left // GROUP - before
+        group = (above + line + tl.arange(0, HEIGHT)) * groups_per_row + left // GROUP - before
         p = _update(
             bases, row, group, has_group, (above + line) * columns + left, i, mask,
             cut_largest, cut_count, first_table, second_table, scalars, clip, steps, GRAD, FULL, False,

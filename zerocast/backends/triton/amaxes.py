@@ -72,10 +72,10 @@ def grid_cells(
     """Return (index in the weight's grid, mask of the blocks that exist) of the DOWN x ACROSS
     blocks of a tile.
     """
-    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    block_columns = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     i = first_row // ROWS_A + tl.arange(0, DOWN)[:, None]
     j = first_column // COLUMNS_A + tl.arange(0, ACROSS)[None, :]
-    return i * across + j, (i * ROWS_A < tl.load(row + ROWS)) & (j < across)
+    return i * block_columns + j, (i * ROWS_A < tl.load(row + ROWS)) & (j < block_columns)
 
 
 @triton.jit

@@ -38,29 +38,29 @@ def tile_scales(
     GROUP_COLUMNS: tl.constexpr,
     ROUNDS_DOWN: tl.constexpr,
 ):
-    """Encode scales `[down, across]` of the blocks of a tile; a block may be higher than the
-    tile.
+    """Encode scales `[block_rows, block_columns]` of the blocks of a tile; a block may be higher
+    than the tile.
     """
-    down: tl.constexpr = HEIGHT // ROWS_A if HEIGHT > ROWS_A else 1
-    cell, exists = grid_cells(row, top, left, ROWS_A, COLUMNS_A, down, WIDTH_A // COLUMNS_A)
+    block_rows: tl.constexpr = HEIGHT // ROWS_A if HEIGHT > ROWS_A else 1
+    cell, exists = grid_cells(row, top, left, ROWS_A, COLUMNS_A, block_rows, WIDTH_A // COLUMNS_A)
     amax = load_amax(packed, tl.load(row + PLACE) + cell, exists)
     group = amax
     if GROUP_ROWS:
-        across: tl.constexpr = WIDTH_A // COLUMNS_A
+        block_columns: tl.constexpr = WIDTH_A // COLUMNS_A
         group = group_amaxes(
-            packed, row, PLACE, top, left, ROWS_A, COLUMNS_A, across, GROUP_ROWS, GROUP_COLUMNS
+            packed, row, PLACE, top, left, ROWS_A, COLUMNS_A, block_columns, GROUP_ROWS, GROUP_COLUMNS
         )  # fmt: skip
     return encode_scale(amax, group, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON, GROUP_ROWS > 0, ROUNDS_DOWN)
 
 
 @triton.jit
 def tile_codes(x, scale, HEIGHT: tl.constexpr, WIDTH_A: tl.constexpr, ELEMENT: tl.constexpr):
-    """Return the codes of a tile as int32 `[HEIGHT, WIDTH_A]`; `scale [down, across]` is broadcast
-    over blocks.
+    """Return the codes of a tile as int32 `[HEIGHT, WIDTH_A]`; `scale [block_rows, block_columns]`
+    is broadcast over blocks.
     """
-    down: tl.constexpr = scale.shape[0]
-    across: tl.constexpr = scale.shape[1]
-    blocks = tl.reshape(x, (down, HEIGHT // down, across, WIDTH_A // across))
+    block_rows: tl.constexpr = scale.shape[0]
+    block_columns: tl.constexpr = scale.shape[1]
+    blocks = tl.reshape(x, (block_rows, HEIGHT // block_rows, block_columns, WIDTH_A // block_columns))
     return tl.reshape(encode(blocks * scale[:, None, :, None], ELEMENT), (HEIGHT, WIDTH_A))
 
 

@@ -56,8 +56,8 @@ class _GridRuns:
 
     def count(self, row: list[int]) -> int:
         """Return the number of runs of one weight."""
-        down, across = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
-        return -(-down * across // self.size) if self.fmt.has_tensor_amax else 0
+        block_rows, block_columns = amax_grid(self.fmt.block, row[Column.ROWS], row[Column.COLUMNS])
+        return -(-block_rows * block_columns // self.size) if self.fmt.has_tensor_amax else 0
 
 
 def _maxima_of_runs(fmt: FormatSpec, words: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,10 +137,10 @@ def _grid_maxima(packed, table, firsts, n, maxima, ROWS_A: tl.constexpr, COLUMNS
     tile = tl.program_id(0).to(tl.int64)
     weight = find(firsts, n, tile)
     row = table + weight * WIDTH
-    down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
-    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    block_rows = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+    block_columns = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     i = (tile - tl.load(firsts + weight)) * SIZE + tl.arange(0, SIZE)
-    amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < down * across)
+    amax = load_amax(packed, tl.load(row + ROW_AMAX) + i, i < block_rows * block_columns)
     shared = tl.load(row + SHARED_AMAX)
     amax = tl.maximum(amax, load_amax(packed, shared, shared >= 0))
     tl.store(maxima + tile, tl.max(magnitude(amax), 0))
@@ -197,8 +197,8 @@ def _blocks(
     i, j, at, in_buffer, in_grid = buffer_tile(
         row, tile, TRANSPOSED, ROWS_A, COLUMNS_A, REPEAT, REPEAT_COLUMNS, ROUND_ROWS, ROUND_COLUMNS, HEIGHT, WIDTH_A
     )
-    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
-    amax = load_amax(packed, tl.load(row + PLACE) + i * across + j, in_grid)
+    block_columns = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    amax = load_amax(packed, tl.load(row + PLACE) + i * block_columns + j, in_grid)
     s_enc = tl.full((), 1.0, tl.float32)
     if RULE >= TWO_LEVEL:
         largest = _largest_of(maxima, tl.load(runs + weight), tl.load(runs + weight + 1))
@@ -208,11 +208,13 @@ def _blocks(
             tl.store(address(amaxes, row, AMAX, 4).to(tl.pointer_type(tl.float32)), largest)
     group = amax
     if GROUP_ROWS:
-        down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+        block_rows = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
         for r in tl.static_range(GROUP_ROWS):
             for c in tl.static_range(GROUP_COLUMNS):
                 near_i, near_j = i // GROUP_ROWS * GROUP_ROWS + r, j // GROUP_COLUMNS * GROUP_COLUMNS + c
-                near = in_grid & (near_i < down) & (near_j < across)
-                group = tl.maximum(group, load_amax(packed, tl.load(row + PLACE) + near_i * across + near_j, near))
+                near = in_grid & (near_i < block_rows) & (near_j < block_columns)
+                group = tl.maximum(
+                    group, load_amax(packed, tl.load(row + PLACE) + near_i * block_columns + near_j, near)
+                )
     scale = stored_scale(amax, group, s_enc, RULE, LARGEST, POWER_OF_2, EPSILON, GROUP_ROWS > 0, ROUNDS_DOWN)
     store_scales(bases, row, BASE, at, scale, in_buffer, in_grid, RULE)

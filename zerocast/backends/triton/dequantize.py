@@ -58,8 +58,8 @@ def dequantize(
 def _origin(height, width, SIDE_A: tl.constexpr):
     """Return (first row, first column) of this program's square tile, as int64."""
     tile = tl.program_id(0).to(tl.int64)
-    across = (width + SIDE_A - 1) // SIDE_A
-    return tile // across * SIDE_A, tile % across * SIDE_A
+    tile_columns = (width + SIDE_A - 1) // SIDE_A
+    return tile // tile_columns * SIDE_A, tile % tile_columns * SIDE_A
 
 
 @triton.jit

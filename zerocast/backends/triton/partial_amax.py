@@ -160,10 +160,10 @@ def store_amaxes(
     OWN_COLUMNS: tl.constexpr,
 ):
     """Reduce the magnitudes of a band to its rowwise and columnwise blocks, and store them."""
-    down: tl.constexpr = HEIGHT * STEPS // ROWS_A
-    across: tl.constexpr = WIDTH_A // COLUMNS_A
+    block_rows: tl.constexpr = HEIGHT * STEPS // ROWS_A
+    block_columns: tl.constexpr = WIDTH_A // COLUMNS_A
     bits = block_max(m, HEIGHT, WIDTH_A, ROWS_A // STEPS, COLUMNS_A)
-    store_blocks(packed, row, ROW_AMAX, bits, top, left, ROWS_A, COLUMNS_A, down, across)
+    store_blocks(packed, row, ROW_AMAX, bits, top, left, ROWS_A, COLUMNS_A, block_rows, block_columns)
     if OWN_ROWS:
         own_down: tl.constexpr = HEIGHT // OWN_ROWS
         own_across: tl.constexpr = WIDTH_A // OWN_COLUMNS

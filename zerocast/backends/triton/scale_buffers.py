@@ -57,8 +57,8 @@ class ScaleBuffer:
 
     def count(self, row: list[int]) -> int:
         """Return the number of tiles of one weight's buffer."""
-        down, across = self.shape(row[Column.ROWS], row[Column.COLUMNS]).shape
-        return -(-down // HEIGHT) * -(-across // WIDTH)
+        block_rows, block_columns = self.shape(row[Column.ROWS], row[Column.COLUMNS]).shape
+        return -(-block_rows // HEIGHT) * -(-block_columns // WIDTH)
 
     def constants(self) -> dict[str, Any]:
         """Return the compile-time arguments of the kernels."""
@@ -92,18 +92,18 @@ def buffer_tile(
     """Return a tile of the buffer: (row and column of the grid, offset, mask of the buffer, mask of
     the grid within it).
     """
-    down = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
-    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    block_rows = (tl.load(row + ROWS) + ROWS_A - 1) // ROWS_A
+    block_columns = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
     if TRANSPOSED:
-        down, across = across, down
-    height = (down * REPEAT + ROUND_ROWS - 1) // ROUND_ROWS * ROUND_ROWS
-    width = (across * REPEAT_COLUMNS + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
+        block_rows, block_columns = block_columns, block_rows
+    height = (block_rows * REPEAT + ROUND_ROWS - 1) // ROUND_ROWS * ROUND_ROWS
+    width = (block_columns * REPEAT_COLUMNS + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
     tiles_across = (width + WIDTH_A - 1) // WIDTH_A
     i = tile // tiles_across * HEIGHT + tl.arange(0, HEIGHT)[:, None]
     j = tile % tiles_across * WIDTH_A + tl.arange(0, WIDTH_A)[None, :]
     at, in_buffer = i * width + j, (i < height) & (j < width)
     i, j = i // REPEAT, j // REPEAT_COLUMNS
-    return i, j, at, in_buffer, (i < down) & (j < across)
+    return i, j, at, in_buffer, (i < block_rows) & (j < block_columns)
 
 
 @triton.jit

@@ -57,8 +57,8 @@ def group_constants(fmt: FormatSpec) -> dict[str, Any]:
     """
     assert fmt.block
     rows, columns = fmt.scale_group or (0, 0)
-    down, across = rows // fmt.block[0], columns // fmt.block[1]
-    return {"GROUP_ROWS": down, "GROUP_COLUMNS": across, "ROUNDS_DOWN": fmt.scale_rounding == "floor"}
+    block_rows, block_columns = rows // fmt.block[0], columns // fmt.block[1]
+    return {"GROUP_ROWS": block_rows, "GROUP_COLUMNS": block_columns, "ROUNDS_DOWN": fmt.scale_rounding == "floor"}
 
 
 @triton.jit

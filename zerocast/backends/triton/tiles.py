@@ -103,9 +103,9 @@ class Bands:
 def band_tile(row, tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
     """Return (first row, first column) of a tile of `Bands`."""
     columns = tl.load(row + COLUMNS)
-    across = (columns + WIDTH - 1) // WIDTH
-    band = tl.load(row + START) // columns // HEIGHT + tile // across
-    return band * HEIGHT, tile % across * WIDTH
+    tile_columns = (columns + WIDTH - 1) // WIDTH
+    band = tl.load(row + START) // columns // HEIGHT + tile // tile_columns
+    return band * HEIGHT, tile % tile_columns * WIDTH
 
 
 @triton.jit

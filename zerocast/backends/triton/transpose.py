@@ -90,9 +90,9 @@ def _data(
     tile -= tl.load(firsts + weight)
     rows = tl.load(row + ROWS)
     columns = tl.load(row + COLUMNS)
-    across = (columns + WIDTH_A - 1) // WIDTH_A
-    top = tile // across * HEIGHT
-    left = tile % across * WIDTH_A
+    tile_columns = (columns + WIDTH_A - 1) // WIDTH_A
+    top = tile // tile_columns * HEIGHT
+    left = tile % tile_columns * WIDTH_A
     packing: tl.constexpr = 2 if PACKED else 1
     source = address(row_data, row, ROW_DATA, 1) + (top * columns + left) // packing
     target = address(column_data, row, COLUMN_DATA, 1) + (left * rows + top) // packing
@@ -166,8 +166,8 @@ def _scales(
         HEIGHT,
         WIDTH_A,
     )
-    across = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
-    width = (across + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
+    block_columns = (tl.load(row + COLUMNS) + COLUMNS_A - 1) // COLUMNS_A
+    width = (block_columns + ROUND_COLUMNS - 1) // ROUND_COLUMNS * ROUND_COLUMNS
     source = j * REPEAT * width + i
     if RULE == FP32:
         scale = tl.load(
