@@ -74,7 +74,7 @@ def bytes_per_parameter(model: nn.Module) -> dict[str, float]:
 
 
 def products(model: nn.Module) -> list[str]:
-    """How products of the quantized weights run now: `dequantize` rounds weights only, every
+    """Return how products of the quantized weights run now: `dequantize` rounds weights only, every
     other path quantizes inputs too (`zerocast.gemm`).
     """
     weights = (p for p in parameters_as_read(model) if isinstance(p, zerocast.QuantizedWeight))

@@ -140,7 +140,9 @@ class Trainer:
         self._make_meter()
 
     def _make_meter(self) -> None:
-        """A meter, if asked for; unquantized weights give times only, and nothing under FSDP2."""
+        """Return a meter, if asked for; unquantized weights give times only, and nothing under
+        FSDP2.
+        """
         zero = isinstance(self.optimizer, Zero)
         self.meter = None
         if self.config.measure_every and (zero or self.config.format_at(self.step) != "bf16"):

@@ -241,7 +241,9 @@ class PlainValues:
         self._chunk = chunk
 
     def named_parameters(self) -> Iterator[tuple[str, Any]]:
-        """Names and plain tensors, with the attribute by which Megatron recognizes experts."""
+        """Yield names and plain tensors, with the attribute by which Megatron recognizes
+        experts.
+        """
         for name, param in self._chunk.named_parameters():
             if is_primary(param):
                 value: Any = weight_of(param).dequantize()

@@ -87,7 +87,7 @@ def cast_master_weights_to_fp8(
     fsdp_shard_model_weights: Sequence[Any] | None = None,
     manual_post_all_gather_processing: bool = False,
 ) -> None:
-    """The older name of `quantize_master_weights`."""
+    """Call `quantize_master_weights`, of which this is the older name."""
     quantize_master_weights(
         model_weights,
         master_weights,

@@ -77,7 +77,7 @@ class VllmWeights:
         self._layers.written(names)
 
     def check(self) -> None:
-        """ValueError unless those copies are what the processing gave."""
+        """Raise ValueError unless those copies are what the processing gave."""
         self._layers.check()
 
 
@@ -96,8 +96,8 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
     _is_open = False
 
     def init_transfer_engine(self, init_info: ZerocastInitInfo) -> None:
-        """Connect to a trainer. RefitError for another protocol, for an engine that cannot be
-        refitted exactly, naming what stands against it, and while a refit is open.
+        """Connect to a trainer. Raises RefitError for another protocol, for an engine that cannot
+        be refitted exactly, naming what stands against it, and while a refit is open.
         """
         with self._raised_once():
             self._connect(init_info)
@@ -139,7 +139,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
         self._is_open = True
 
     def receive_weights(self, update_info: ZerocastUpdateInfo) -> None:
-        """Stage a message, or write what is staged. RefitError if a rank cannot."""
+        """Stage a message, or write what is staged. Raises RefitError if a rank cannot."""
         try:
             with self._raised_once():
                 if update_info.header.get("kind") == APPLY:

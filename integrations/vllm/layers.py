@@ -95,7 +95,7 @@ class Layers:
             layer.load({key: values[self._source(name, key)] for key in layer.keys})
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The engine's bytes in model layout, by name."""
+        """Return the engine's bytes in model layout, by name."""
         tensors = {}
         for name, layer in self._layers.items():
             for key in layer.keys:
@@ -113,7 +113,9 @@ class Layers:
                 layer.load({key: values[source].clone() for key, source in sources.items()})
 
     def check(self) -> None:
-        """ValueError unless every kernel has what vLLM's processing made of the kept tensors."""
+        """Raise ValueError unless every kernel has what vLLM's processing made of the kept
+        tensors.
+        """
         for layer in self._layers.values():
             layer.check()
 
@@ -173,11 +175,11 @@ class _Layer:
         self._processed: dict[str, int] = {}
 
     def is_in_place(self, key: str) -> bool:
-        """True if a write to this tensor is one to the kernel's."""
+        """Return True if a write to this tensor is one to the kernel's."""
         return key in self._views
 
     def tensor(self, key: str) -> Tensor:
-        """The tensor in model layout."""
+        """Return the tensor in model layout."""
         if key in self._copies:
             return self._copies[key]
         view = self._views[key]
@@ -221,7 +223,7 @@ class _Layer:
         self._processed = {key: _digest(tensor) for key, tensor in processed.items() if key not in apart}
 
     def check(self) -> None:
-        """ValueError unless the kernel has the tensors that processing gave."""
+        """Raise ValueError unless the kernel has the tensors that processing gave."""
         kernel = get_layer_tensors(self.module)
         for key, expected in self._processed.items():
             if key not in kernel or _digest(kernel[key]) != expected:
@@ -257,8 +259,8 @@ class _Layer:
 
 
 def _reads_in_place(name: str, module: nn.Module, method: Any) -> bool:
-    """True if the kernel of a layer reads its weights where they were loaded. ValueError for one
-    that is refused or unknown.
+    """Return True if the kernel of a layer reads its weights where they were loaded. Raises
+    ValueError for one that is refused or unknown.
     """
     if not isinstance(method, QuantizeMethodBase):
         return True
@@ -285,7 +287,7 @@ def _reads_in_place(name: str, module: nn.Module, method: Any) -> bool:
 
 
 def _kernel(module: nn.Module, method: Any) -> Any:
-    """The kernel of a quantized layer, which its method or its scheme holds, else None."""
+    """Return the kernel of a quantized layer, which its method or its scheme holds, else None."""
     for owner in (method, getattr(module, "scheme", None)):
         for value in vars(owner).values() if owner is not None else ():
             if any(base.__module__.startswith(KERNELS) for base in type(value).__mro__):

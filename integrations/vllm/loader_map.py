@@ -52,9 +52,10 @@ class LoaderMap:
         self.shapes: set[str] = set()
 
     def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
-        """Where the loaders put each of these stored tensors; none for one that this rank skips.
+        """Return where the loaders put each of these stored tensors; none for one that this rank
+        skips.
 
-        ValueError for a tensor that a loader computes with or converts.
+        Raises ValueError for a tensor that a loader computes with or converts.
         """
         probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype, shape in layout}
         with self._before_loading() as names:
@@ -139,7 +140,7 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _written(self, func: Any, given: Mapping[Any, Any]) -> list[tuple[str, Tensor]]:
-        """The parameters that an operator writes to. Its arguments are given by place or by
+        """Return the parameters that an operator writes to. Its arguments are given by place or by
         name.
         """
         tensors = [

@@ -31,7 +31,7 @@ class Reader:
     formats: frozenset[str]
 
     def check(self, formats: Mapping[str, FormatSpec], shapes: Mapping[str, Sequence[int]]) -> None:
-        """ValueError for weights that the engine could not read.
+        """Raise ValueError for weights that the engine could not read.
 
         Args:
             formats: the format of every matrix of a model by name; plain ones are identity.
@@ -88,15 +88,15 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?!router\.).+(?<!bias)")
 
 
 def reader_called(name: str) -> Reader:
-    """The reader of that name. ValueError for an unknown one."""
+    """Return the reader of that name. Raises ValueError for an unknown one."""
     if name not in READERS:
         raise ValueError(f"the reader is one of {', '.join(READERS)}, got {name!r}")
     return READERS[name]
 
 
 def check_layers(formats: Mapping[str, FormatSpec]) -> None:
-    """ValueError unless the weights that engines compute at once have one format, and for quantized
-    routers of experts.
+    """Raise ValueError unless the weights that engines compute at once have one format, and for
+    quantized routers of experts.
 
     Args:
         formats: the format of every matrix of a model by name; plain ones are identity.
@@ -124,7 +124,7 @@ def check_layers(formats: Mapping[str, FormatSpec]) -> None:
 
 
 def _layers(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """The names of the weights of each layer that engines make of several."""
+    """Return the names of the weights of each layer that engines make of several."""
     experts: dict[str, list[str]] = {}
     others: list[str] = []
     for name in names:

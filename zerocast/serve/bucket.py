@@ -17,12 +17,12 @@ Layout = list[tuple[str, torch.dtype, tuple[int, ...]]]
 
 
 def layout_of(header: Header) -> Layout:
-    """The layout of the tensors that a message of a full refit brings."""
+    """Return the layout of the tensors that a message of a full refit brings."""
     return [(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in header["tensors"]]
 
 
 def check_sizes(header: Header, tensors: Sequence[Tensor]) -> None:
-    """RefitError unless a message came with tensors of the sizes that its header says."""
+    """Raise RefitError unless a message came with tensors of the sizes that its header says."""
     sizes = [tensor.nbytes for tensor in tensors]
     expected = sizes_of(header)
     if sizes != expected:
@@ -33,7 +33,7 @@ def check_sizes(header: Header, tensors: Sequence[Tensor]) -> None:
 
 
 def sizes_of(header: Header) -> list[int]:
-    """The bytes of each tensor of a message."""
+    """Return the bytes of each tensor of a message."""
     if header["kind"] == FULL:
         return [dtype.itemsize * math.prod(shape) for _, dtype, shape in layout_of(header)]
     return [sum(nbytes for *_, nbytes in header["segments"])] if header["kind"] == DELTA else []
@@ -42,7 +42,7 @@ def sizes_of(header: Header) -> list[int]:
 def changes_of(header: Header, payload: Tensor, nbytes: int) -> tuple[Tensor, Tensor]:
     """Decode the changes to a bucket of `nbytes` bytes.
 
-    Returns (positions in the bucket, int64 and ascending, the new bytes at these positions).
+    Returns (positions in the bucket, int64 and ascending, the new bytes at these positions). Raises
     RefitError for changes of a bucket of another size.
     """
     segments = header["segments"]
@@ -79,11 +79,15 @@ def write_changes(tensors: Sequence[Tensor], positions: Tensor, values: Tensor) 
 
 
 def digests_after(header: Header) -> list[int]:
-    """The sender's digests of a bucket after a message, one for the part of each of its ranks."""
+    """Return the sender's digests of a bucket after a message, one for the part of each of its
+    ranks.
+    """
     return list(header["digests"]) if header["kind"] == FULL else [after for *_, after, _ in header["segments"]]
 
 
 def have_digests(tensors: Sequence[Tensor], digests: Sequence[int]) -> bool:
-    """True if the bytes of a bucket are those that the sender computed these digests from."""
+    """Return True if the bytes of a bucket are those that the sender computed these digests
+    from.
+    """
     parts: list[Span] = equal_parts(sum(tensor.nbytes for tensor in tensors), len(digests))
     return [digest_of_span(tensors, part) for part in parts] == list(digests)

@@ -25,7 +25,7 @@ def dequantized(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.bfloat
     """Decode stored tensors one at a time, as (name, value).
 
     Quantized weights come in `dtype`, which must be their nominal dtype, other tensors unchanged.
-    ValueError for tensors that no naming stores.
+    Raises ValueError for tensors that no naming stores.
     """
     weights: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -53,7 +53,9 @@ _FORMATS = {
 
 
 def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
-    """The weight that these tensors store. ValueError if no naming stores a weight like that."""
+    """Return the weight that these tensors store. Raises ValueError if no naming stores a weight
+    like that.
+    """
     codes = stored.get("_packed", stored.get(""))
     scales = stored.get("_scale", stored.get("_scale_inv"))
     key = None if codes is None or scales is None else _FORMATS.get((codes.dtype, scales.dtype))
@@ -72,9 +74,9 @@ def _weight(name: str, stored: Stored, dtype: torch.dtype) -> QuantizedWeight:
 
 
 def _has_parts(key: str, codes: Tensor, scales: Tensor, stored: Stored) -> bool:
-    """True if the tensors have the dimensions of a stored weight: a matrix of codes, and scales of
-    blocks or one scale of the tensor, which may be repeated for each row. nvfp4 also needs a global
-    scale.
+    """Return True if the tensors have the dimensions of a stored weight: a matrix of codes, and
+    scales of blocks or one scale of the tensor, which may be repeated for each row. nvfp4 also
+    needs a global scale.
     """
     if codes.dim() != 2:
         return False
@@ -86,8 +88,8 @@ def _has_parts(key: str, codes: Tensor, scales: Tensor, stored: Stored) -> bool:
 
 
 def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The tensor amax that the stored global scale derives from: 2688 times a bf16 number, as
-    `nvfp4:exact_in_fp8` stores it, or a number of the nominal dtype.
+    """Return the tensor amax that the stored global scale derives from: 2688 times a bf16 number,
+    as `nvfp4:exact_in_fp8` stores it, or a number of the nominal dtype.
     """
     is_factor = "_scale_2" in stored
     stored_scale = stored["_scale_2" if is_factor else "_global_scale"].view(1)
@@ -103,7 +105,7 @@ def _amax(name: str, stored: Stored, dtype: torch.dtype) -> Tensor:
 def _padded(name: str, fmt: FormatSpec, shape: tuple[int, int], scales: Tensor) -> Tensor:
     """Scales in a buffer of the format, with its padding.
 
-    ValueError unless there is one scale for each block.
+    Raises ValueError unless there is one scale for each block.
     """
     layout.check_shape(fmt, shape)
     buffer = layout.rowwise_scale_inv(fmt, *shape)

@@ -105,7 +105,7 @@ class EngineReceiver:
         return self._complete[1] if self._complete else 0
 
     def check_servable(self) -> None:
-        """RefitError while the engine has no weights of any one refit."""
+        """Raise RefitError while the engine has no weights of any one refit."""
         if not self._is_servable:
             raise RefitError(
                 "this engine has no weights to serve: none came yet, or a refit broke off while it was written. Send a full refit"
@@ -234,7 +234,7 @@ class EngineReceiver:
         stage.payloads.append(tensors[0].clone())
 
     def _check_covered(self, covered: Mapping[str, Tensor]) -> None:
-        """RefitError on all ranks unless they together have each of these elements."""
+        """Raise RefitError on all ranks unless they together have each of these elements."""
         for elements in covered.values():
             self._group.all_reduce_max(elements, "the elements that an engine takes")
         with self._agreed("could not be staged"):
@@ -283,8 +283,8 @@ class EngineReceiver:
         self._stage = None
 
     def _check_bytes(self, stage: _Stage, what: str) -> None:
-        """RefitError on all ranks unless the engine's bytes, with the changes of a delta, are the
-        sender's.
+        """Raise RefitError on all ranks unless the engine's bytes, with the changes of a delta, are
+        the sender's.
         """
         uniform: dict[str, Tensor] = {}
         for index, (bucket, header) in enumerate(zip(self._buckets, stage.headers, strict=True)):
@@ -351,8 +351,8 @@ class EngineReceiver:
         self._weights.written(written)
 
     def _stored(self, bucket: _Bucket) -> list[Tensor]:
-        """The stored tensors of a bucket from the engine's bytes on this rank, zero where other
-        ranks have them.
+        """Return the stored tensors of a bucket from the engine's bytes on this rank, zero where
+        other ranks have them.
         """
         own = self._weights.tensors()
         tensors = []

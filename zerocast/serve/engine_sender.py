@@ -117,7 +117,7 @@ class EngineSender:
         self._is_current = True
 
     def _together(self, action: Any, what: str) -> None:
-        """Let the first rank act. RefitError on all ranks if it fails."""
+        """Let the first rank act. Raises RefitError on all ranks if it fails."""
         text, cause = None, None
         if self._is_first:
             try:

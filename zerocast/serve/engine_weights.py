@@ -26,7 +26,7 @@ class Strided:
     offset: int
 
     def view(self, tensor: Tensor) -> Tensor:
-        """A view of these elements."""
+        """Return a view of these elements."""
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -63,7 +63,7 @@ class ModelTensor:
 
 
 def check_uniform(name: str, value: Tensor) -> None:
-    """RefitError unless all elements are equal."""
+    """Raise RefitError unless all elements are equal."""
     if value.unique().numel() > 1:
         raise RefitError(
             f"{name} would be {value.tolist()}, one for each of the weights that the engine fuses, and it takes one for all: train "
@@ -72,7 +72,9 @@ def check_uniform(name: str, value: Tensor) -> None:
 
 
 def elements_taken(layout: Layout, regions: Mapping[str, Iterable[Region]]) -> dict[str, Tensor]:
-    """By name u8 tensors of the stored shapes, 1 for each element that has a place on this rank."""
+    """Return u8 tensors of the stored shapes, keyed by name: 1 for each element that is on this
+    rank.
+    """
     taken = {name: torch.zeros(shape, dtype=torch.uint8) for name, _, shape in layout}
     for name, places in regions.items():
         for region in places:
@@ -81,7 +83,7 @@ def elements_taken(layout: Layout, regions: Mapping[str, Iterable[Region]]) -> d
 
 
 def check_filled(tensors: Mapping[str, ModelTensor], regions: Iterable[Region]) -> None:
-    """RefitError unless regions and padding fill every element of the tensors, each of them
+    """Raise RefitError unless regions and padding fill every element of the tensors, each of them
     once.
     """
     filled: dict[str, list[Strided]] = {}
@@ -103,15 +105,15 @@ class EngineWeights(Protocol):
     """The weights of one rank of an engine."""
 
     def regions(self, layout: Layout) -> Mapping[str, list[Region]]:
-        """Where the elements of each stored tensor of a bucket are on this rank; none for a tensor
-        that other ranks have.
+        """Return where the elements of each stored tensor of a bucket are on this rank; none for a
+        tensor that other ranks have.
 
-        ValueError for tensors that the engine takes otherwise than byte by byte.
+        Raises ValueError for tensors that the engine takes otherwise than byte by byte.
         """
         ...
 
     def model_tensors(self) -> Mapping[str, ModelTensor]:
-        """The tensors in model layout by name, after `regions` of all buckets."""
+        """Return the tensors in model layout by name, after `regions` of all buckets."""
         ...
 
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -119,8 +121,8 @@ class EngineWeights(Protocol):
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """The engine's bytes in model layout, contiguous. Written to, they change; then `written`
-        says so. Valid after `load`.
+        """Return the engine's bytes in model layout, contiguous. Written to, they change; then
+        `written` says so. Valid after `load`.
 
         Where products read another layout these may be the bytes from which it was made.
         """
@@ -131,7 +133,7 @@ class EngineWeights(Protocol):
         ...
 
     def check(self) -> None:
-        """Compare what products read with what was made of `tensors`, where that is another
-        layout. ValueError, naming a tensor, if they differ.
+        """Compare what products read with what was made of `tensors`, where that is another layout.
+        Raises ValueError, naming a tensor, if they differ.
         """
         ...

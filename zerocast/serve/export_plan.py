@@ -38,8 +38,8 @@ class ExportPlan:
 
         The tensors of a unit, such as codes and scales, are in one file. Each unit goes to the rank
         that has the fewest bytes so far, so that ranks write at the same time. A file has at most
-        `shard_bytes` bytes of tensors, unless a unit has more. ValueError for a name that two
-        tensors have.
+        `shard_bytes` bytes of tensors, unless a unit has more. Raises ValueError for a name that
+        two tensors have.
         """
         _check_names(units)
         nbytes = [0] * ranks
@@ -61,7 +61,7 @@ class ExportPlan:
         return ExportPlan(files, [rank for rank, _ in contents])
 
     def files_of(self, rank: int) -> list[FileLayout]:
-        """The files that a rank writes."""
+        """Return the files that a rank writes."""
         return [file for file, writer in zip(self.files, self.writers, strict=True) if writer == rank]
 
     @property
@@ -85,9 +85,9 @@ class ExportPlan:
 def planned_units(
     source: WeightSource, naming: str, pieces: Mapping[str, Sequence[Piece]], plain_dtype: PlainDtype
 ) -> Iterator[Sequence[StoredTensor]]:
-    """The tensors that store each piece of each tensor of a source, without values.
+    """Yield the tensors that store each piece of each tensor of a source, without values.
 
-    ValueError for a weight that the naming cannot express.
+    Raises ValueError for a weight that the naming cannot express.
     """
     for name, shape in source.shapes.items():
         fmt = source.formats.get(name)
@@ -109,7 +109,7 @@ def _check_names(units: Sequence[Sequence[StoredTensor]]) -> None:
 
 
 def _filled(units: Sequence[Sequence[StoredTensor]], shard_bytes: int) -> list[list[StoredTensor]]:
-    """The tensors of each file."""
+    """Return the tensors of each file."""
     files: list[list[StoredTensor]] = []
     nbytes = 0
     for unit in units:

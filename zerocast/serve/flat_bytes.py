@@ -28,7 +28,7 @@ Mixer = Callable[[Tensor, int, int, tuple[int, int]], Tensor]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor as u8, one-dimensional."""
+    """Return a view of a contiguous tensor as u8, one-dimensional."""
     return tensor.detach().view(-1).view(torch.uint8)
 
 
@@ -47,7 +47,7 @@ def equal_parts(nbytes: int, ranks: int) -> list[Span]:
 
 
 def digest(buffer: Tensor) -> int:
-    """The digest of all bytes of a contiguous tensor."""
+    """Return the digest of all bytes of a contiguous tensor."""
     return digest_of_span([buffer], Span(0, buffer.nbytes))
 
 
@@ -97,7 +97,7 @@ def _mix_halves(words: Tensor, upper: Tensor) -> None:
 
 
 def _words(chunk: Tensor) -> Tensor:
-    """The bytes of a chunk as int64, with zeros after the last."""
+    """Return the bytes of a chunk as int64, with zeros after the last."""
     if chunk.numel() % 8:
         chunk = torch.cat([chunk, chunk.new_zeros(-chunk.numel() % 8)])
     elif chunk.storage_offset() % 8 or chunk.data_ptr() % 8:

@@ -70,8 +70,8 @@ def cast_tensors(
     reading: Reading = str,
     share_amax: str | None = None,
 ) -> LazyTensors:
-    """The chosen weights cast from their masters, and all others in the nominal dtype. Each is read
-    when it is asked for.
+    """Return the chosen weights cast from their masters, and all others in the nominal dtype. Each
+    is read when it is asked for.
 
     Weights share a tensor amax as in the run that saved them, or according to `share_amax`. A group
     that shares one is read again for each of its members.
@@ -117,7 +117,9 @@ def _has_scale(contents: Contents, name: str) -> bool:
 
 
 def _empty(contents: Contents, name: str, chosen: Chosen) -> QuantizedWeight:
-    """A weight to cast. With delayed scaling it has the stored scale of its last cast, if any."""
+    """Return a weight to cast. With delayed scaling it has the stored scale of its last cast, if
+    any.
+    """
     fmt, dtype = chosen.formats[name]
     weight = QuantizedWeight.empty(contents.entries[name].shape, fmt, dtype)
     scale = contents.cast_scale(name) if weight.scale is not None and name in contents.stored else None

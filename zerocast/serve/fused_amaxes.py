@@ -29,8 +29,8 @@ def check_shared_amaxes(
     formats: Mapping[str, FormatSpec],
     shared: Mapping[str, SharedAmax | None],
 ) -> None:
-    """ValueError for weights that engines fuse and that do not share their tensor amax in training.
-    Called before any of them is read.
+    """Raise ValueError for weights that engines fuse and that do not share their tensor amax in
+    training. Called before any of them is read.
     """
     weight_of: dict[str, str] = {}
     for name, fmt in formats.items():
@@ -60,7 +60,9 @@ class FusedAmaxes:
             self._amaxes |= dict.fromkeys((piece.name for piece in pieces), weight.amax.item())
 
     def check(self) -> None:
-        """ValueError, or one warning, for weights that engines fuse and whose scales differ."""
+        """Raise ValueError, or one warning, for weights that engines fuse and whose scales
+        differ.
+        """
         unequal = []
         for group in groups_of(FUSED, self._amaxes):
             amaxes = [self._amaxes[name] for name in group.names]

@@ -88,15 +88,15 @@ def write_hf(
 
 
 def _plain_dtype(stored: StoredModel, chosen: torch.dtype | None, name: str, own: torch.dtype) -> torch.dtype:
-    """The stored dtype of a tensor that is not quantized: the chosen one, unless readers keep its
-    own.
+    """Return the stored dtype of a tensor that is not quantized: the chosen one, unless readers
+    keep its own.
     """
     keeps_own = name in stored.buffers or stored.keeps_float32(name) or not own.is_floating_point
     return own if chosen is None or keeps_own else chosen
 
 
 def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names) -> list[Piece]:
-    """The pieces that store a tensor of the source.
+    """Return the pieces that store a tensor of the source.
 
     They are those in `names`, else those of the model's parameter of that name and shape, else the
     whole tensor.
@@ -114,9 +114,9 @@ def pieces_of(stored: StoredModel, name: str, shape: Sequence[int], names: Names
 def quantized_pieces(
     stored: StoredModel, source: WeightSource, pieces: Mapping[str, Sequence[Piece]], naming: str
 ) -> dict[str, list[str]]:
-    """The names of stored quantized weights by format.
+    """Return the names of stored quantized weights by format.
 
-    ValueError for a weight that readers would not find, or would decode to other values.
+    Raises ValueError for a weight that readers would not find, or would decode to other values.
     """
     by_format: dict[str, list[str]] = {}
     for name, fmt in source.formats.items():
@@ -154,8 +154,8 @@ def quantized_pieces(
 
 
 def _check_blocks(piece: Piece) -> None:
-    """ValueError for a shape whose last block is smaller, if transformers would not notice that; a
-    warning if it would.
+    """Raise ValueError for a shape whose last block is smaller, if transformers would not notice
+    that; a warning if it would.
 
     Where it dequantizes, it divides a weight into as many equal blocks as there are scales.
     """
@@ -193,9 +193,9 @@ def _generation_config(model: Any) -> dict[str, bytes]:
 
 
 def _given_files(folder: Path) -> dict[str, bytes]:
-    """The contents of the FILES in a folder, by name. No other file is read.
+    """Return the contents of the FILES in a folder, by name. No other file is read.
 
-    ValueError if one is a FIFO, a device or larger than MOST_BYTES.
+    Raises ValueError if one is a FIFO, a device or larger than MOST_BYTES.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no folder of a model: files_from names one")
@@ -218,12 +218,12 @@ Modules = Mapping[str, Sequence[str]]
 
 
 def quantization_config(naming: str, modules: Modules, ignore: Sequence[str]) -> dict[str, Any] | None:
-    """The entry of config.json for quantized `modules`; None if nothing is quantized."""
+    """Return the entry of config.json for quantized `modules`; None if nothing is quantized."""
     return _CONFIGS[naming](modules, list(ignore)) if modules and naming in _CONFIGS else None
 
 
 def _targets(modules: Modules) -> dict[str, list[str]]:
-    """The modules of each format: all Linear that are not ignored, or some by name."""
+    """Return the modules of each format: all Linear that are not ignored, or some by name."""
     if len(modules) == 1:
         return {fmt: ["Linear"] for fmt in modules}
     return {fmt: sorted(names) for fmt, names in modules.items()}

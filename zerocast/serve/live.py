@@ -75,7 +75,7 @@ def named_tensors(
     dtype: torch.dtype | None = None,
     allow_unequal_scales: bool = False,
 ) -> Iterator[Bucket]:
-    """The live weights as (name, tensor) pairs in checkpoint layout, in buckets.
+    """Return the live weights as (name, tensor) pairs in checkpoint layout, in buckets.
 
     Args:
         model_or_optimizer: a model; or a ZeroAdamW, a CastPlan with names or an attachment to
@@ -148,7 +148,7 @@ class LiveWeights:
         return [piece.name for pieces in self._pieces.values() for piece in pieces]
 
     def buckets(self) -> Iterator[Bucket]:
-        """The tensors in buckets, each valid until the next one is asked for."""
+        """Yield the tensors in buckets, each valid until the next one is asked for."""
         # Again, since formats may have changed since the constructor.
         self._check()
         look: Callable[[], Casts] | None = None

@@ -79,7 +79,9 @@ class Layout:
 
 
 def layout_of(naming: str, name: str, fmt: FormatSpec) -> Layout:
-    """The layout of the weight `name`; ValueError if the naming has none for its format."""
+    """Return the layout of the weight `name`. Raises ValueError if the naming has none for its
+    format.
+    """
     layouts = NAMINGS[naming]
     if fmt.name not in layouts or fmt.element not in (E2M1, E4M3, INT4):
         wanted = " and ".join(layouts)
@@ -90,7 +92,7 @@ def layout_of(naming: str, name: str, fmt: FormatSpec) -> Layout:
 
 
 def check_naming(naming: str) -> None:
-    """ValueError for an unknown naming."""
+    """Raise ValueError for an unknown naming."""
     if naming not in NAMINGS:
         raise ValueError(f"naming is one of {', '.join(NAMINGS)}, got {naming!r}")
 
@@ -100,7 +102,7 @@ def _fp8_codes(weight: QuantizedWeight) -> Tensor:
 
 
 def _scales(weight: QuantizedWeight, block: tuple[int, int]) -> Tensor:
-    """The stored scales without padding, `[rows of blocks, blocks in a row]`."""
+    """Return the stored scales without padding, `[rows of blocks, blocks in a row]`."""
     scales = weight.rowwise_scale_inv
     assert scales is not None
     count, matrix = weight.stored_matrices

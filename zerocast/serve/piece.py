@@ -31,14 +31,14 @@ class Piece:
 
 
 def whole(name: str, shape: Sequence[int]) -> Piece:
-    """The piece that is a whole tensor."""
+    """Return the piece that is a whole tensor."""
     rows = torch.Size(shape[:-1]).numel() if len(shape) > 1 else torch.Size(shape).numel()
     return Piece(name, (range(rows),), tuple(shape))
 
 
 def named_pieces(name: str, shape: Sequence[int], names: Names) -> list[Piece]:
-    """The pieces of a tensor as `names` says; a tensor that it does not name keeps its name.
-    ValueError for rows that the tensor does not have.
+    """Return the pieces of a tensor as `names` says; a tensor that it does not name keeps its name.
+    Raises ValueError for rows that the tensor does not have.
     """
     given = names.get(name, name)
     if isinstance(given, str):
@@ -61,22 +61,23 @@ def ranges(rows: Tensor) -> tuple[range, ...]:
 
 
 def cut(tensor: Tensor, piece: Piece) -> Tensor:
-    """The rows of a plain tensor that belong to a piece."""
+    """Return the rows of a plain tensor that belong to a piece."""
     rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() > 1 else 1)
     return joined_rows(rows, piece.rows).reshape(piece.shape)
 
 
 def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
-    """The ranges of a part's rows that belong to a piece of a weight that is stored in matrices of
-    `rows` rows.
+    """Return the ranges of a part's rows that belong to a piece of a weight that is stored in
+    matrices of `rows` rows.
 
-    ValueError for a piece that divides a block, whose scale it would share with another piece.
+    Raises ValueError for a piece that divides a block, whose scale it would share with another
+    piece.
     """
     height = part.height
     assert height is not None
 
     def block_row(row: int) -> int:
-        """The first row of blocks that begins at this row of the weight or after it."""
+        """Return the first row of blocks that begins at this row of the weight or after it."""
         matrix, inside = divmod(row, rows)
         return matrix * -(-rows // height) + -(-inside // height)
 
@@ -89,7 +90,9 @@ def part_rows(part: Part, piece: Piece, rows: int) -> list[range]:
 
 
 def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, int]:
-    """A weight over the blocks that contain these rows, and its first row. Nothing is copied."""
+    """Return a weight over the blocks that contain these rows, and its first row. Nothing is
+    copied.
+    """
     height = weight.format.block[0] if weight.format.block else 1
     num_rows, columns = weight.matrix_shape
     first, end = rows.start // height * height, min(round_up(rows.stop, height), num_rows)

@@ -72,7 +72,9 @@ class Receiver:
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """The tensors by name; RefitError before the first refit and while they are partial."""
+        """The tensors, keyed by name. Raises RefitError before the first refit and while they are
+        partial.
+        """
         if not self._complete:
             state = "a refit is under way or broke off" if self._order.has_begun else "there was no refit yet"
             raise RefitError(f"these weights are not to be read, {state}: {ASK}")
@@ -123,7 +125,9 @@ class Receiver:
         return names
 
     def _admit(self, header: Header) -> None:
-        """Prepare for a message. RefitError, with nothing changed, unless it is the next one."""
+        """Prepare for a message. Raises RefitError, with nothing changed, unless it is the next
+        one.
+        """
         check_header(header)
         index, arriving = header["index"], self._arriving
         # The last message of a refit has a kind of its own, END.
@@ -147,8 +151,8 @@ class Receiver:
             self._allocate(header)
 
     def _check_begins(self, header: Header) -> None:
-        """RefitError unless the refit that begins is newer than all before it, and the tensors
-        still have their memory.
+        """Raise RefitError unless the refit that begins is newer than all before it, and the
+        tensors still have their memory.
         """
         try:
             for name, tensor in self._tensors.items():
@@ -158,8 +162,8 @@ class Receiver:
         self._order.check(header, self._complete)
 
     def _check_full(self, header: Header, earlier_buckets: Sequence[Sequence[str]]) -> None:
-        """RefitError for tensors that an earlier bucket of the refit had, or that do not fit the
-        tensors that the receiver was given.
+        """Raise RefitError for tensors that an earlier bucket of the refit had, or that do not fit
+        the tensors that the receiver was given.
         """
         seen = {name for names in earlier_buckets for name in names}
         for name, dtype, shape in layout_of(header):
@@ -228,12 +232,12 @@ class Receiver:
         self._order.complete(header["run"])
 
     def _bucket(self) -> list[Tensor]:
-        """The tensors of the next message's bucket."""
+        """Return the tensors of the next message's bucket."""
         return [self._tensors[name] for name in self._buckets[self._next]]
 
 
 def _check_given(tensors: Mapping[str, Tensor]) -> None:
-    """ValueError for tensors that are not contiguous or share memory."""
+    """Raise ValueError for tensors that are not contiguous or share memory."""
     for name, tensor in tensors.items():
         if not tensor.is_contiguous():
             raise ValueError(f"{name} is not contiguous, strides {tensor.stride()}: changes are written byte by byte")

@@ -20,7 +20,7 @@ class RefitOrder:
         return bool(self._begun)
 
     def check(self, header: Header, complete: tuple[str, int] | None) -> None:
-        """RefitError unless the refit of this header may begin.
+        """Raise RefitError unless the refit of this header may begin.
 
         Args:
             header: the first header of a refit.

@@ -43,8 +43,8 @@ class FileLayout:
 
     @cached_property
     def header(self) -> bytes:
-        """The bytes before the first tensor. KeyError for a dtype that safetensors has no name
-        for.
+        """The bytes before the first tensor. Raises KeyError for a dtype that safetensors has no
+        name for.
         """
         entries: dict[str, object] = {"__metadata__": dict(self.metadata)}
         first = 0
@@ -67,7 +67,7 @@ class FileLayout:
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
     def offsets(self) -> dict[str, int]:
-        """The place of each tensor in the file, by name."""
+        """Return a dict from name to the offset of a tensor's bytes in the file."""
         entries = json.loads(self.header[8:])
         return {tensor.name: len(self.header) + entries[tensor.name]["data_offsets"][0] for tensor in self.tensors}
 
@@ -89,7 +89,9 @@ class SafetensorsFile:
         return not self._offsets
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a contiguous tensor from any device. KeyError for one that is not missing."""
+        """Write a contiguous tensor from any device. Raises KeyError for one that is not
+        missing.
+        """
         self._stream.seek(self._offsets.pop(name))
         on_host = tensor.detach().cpu()
         # Tensor.numpy would forbid FSDP2 to free the storage afterwards.

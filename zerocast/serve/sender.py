@@ -112,9 +112,10 @@ class Sender:
         return sum(kept.nbytes for kept in self._kept)
 
     def named_tensors(self) -> Iterator[Message]:
-        """A full refit: all tensors in checkpoint layout.
+        """Yield a full refit: all tensors in checkpoint layout.
 
-        RefitError when it is read on after another refit has begun, here as in `named_deltas`.
+        Raises RefitError when it is read on after another refit has begun, here as in
+        `named_deltas`.
         """
         number = self._begin()
         self._kept = []
@@ -129,10 +130,10 @@ class Sender:
         yield self._end()
 
     def named_deltas(self, since: int) -> Iterator[Message]:
-        """A refit of the bytes that changed since refit `since`, which must be the last one.
+        """Return a refit of the bytes that changed since refit `since`, which must be the last one.
 
-        RefitError, with nothing sent, for any other refit, after one that was not read to its end,
-        and if tensors have other shapes or dtypes than then: send `named_tensors()`.
+        Raises RefitError, with nothing sent, for any other refit, after one that was not read to
+        its end, and if tensors have other shapes or dtypes than then: send `named_tensors()`.
         """
         self._check_since(since)
         return self._deltas(since)
@@ -197,8 +198,8 @@ class Sender:
             yield bucket, part, digest(part)
 
     def _changed_parts(self) -> Iterator[tuple[str, Tensor, ChangedBytes | None]]:
-        """The layout of each bucket, this rank's part of it, and what changed in the part since the
-        last refit; None if that had another layout.
+        """Yield the layout of each bucket, this rank's part of it, and what changed in the part
+        since the last refit; None if that had another layout.
         """
         for index, bucket in enumerate(self._live.buckets()):
             layout, part = layout_digest(_layout(bucket)), self._part(bucket)
@@ -206,12 +207,14 @@ class Sender:
             yield layout, part, ChangedBytes.between(self._kept[index], part) if is_known else None
 
     def _part(self, bucket: Bucket) -> Tensor:
-        """A copy of this rank's part of a bucket's bytes, for which it reports the changes."""
+        """Return a copy of this rank's part of a bucket's bytes, for which it reports the
+        changes.
+        """
         own = equal_parts(bucket.nbytes, self._group.size)[self._group.rank]
         return flat_bytes([tensor for _, tensor in bucket], own)
 
     def _gathered_numbers(self, numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-        """The numbers of each rank, by rank."""
+        """Return the numbers of all ranks, in their order."""
         if self._group.size == 1:
             return [list(numbers)]
         own = torch.tensor([numbers], dtype=torch.int64).to(device)

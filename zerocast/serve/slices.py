@@ -12,15 +12,17 @@ from zerocast.weight.validity import Use
 
 
 def joined(weight: QuantizedWeight, sliced: DTensor, group: Group) -> QuantizedWeight:
-    """The whole weight, in memory of its own, from the slices of all ranks. Collective.
+    """Return the unsharded weight, in separate memory, from the slices of all ranks. Collective.
 
     `sliced` has the shape of the whole and says how it is sliced; `weight` is this rank's slice.
-    RuntimeError, on all ranks of `group`, for a slice that was never cast, is partial, or older
-    than its masters.
+    Raises RuntimeError, on all ranks of `group`, for a slice that was never cast, is partial, or
+    older than its masters.
     """
 
     def allocated() -> tuple[QuantizedWeight, list[tuple[Tensor, Tensor]]]:
-        """The whole weight, and the slice and the whole of what is sliced of it."""
+        """Allocate the unsharded weight. Return it with pairs (own slice, unsharded entries) of its
+        buffers.
+        """
         weight.check(Use.SEND)
         whole = QuantizedWeight.empty(sliced.shape, weight.format, weight.dtype, weight.device)
         pairs = []
@@ -51,8 +53,8 @@ def joined(weight: QuantizedWeight, sliced: DTensor, group: Group) -> QuantizedW
 
 
 def unpadded(weight: QuantizedWeight, name: str, buffer: Tensor) -> Tensor:
-    """The codes or scales of a weight without padding, a view `[*leading, rows, columns]`. A block
-    has as many rows and columns of them in a slice as in the whole.
+    """Return the codes or scales of a weight without padding, a view `[*leading, rows, columns]`. A
+    block has as many rows and columns of them in a slice as in the whole.
     """
     count, (rows, columns) = weight.stored_matrices
     block = weight.format.block

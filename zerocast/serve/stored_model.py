@@ -48,7 +48,9 @@ class StoredModel:
 
     @staticmethod
     def from_model(model: Any) -> "StoredModel":
-        """The stored form of a model. TypeError for anything but a model of transformers."""
+        """Return the stored form of a model. Raises TypeError for anything but a model of
+        transformers.
+        """
         if not is_stored_by_transformers(model):
             raise TypeError(
                 f"export_hf takes a model of transformers, got {type(model).__name__}: give the config of the model that "
@@ -60,9 +62,9 @@ class StoredModel:
 
     @staticmethod
     def from_config(config: Any) -> "StoredModel":
-        """The model that a PreTrainedConfig, a config.json or the folder of one describes.
+        """Return the model that a PreTrainedConfig, a config.json or the folder of one describes.
 
-        No code of the folder is run. OSError or ValueError where there is none, or none that
+        No code of the folder is run. Raises OSError or ValueError where there is none, or none that
         transformers knows.
         """
         if isinstance(config, (str, os.PathLike)):
@@ -80,25 +82,25 @@ class StoredModel:
         return {piece.name: (name, piece) for name, pieces in self.pieces.items() for piece in pieces}
 
     def is_matrix_product(self, stored: str) -> bool:
-        """True for the weight of a Linear, `[out, in]`, and for one matrix of several."""
+        """Return True for the weight of a Linear, `[out, in]`, and for one matrix of several."""
         name, piece = self.stored[stored]
         owner = self._skeleton.get_submodule(name.rpartition(".")[0])
         return stored.endswith(WEIGHT) and (isinstance(owner, nn.Linear) or piece.shape != self.shapes[name])
 
     def is_expert(self, stored: str) -> bool:
-        """True for one matrix of a parameter that holds several, one for each expert."""
+        """Return True for one matrix of a parameter that holds several, one for each expert."""
         return len(self.shapes[self.stored[stored][0]]) > 2
 
     def modules_of(self, stored: Iterable[str]) -> list[str]:
-        """The names of the modules of these stored weights: those in the folder, by which engines
-        call them, and those of the live modules, by which transformers does.
+        """Return the names of the modules of these stored weights: those in the folder, by which
+        engines call them, and those of the live modules, by which transformers does.
         """
         names = {name.removesuffix(WEIGHT) for name in stored}
         live = {self.stored[name][0].removesuffix(WEIGHT) for name in stored}
         return sorted(names | (live & self._linears))
 
     def modules_besides(self, quantized: set[str]) -> list[str]:
-        """The names of the modules whose matrices are not quantized, as for `modules_of`.
+        """Return the names of the modules whose matrices are not quantized, as for `modules_of`.
 
         They include modules that are not stored because they share a weight, the name that engines
         give the head, and no embeddings.
@@ -116,7 +118,7 @@ class StoredModel:
         return {name for name, module in self._skeleton.named_modules() if isinstance(module, nn.Linear)}
 
     def keeps_float32(self, name: str) -> bool:
-        """True for a parameter that readers keep in FP32 for any dtype of the model."""
+        """Return True for a parameter that readers keep in FP32 for any dtype of the model."""
         if self._dtypes.get(name) is torch.float32:
             return True
         in_fp32 = getattr(self._skeleton, "_keep_in_fp32_modules_strict", None) or ()
@@ -132,7 +134,7 @@ class StoredModel:
         return pieces, joined | {name for name, parts in known.items() if parts is None}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
-        """The pieces that store a parameter; None unless these are rows of it alone."""
+        """Return the pieces that store a parameter; None unless these are rows of it alone."""
         rows = shape[:-1] if len(shape) > 1 else shape
         numbers = torch.arange(torch.Size(rows).numel()).view((*rows, *([1] if len(shape) > 1 else [])))
         try:
@@ -160,7 +162,9 @@ class StoredModel:
 
 
 def config_of(path: Path) -> Any:
-    """The PreTrainedConfig of a config.json, or of the folder of one. No code of it is run."""
+    """Return the PreTrainedConfig of a config.json, or of the folder of one. No code of it is
+    run.
+    """
     import transformers  # noqa: PLC0415
 
     path = path / "config.json" if path.is_dir() else path
@@ -169,8 +173,8 @@ def config_of(path: Path) -> Any:
 
 
 def class_of(config: Any) -> Any:
-    """The class of the model of a PreTrainedConfig: the one it names, or the causal one of its
-    kind. ValueError if there is none.
+    """Return the class of the model of a PreTrainedConfig: the one it names, or the causal one of
+    its kind. Raises ValueError if there is none.
     """
     import transformers  # noqa: PLC0415
 
@@ -194,12 +198,12 @@ def on_meta(config: Any, model_class: Any) -> Any:
 
 
 def is_stored_by_transformers(model: Any) -> bool:
-    """True for a model of transformers, which has a config."""
+    """Return True for a model of transformers, which has a config."""
     return hasattr(model, "config") and hasattr(type(model), "_from_config")
 
 
 def check_stored(model: StoredModel, pieces: Mapping[str, Sequence[Piece]], is_whole: bool = True) -> None:
-    """ValueError unless these are the pieces that the model's reader expects.
+    """Raise ValueError unless these are the pieces that the model's reader expects.
 
     Without `is_whole` they may be some of them.
     """

@@ -52,8 +52,8 @@ def of_weight(
 def by_piece(
     weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece]
 ) -> Iterator[Sequence[StoredTensor]]:
-    """The tensors that store each piece of a quantized weight. A weight on the meta device gives
-    their names, shapes and dtypes. ValueError for pieces that divide a block.
+    """Yield the tensors that store each piece of a quantized weight. A weight on the meta device
+    gives their names, shapes and dtypes. Raises ValueError for pieces that divide a block.
     """
     _, (rows, _) = weight.stored_matrices
     if naming == "bf16":
@@ -73,7 +73,9 @@ def by_piece(
 
 
 def plain_value(tensor: Tensor) -> Tensor:
-    """The value of a tensor that is not quantized. RuntimeError as from `of_weight`."""
+    """Return the value of a tensor that is not quantized. Raises RuntimeError as from
+    `of_weight`.
+    """
     if not isinstance(tensor, QuantizedWeight):
         return tensor
     tensor.check(Use.SEND)
@@ -82,7 +84,7 @@ def plain_value(tensor: Tensor) -> Tensor:
 
 
 def of_plain(tensor: Tensor, pieces: Sequence[Piece], dtype: torch.dtype) -> Iterator[StoredTensor]:
-    """The tensors that store the pieces of a tensor that is not quantized, in this dtype."""
+    """Yield the tensors that store the pieces of a tensor that is not quantized, in this dtype."""
     for piece in pieces:
         yield StoredTensor(piece.name, dtype, piece.shape, partial(_cut_plain, tensor, piece, dtype))
 
@@ -101,8 +103,8 @@ def _cut_plain(tensor: Tensor, piece: Piece, dtype: torch.dtype) -> Tensor:
 
 
 def _dequantized(weight: QuantizedWeight, matrices: Sequence[QuantizedWeight], piece: Piece) -> Tensor:
-    """The values of a piece, bf16, without dequantizing the other pieces of the weight. `matrices`
-    are those that it is stored in.
+    """Return the values of a piece, bf16, without dequantizing the other pieces of the weight.
+    `matrices` are those that it is stored in.
     """
     _, (rows, columns) = weight.stored_matrices
     if len(matrices) == 1 and piece.rows == (range(rows),):

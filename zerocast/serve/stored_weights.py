@@ -20,8 +20,8 @@ from zerocast.serve.stored_model import StoredModel
 
 
 def stored_weights(model: Any, source: str | os.PathLike[str] | Mapping[str, Any]) -> TensorSource:
-    """The weights of a transformers `model` in a folder or file that `save_pretrained` wrote, for
-    `zerocast.optim.load_masters` and `zerocast.fsdp2.load_masters`.
+    """Return the weights of a transformers `model` in a folder or file that `save_pretrained`
+    wrote, for `zerocast.optim.load_masters` and `zerocast.fsdp2.load_masters`.
 
     Raises like them for a source that cannot be opened, TypeError for another model.
     """
@@ -51,11 +51,11 @@ class StoredWeights:
         return self._entries
 
     def reader(self) -> StorageReader:
-        """The source as storage that torch.distributed.checkpoint loads from."""
+        """Return the source as storage that torch.distributed.checkpoint loads from."""
         return SourceReader(self)
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """A box of a tensor, on the CPU, in its stored dtype."""
+        """Return a box of a tensor, on the CPU, in its stored dtype."""
         if name not in self._pieces:
             return self._source.read(name, offsets, sizes)
         shape = self._entries[name].shape
@@ -69,7 +69,7 @@ class StoredWeights:
 
 
 def _rows(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[range]:
-    """The rows of a box, as ranges of the rows of a matrix `[prod(shape), last]`."""
+    """Yield the rows of a box, as ranges of the rows of a matrix `[prod(shape), last]`."""
     if len(shape) == 1:
         yield range(offsets[0], offsets[0] + sizes[0])
         return
@@ -80,7 +80,7 @@ def _rows(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) ->
 
 
 def _stored_rows(pieces: Sequence[Piece], wanted: range) -> Iterator[tuple[str, int, int]]:
-    """(stored name, first row in it, number of rows) of the wanted rows, in their order."""
+    """Yield (stored name, first row in it, number of rows) of the wanted rows, in their order."""
     overlaps = []
     for piece in pieces:
         before = 0

@@ -24,7 +24,7 @@ def _sum(words, count, first, total, PLACE: tl.constexpr, ODD: tl.constexpr, ODD
 
 
 def sum_of_mixed(words: Tensor, first: int, place: int, rounds: tuple[int, int]) -> Tensor:
-    """The sum as an int64 tensor without dimensions, in one launch."""
+    """Return the sum as an int64 tensor without dimensions, in one launch."""
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     is_on_gpu = words.device.type == "cuda"
     with torch.cuda.device(words.device) if is_on_gpu else contextlib.nullcontext():

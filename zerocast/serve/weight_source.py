@@ -68,7 +68,7 @@ class WeightSource(Protocol):
         ...
 
     def batches(self) -> Iterator[Batch]:
-        """The tensors; a batch is valid until the next one is asked for."""
+        """Return the tensors; a batch is valid until the next one is asked for."""
         ...
 
 
@@ -87,11 +87,13 @@ class LiveSource(WeightSource, Protocol):
 
     @property
     def masters_group(self) -> Group:
-        """The ranks that share the masters; ValueError if there are several groups of them."""
+        """The ranks that share the masters. Raises ValueError if there are several groups of
+        them.
+        """
         ...
 
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The dtype that a tensor which is not quantized computes in."""
+        """Return the dtype that a tensor which is not quantized computes in."""
         ...
 
     def watch(self) -> Callable[[], Casts]:
@@ -109,14 +111,14 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """True if FSDP2 shards parameters of the model, gathered at present or not, or if some are
-    DTensors.
+    """Return True if FSDP2 shards parameters of the model, gathered at present or not, or if some
+    are DTensors.
     """
     return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
-    """The weights of a model, sharded by FSDP2 or whole.
+    """Return the weights of a model, sharded by FSDP2 or whole.
 
     `group` are the ranks that read it together, by default all ranks for a model that is sharded,
     and this process alone for one that is whole.
@@ -127,7 +129,9 @@ def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
 
 
 def live_source_of(what: Any) -> LiveSource:
-    """The weights of a model or of an owner of masters; TypeError for anything else."""
+    """Return the weights of a model or of an owner of masters. Raises TypeError for anything
+    else.
+    """
     if isinstance(what, nn.Module):
         return source_of(what)
     if hasattr(what, "master_views"):
@@ -139,7 +143,9 @@ def live_source_of(what: Any) -> LiveSource:
 
 
 def _saved_names(model: nn.Module) -> set[str]:
-    """Names of parameters and persistent buffers, without a state dict of gathered tensors."""
+    """Return the names of parameters and persistent buffers, without a state dict of gathered
+    tensors.
+    """
     names = {name for name, _ in model.named_parameters()}
     for prefix, module in model.named_modules():
         not_saved = module._non_persistent_buffers_set
@@ -156,11 +162,11 @@ class WholeWeights(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors by name, in their present storage."""
+        """Return the tensors by name, in their present storage."""
 
     @abstractmethod
     def owners(self) -> Sequence[OwnsMasters]:
-        """The owners of their masters."""
+        """Return the owners of their masters."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -188,7 +194,7 @@ class WholeWeights(ABC):
         return _only({weight.dtype for _, weight in self._quantized()})
 
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The dtype that a plain tensor computes in: its own."""
+        """Return the dtype that a plain tensor computes in: its own."""
         return tensor.dtype
 
     @property
@@ -203,7 +209,7 @@ class WholeWeights(ABC):
         return groups[0] if groups else ONE_PROCESS
 
     def batches(self) -> Iterator[Batch]:
-        """The tensors, one at a time.
+        """Yield the tensors, one at a time.
 
         Bytes that a host would gather in its next forward pass are gathered first.
         """
@@ -240,7 +246,7 @@ class WholeModel(WholeWeights):
         yield from tensors_of(self.model)
 
     def owners(self) -> Sequence[OwnsMasters]:
-        """The owners of the masters that the weights refer to."""
+        """Return the owners of the masters that the weights refer to."""
         return owners_of(self.model)[0]
 
 
@@ -256,13 +262,13 @@ class OwnedWeights(WholeWeights):
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights, a plain parameter as a tensor."""
+        """Yield the weights, a plain parameter as a tensor."""
         for views in self._owner.master_views():
             for name, weight in ((str(view.name), view.weight) for view in views.masters):
                 yield name, weight if weight.format.element else weight.rowwise_data.view(weight.shape)
 
     def owners(self) -> Sequence[OwnsMasters]:
-        """The owner of the masters, alone."""
+        """Return the owner of the masters, alone."""
         return [self._owner]
 
 
@@ -320,7 +326,7 @@ class ShardedModel:
         return _only({weight.nominal for _, weight in self._prepared()})
 
     def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """The dtype that a plain tensor computes in: that of the mixed precision policy."""
+        """Return the dtype that a plain tensor computes in: that of the mixed precision policy."""
         return self._dtypes.get(name, tensor.dtype)
 
     @property
@@ -329,8 +335,8 @@ class ShardedModel:
         return self.group
 
     def batches(self) -> Iterator[Batch]:
-        """The weights of each group after its gather, those of tensor-parallel slices one by one,
-        then plain tensors one by one.
+        """Yield the weights of each group after its gather, those of tensor-parallel slices one by
+        one, then plain tensors one by one.
         """
         seen: set[str] = set()
         prepared = dict(self._prepared())
@@ -355,7 +361,7 @@ class ShardedModel:
         return lambda: tuple((id(owner), *owner.casts) for owner in self._owners)
 
     def _prepared(self) -> Iterator[tuple[str, Any]]:
-        """(name, FSDPWeight) of the prepared parameters."""
+        """Yield (name, FSDPWeight) of the prepared parameters."""
         for name, tensor in self._parameters.items():
             weight = getattr(_local(tensor), "weight", None)
             if weight is not None:
@@ -389,5 +395,5 @@ class LazyTensors:
         return dict.fromkeys(self.shapes, self.nominal)
 
     def batches(self) -> Iterator[Batch]:
-        """The tensors, one at a time."""
+        """Yield the tensors, one at a time."""
         yield from ([(name, self.make(name))] for name in self.shapes)

@@ -88,7 +88,7 @@ class TensorWriter:
                     self._write(entry)
 
     def close(self) -> None:
-        """Write files without tensors. RuntimeError if a tensor is missing."""
+        """Write files without tensors. Raises RuntimeError if a tensor is missing."""
         if self._planned:
             raise RuntimeError(
                 f"{next(iter(self._planned))} is missing, one of {len(self._planned)} tensors that no batch had"
@@ -169,7 +169,7 @@ def write_safetensors(
 
 
 def check_pieces(source: WeightSource, naming: str, pieces: Mapping[str, Sequence[Piece]]) -> None:
-    """ValueError for a weight that the naming cannot express, before anything is read."""
+    """Raise ValueError for a weight that the naming cannot express, before anything is read."""
     for name, fmt in source.formats.items():
         if naming == "bf16":
             break
@@ -186,7 +186,7 @@ def check_pieces(source: WeightSource, naming: str, pieces: Mapping[str, Sequenc
 def _agreed(
     source: WeightSource, naming: str, shard_bytes: int, prepare: Callable[[], Contents]
 ) -> tuple[Contents, ExportPlan]:
-    """The contents and the plan, which are the same on all ranks of the source."""
+    """Return the contents and the plan, which are the same on all ranks of the source."""
 
     def work() -> tuple[Contents, ExportPlan]:
         check_naming(naming)
@@ -204,8 +204,8 @@ def _agreed(
 
 
 def _check_same(group: Group, batch: Batch) -> None:
-    """ValueError on all ranks for a tensor that they have with other values, of which an export
-    would have one rank's. Collective.
+    """Raise ValueError on all ranks for a tensor that they have with other values, of which an
+    export would have one rank's. Collective.
     """
     if group.size == 1 or not batch:
         return
@@ -221,7 +221,7 @@ def _check_same(group: Group, batch: Batch) -> None:
 
 
 def _digest(tensor: Tensor) -> int:
-    """A digest of the values of a tensor, or of the codes and scales of a weight."""
+    """Return a digest of the values of a tensor, or of the codes and scales of a weight."""
     parts = [tensor.detach()]
     if isinstance(tensor, QuantizedWeight):
         buffers = {name: tensor.state.buffers[name] for name in tensor.state.names_read_by_products()}

@@ -114,7 +114,7 @@ def _plot_final(axes: Axes, outcome: Outcome) -> None:
 
 
 def _plot_course(axes: Axes, outcome: Outcome) -> None:
-    """The smoothed gap over the steps; all runs of a seed train on the same batches."""
+    """Draw the smoothed gap over the steps; all runs of a seed train on the same batches."""
     baseline = outcome["variants"][BASELINE]["seeds"]
     names = [name for name in outcome["variants"] if name != BASELINE]
     for name, color, style in zip(names, COLORS[1 : len(names) + 1], itertools.cycle(STYLES[1:]), strict=False):
