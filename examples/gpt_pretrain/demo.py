@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config, train_arguments = tyro.cli(
         DemoConfig, prog="python -m examples.gpt_pretrain.demo", args=arguments, return_unknown_args=True
     )
-    options([*DEFAULTS, *train_arguments])  # ends here for what every run would refuse
+    options([*DEFAULTS, *train_arguments])  # ends here for what every run would reject
     console = Console()
     status, demo = 0, None
     try:

@@ -43,7 +43,7 @@ class CachedPlan:
         masters, shards = _lists(entries)
         self._driver = CastDriver(
             Host(
-                owner=None,  # a later call, in another group perhaps, takes the weights over
+                owner=None,  # a later call, possibly in a different group, takes the weights over
                 group=group,
                 weights=[view.weight for view in self._views],
                 masters=masters,

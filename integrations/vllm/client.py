@@ -25,7 +25,7 @@ class VllmServer:
             raise ValueError(f"url is an address of http or https, got {url!r}")
         if mode not in ("wait", "abort"):
             raise ValueError(
-                f"mode is 'wait' or 'abort', got {mode!r}: requests that are kept would go on with old KV caches"
+                f"mode is 'wait' or 'abort', got {mode!r}: requests that are kept would continue with old KV caches"
             )
         self._url = url.rstrip("/")
         self._mode = mode
@@ -36,7 +36,7 @@ class VllmServer:
         self._post("init_weight_transfer_engine", {"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin a refit on every worker, while requests go on."""
+        """Begin a refit on every worker, while requests continue."""
         self._post("start_weight_update", {})
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ class OfflineVllm:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
     def start_weight_update(self) -> None:
-        """Begin a refit on every worker, while requests go on."""
+        """Begin a refit on every worker, while requests continue."""
         self._llm.start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -97,7 +97,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
 
     def init_transfer_engine(self, init_info: ZerocastInitInfo) -> None:
         """Connect to a trainer. Raises RefitError for another protocol, for an engine that cannot
-        be refitted exactly, naming what stands against it, and while a refit is open.
+        be refitted exactly, naming the reason, and while a refit is open.
         """
         with self._raised_once():
             self._connect(init_info)
@@ -110,7 +110,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
             )
         parallel = self.parallel_config
         if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1 or parallel.enable_expert_parallel:
-            raise ValueError("refits know tensor parallelism alone: no pipeline, data or expert parallelism")
+            raise ValueError("refits support tensor parallelism only: no pipeline, data or expert parallelism")
         is_eager = self.vllm_config.compilation_config.mode == CompilationMode.NONE
         if self.device.type == "cpu" and not is_eager:
             raise ValueError(
@@ -134,7 +134,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
         self._hook = self.model.register_forward_pre_hook(self._check_servable)
 
     def start_weight_update(self) -> None:
-        """Begin a refit, which is staged while requests go on."""
+        """Begin a refit, which is staged while requests continue."""
         self._connected.discard()
         self._is_open = True
 
@@ -147,7 +147,7 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
                 else:
                     self._connected.accept(update_info.header, partial(self._tensors, update_info.file))
         except RefitError:
-            # vLLM takes no more messages of it where it sees an error.
+            # vLLM accepts no more messages of it after an error.
             self._is_open = False
             raise
 
@@ -157,13 +157,13 @@ class ZerocastEngine(WeightTransferEngine[ZerocastInitInfo, ZerocastUpdateInfo])
         self._is_open = False
 
     def shutdown(self) -> None:
-        """Disconnect. The engine keeps its weights and its place in the sequence of refits."""
+        """Disconnect. The engine keeps its weights and its position in the sequence of refits."""
         if self._receiver is not None:
             self._receiver.discard()
 
     @contextmanager
     def _raised_once(self) -> Iterator[None]:
-        """Raise the error of any rank on the last rank alone. Collective.
+        """Raise the error of any rank on the last rank only. Collective.
 
         vLLM reads the answers of ranks in their order and stops at an error. It would take those
         that it has not read for answers to the next call.

@@ -4,8 +4,8 @@ After a load vLLM lets the kernel of each layer process its weights. Some kernel
 they are, possibly as a transpose; then the engine's bytes are the trainer's, and a delta is written
 to them in place. Others lay the weights out again. For these the bytes before that are kept in host
 memory, and vLLM's own processing is replayed into the tensors that the kernel has. A digest of what
-the processing gave tells later whether the kernel still has that. Addresses stay in both cases.
-Kernels that compute with other numbers than the stored ones are refused.
+the processing gave shows later whether the kernel still has that. Addresses stay in both cases.
+Kernels that compute with numbers other than the stored ones are not supported.
 """
 
 from collections.abc import Iterable, Mapping
@@ -86,7 +86,8 @@ class Layers:
                     f"{name} is a {type(module).__name__}, which multiplies weights with each other after a load"
                 )
         self._layers = {name: _Layer(name, module) for name, module in layers.items()}
-        # Tensors of a model that lie in another layer's parameter, as those of a tied head do.
+        # Tensors of a model that are stored in another layer's parameter, as those of a tied head
+        # do.
         self.aliases = self._aliases()
 
     def load(self, values: Mapping[str, Tensor]) -> None:
@@ -168,7 +169,7 @@ class _Layer:
         registered = get_layerwise_info(module).restore_metadata[0]
         kept = [key for key, parameter in module._parameters.items() if parameter is not None and key == "bias"]
         self.keys = [key for key in (*registered, *(key for key in kept if key not in registered)) if key != SHAPE]
-        # By key the place of a tensor in the kernel's, or else a copy of it. Filled by `load`.
+        # The view of each tensor in the kernel's, or else a copy of it, by key. Filled by `load`.
         self._views: dict[str, _View] = {}
         self._copies: dict[str, Tensor] = {}
         # By name the digests of the kernel's other tensors, as processing gave them. From `load`.
@@ -260,7 +261,7 @@ class _Layer:
 
 def _reads_in_place(name: str, module: nn.Module, method: Any) -> bool:
     """Return True if the kernel of a layer reads its weights where they were loaded. Raises
-    ValueError for one that is refused or unknown.
+    ValueError for a kernel that is not supported or unknown.
     """
     if not isinstance(method, QuantizeMethodBase):
         return True
@@ -278,11 +279,11 @@ def _reads_in_place(name: str, module: nn.Module, method: Any) -> bool:
     if kind == "MarlinLinearKernel" and kernel.config.act_type.itemsize == 1:
         reason = "it rounds or multiplies scales for inputs of 8 bits"
     if getattr(kernel, "use_deep_gemm_e8m0", False):
-        reason = "DeepGEMM quantizes blocks again here, with powers of two as scales"
+        reason = "DeepGEMM quantizes blocks again, with powers of two as scales"
     if reason is None and kind not in READ_IN_PLACE | REPLAYED:
         reason = f"it is none of {', '.join(sorted(READ_IN_PLACE | REPLAYED))}, whose layouts are known"
     if reason is not None:
-        raise ValueError(f"{name} is multiplied by {kind}, and a refit of it is refused: {reason}")
+        raise ValueError(f"{name} is multiplied by {kind}, which does not support refits: {reason}")
     return kind in READ_IN_PLACE
 
 

@@ -37,7 +37,7 @@ class LoaderMap:
     Attributes:
         layers: the layers that have weights, by name.
         model_tensors: the parameters before they are processed, by name, and each stored shape,
-            which is kept beside the model.
+            which is kept with the model.
         shapes: the names of these.
     """
 
@@ -140,12 +140,12 @@ class _Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _written(self, func: Any, given: Mapping[Any, Any]) -> list[tuple[str, Tensor]]:
-        """Return the parameters that an operator writes to. Its arguments are given by place or by
-        name.
+        """Return the parameters that an operator writes to. Its arguments are passed by position or
+        by name.
         """
         tensors = [
-            given.get(place, given.get(argument.name))
-            for place, argument in enumerate(func._schema.arguments)
+            given.get(position, given.get(argument.name))
+            for position, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         named = [(self._own.get(_storage(tensor)), tensor) for tensor in tensors if isinstance(tensor, Tensor)]

@@ -1,4 +1,4 @@
-"""The trainer's side, as vLLM's interface has it. `EngineSender` alone needs no vLLM."""
+"""The trainer's side, as vLLM's interface has it. `EngineSender` itself does not need vLLM."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -35,8 +35,8 @@ CASES = [(naming, fmt) for naming, layouts in NAMINGS.items() for fmt in layouts
 YES = "yes"
 # The reasons of refusals by a part of the message.
 REASONS = {
-    "take other values for experts of this format": "experts",
-    "know matrices alone": "one tensor",
+    "misread experts of this format": "experts",
+    "know matrices only": "one tensor",
     "does not notice": "blocks",
     "by a mapping of transformers that is not followed": "joined",
     "and the weight of a router of experts": "router",

@@ -205,17 +205,17 @@ def refused(receiver: Receiver, messages: Iterable[Sent], match: str) -> None:
 
 def test_refits_only_go_forward() -> None:
     receiver = at_refit(2)
-    refused(receiver, RECORDED.full, "refit 1 came late or again, as refit 2 of its run has begun here: ask")
-    refused(receiver, RECORDED.delta, "refit 2 came late or again")
+    refused(receiver, RECORDED.full, "refit 1 arrived late or again, as refit 2 of its run has begun on this rank: ask")
+    refused(receiver, RECORDED.delta, "refit 2 arrived late or again")
     accepted(receiver, RECORDED.later)
-    refused(receiver, RECORDED.later, "refit 3 came late or again")
-    refused(receiver, RECORDED.delta, "refit 2 came late or again")
+    refused(receiver, RECORDED.later, "refit 3 arrived late or again")
+    refused(receiver, RECORDED.delta, "refit 2 arrived late or again")
 
 
 def test_a_run_that_another_has_followed_is_over() -> None:
     receiver, others = at_refit(1), Recorded()
     accepted(receiver, others.full)
-    refused(receiver, RECORDED.later, "refit 3 of a run came that is over here")
+    refused(receiver, RECORDED.later, "refit 3 of a run that is over on this rank arrived")
     accepted(receiver, others.delta)
     assert_same(dict(receiver.tensors), others.tensors[2])
 
@@ -223,7 +223,7 @@ def test_a_run_that_another_has_followed_is_over() -> None:
 def test_a_late_refit_while_another_is_under_way() -> None:
     """It is refused, and the one that is under way goes on."""
     receiver = accepted(at_refit(2), RECORDED.later[:2])
-    with pytest.raises(RefitError, match="refit 1 came late or again"):
+    with pytest.raises(RefitError, match="refit 1 arrived late or again"):
         accepted(receiver, RECORDED.full)
     accepted(receiver, RECORDED.later[2:])
     assert_same(dict(receiver.tensors), RECORDED.tensors[3])

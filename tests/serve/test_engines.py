@@ -284,7 +284,7 @@ def test_a_sender_that_dies() -> None:
         assert rank.is_servable()
         assert rank.accept(taken_over) == ""
         rank.check(wanted)
-        assert "of a run came that is over here" in rank.accept(third)
+        assert "of a run that is over on this rank arrived" in rank.accept(third)
         rank.check(wanted)
 
     on_engine(2, run)
@@ -306,7 +306,7 @@ def test_a_stray_message_ends_no_run(messages: int) -> None:
         assert rank.accept(third) == ""
         rank.check(wanted)
         assert rank.accept(taken_over) == ""
-        assert "of a run came that is over here" in rank.accept(trainer.full())
+        assert "of a run that is over on this rank arrived" in rank.accept(trainer.full())
 
     on_engine(1, run)
 
@@ -343,13 +343,13 @@ def test_products_that_read_something_else(is_full: bool) -> None:
         assert rank.is_servable()
         rank.weights.packs_wrongly = rank.weights.rank == 1
         error = rank.accept(full)
-        assert "broke off while it was written: rank 1 of 2: ValueError: products read another" in error
+        assert "failed while it was written: rank 1 of 2: ValueError: products read another" in error
         assert not rank.is_servable()
 
     def changes(rank: Rank) -> None:
         assert rank.accept(first) == ""
         rank.weights.packs_wrongly = rank.weights.rank == 1
-        assert "broke off while it was written: rank 1 of 2: ValueError" in rank.accept(second)
+        assert "failed while it was written: rank 1 of 2: ValueError" in rank.accept(second)
         rank.weights.packs_wrongly = False
         assert rank.accept(full) == "" and rank.is_servable()
         rank.check(wanted)
@@ -447,7 +447,7 @@ def test_refits_go_forward() -> None:
         assert "without a complete refit" in rank.accept(second)
         assert not rank.is_servable()
         assert rank.accept(first) == "" and rank.is_servable()
-        assert "came late or again" in rank.accept(first)
+        assert "arrived late or again" in rank.accept(first)
         assert rank.receiver.refit == 1
 
     on_engine(1, run)
@@ -457,7 +457,7 @@ def test_refits_go_forward() -> None:
         assert "one was missed" in rank.accept(third)
         assert "and none of it before" in rank.accept(third[1:])
         assert rank.accept(second) == ""
-        assert "came late or again, as refit 2" in rank.accept(second)
+        assert "arrived late or again, as refit 2" in rank.accept(second)
         assert rank.receiver.refit == 2
 
     on_engine(1, others)
@@ -484,7 +484,7 @@ def test_an_engine_of_other_weights() -> None:
             name: regions for name, regions in narrow(layout).items() if not name.endswith("_scale")
         }
         error = rank.accept(trainer.full())
-        assert "the engine does not take" in error and "_scale" in error
+        assert "the engine does not read" in error and "_scale" in error
 
     on_engine(1, run)
 

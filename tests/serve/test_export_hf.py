@@ -137,27 +137,27 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "NVFP4 experts that transformers misreads": (
         lambda: quantized("qwen3_moe", "nvfp4"),
         "compressed-tensors",
-        "experts.0.gate_proj.weight is nvfp4: readers of 'compressed-tensors' take other values for experts",
+        "experts.0.gate_proj.weight is nvfp4: readers of 'compressed-tensors' misread experts",
     ),
     "MX experts that transformers cannot read": (
         lambda: quantized("mixtral", "mxfp8"),
         "compressed-tensors",
-        "experts.0.w1.weight is mxfp8: readers of 'compressed-tensors' take other values for experts",
+        "experts.0.w1.weight is mxfp8: readers of 'compressed-tensors' misread experts",
     ),
     "FP8 experts that vLLM cannot read": (
         lambda: quantized("mixtral", "fp8_block"),
         "modelopt",
-        "experts.0.w1.weight is fp8_block: readers of 'modelopt' take other values for experts",
+        "experts.0.w1.weight is fp8_block: readers of 'modelopt' misread experts",
     ),
     "a part of a fused layer": (
         _recipe("llama", q_proj="fp8_block"),
         "deepseek",
-        r"q_proj.weight is fp8_block and \S+k_proj.weight is not quantized: engines compute the 3 weights of this layer at once",
+        r"q_proj.weight is fp8_block and \S+k_proj.weight is not quantized: engines compute the 3 weights of this layer together",
     ),
     "fused layers of two formats": (
         _recipe("llama", gate_proj="mxfp8", up_proj="nvfp4"),
         "compressed-tensors",
-        r"gate_proj.weight is mxfp8 and \S+up_proj.weight is nvfp4: engines compute the 2 weights of this layer at once",
+        r"gate_proj.weight is mxfp8 and \S+up_proj.weight is nvfp4: engines compute the 2 weights of this layer together",
     ),
     "some matrices of experts": (
         _recipe("qwen3_moe", **{"experts.down_proj": "fp8_block"}),
@@ -190,7 +190,7 @@ def test_what_readers_would_misread_is_refused(tmp_path: Path, case: str) -> Non
 
 
 def test_other_modules_need_a_config(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="export_hf takes a model of transformers, got Linear: give the config"):
+    with pytest.raises(TypeError, match="export_hf expects a model of transformers, got Linear: pass the config"):
         export_hf(nn.Linear(4, 4), tmp_path / "out", "bf16")
 
 

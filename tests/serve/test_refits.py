@@ -297,7 +297,7 @@ REFUSED: dict[Callable[[Run], None], tuple[type[Exception], str, bool]] = {
     ),
     not_read_to_the_end: (RefitError, "the bytes of refit 2 are kept, which was not read to its end: send", True),
     switched: (RefitError, "of bucket . are not those of the last refit, as after a switch of formats: send", False),
-    broke_off: (RefitError, "not to be read, a refit is under way or broke off: ask the sender", False),
+    broke_off: (RefitError, "not to be read, a refit is in progress or failed: ask the sender", False),
     out_of_order: (RefitError, "message 1 of refit 2 came, and message 0 of none was expected", True),
     written_by_another: (RefitError, "are not those of the sender: something else wrote to these tensors", False),
     damaged: (RefitError, "are not those of the sender: .* or a message was damaged", False),

@@ -228,7 +228,7 @@ def _code(report: StepReport) -> Iterator[str]:
     """Yield the lines of code that give rows: the fast recipe's, and the plain default's."""
     lines = [f"* {m.row}: `{code}`" for m in report.measurements if (code := code_of(m.row))]
     if lines:
-        yield from ("", "By one line of code, beside the optimizer's:", *lines)
+        yield from ("", "By one line of code, in addition to the optimizer's:", *lines)
 
 
 def step_plot(report: StepReport, path: Path) -> None:

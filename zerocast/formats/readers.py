@@ -1,8 +1,8 @@
 """Readers: what inference engines do with the weights of a checkpoint, engine by engine.
 
-An engine computes the products of some weights at once. It lays query, key and value behind each
-other, gate and up, and all experts of a block. Such weights need one format, and one tensor amax
-where the format has one, since the engine keeps one global scale.
+An engine computes the products of some weights together. It concatenates query, key and value, gate
+and up, and all experts of a block. Such weights need one format, and one tensor amax where the
+format has one, since the engine keeps one global scale.
 """
 
 import re
@@ -83,7 +83,8 @@ READERS: Mapping[str, Reader] = {
 
 # Routers of experts, which engines do not quantize, and the block that they are in.
 _ROUTER = re.compile(r"(.*)\.(?:gate|router|shared_expert_gate)\.(?:\w+\.)?weight")
-# The weights of the experts of one block, in one parameter or one by one; their biases stay plain.
+# The weights of the experts of one block, in one parameter or separate ones; their biases stay
+# plain.
 _EXPERT = re.compile(r"(.*\.experts)\.(?!router\.).+(?<!bias)")
 
 
@@ -95,7 +96,7 @@ def reader_called(name: str) -> Reader:
 
 
 def check_layers(formats: Mapping[str, FormatSpec]) -> None:
-    """Raise ValueError unless the weights that engines compute at once have one format, and for
+    """Raise ValueError unless the weights that engines compute together have one format, and for
     quantized routers of experts.
 
     Args:
@@ -118,7 +119,7 @@ def check_layers(formats: Mapping[str, FormatSpec]) -> None:
                 for name in sorted(name_of.values(), key=names.index)
             )
             raise ValueError(
-                f"{described}: engines compute the {len(names)} weights of this layer at once and read them in one format, so "
+                f"{described}: engines compute the {len(names)} weights of this layer together and read them in one format, so "
                 "train them in one, or export bf16"
             )
 

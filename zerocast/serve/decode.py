@@ -1,9 +1,9 @@
 """Decode stored weights to the values that `QuantizedWeight.dequantize` returns.
 
 For readers that compute in bf16, such as a plain model of transformers that generates during a run.
-Dtypes, names and shapes tell how a weight is stored (`zerocast.serve.namings`). The tensor amax of
-an NVFP4 weight is recovered from the stored global scale, so that values are bitwise equal where
-the nominal dtype is bf16.
+Dtypes, names and shapes determine how a weight is stored (`zerocast.serve.namings`). The tensor
+amax of an NVFP4 weight is recovered from the stored global scale, so that values are bitwise equal
+where the nominal dtype is bf16.
 """
 
 from collections.abc import Iterator, Mapping

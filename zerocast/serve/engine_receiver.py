@@ -92,7 +92,7 @@ class EngineReceiver:
         self._complete: tuple[str, int] | None = None
         self._is_servable = has_weights
         self._buckets: list[_Bucket] = []
-        # The refit under way, until it is applied or refused.
+        # The refit in progress, until it is applied or rejected.
         self._stage: _Stage | None = None
         # The call under way, the same on all ranks: a message by its digest, or `apply`.
         self._call = ""
@@ -100,7 +100,7 @@ class EngineReceiver:
     @property
     def refit(self) -> int:
         """The number of the last refit that was applied; 0 before the first and after one that
-        broke off while it was written.
+        failed while it was written.
         """
         return self._complete[1] if self._complete else 0
 
@@ -108,11 +108,11 @@ class EngineReceiver:
         """Raise RefitError while the engine has no weights of any one refit."""
         if not self._is_servable:
             raise RefitError(
-                "this engine has no weights to serve: none came yet, or a refit broke off while it was written. Send a full refit"
+                "this engine has no weights to serve: none came yet, or a refit failed while it was written. Send a full refit"
             )
 
     def discard(self) -> None:
-        """Forget the refit under way. The engine keeps its weights."""
+        """Forget the refit in progress. The engine keeps its weights."""
         self._stage = None
 
     @torch.no_grad()
@@ -123,8 +123,8 @@ class EngineReceiver:
             header: the header of the message, the same on all ranks.
             read: returns the tensors of the message. It may raise.
 
-        Raises RefitError, on all ranks alike, naming the rank that refused. The refit is dropped
-        then, and the weights are as they were.
+        Raises RefitError on all ranks, naming the rank that rejected the message. The refit is then
+        dropped, and the weights are unchanged.
         """
         covered: dict[str, Tensor] = {}
         with self._agreed("could not be staged"):
@@ -143,8 +143,8 @@ class EngineReceiver:
     def apply(self) -> None:
         """Write the refit whose last message was accepted. Collective; the engine must not compute.
 
-        Raises RefitError, on all ranks alike. If the refit broke off while it was written,
-        `check_servable` raises from then on.
+        Raises RefitError on all ranks. If the refit failed while it was written, `check_servable`
+        raises until a full refit is applied.
         """
         self._call = "apply"
         with self._agreed("was not applied"):
@@ -236,12 +236,12 @@ class EngineReceiver:
     def _check_covered(self, covered: Mapping[str, Tensor]) -> None:
         """Raise RefitError on all ranks unless they together have each of these elements."""
         for elements in covered.values():
-            self._group.all_reduce_max(elements, "the elements that an engine takes")
+            self._group.all_reduce_max(elements, "the elements that an engine reads")
         with self._agreed("could not be staged"):
             for name, elements in covered.items():
                 absent = elements.numel() - int(elements.sum())
                 if absent:
-                    raise RefitError(f"the engine does not take {absent} of the {elements.numel()} elements of {name}")
+                    raise RefitError(f"the engine does not read {absent} of the {elements.numel()} elements of {name}")
 
     def _check_complete(self) -> None:
         stage = self._stage
@@ -262,10 +262,10 @@ class EngineReceiver:
     def _write_stage(self) -> None:
         stage = self._stage
         assert stage is not None
-        # From here on the bytes are of two refits, until all ranks got through.
+        # The bytes are partly of the old and partly of the new refit until all ranks have finished.
         self._complete = None
         self._is_servable = False
-        broken = "broke off while it was written"
+        broken = "failed while it was written"
         with self._agreed(broken):
             if stage.first["kind"] == FULL:
                 self._buckets = stage.buckets
@@ -313,7 +313,9 @@ class EngineReceiver:
             self._weights.check()
 
     def _note_uniform(self, values: dict[str, Tensor], bucket: _Bucket, tensors: Sequence[Tensor]) -> None:
-        """Note what a bucket brings for tensors whose elements must be equal, by name."""
+        """Record the values that a bucket has for tensors whose elements must be equal, keyed by
+        name.
+        """
         own = self._weights.model_tensors()
         for (name, _, _), tensor in zip(bucket.layout, tensors, strict=True):
             for region in bucket.regions.get(name, []):

@@ -19,7 +19,7 @@ from zerocast.serve.sender import Message, Sender
 
 logger = logging.getLogger(__name__)
 
-# The kind of a message that is for engines alone.
+# The kind of a message that only engines receive.
 APPLY = "apply"
 # What an engine says to a trainer that connects, if a refit is open.
 OPEN = "a refit is still open"
@@ -27,12 +27,12 @@ OPEN = "a refit is still open"
 
 class EngineClient(Protocol):
     """The control plane of an engine. vLLM's weight-sync clients have the first four calls; one
-    that also has `pause` and `resume` is told when the engine must not compute.
+    that also has `pause` and `resume` is called before and after the engine must not compute.
     """
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Tell every rank of the engine where refits come from. An error with the text of OPEN if
-        one is open.
+        """Connect every rank of the engine to the folder of refits. Raises an error with the text
+        of OPEN if a refit is open.
         """
         ...
 
@@ -79,13 +79,13 @@ class EngineSender:
         self._together(self._connect, "the connection to an engine")
 
     def refit(self, full: bool = False) -> int:
-        """Bring the engine to the live weights, by what changed or in full. Returns the number of
+        """Send the live weights to the engine, the changes or all of them. Returns the number of
         the refit. Collective.
 
-        An engine that refuses changes gets a full refit at once; `full` asks for one, as after a
-        wake-up from sleep level 2. RefitError on all ranks if that fails too: the engine goes on
-        with its old weights, or stays paused if it has none of one refit. A refit that follows with
-        success lets it go on.
+        An engine that rejects changes immediately gets a full refit; `full` requests one, as after
+        a wake-up from sleep level 2. Raises RefitError on all ranks if that fails too: the engine
+        continues with its old weights, or stays paused if it does not have those of one refit. A
+        later refit that succeeds resumes it.
         """
         if self._is_current and not full:
             try:

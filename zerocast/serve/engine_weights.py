@@ -1,8 +1,8 @@
-"""EngineWeights: what an inference engine tells about its weights, so that they can be refitted.
+"""EngineWeights: the interface of an inference engine's weights, by which they are refitted.
 
-An engine has its weights in three layouts. Checkpoint: the stored tensors, whole. Model: what the
-engine's own loaders make of them on one rank, fused and cut for tensor parallelism. Kernel: what
-its products read, possibly packed again. A `Region` leads from the first to the second. The
+An engine has its weights in three layouts. Checkpoint: the stored tensors, complete. Model: what
+the engine's own loaders make of them on one rank, fused and split for tensor parallelism. Kernel:
+what its products read, possibly packed again. A `Region` leads from the first to the second. The
 engine's side, one implementation for each engine, leads from the second to the third.
 """
 

@@ -41,7 +41,7 @@ def write_checkpoint(
     Raises RuntimeError if the checkpoint cannot be written.
     """
     shapes = {name: contents.entries[name].shape for name in names}
-    # The tensors have shapes but no memory. The planner supplies their values one by one.
+    # The tensors have shapes but no memory. The planner supplies their values one at a time.
     state = {"model": {name: torch.empty((), dtype=dtype).expand(shape) for name, shape in shapes.items()}}
     formats = {name: Stored(str(fmt), dtype_name(dtype)) for name, (fmt, dtype) in chosen.formats.items()}
     write(state, path, ONE_PROCESS, Manifest(formats=formats), planner=_Planner(contents, dtype, reading))

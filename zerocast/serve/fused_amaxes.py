@@ -40,7 +40,7 @@ def check_shared_amaxes(
         members = {weight_of[name] for name in group.names}
         if len(members) > 1 and len({shared[name] or name for name in members}) > 1:
             raise ValueError(
-                f"{group} have tensor amaxes of their own, and an engine that fuses them takes one: {_REMEDY}"
+                f"{group} have different tensor amaxes, and an engine that fuses them takes one: {_REMEDY}"
             )
 
 
@@ -72,7 +72,7 @@ class FusedAmaxes:
             return
         share, group = min(unequal, key=lambda item: item[0])
         text = (
-            f"{len(unequal)} groups of weights that engines fuse have tensor amaxes of their own; an engine that takes one "
+            f"{len(unequal)} groups of weights that engines fuse have different tensor amaxes; an engine that takes one "
             f"global scale for {group} decodes some of them to {share:.2f} of their values"
         )
         if not self._allow_unequal:

@@ -1,8 +1,8 @@
 """Write the folder of a transformers model: weights, config.json with its `quantization_config`,
 and tokenizer files.
 
-`quantization_config` tells readers which modules are quantized, and how; modules that are not are
-listed. For compressed-tensors and modelopt it describes weights only. Activations are not
+`quantization_config` lists for readers which modules are quantized, and how; modules that are not
+are listed. For compressed-tensors and modelopt it describes weights only. Activations are not
 quantized, unless the definition of an algorithm says so.
 """
 
@@ -124,7 +124,7 @@ def quantized_pieces(
         for piece in pieces[name]:
             if not layout.reads_experts and stored.is_expert(piece.name):
                 raise ValueError(
-                    f"{piece.name} is {fmt}: readers of {naming!r} take other values for experts of this format, or do not load "
+                    f"{piece.name} is {fmt}: readers of {naming!r} misread experts of this format, or do not load "
                     "them; 'modelopt' has names for nvfp4 and mxfp8 experts, 'deepseek' for fp8_block, 'compressed-tensors' for "
                     "int4 and per-tensor FP8"
                 )
@@ -198,7 +198,7 @@ def _given_files(folder: Path) -> dict[str, bytes]:
     Raises ValueError if one is a FIFO, a device or larger than MOST_BYTES.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no folder of a model: files_from names one")
+        raise FileNotFoundError(f"{folder} is not a folder of a model: files_from names one")
     return {name: read_bounded(folder / name, MOST_BYTES) for name in FILES if (folder / name).exists()}
 
 

@@ -52,7 +52,7 @@ class Bucket(Sequence[tuple[str, Tensor]]):
         return iter(self._valid_pairs)
 
     def give_up(self) -> None:
-        """Drop the tensors. Reading the bucket raises from now on."""
+        """Drop the tensors. Reading the bucket raises afterwards."""
         self._pairs = None
 
     @property
@@ -86,10 +86,10 @@ def named_tensors(
             bucket also ends with a gathered group.
         config: the PreTrainedConfig, config.json or folder of one that describes the reading model;
             by default a transformers model's own. Names and shapes are then compared with it, and
-            experts are given one by one.
-        names: for parameters with names of their own, such as Megatron's: by parameter the stored
-            name, or stored names with the ranges of rows that each of them has. Others keep their
-            names.
+            experts are separate tensors.
+        names: for parameters with different names, such as Megatron's: a dict from a parameter to
+            its stored name, or to stored names with the ranges of rows that each of them has.
+            Others keep their names.
         dtype: the dtype of tensors that are not quantized; by default the dtype that they compute
             in, which is their own, or that of FSDP2's mixed precision.
         allow_unequal_scales: do not raise for weights that engines fuse and that have different
@@ -97,13 +97,13 @@ def named_tensors(
 
     Tensors are contiguous and on the device of the weights; writing to one may write the weight.
     Under FSDP2 and in hosts with gathers to come all ranks call this and read to the end together;
-    under ZeroAdamW any rank may, alone. Gathers in flight are waited for.
+    under ZeroAdamW any single rank may. Gathers in flight are waited for.
 
     Raises, before the first bucket: ValueError for an unknown naming, for weights that it cannot
-    express or that no reader finds, for names that meet, and for fused weights with tensor amaxes
-    of their own; TypeError for anything but the above. While it is read: RuntimeError for weights
-    that were never cast, are partial or older than their masters as far as that is known, and for a
-    cast between two buckets, which would mix the weights of two steps.
+    express or that no reader finds, for names that are used twice, and for fused weights with
+    different tensor amaxes; TypeError for anything but the above. While it is read: RuntimeError
+    for weights that were never cast, are partial or older than their masters as far as that is
+    known, and for a cast between two buckets, which would mix the weights of two steps.
     """
     live = LiveWeights(model_or_optimizer, naming, bucket_bytes, config, names, dtype, allow_unequal_scales)
     return live.buckets()
@@ -191,7 +191,7 @@ class LiveWeights:
             return of_weight(tensor, self.naming, name, self._pieces[name], moment)
         if type(tensor.detach()) is not Tensor:
             raise TypeError(
-                f"{name} is a {type(tensor).__name__}, whose bytes are known to its owner alone: give the attachment or the "
+                f"{name} is a {type(tensor).__name__}, whose bytes only its owner knows: pass the attachment or the "
                 "optimizer in place of the model"
             )
         return of_plain(tensor, self._pieces[name], self._plain_dtype(name, tensor))

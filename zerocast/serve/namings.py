@@ -21,7 +21,7 @@ same bytes as int32 `[M, K/8]`, those of FP8 `[M, K]` E4M3. Scales have no paddi
 * fp8_block: f32 `[M/128, K/128]`, rounded up; `[M/128, 1, K/128, 1]` for modelopt;
 * fp8_current, fp8_delayed: f32 `[1]`; for modelopt the same scale for each row, f32 `[M]`. Its
   per-tensor algorithm takes the scale of activations from the checkpoint too, which only a
-  calibration knows; its algorithm of a scale a row quantizes activations when they come.
+  calibration knows; its algorithm of a scale per row quantizes activations when they come.
 """
 
 from collections.abc import Callable, Mapping
@@ -68,7 +68,7 @@ class Layout:
         reads_experts: False if a reader of the naming cannot decode experts, or decodes them to
             other values: transformers for compressed-tensors, which knows int4 and one scale a
             tensor; vLLM for modelopt, whose FP8 experts have a scale of activations too.
-        has_shape: True if the shape of a weight is stored beside it.
+        has_shape: True if the shape of a weight is stored with it.
     """
 
     algorithm: str

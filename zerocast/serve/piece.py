@@ -1,4 +1,4 @@
-"""Piece: rows of a weight that are stored under a name of their own.
+"""Piece: rows of a weight that are stored under a separate name.
 
 A weight of any dimensions is a matrix here, `[prod(leading), last]`. Most readers of checkpoints
 expect separate tensors for experts that a model has in one parameter, and for projections that it

@@ -1,11 +1,10 @@
 """Receiver: a copy of the weights of a run, updated by the messages of a Sender.
 
 It has tensors in checkpoint layout, and the run and the number of the refit that they come from. A
-message whose header is damaged, or that is not the next one, is refused before it changes anything,
-and an older refit is never accepted. After the bytes are written their digest is compared with the
-sender's.
-During a refit, and after an interrupted one, the tensors are partly of two steps, and reading them
-raises.
+message whose header is damaged, or that is not the next one, is rejected before it changes
+anything, and an older refit is never accepted. After the bytes are written their digest is compared
+with the sender's. During a refit, and after an interrupted one, the tensors are partly of two
+steps, and reading them raises.
 """
 
 import itertools
@@ -76,7 +75,7 @@ class Receiver:
         partial.
         """
         if not self._complete:
-            state = "a refit is under way or broke off" if self._order.has_begun else "there was no refit yet"
+            state = "a refit is in progress or failed" if self._order.has_begun else "there was no refit yet"
             raise RefitError(f"these weights are not to be read, {state}: {ASK}")
         return self._tensors
 
@@ -110,7 +109,7 @@ class Receiver:
             self._end(header)
             return []
         changes = self._changes(header, tensors[0]) if header["kind"] == DELTA else None
-        # An error from here on leaves tensors that are partly of two refits.
+        # An error after this line leaves tensors that are partly of two refits.
         arriving = self._arriving
         self._arriving = None
         self._complete = None
@@ -130,7 +129,7 @@ class Receiver:
         """
         check_header(header)
         index, arriving = header["index"], self._arriving
-        # The last message of a refit has a kind of its own, END.
+        # The last message of a refit has a separate kind, END.
         kind = arriving[0] if arriving and header["kind"] == END else header["kind"]
         refit = kind, header["run"], header["refit"]
         begins = refit != arriving and index == 0 and kind != END
@@ -142,7 +141,7 @@ class Receiver:
                 f"message {index} of refit {header['refit']} came, and message {expected} was expected: {ASK}"
             )
         if header["kind"] == DELTA and self._layouts[index : index + 1] != [header["layout"]]:
-            raise RefitError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
+            raise RefitError(f"bucket {index} of the changes is not laid out as the receiver's tensors: {ASK}")
         if header["kind"] == FULL:
             self._check_full(header, [] if begins else self._buckets[:index])
         if begins:
@@ -247,5 +246,5 @@ def _check_given(tensors: Mapping[str, Tensor]) -> None:
     for (device, _, end, name), (other_device, start, _, other) in itertools.pairwise(ranges):
         if device == other_device and start < end:
             raise ValueError(
-                f"{name} and {other} share memory, so each would be written over by the other: give every name a tensor of its own"
+                f"{name} and {other} share memory, so each would overwrite the other: pass a separate tensor for every name"
             )

@@ -31,10 +31,12 @@ class RefitOrder:
         newest = self._begun.get(run)
         if run in self._over:
             raise RefitError(
-                f"refit {refit} of a run came that is over here, as another run's refit was complete since: {ASK}"
+                f"refit {refit} of a run that is over on this rank arrived, as another run's refit was complete since: {ASK}"
             )
         if newest is not None and refit <= newest:
-            raise RefitError(f"refit {refit} came late or again, as refit {newest} of its run has begun here: {ASK}")
+            raise RefitError(
+                f"refit {refit} arrived late or again, as refit {newest} of its run has begun on this rank: {ASK}"
+            )
         if header["kind"] == FULL:
             return
         if complete is None:

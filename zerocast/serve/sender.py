@@ -60,7 +60,7 @@ class Sender:
         group: the ranks that share the work of finding changes; by default those that share the
             masters. Each of them gets all messages.
 
-    A rank keeps its share of the bytes that were sent last: 1 byte an element for FP8 and half of
+    A rank keeps its share of the bytes that were sent last: 1 byte per element for FP8 and half of
     one for 4-bit codes, divided by the ranks. Raises what `named_tensors` raises, and ValueError
     where ranks pass different arguments.
     """
@@ -227,7 +227,7 @@ class Sender:
         """Gather the changes of all ranks.
 
         Returns (numel, encoding, count, digest, payload bytes) by rank, and the payloads of all
-        ranks one after the other, u8.
+        ranks in their order, concatenated, u8.
         """
         numbers = [own.numel, own.encoding, own.count, own.digest, own.payload.numel()]
         segments = self._gathered_numbers(numbers, own.payload.device)

@@ -2,7 +2,7 @@
 
 They are read from a model of the same configuration on the meta device, and from the conversion
 mapping by which `save_pretrained` and `from_pretrained` turn parameters into stored tensors and
-back (experts, for example, are stored one by one). Row numbers are sent through that mapping in
+back (experts, for example, are stored separately). Row numbers are sent through that mapping in
 place of weights: the result shows which rows are stored under which name.
 """
 
@@ -53,7 +53,7 @@ class StoredModel:
         """
         if not is_stored_by_transformers(model):
             raise TypeError(
-                f"export_hf takes a model of transformers, got {type(model).__name__}: give the config of the model that "
+                f"export_hf expects a model of transformers, got {type(model).__name__}: pass the config of the model that "
                 "readers are to build, and names if yours are others"
             )
         # fully_shard gives the model a subclass of its class and of FSDPModule.
@@ -128,13 +128,14 @@ class StoredModel:
         """Return the attributes `pieces` and `fused`."""
         known = {name: self._pieces(name, shape) for name, shape in self.shapes.items()}
         pieces = {name: [whole(name, self.shapes[name])] if parts is None else parts for name, parts in known.items()}
-        # A mapping that joins parameters gives each of them, reverted alone, the name of the whole.
+        # A mapping that joins parameters gives each of them, when only it is reverted, the name of
+        # the joined tensor.
         parameters_of = Counter(piece.name for parts in pieces.values() for piece in parts)
         joined = {name for name, parts in pieces.items() if any(parameters_of[piece.name] > 1 for piece in parts)}
         return pieces, joined | {name for name, parts in known.items() if parts is None}
 
     def _pieces(self, name: str, shape: tuple[int, ...]) -> list[Piece] | None:
-        """Return the pieces that store a parameter; None unless these are rows of it alone."""
+        """Return the pieces that store a parameter; None unless all rows of these are its own."""
         rows = shape[:-1] if len(shape) > 1 else shape
         numbers = torch.arange(torch.Size(rows).numel()).view((*rows, *([1] if len(shape) > 1 else [])))
         try:

@@ -1,7 +1,7 @@
 """stored_weights: the tensors of a folder of save_pretrained under the names and shapes of the
 parameters of a model.
 
-transformers stores experts one by one, but a model has them in one parameter. `load_masters` reads
+transformers stores experts separately, but a model has them in one parameter. `load_masters` reads
 from this source only the elements that a rank owns.
 """
 

@@ -50,8 +50,8 @@ class WeightSource(Protocol):
 
     @property
     def formats(self) -> Mapping[str, FormatSpec]:
-        """The formats of quantized weights, so that a naming can refuse them before any tensor is
-        read.
+        """The formats of quantized weights, so that a naming can raise for them before any tensor
+        is read.
         """
         ...
 
@@ -73,7 +73,7 @@ class WeightSource(Protocol):
 
 
 class LiveSource(WeightSource, Protocol):
-    """The weights of a run that goes on training."""
+    """The weights of a run that continues training."""
 
     @property
     def is_transient(self) -> bool:
@@ -111,17 +111,17 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return True if FSDP2 shards parameters of the model, gathered at present or not, or if some
-    are DTensors.
+    """Return True if FSDP2 shards parameters of the model, gathered or not, or if some are
+    DTensors.
     """
     return any(True for _ in torch_fsdp.groups(model)) or any(isinstance(p, DTensor) for p in model.parameters())
 
 
 def source_of(model: nn.Module, group: GroupLike = None) -> LiveSource:
-    """Return the weights of a model, sharded by FSDP2 or whole.
+    """Return the weights of a model, sharded by FSDP2 or unsharded.
 
     `group` are the ranks that read it together, by default all ranks for a model that is sharded,
-    and this process alone for one that is whole.
+    and this process only for one that is unsharded.
     """
     if is_sharded(model):
         return ShardedModel(model, Group.of(group))
@@ -138,7 +138,7 @@ def live_source_of(what: Any) -> LiveSource:
         return OwnedWeights(what)
     raise TypeError(
         f"live weights are those of a model, a ZeroAdamW, a CastPlan or an attachment to a host, got {type(what).__name__}; "
-        "under FSDP2 give the model"
+        "under FSDP2 pass the model"
     )
 
 
@@ -162,7 +162,7 @@ class WholeWeights(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the tensors by name, in their present storage."""
+        """Return the tensors by name, in their current storage."""
 
     @abstractmethod
     def owners(self) -> Sequence[OwnsMasters]:
@@ -258,7 +258,7 @@ class OwnedWeights(WholeWeights):
         unnamed = sum(view.name is None for views in owner.master_views() for view in views.masters)
         if unnamed:
             raise ValueError(
-                f"{unnamed} weights of this {type(owner).__name__} have no names: build it with names, or give the model"
+                f"{unnamed} weights of this {type(owner).__name__} have no names: build it with names, or pass the model"
             )
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -268,14 +268,14 @@ class OwnedWeights(WholeWeights):
                 yield name, weight if weight.format.element else weight.rowwise_data.view(weight.shape)
 
     def owners(self) -> Sequence[OwnsMasters]:
-        """Return the owner of the masters, alone."""
+        """Return the only owner of the masters."""
         return [self._owner]
 
 
 class ShardedModel:
     """A model under FSDP2, prepared by zerocast or not.
 
-    Its groups gather one after another, so that one of them at a time is whole in memory.
+    Its groups are gathered one at a time, so that memory has one unsharded group.
     """
 
     is_transient = True
@@ -335,15 +335,15 @@ class ShardedModel:
         return self.group
 
     def batches(self) -> Iterator[Batch]:
-        """Yield the weights of each group after its gather, those of tensor-parallel slices one by
-        one, then plain tensors one by one.
+        """Yield the weights of each group after its gather, those of tensor-parallel slices one at
+        a time, then plain tensors one at a time.
         """
         seen: set[str] = set()
         prepared = dict(self._prepared())
         for owner in self._owners:
             for views in owner.master_views():
                 seen |= {str(view.name) for view in views.masters}
-                # The gather tells all ranks of problems such as masters that are NaN.
+                # The gather raises on all ranks for problems such as masters that are NaN.
                 owner.check(Use.SEND)
                 yield [(str(view.name), view.weight) for view in views.masters if view.slices is None]
                 for view in views.masters:
@@ -378,8 +378,8 @@ def _only(dtypes: set[torch.dtype]) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class LazyTensors:
-    """Tensors of one nominal dtype that are made one by one when they are asked for, such as those
-    of a checkpoint.
+    """Tensors of one nominal dtype that are made when they are asked for, such as those of a
+    checkpoint.
     """
 
     shapes: Mapping[str, tuple[int, ...]]

@@ -45,7 +45,7 @@ def _own_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Contents:
-    """The names and dtypes of an export, and the files beside its tensors.
+    """The names and dtypes of an export, and the files in addition to its tensors.
 
     Attributes:
         pieces: the stored pieces of each tensor of the source, by name.
@@ -177,8 +177,8 @@ def check_pieces(source: WeightSource, naming: str, pieces: Mapping[str, Sequenc
         for piece in pieces[name]:
             if len(piece.shape) != 2:
                 raise ValueError(
-                    f"{piece.name} has shape {piece.shape}, and readers of quantized weights know matrices alone: "
-                    "zerocast.export.export_hf writes experts one by one where the model's own mapping says how, or export "
+                    f"{piece.name} has shape {piece.shape}, and readers of quantized weights know matrices only: "
+                    "zerocast.export.export_hf writes experts one at a time where the model's own mapping says how, or export "
                     "it as bf16"
                 )
 

@@ -60,7 +60,7 @@ def train(
     """
     progress.start(job.name)
     folder = out / job.name
-    if not job.config.elastic:  # which goes on from a checkpoint of an earlier attempt
+    if not job.config.elastic:  # which continues from a checkpoint of an earlier attempt
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     run = Run(
         folder,
