@@ -22,7 +22,7 @@ from zerocast.distributed.group import ONE_PROCESS
 from zerocast.formats import Columnwise
 from zerocast.integrations import megatron as integration
 from zerocast.integrations.megatron import attachment, quantized_params
-from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron import host as megatron_names
 from zerocast.integrations.megatron.unattached import RefusedMethod
 
 
@@ -137,7 +137,7 @@ def with_grouped_experts() -> str:
 
 def without_four_bits() -> str:
     """An nvfp4 weight in a megatron-core that has FP8 buffers only, or as if this one had."""
-    with host(), mock.patch.object(seams, "has_four_bit_buffers", return_value=False):
+    with host(), mock.patch.object(megatron_names, "has_four_bit_buffers", return_value=False):
         return error_of(lambda: _built(Case("nvfp4")))
 
 
@@ -221,7 +221,13 @@ pytestmark = needs_megatron
 
 def _everything() -> dict[str, Any]:
     found = {}
-    for path in (seams.FP8, seams.FP4, seams.BUFFER, seams.DDP, seams.OPTIMIZER):
+    for path in (
+        megatron_names.FP8,
+        megatron_names.FP4,
+        megatron_names.BUFFER,
+        megatron_names.DDP,
+        megatron_names.OPTIMIZER,
+    ):
         module = importlib.import_module(path)
         found |= {f"{path}.{name}": value for name, value in vars(module).items()}
         for kind in (value for value in vars(module).values() if isinstance(value, type)):
@@ -246,7 +252,7 @@ def test_nothing_stays_patched_after_quantized_params() -> None:
 
 def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     before = _everything()
-    monkeypatch.delattr(importlib.import_module(seams.FP8), "_modify_underlying_storage_impl")
+    monkeypatch.delattr(importlib.import_module(megatron_names.FP8), "_modify_underlying_storage_impl")
     with pytest.raises(RuntimeError, match=r"fp8_utils has no _modify_underlying_storage_impl"), quantized_params():
         pass
     monkeypatch.undo()
@@ -254,7 +260,7 @@ def test_a_host_without_a_seam_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @needs_four_bits
-@pytest.mark.parametrize("module", [seams.BUFFER, seams.OPTIMIZER])
+@pytest.mark.parametrize("module", [megatron_names.BUFFER, megatron_names.OPTIMIZER])
 def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     before = _everything()
     monkeypatch.delattr(importlib.import_module(module), "group_params_for_buffers")
@@ -273,7 +279,7 @@ def test_a_host_without_buffers_of_four_bits_is_named(ranks: Ranks) -> None:
 
 
 def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seams, "FP4", "megatron.core.fp2_utils")
+    monkeypatch.setattr(megatron_names, "FP4", "megatron.core.fp2_utils")
     with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), quantized_params():
         pass
 

@@ -20,7 +20,7 @@ from tests.megatron.training import ALL, FORMATS, MIXED, NARROW, Case, Run, buil
 from tests.workers import Ranks, error_of
 from zerocast import QuantizedWeight
 from zerocast.integrations import megatron as integration
-from zerocast.integrations.megatron import host as seams
+from zerocast.integrations.megatron import host as megatron_names
 from zerocast.integrations.megatron.unattached import refuse
 
 INSIDE, ANOTHER, OUTSIDE = "inside quantized_params()", "inside another quantized_params()", "outside"
@@ -241,8 +241,8 @@ def test_whatever_writes_raises_first(ranks: Ranks, tmp_path: Path, experts: boo
 
 def test_every_method_of_the_host_that_writes_is_refused() -> None:
     """A method that reads the name of a copy of masters to parameters, in whichever release, is refused, or asks one that is."""
-    base = seams.module(seams.OPTIMIZER_BASES)
-    kind = seams.module(seams.OPTIMIZER).DistributedOptimizer
+    base = megatron_names.module(megatron_names.OPTIMIZER_BASES)
+    kind = megatron_names.module(megatron_names.OPTIMIZER).DistributedOptimizer
     copies = {
         "_copy_main_params_to_model_params",
         "_copy_main_params_to_param_buffer",
