@@ -106,8 +106,8 @@ def _words(chunk: Tensor) -> Tensor:
 
 
 def _chunks(tensors: Sequence[Tensor], span: Span, size: int) -> Iterator[Tensor]:
-    """A span of concatenated tensors in chunks of `size` bytes; the last one is shorter. A chunk
-    of one tensor is a view, others are copies.
+    """Yield a span of concatenated tensors in chunks of `size` bytes; the last one is shorter. A
+    chunk of one tensor is a view, others are copies.
     """
     pieces: list[Tensor] = []
     filled = 0

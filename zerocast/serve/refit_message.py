@@ -65,7 +65,7 @@ def check_header(header: Header) -> None:
 
 
 def layout_digest(layout: Sequence[Sequence[Any]]) -> str:
-    """A digest of a bucket's layout: the names, dtypes and shapes of its tensors."""
+    """Return a digest of a bucket's layout: the names, dtypes and shapes of its tensors."""
     return _digest_of(layout)
 
 
@@ -102,7 +102,8 @@ class ChangedBytes:
 
     @staticmethod
     def between(old: Tensor, new: Tensor) -> "ChangedBytes":
-        """The changes from one buffer to another, both u8 and flat, in the smallest encoding.
+        """Return the changes from one buffer to another, both u8 and flat, in the smallest
+        encoding.
 
         The host waits for the device.
         """
@@ -122,8 +123,8 @@ class ChangedBytes:
         return ChangedBytes(numel, encoding, count, digest_after, torch.cat([encoded_positions, new[positions]]))
 
     def positions(self) -> Tensor:
-        """The positions of the bytes that are sent, int64, ascending. RefitError for a payload that
-        does not fit the header. The host waits for the device.
+        """Return the positions of the bytes that are sent, int64, ascending. Raises RefitError for
+        a payload that does not fit the header. The host waits for the device.
         """
         encoded = self.payload[: max(self.payload.numel() - self.count, 0)]
         positions: Tensor | None
@@ -141,7 +142,7 @@ class ChangedBytes:
         return positions
 
     def values(self) -> Tensor:
-        """The bytes at these positions, u8."""
+        """Return the bytes at these positions, u8."""
         return self.payload[self.payload.numel() - self.count :]
 
 
@@ -152,7 +153,7 @@ def _compared(old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _by_blocks(positions: Tensor, numel: int, block: int, dtype: torch.dtype) -> Tensor:
-    """The count of positions in each block, and each position within its block; u8."""
+    """Return the count of positions in each block, and each position within its block; u8."""
     ends = torch.arange(block, numel + block, block, device=positions.device)
     counts = torch.searchsorted(positions, ends).diff(prepend=positions.new_zeros(1))
     # Joined as bytes, since not every device joins unsigned integers of two.
@@ -160,7 +161,7 @@ def _by_blocks(positions: Tensor, numel: int, block: int, dtype: torch.dtype) ->
 
 
 def _from_blocks(encoded: Tensor, numel: int, count: int, block: int, dtype: torch.dtype) -> Tensor | None:
-    """The positions that `_by_blocks` encoded; None if the counts are of other positions."""
+    """Return the positions that `_by_blocks` encoded; None if the counts are of other positions."""
     blocks = -(-numel // block)
     if encoded.numel() != dtype.itemsize * (blocks + count):
         return None
