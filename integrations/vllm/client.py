@@ -16,7 +16,7 @@ class VllmServer:
 
     Args:
         url: its address, such as http://localhost:8000.
-        mode: what becomes of requests in flight when it pauses, `wait` or `abort`.
+        mode: the handling of requests in flight when it pauses, `wait` or `abort`.
         timeout: seconds for each call.
     """
 

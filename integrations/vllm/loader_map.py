@@ -67,7 +67,7 @@ class LoaderMap:
                 raise
             except Exception as error:
                 raise ValueError(
-                    f"vLLM's loaders do not take {layout[0][0]} and what came with it, with these settings of quantization and "
+                    f"vLLM's loaders do not accept {layout[0][0]} or its message with these settings of quantization and "
                     f"this tensor-parallel size: {type(error).__name__}: {error}"
                 ) from error
         for name, padding in copies.padding.items():

@@ -199,7 +199,7 @@ def test_an_engine_and_its_trainers(tmp_path: Path, record_property: Any) -> Non
         calls = engine.ask("trainer_calls", folder=str(tmp_path))
         rest = ["end", "apply", "finish"]
         assert calls == ["init", "init", "start", "full", *rest, "init", "start", "delta", *rest]
-        settings = "vLLM's loaders do not take .*, with these settings of quantization and this tensor-parallel size"
+        settings = "vLLM's loaders do not accept .* with these settings of quantization and this tensor-parallel size"
         with pytest.raises(RefitError, match=settings):
             EngineSender(Sender(run.model, "modelopt", dtype=torch.bfloat16), engine, tmp_path).refit()
         dtypes = "the engine keeps .* as torch.bfloat16, and the sender stores .* as torch.float32"

@@ -1,4 +1,4 @@
-"""Weights for inference engines that go along with a run: live bytes, in full or by what changed.
+"""Live weights for inference engines that follow a run: all bytes, or the bytes that changed.
 
 `zerocast.export` writes files for engines with the modules of this package.
 """

@@ -1,9 +1,9 @@
 """EngineReceiver: refits of an inference engine, applied on all of its ranks or on none.
 
-Every rank gets all messages. While they come, nothing of the engine changes: the bytes of a full
-refit are held in host memory, the changes of a delta as they came. With the last message ranks
-compare what they have, and the digest of each bucket, computed from the engine's own bytes with the
-changes on them. `apply` writes them, and is all for which an engine has to be paused.
+Every rank receives all messages. While they arrive, the engine does not change: the bytes of a full
+refit are held in CPU memory, the changes of a delta as they were sent. After the last message ranks
+compare the received messages, and the digest of each bucket, computed from the engine's own bytes
+with the changes on them. `apply` writes them; an engine is paused only for this.
 """
 
 import itertools
@@ -302,7 +302,7 @@ class EngineReceiver:
                     self._change(tensors, header, stage.payloads[index])
                 if not is_equal or not have_digests(tensors, digests_after(header)):
                     raise RefitError(
-                        f"the engine's bytes of {bucket.layout[0][0]} and what came with it would not be those of the sender: "
+                        f"the engine's bytes of {bucket.layout[0][0]} or of its message would differ from the sender's: "
                         "something else wrote to them, such as a reload or a wake-up from sleep level 2, or the engine laid them "
                         f"out again; {ASK}"
                     )

@@ -1,8 +1,8 @@
 """EngineSender: keep an inference engine at the bytes of a run, over its control plane.
 
 Headers of messages go through the engine's own calls, tensors through a folder that the trainer and
-all ranks of the engine see: in shared memory on one host, on a shared file system else. What an
-engine is asked, in which order, is in docs/reference/engines.md.
+all ranks of the engine see: in shared memory on one host, otherwise on a shared file system. The
+calls and their order are in docs/reference/engines.md.
 """
 
 import logging
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 # The kind of a message that only engines receive.
 APPLY = "apply"
-# What an engine says to a trainer that connects, if a refit is open.
+# The error of an engine to a trainer that connects while a refit is open.
 OPEN = "a refit is still open"
 
 

@@ -116,7 +116,7 @@ class Receiver:
         names = self._copy(tensors) if changes is None else self._write(*changes)
         if not have_digests(self._bucket(), digests_after(header)):
             raise RefitError(
-                f"the bytes of {self._buckets[self._next][0]} and what came with it are not those of the sender: something else "
+                f"the bytes of {self._buckets[self._next][0]} or of its message differ from the sender's: something else "
                 f"wrote to these tensors, or a message was damaged; {ASK}"
             )
         self._arriving = arriving

@@ -31,7 +31,7 @@ Casts = tuple[tuple[int, ...], ...]
 class WeightSource(Protocol):
     """The tensors of a model by name, shared ones once; `formats` are those of quantized weights.
 
-    Ranks of `group` call `batches` together and agree on each of them. What one rank raises between
+    Ranks of `group` call `batches` together and agree on each of them. An error of one rank between
     collectives of a batch is raised on all; in a collective of torch's own, such as a gather of
     FSDP2, the others wait until it times out.
     """
