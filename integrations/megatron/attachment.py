@@ -54,7 +54,7 @@ from .checkpoint import load_plain_values, loading_scaling, refusing_quantized, 
 from .gathers import GatherLock, Gathers
 from .guard import MethodGuard, followed_by, raising_together
 from .primary import TETensors, check_before_forward, is_primary
-from .shards import OptimizerShards, bytes_not_sent, collect, elements_without_owner, read_masters
+from .shards import OwnedShare, bytes_not_sent, collect, elements_without_owner, read_masters
 from .validate import has_stepped, validate
 
 
@@ -66,7 +66,7 @@ class ShareDriver(CastDriver):
         gathers: the all-gathers of the part's byte buffers.
     """
 
-    def __init__(self, shards: OptimizerShards, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
+    def __init__(self, shards: OwnedShare, te_tensors: TETensors, gathers: Gathers, guard: MethodGuard) -> None:
         super().__init__(
             Host(
                 owner="an attachment to Megatron-Core",
@@ -349,7 +349,7 @@ def attach(optimizer: Any, ddp_chunks: Any, verify_every: int | None = None) -> 
     return attachment
 
 
-def build_drivers(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[list[OptimizerDrivers], MethodGuard]:
+def build_drivers(shards: Sequence[OwnedShare], patches: Patches) -> tuple[list[OptimizerDrivers], MethodGuard]:
     """Build one driver for each share of each optimizer, and their guard. Collective.
 
     A model whose weights are all plain gets no drivers. An error about experts raises on all ranks
@@ -386,7 +386,7 @@ def build_drivers(shards: Sequence[OptimizerShards], patches: Patches) -> tuple[
     return [OptimizerDrivers(drivers, guard) for drivers in by_optimizer.values()], guard
 
 
-def _check_together(shards: OptimizerShards, may_have_stepped: bool) -> None:
+def _check_together(shards: OwnedShare, may_have_stepped: bool) -> None:
     """Exchange errors that only one rank may find: all ranks of the group raise, or none does.
 
     `may_have_stepped` is true for an optimizer of plain parameters in a chain that was detached: it

@@ -23,7 +23,7 @@ _UNKNOWN = "a parameter of a different model"
 
 
 @dataclass(frozen=True)
-class OptimizerShards:
+class OwnedShare:
     """The part of one optimizer's share that this rank owns.
 
     Attributes:
@@ -60,8 +60,8 @@ class OptimizerShards:
         return Span(0, 0) if master is None or start is None else Span(start, start + master.numel())
 
 
-def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OptimizerShards]:
-    """Return one OptimizerShards for each share of each optimizer inside `optimizer`, over the
+def collect(optimizer: Any, chunks: Sequence[Any]) -> list[OwnedShare]:
+    """Return one OwnedShare for each share of each optimizer inside `optimizer`, over the
     parameters of `chunks`.
 
     Raises TypeError or ValueError for a byte buffer with a parameter that is not cast, for a
@@ -95,8 +95,8 @@ def _unique_names(chunks: Sequence[Any]) -> dict[int, str]:
 
 def _shards_of(
     optimizer: Any, share: optimizer_kinds.Share, names: Mapping[int, str], groups: Sequence[Any]
-) -> OptimizerShards:
-    shards = OptimizerShards(optimizer, share, state_left_in(optimizer))
+) -> OwnedShare:
+    shards = OwnedShare(optimizer, share, state_left_in(optimizer))
     index: dict[int, int] = {}  # position in `shards.weights`, by id of the parameter
     for buffer in share.buffers:
         for param in buffer.params:
@@ -148,7 +148,7 @@ def _check_gathered(chunks: Sequence[Any], groups: Sequence[Any]) -> None:
             )
 
 
-def _check_owned(all_shards: Sequence[OptimizerShards], groups: Sequence[Any], names: Mapping[int, str]) -> None:
+def _check_owned(all_shards: Sequence[OwnedShare], groups: Sequence[Any], names: Mapping[int, str]) -> None:
     """Raise ValueError for a quantized weight that is gathered and that no given optimizer owns."""
     owned = {id(param) for shards in all_shards for param in shards.params}
     orphans = [names[id(param)] for group in groups for param in primary_of(group) if id(param) not in owned]
@@ -156,7 +156,7 @@ def _check_owned(all_shards: Sequence[OptimizerShards], groups: Sequence[Any], n
         raise ValueError(f"no optimizer that was given owns the quantized weights {', '.join(orphans[:4])}")
 
 
-def bytes_not_sent(shards: OptimizerShards) -> str | None:
+def bytes_not_sent(shards: OwnedShare) -> str | None:
     """Return the error if this rank casts bytes that it does not send, or None.
 
     In an all-gather each rank sends an equal part of a bucket's bytes. Bytes that a rank casts
@@ -190,7 +190,7 @@ def bytes_not_sent(shards: OptimizerShards) -> str | None:
     return None
 
 
-def elements_without_owner(shards: OptimizerShards) -> str | None:
+def elements_without_owner(shards: OwnedShare) -> str | None:
     """Return the error if a part of a weight has no owner on any rank, or None. Collective."""
     counts = [shards.span(i).numel for i in range(len(shards.weights))]
     owned = torch.tensor(counts, dtype=torch.int64, device=shards.group.device)
@@ -203,7 +203,7 @@ def elements_without_owner(shards: OptimizerShards) -> str | None:
 
 
 @torch.no_grad()
-def read_masters(shards: OptimizerShards) -> None:
+def read_masters(shards: OwnedShare) -> None:
     """Overwrite the masters with the model's values, as at the start of a fine-tuning run.
 
     The values of quantized weights are dequantized.
