@@ -239,7 +239,7 @@ SHARED: dict[str, Callable[[Tensor], dict[str, Tensor]]] = {
 
 @pytest.mark.parametrize("make", SHARED.values(), ids=SHARED)
 def test_names_that_share_memory(make: Callable[[Tensor], dict[str, Tensor]]) -> None:
-    with pytest.raises(ValueError, match="a and b share memory, so each would be written over by the other"):
+    with pytest.raises(ValueError, match="a and b share memory, so each would overwrite the other"):
         Receiver(make(torch.zeros(8, 4)))
 
 
