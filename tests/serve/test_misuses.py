@@ -87,9 +87,9 @@ WRONG = {
     "no segments": (1, header(DELTA, segments=[]), "came with tensors of .* bytes, and its header says"),
     "tensors stored otherwise": (1, header(DELTA, layout="0" * 32), "is not laid out as the tensors here"),
     "another run": (1, header(DELTA, run="another"), "changes since another run's refit 1 came"),
-    "digest of a library of another kind": (1, segment(digest=lambda number: number ^ 1), "those of the sender"),
-    "digest as text": (1, segment(digest=str), "those of the sender"),
-    "other digests of a full refit": (0, header(FULL, digests=[1]), "those of the sender|were damaged"),
+    "digest of a library of another kind": (1, segment(digest=lambda number: number ^ 1), "differ from the sender's"),
+    "digest as text": (1, segment(digest=str), "differ from the sender's"),
+    "other digests of a full refit": (0, header(FULL, digests=[1]), "from the sender's|were damaged"),
     "an end without a begin": (
         1,
         DELTA[-1:],
@@ -256,7 +256,7 @@ def test_tensors_that_a_reload_replaced(is_reloaded: str) -> None:
         rank.weights.own = {name: own.clone() for name, own in rank.weights.own.items()}
         if is_reloaded == "with others":
             as_bytes(next(iter(rank.weights.own.values())))[5] ^= 1
-            assert "would not be those of the sender" in rank.accept(DELTA)
+            assert "would differ from the sender's" in rank.accept(DELTA)
         assert rank.accept(DELTA if is_reloaded == "with the same bytes" else LAST) == ""
         rank.check(SECOND)
 
@@ -286,7 +286,7 @@ def test_a_stored_tensor_that_an_engine_has_twice() -> None:
         embed, head = (rank.weights.own[name] for name in ("embed.weight", "lm_head.weight"))
         assert torch.equal(embed, head) and torch.equal(embed[3], layer.weight.data[3])
         embed[0] += 1  # the first of the two, which the second one would hide
-        assert "would not be those of the sender" in rank.accept(third)
+        assert "would differ from the sender's" in rank.accept(third)
 
     on_engine(1, run)
 

@@ -154,8 +154,8 @@ class EngineReceiver:
 
     @contextmanager
     def _agreed(self, what: str) -> Iterator[None]:
-        """RefitError on all ranks if the body raised on one, or if they are in different calls. The
-        refit under way is dropped.
+        """Raise RefitError on all ranks if the body raised on one, or if they are in different
+        calls. The refit in progress is dropped.
         """
         error: Exception | None = None
         try:
@@ -211,7 +211,9 @@ class EngineReceiver:
             for (_, dtype, shape), tensor in zip(layout, given, strict=True)
         ]
         if not have_digests(tensors, digests_after(header)):
-            raise RefitError(f"the bytes of {header['tensors'][0][0]} and what came with it were damaged: {ASK}")
+            raise RefitError(
+                f"the bytes of {header['tensors'][0][0]} or of other tensors in its message were damaged: {ASK}"
+            )
         known = {name for bucket in stage.buckets for name, _, _ in bucket.layout}
         twice = known.intersection(name for name, _, _ in layout)
         if twice:
@@ -229,7 +231,7 @@ class EngineReceiver:
     def _stage_delta(self, stage: _Stage, header: Header, tensors: Sequence[Tensor]) -> None:
         index = header["index"]
         if index >= len(self._buckets) or self._buckets[index].digest != header["layout"]:
-            raise RefitError(f"bucket {index} of the changes is not laid out as the tensors here: {ASK}")
+            raise RefitError(f"bucket {index} of the changes is not laid out as the receiver's tensors: {ASK}")
         # The transport may use its memory again.
         stage.payloads.append(tensors[0].clone())
 

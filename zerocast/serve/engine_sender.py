@@ -56,8 +56,8 @@ class EngineSender:
     Args:
         sender: makes the messages, for this engine alone. Of two engines of one sender each would
             get all bytes every time.
-        client: the engine's control plane, an `EngineClient`; used by the first rank alone.
-        folder: where tensors are handed over, in a folder of its own that is made, and removed by
+        client: the engine's control plane, an `EngineClient`; used by the first rank only.
+        folder: where tensors are handed over, in a separate folder that is created, and removed by
             `close`.
 
     Attributes:

@@ -44,13 +44,13 @@ class RefitError(RuntimeError):
 
 
 def with_digest(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A header: the fields, the version of the protocol, and a digest of them."""
+    """Return a header: the fields, the version of the protocol, and a digest of them."""
     fields = {"protocol": PROTOCOL, **fields}
     return {**fields, _OWN_DIGEST: _digest_of(fields)}
 
 
 def check_header(header: Header) -> None:
-    """RefitError for a header of another protocol, or that differs from its digest."""
+    """Raise RefitError for a header of another protocol, or that differs from its digest."""
     if header.get("protocol") != PROTOCOL:
         raise RefitError(
             f"the sender speaks protocol {header.get('protocol')} of refits, and this receiver {PROTOCOL}: install one version of "

@@ -36,9 +36,9 @@ class StoredTensor:
 def of_weight(
     weight: QuantizedWeight, naming: str, name: str, pieces: Sequence[Piece], moment: object = None
 ) -> Iterator[StoredTensor]:
-    """The tensors that store the pieces of a weight. RuntimeError for a weight that was never cast,
-    is partial, or older than its masters (`moment` as for `Validity.check`); ValueError for pieces
-    that divide a block.
+    """Yield the tensors that store the pieces of a weight. Raises RuntimeError for a weight that
+    was never cast, is partial, or older than its masters (`moment` as for `Validity.check`);
+    ValueError for pieces that divide a block.
     """
     if weight.format.element is None:
         yield from of_plain(plain_value(weight), pieces, weight.dtype)
