@@ -85,7 +85,7 @@ WRONG = {
     "indices that descend": (1, one_position(3, 7, 6), "changes of 2 bytes of 49152 came with other positions"),
     "a larger bucket": (1, segment(numel=lambda numel: numel + 8), "changes of 49160 bytes came for 49152"),
     "no segments": (1, header(DELTA, segments=[]), "came with tensors of .* bytes, and its header says"),
-    "tensors stored otherwise": (1, header(DELTA, layout="0" * 32), "is not laid out as the tensors here"),
+    "tensors stored otherwise": (1, header(DELTA, layout="0" * 32), "is not laid out as the receiver's tensors"),
     "another run": (1, header(DELTA, run="another"), "changes since another run's refit 1 came"),
     "digest of a library of another kind": (1, segment(digest=lambda number: number ^ 1), "differ from the sender's"),
     "digest as text": (1, segment(digest=str), "differ from the sender's"),
