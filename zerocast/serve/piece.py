@@ -108,6 +108,6 @@ def block_rows(weight: QuantizedWeight, rows: range) -> tuple[QuantizedWeight, i
 
 
 def joined_rows(matrix: Tensor, rows: Sequence[range]) -> Tensor:
-    """The rows of some ranges, in their order: a view of one range, a copy of several."""
+    """Return the rows of some ranges, in their order: a view of one range, a copy of several."""
     parts = [matrix[r.start : r.stop] for r in rows]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
