@@ -128,7 +128,7 @@ def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
     trained = Trained()
     for _ in range(2):
         trained.step()
-    state = {name: _copy(value) for name, value in trained.optimizer.state_dict().items()}
+    state = {name: copied(value) for name, value in trained.optimizer.state_dict().items()}
     MISTAKES[mistake](trained)
     if late:
         _travels(trained)
@@ -148,9 +148,9 @@ def out_of_step(mistake: str, late: bool) -> tuple[str, list[str], bool]:
     return str(caught.value), said, bool(trained.optimizer._weights.driver.plan.validity.partial)
 
 
-def _copy(value: Any) -> Any:
+def copied(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}
     return (
         value.clone()
         if type(value) is Tensor
@@ -231,7 +231,7 @@ def test_a_step_for_which_ranks_are_not_ready(writers: tuple[int, ...], late: bo
     """
     trained = Trained()
     trained.step()
-    state = {name: _copy(value) for name, value in trained.optimizer.state_dict().items()}
+    state = {name: copied(value) for name, value in trained.optimizer.state_dict().items()}
     trained.backward()
     if late:
         _travels(trained)

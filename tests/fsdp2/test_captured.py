@@ -2,16 +2,19 @@
 CPU a function that runs again plays the graph; NCCL and CUDA: tests/nccl/test_captured.py.
 """
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zerocast
 from tests.fsdp2 import models
@@ -21,6 +24,7 @@ from tests.workers import Ranks, error_of, on_ranks
 from zerocast.cast.captured_step import CapturedStep, Work, cuda_graph
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.fused_adamw import CapturableFusedStep
+from zerocast.fsdp2.torch_fsdp import MasterAddresses
 
 ORDINARY, WRITTEN = 3, 4  # a step that both take with step(); one before which masters are written
 
@@ -84,13 +88,19 @@ class Trainee:
 
         return watched if models.place() == "cpu" else cuda_graph(watched)
 
-    def step(self, number: int) -> None:
-        """With other gradients and another learning rate at each."""
+    def step(self, number: int, change: "Callable[[Trainee], None] | None" = None) -> None:
+        """With other gradients and another learning rate at each, after a change."""
         self.optimizer.param_groups[0]["lr"] *= 0.7
         if number == WRITTEN:
             with torch.no_grad():
                 torch._foreach_mul_([p for p, _ in models.masters(self.model).values()], 0.5)
+        if change is not None:
+            self.optimizer.zero_grad()
+        if change is not None and change not in OF_GRADIENTS:
+            change(self)
         put_gradients(self.model, number)
+        if change in OF_GRADIENTS:
+            change(self)
         if self.captured is None or number == ORDINARY:
             self.optimizer.step()
         else:
@@ -154,39 +164,98 @@ def without_a_gradient(trainee: Trainee) -> None:
     next(trainee.model.parameters()).grad = None
 
 
-CHANGES: tuple[Callable[[Trainee], None], ...] = (switched, loaded, grown, without_a_gradient)
+def other_moments(trainee: Trainee) -> None:
+    """On this rank, where a load is a call of all ranks."""
+    for moments in trainee.optimizer.state.values():
+        moments["step"] = moments["step"].clone()
 
 
-def after_changes() -> list[str]:
-    """What a captured step says after each change, whether masters are as before, and whether
-    another one then goes on, by a graph of its own.
-    """
-    found = []
-    for change in CHANGES:
-        trainee = Trainee(captured=True, formats=("nvfp4", DELAYED))
-        for number in range(2):
-            trainee.step(number)
-        trainee.optimizer.zero_grad()
-        if change is not without_a_gradient:
-            change(trainee)
-        put_gradients(trainee.model, 2)
-        if change is without_a_gradient:
-            change(trainee)
-        before = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
-        found.append(error_of(trainee.captured).partition(": ")[2].partition(":")[2])
-        after = {name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()}
-        found += [name for name in before if not torch.equal(before[name], after[name])]
-        trainee.capture()
-        for number in (2, 5, 6):  # an ordinary step, one that is recorded, and its replay
-            trainee.step(number)
-            found += models.complaints(trainee.model, change.__name__)
-        found += [f"{len(trainee.recorded)} graphs"] if len(trainee.recorded) != 2 else []
-        found += trainee.kept
+def without_gradients(trainee: Trainee) -> None:
+    trainee.optimizer.zero_grad()
+
+
+OF_GRADIENTS = (without_a_gradient, without_gradients)
+CHANGES: tuple[Callable[[Trainee], None], ...] = (switched, loaded, grown, *OF_GRADIENTS)
+OF_ONE_RANK = (other_moments, *OF_GRADIENTS)
+
+
+def after_changes(changes: tuple[Callable[[Trainee], None], ...] = CHANGES, culprits: Any = None) -> list[Any]:
+    """Differences of a captured run to an ordinary one after each change, on these ranks or all, and the number of graphs."""
+    found: list[Any] = []
+    for change in changes:
+        ordinary, captured = (
+            Trainee(captured, ("nvfp4", DELAYED), moment_dtype="8bit" if culprits else torch.float32)
+            for captured in (False, True)
+        )
+        for number in range(6):
+            is_changed = number == 2 and (culprits is None or dist.get_rank() in culprits)
+            held = []
+            for trainee in (ordinary, captured):
+                trainee.step(number, change if is_changed else None)
+                found += models.complaints(trainee.model, f"{change.__name__}, step {number}")
+                held.append({name: p.full_tensor() for name, (p, _) in models.masters(trainee.model).items()})
+            differing = [name for name, master in held[0].items() if not torch.equal(master, held[1][name])]
+            found += [f"{change.__name__}: {name}, step {number}" for name in differing]
+        found += [*captured.kept, len(captured.recorded)]
     return found
 
 
-def test_what_has_changed_is_captured_again(ranks: Ranks) -> None:
-    assert ranks(1)(after_changes) == [[" capture the step again"] * len(CHANGES)]
+def test_what_has_changed_is_recorded_again(ranks: Ranks) -> None:
+    assert ranks(1)(after_changes) == [[2] * len(CHANGES)]
+
+
+def test_what_has_changed_on_one_rank(ranks: Ranks) -> None:
+    """The other one has one graph, which it replays meanwhile."""
+    assert ranks(2)(after_changes, OF_ONE_RANK, [1]) == [[1, 1, 1], [2, 2, 2]]
+
+
+def masters_gone(trainee: Trainee) -> Any:
+    return mock.patch.object(MasterAddresses, "check_memory", side_effect=ValueError("their memory is gone"))
+
+
+def rate_out_of_range(trainee: Trainee) -> Any:
+    return mock.patch.dict(trainee.optimizer.param_groups[0], lr=float("nan"))
+
+
+def other_codes(trainee: Trainee) -> Any:
+    moments = next(iter(trainee.optimizer.state.values()))
+    return mock.patch.dict(moments, exp_avg=moments["exp_avg"].clone())
+
+
+def refused_alone(what: Callable[[Trainee], Any], times: int) -> tuple[list[str], str, list[str]]:
+    """What captured steps say that rank 1 cannot take, what the next forward pass says, and complaints once a state is loaded."""
+    trainee = Trainee(captured=True, formats=("nvfp4", DELAYED), moment_dtype="8bit")
+    for number in range(3):
+        trainee.step(number)
+    state = zerocast.fsdp2.TrainingState(trainee.model, trainee.optimizer)
+    saved = tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state.state_dict())
+    said = []
+    for _ in range(times):
+        put_gradients(trainee.model, 3)
+        with what(trainee) if dist.get_rank() == 1 else contextlib.nullcontext():
+            said.append(error_of(trainee.captured))
+    with torch.no_grad():
+        passed = error_of(lambda: trainee.model(models.batch(0, WIDTH)))
+    trainee.optimizer.zero_grad()
+    state.load_state_dict(saved)
+    for number in (5, 6):
+        trainee.step(number)
+    return said, passed, models.complaints(trainee.model, "loaded")
+
+
+@pytest.mark.notices(
+    "one rank cannot take a captured step",
+    where="FSDP2",
+    answer="raises on all ranks at the next forward pass, and a load is needed",
+)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("what", [masters_gone, rate_out_of_range, other_codes])
+def test_a_rank_that_cannot_step(ranks: Ranks, what: Callable[[Trainee], Any], times: int) -> None:
+    """All raise at the next forward pass, also after another captured step, of which that rank says why it takes none."""
+    for rank, (said, passed, complaints) in enumerate(ranks(2)(refused_alone, what, times)):
+        assert "failed partway" in passed
+        assert [bool(error) for error in said[1:]] == [rank == 1] * (times - 1)
+        assert complaints == []
 
 
 @on_ranks(1)

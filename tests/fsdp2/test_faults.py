@@ -15,7 +15,9 @@ from tests.fsdp2.models import Net
 from tests.observed import debug_mode
 from tests.workers import error_of, on_ranks
 from zerocast import fsdp2, verify
+from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.cast_group import CastGroup
+from zerocast.fsdp2.plan import ShardPlan
 
 
 def trained(formats: tuple[str, ...]) -> Any:
@@ -67,6 +69,22 @@ def test_a_step_on_one_rank_in_debug_mode() -> None:
     assert "rank 1 casts and gathers after cast" in said
     fsdp2.refresh(model)
     assert verify(model).ok
+
+
+@on_ranks(2)
+def test_an_optimizer_steps_after_another_has_failed_partway() -> None:
+    """Its step does not complete the masters of the other one."""
+    model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
+    named = dict(model.named_parameters())
+    first, second = (FusedAdamW([p for name, p in named.items() if f"blocks.{i}" in name], lr=1e-2) for i in range(2))
+    model(models.batch(0, 64)).float().square().mean().backward()
+    is_culprit = dist.get_rank() == 1
+    fails = mock.patch.object(ShardPlan, "after_step", side_effect=torch.OutOfMemoryError("injected"))
+    with fails if is_culprit else contextlib.nullcontext():
+        assert bool(error_of(first.step)) == is_culprit
+    assert ("failed partway" in error_of(second.step)) == is_culprit
+    with torch.no_grad():
+        assert "failed partway" in error_of(lambda: model(models.batch(1, 64)))
 
 
 class SecondWrite(TorchDispatchMode):

@@ -92,7 +92,7 @@ def masters_written_before_a_captured_step(run: Pass) -> str:
         captured()
 
     def last_step() -> None:
-        assert step.must_warm_up == run.in_first_replica
+        assert step.must_step_without_graph == run.in_first_replica
         captured()
 
     return masters_written(run, last_step)

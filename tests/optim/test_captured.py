@@ -9,12 +9,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import casts
+from tests.distributed.test_same_call import copied
 from tests.host_traffic import HostTraffic
 from tests.optim.captured_runs import Case, Trainee, compare
 from tests.optim.probe import BF16
 from tests.optim.runs import DETERMINISTIC
 from tests.selection import worlds
-from tests.workers import on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
 from zerocast.cast import captured_step
 from zerocast.optim.foreign_writes import ForeignWrites
@@ -135,21 +136,105 @@ def test_not_with_the_reference_backend():
         captured_step.check_capturable(torch.device("cuda"), "reference")
 
 
-def test_moved_storage_is_refused_and_then_captured_anew(device):
-    trainee = Trainee(Case(device=device))
+def graphs_after_a_move(device: str, culprit: int) -> list[bool]:
+    """Whether there is a graph after each step, where a scale of the culprit moves before the second one."""
+    trainee, other = Trainee(Case(device=device)), Trainee(Case(device=device))
+    step, found = trainee.capture(), []
+    for number in range(4):
+        if number == 1 and trainee.rank == culprit:
+            state = trainee.probe.get_parameter("block").state
+            state.move_to({"rowwise_scale_inv": state.buffers["rowwise_scale_inv"].clone()})
+        for each, take in ((trainee, step), (other, other.ordinary_step)):
+            each.gradients(number)
+            take()
+        found.append(step._replay is not None)
+        casts.assert_same_bytes(trainee.held(), other.held())
+    return found
+
+
+def test_moved_storage_is_recorded_again(device):
+    assert graphs_after_a_move(device, culprit=0) == [True, False, True, True]
+
+
+def test_storage_that_moves_on_one_rank(ranks):
+    """That one steps without a graph meanwhile, with the collectives of the others' graphs."""
+    assert ranks(2)(graphs_after_a_move, "cpu", 1) == [[True] * 4, [True, False, True, True]]
+
+
+@torch.no_grad()
+def write_a_norm(trainee: Trainee) -> None:
+    trainee.probe.get_parameter("norm").add_(1)
+
+
+def take_out(trainee: Trainee) -> None:
+    trainee.optimizer.param_groups[0]["params"].pop()
+
+
+def rate_out_of_range(trainee: Trainee) -> None:
+    trainee.optimizer.param_groups[0]["lr"] = float("nan")
+
+
+def other_bytes(trainee: Trainee) -> None:
+    weight = trainee.probe.get_parameter("nv")
+    weight.data = weight.data.clone()
+    weight.rowwise_data.bitwise_xor_(1)
+
+
+REFUSALS = {
+    write_a_norm: "parameters were written since the last step",
+    take_out: "param_groups",
+    rate_out_of_range: "lr",
+    other_bytes: "different storage and different values",
+}
+
+
+def refused_by(what, case: Case, culprits: list[int], at_capture: bool) -> tuple[str, bool, bool]:
+    """What a captured step says whose CPU part raises on these ranks, whether a load is needed, and whether a run goes on then."""
+    trainee = Trainee(case)
     step = trainee.capture()
     trainee.gradients(0)
-    scale = trainee.probe.get_parameter("block").state.buffers["rowwise_scale_inv"]
-    trainee.probe.get_parameter("block").state.move_to({"rowwise_scale_inv": torch.empty_like(scale)})
-    before = trainee.held()
-    with pytest.raises(RuntimeError, match="has moved or was replaced, and the graph"):
-        step()
-    assert all((value == before[name]).all() for name, value in trainee.held().items())
-    other = Trainee(Case(device=device))
+    step()
+    groups = [{**group, "params": [*group["params"]]} for group in trainee.optimizer.param_groups]
+    state = copied(trainee.optimizer.state_dict())
+    trainee.gradients(1)
+    if trainee.rank in culprits:
+        what(trainee)
+    said = error_of(trainee.capture if at_capture else step)
+    is_partial = trainee.optimizer._plan.validity.partial is not None
+    for group, before in zip(trainee.optimizer.param_groups, groups, strict=True):
+        group |= before
+    trainee.optimizer.zero_grad()
+    trainee.optimizer.load_state_dict(state)
+    other = Trainee(case)
     other.gradients(0)
     other.ordinary_step()
-    trainee.capture()()
-    assert all((value == trainee.held()[name]).all() for name, value in other.held().items())
+    for each, take in ((trainee, step), (other, other.ordinary_step)):
+        each.gradients(1)
+        take()
+    casts.assert_same_bytes(trainee.held(), other.held())
+    return said, is_partial, trainee.optimizer.skipped_steps == 0
+
+
+@pytest.mark.notices(
+    "one rank cannot take a captured step",
+    where="ZeroAdamW",
+    answer="raises on all ranks, and a load is needed; nothing changed if no rank can",
+)
+@pytest.mark.parametrize("what", REFUSALS, ids=lambda what: what.__name__)
+@pytest.mark.parametrize(("culprits", "name"), [([1], "clipped"), ([1], "overlap"), ([0, 1], "8-bit moments")])
+def test_a_rank_that_cannot_step_takes_part_in_the_graph_of_the_others(ranks, what, culprits, name):
+    for said, is_partial, goes_on in ranks(2)(refused_by, what, CASES[name], culprits, False):
+        assert REFUSALS[what] in said
+        assert is_partial == (len(culprits) == 1)
+        assert goes_on
+
+
+@pytest.mark.parametrize("culprits", [[1], [0, 1]])
+def test_a_rank_on_which_a_step_cannot_be_captured(ranks, culprits):
+    for said, is_partial, goes_on in ranks(2)(refused_by, write_a_norm, CASES["clipped"], culprits, True):
+        assert REFUSALS[write_a_norm] in said
+        assert is_partial == (len(culprits) == 1)
+        assert goes_on
 
 
 def test_weights_that_are_moved_back_are_not_moved(device):

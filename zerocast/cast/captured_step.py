@@ -8,6 +8,7 @@ outside the graph, and is the same as in an ordinary step.
 import abc
 import contextlib
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -17,28 +18,19 @@ from torch import Tensor
 from zerocast import backends
 
 Work = Callable[[], None]
-MOVED = (
-    "what the step was captured with (parameters, gradients, states, scales or shards) has moved or was replaced, and the graph "
-    "would write where it was: capture the step again"
-)
+logger = logging.getLogger(__name__)
 
 
 class CapturableStep(abc.ABC):
-    """The parts of an optimizer's step, of which a CUDA graph repeats the device's.
-
-    Attributes:
-        warms_up_by_stepping: True if `warm_up` is an ordinary step, which is then taken in place of
-            the first captured one.
-    """
-
-    warms_up_by_stepping = False
+    """The parts of an optimizer's step, of which a CUDA graph repeats the device's."""
 
     @abc.abstractmethod
     def prepare(self) -> Any:
-        """Do the CPU's part before the device's. Raises with nothing changed.
+        """Do the CPU's part before the device's.
 
         Returns a description of the memory that the device's part reads and writes, for
-        `has_same_memory`. None if this rank takes no step; it has then cast as the other ranks do.
+        `has_same_memory`. None if this rank takes no step. A rank that takes none, and one that
+        raises, has then taken part in the collectives of the others, unless all of them raise.
         """
 
     @abc.abstractmethod
@@ -47,15 +39,22 @@ class CapturableStep(abc.ABC):
         recorded.
         """
 
+    def rehearse(self) -> Any:
+        """Run the device's part with nothing changed, since some memory and kernels are only made
+        at their first use. Returns the description of `prepare`. None if only a step can show the
+        memory. Collective.
+        """
+        return None
+
     @abc.abstractmethod
-    def warm_up(self) -> Any:
-        """Run the device's part once without a graph, since some memory and kernels are only made
-        at their first use. Returns the description of `prepare`. Collective.
+    def step_without_graph(self) -> Any:
+        """Take the step that was prepared, with the collectives of a replay. Returns the
+        description of `prepare`: a next step in that memory can be recorded.
         """
 
     @property
-    def must_warm_up(self) -> bool:
-        """True if no graph can contain the next step, which is then an ordinary one."""
+    def must_step_without_graph(self) -> bool:
+        """True if no graph can contain the next step."""
         return False
 
     @abc.abstractmethod
@@ -102,8 +101,8 @@ class CapturedStep:
     """A step to call in place of `step()`: the same bits, with one launch for the device's part.
     `ZeroAdamW.capture` and `FusedAdamW.capture` make one.
 
-    Making it is collective. If the step can be warmed up without a change, it is recorded
-    immediately, else by the second call; the first one is an ordinary step.
+    Making it is collective. If the step can be rehearsed, it is recorded immediately, else by the
+    second call; the first one is an ordinary step.
 
     Args:
         step: the parts of the step.
@@ -112,35 +111,42 @@ class CapturedStep:
 
     def __init__(self, step: CapturableStep, record: Callable[[Work], Work] = cuda_graph) -> None:
         self._step, self._record = step, record
-        # The memory at the warm-up, as `prepare` describes it. Kept, since the graph reads its
-        # tables.
+        # The memory at the last step or rehearsal without a graph, as `prepare` describes it. Kept,
+        # since the graph reads its tables.
         self._places: Any = None
         # None until the step is recorded.
         self._replay: Work | None = None
-        if not step.warms_up_by_stepping:
-            self.capture()
+        self.capture()
 
     def capture(self) -> None:
-        """Record the step for the current memory. Collective. Changes no master and no weight."""
-        self._places = self._step.warm_up()
-        self._replay = self._record(self._step.launch)
+        """Record the step for the current memory if it can be rehearsed. Collective. Changes no
+        master and no weight.
+        """
+        self._places = self._step.rehearse()
+        if self._places is not None:
+            self._replay = self._record(self._step.launch)
 
     @torch.no_grad()
     def __call__(self) -> Tensor | None:
         """Take one step with the gradients as they are now, and cast. All ranks call it.
 
+        If anything has moved since the step was recorded, such as a state that was loaded, this
+        rank takes an ordinary step and records the next one in the new memory. That needs no other
+        rank, so it may happen on some ranks alone.
+
         Returns the result of the optimizer's step: the norm before clipping, f32[], for ZeroAdamW,
-        None for FusedAdamW. Raises RuntimeError, with nothing changed, if anything has moved since
-        the step was captured.
+        None for FusedAdamW.
         """
         places = self._step.prepare()
         if places is None:
             return None
-        if self._places is not None and not self._step.has_same_memory(places, self._places):
-            raise RuntimeError(MOVED)
-        if self._places is None or self._step.must_warm_up:
-            self._places = self._step.warm_up()
-            return None
+        has_moved = self._places is None or not self._step.has_same_memory(places, self._places)
+        if has_moved and self._replay is not None:
+            logger.info("memory of a captured step has moved or was replaced: it is recorded again")
+            self._replay = None
+        if has_moved or self._step.must_step_without_graph:
+            self._places = self._step.step_without_graph()
+            return self._step.finish()
         with self._step.launch_context():
             if self._replay is None:
                 self._replay = self._record(self._step.launch)

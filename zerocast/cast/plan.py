@@ -84,14 +84,6 @@ class Plan(abc.ABC):
             raise problem
         self.problem = problem
 
-    def check_ready(self) -> None:
-        """Raise the problem of this rank on this rank only. For a captured step: its collectives
-        are in a graph, in which this rank cannot take part without a step.
-        """
-        problem, self.problem = self.problem, None
-        if problem is not None:
-            raise problem
-
     def run(
         self,
         *,

@@ -11,7 +11,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -436,16 +436,26 @@ class FusedAdamW(torch.optim.Optimizer):
         """
         try:
             places = self.prepare()
-        except Exception as error:
-            # Other errors are about arguments and gradients, which are the same on all ranks.
-            if isinstance(error, RuntimeError) and self._break_off(error):
-                for manager in self._managers:
-                    manager.make_due(self)
+        except RuntimeError as error:
+            self.refuse(error)
+        except Exception:
+            # These are about arguments and gradients, which are the same on all ranks.
             self.join_collectives()
             raise
         if not places:
             self.join_collectives()
         return places
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        """Raise the problem of this rank, which takes no step, after the collective of a step that
+        the other ranks take. If this rank continues, it casts as they do, and all raise at the next
+        gather.
+        """
+        if self._break_off(problem):
+            for manager in self._managers:
+                manager.make_due(self)
+        self.join_collectives()
+        raise problem
 
     def _break_off(self, error: Exception) -> bool:
         """Note that other ranks may have stepped, because of an error on this one. Returns False if
@@ -470,10 +480,10 @@ class FusedAdamW(torch.optim.Optimizer):
 
         All ranks call it, and then all ranks call that; the gradients are reduced by then, and
         clipped. Its first call is an ordinary step, its second one records. Schedulers, ordinary
-        steps in between, loading in place and evaluation stay as they are: learning rates are read
-        at every call, whether tensors or numbers. It takes no closure and runs no step hooks, and
-        no hook of a gradient calls it. Raises RuntimeError for parameters that are not on a CUDA
-        device, and for other backends than cuda.
+        steps in between, loading and evaluation stay as they are: learning rates are read at every
+        call, whether tensors or numbers. It takes no closure and runs no step hooks, and no hook of
+        a gradient calls it. Raises RuntimeError for parameters that are not on a CUDA device, and
+        for other backends than cuda.
         """
         validity_of(self).check(Use.STEP)
         device = self.param_groups[0]["params"][0].device
@@ -497,6 +507,10 @@ class FusedAdamW(torch.optim.Optimizer):
         the next gather.
         """
         self._bind()
+        for validity in self.validities:
+            # Of masters too, which another optimizer may have left partial: a step would be taken
+            # for the write that completes them.
+            validity.check(Use.STEP)
         try:
             for group in self.param_groups:
                 ADAMW.check(group, wait=False)
@@ -799,8 +813,6 @@ class CapturableFusedStep(CapturableStep):
             gradients itself.
     """
 
-    warms_up_by_stepping = True
-
     def __init__(self, optimizer: FusedAdamW, stand_ins: Callable[[Sequence[Tensor]], StandIns] | None = None) -> None:
         self._optimizer, self._make_stand_ins = optimizer, stand_ins
         # Stand-ins for the gradients of each launch. They live as long as the graph.
@@ -808,46 +820,70 @@ class CapturableFusedStep(CapturableStep):
 
     def prepare(self) -> object:
         """Prepare the step on the CPU. Return the record of memory that the optimizer's tables were
-        made for.
+        made for. None if this rank takes no step; it has cast as the others do.
         """
         if torch_fsdp.backward_pass() is not None:
             raise RuntimeError(WITHIN_BACKWARD)
-        places = self._optimizer.prepare_or_join_collectives()
-        if places is None:
-            for manager in self._optimizer.managers:
+        try:
+            places = self._optimizer.prepare_or_join_collectives()
+        except RuntimeError:
+            self._cast_as_others()
+            raise
+        if not places:
+            self._cast_as_others()
+            return None
+        return places
+
+    def _cast_as_others(self) -> None:
+        """Cast for a captured step that this rank does not take: the graphs of the others cast."""
+        # Of all parameters, since none of them may have a gradient on this rank.
+        for manager in managers_behind(p for group in self._optimizer.param_groups for p in group["params"]):
+            if manager.plan.has_peers:
                 manager.make_due(self._optimizer)
                 manager.before_gather()
-        return places
 
     def has_same_memory(self, now: object, recorded: object) -> bool:
         """Return whether the optimizer's tables are the same as at the recording."""
         return now is recorded
 
     @property
-    def must_warm_up(self) -> bool:
+    def must_step_without_graph(self) -> bool:
         """True if the cast finds first scales of delayed scaling, which takes the host, or has
         something to report to other replicas that the graph does not have.
         """
         return any(manager.plan.must_seed or manager.plan.casts_apart for manager in self._optimizer.managers)
 
-    def warm_up(self) -> object:
+    def step_without_graph(self) -> object:
         """Take an ordinary step and cast."""
         for manager in self._optimizer.managers:
             manager.before_first_step()
         self._optimizer.step()
         for manager in self._optimizer.managers:
             manager.cast_first_step()
-        return self._optimizer.prepare()
+        places = self._optimizer.prepare()
+        passes = {*self._optimizer.passes()}
+        self._stand_ins = {adam: held for adam, held in self._stand_ins.items() if adam in passes}
+        return places
 
     @contextlib.contextmanager
     def launch_context(self) -> Iterator[None]:
         """Let the replay use these gradients, and count its cast.
 
-        Raises RuntimeError before anything is written if ranks disagreed in the step before.
+        Raises RuntimeError before anything is written if ranks disagreed in the step before, and if
+        this rank cannot cast.
         """
         managers = self._optimizer.managers
         for manager in managers:
-            manager.before_captured_cast(self._optimizer)
+            manager.before_captured_step(self._optimizer)
+        for manager in managers:
+            manager.ready("takes a captured step")
+            if manager.plan.problem is not None:
+                try:
+                    self._optimizer.refuse(manager.plan.problem)
+                finally:
+                    self._cast_as_others()
+            # The graph measures all masters.
+            manager.plan.forget_amaxes()
         with transaction(self._optimizer.validities, "a captured step"):
             if self._make_stand_ins is not None:
                 for adam in self._optimizer.passes():

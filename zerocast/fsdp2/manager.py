@@ -189,16 +189,12 @@ class CastManager(Driver[ShardPlan]):
             group.hold_tables()
         self.before_gather()
 
-    def before_captured_cast(self, by: Optimizer) -> None:
-        """Do the CPU's part before a graph of a step and its cast. Raises RuntimeError as in
+    def before_captured_step(self, by: Optimizer) -> None:
+        """Read the headers of the step before, and make a cast due. Raises RuntimeError as in
         `before_gather`.
         """
         self.make_due(by)
         self.plan.status.next_step()
-        self.ready("takes a captured step")
-        self.plan.check_ready()
-        # The graph measures all masters.
-        self.plan.forget_amaxes()
 
     def after_captured_cast(self) -> None:
         """Do the CPU's part after a graph of a step and its cast."""

@@ -10,7 +10,7 @@ step. The CPU's part before and after is in `zero_optimizer.py`.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -149,6 +149,8 @@ class CapturableZeroStep(CapturableStep):
         """Prepare the step on the CPU. Returns the memory that it works in."""
         self._prepare()
         self._find_parts()
+        if self._plan.problem is not None:
+            self._refuse("a captured step", masters=True)
         return self._memory()
 
     def has_same_memory(self, now: StepMemory, recorded: StepMemory) -> bool:
@@ -156,7 +158,7 @@ class CapturableZeroStep(CapturableStep):
         same = now.gradients is recorded.gradients and len(now.tables) == len(recorded.tables)
         return same and all(a.has_same_memory(b) for a, b in zip(now.tables, recorded.tables, strict=True))
 
-    def warm_up(self) -> StepMemory:
+    def rehearse(self) -> StepMemory:
         """Run the device's part as if a gradient were not finite, which changes nothing."""
         self._find_parts()
         self._run_skipped_step()
@@ -164,6 +166,15 @@ class CapturableZeroStep(CapturableStep):
         # tables to the backend, which may read a table at its first use. No graph may record that.
         self._run_skipped_step()
         return self._memory()
+
+    def step_without_graph(self) -> StepMemory:
+        """Take the step by launches of its parts."""
+        # Of before the step: what the step allocates has been used by none before, and no graph may
+        # record the first use of a table.
+        memory = self._memory()
+        with self.launch_context():
+            self.launch()
+        return memory
 
     @contextlib.contextmanager
     def launch_context(self) -> Iterator[None]:
@@ -195,14 +206,32 @@ class CapturableZeroStep(CapturableStep):
         return StepMemory(self._device.gradients.flat, [*self._plan.tables, *self._weights.gather.tables()])
 
     def _run_skipped_step(self) -> None:
-        device, clip = self._device, self._device.clip.clone()
+        device = self._device
+        before = device.skipped.clone(), device.clip.clone()
         self._weights.driver.ready()
-        self._plan.check_ready()
-        square_sum = device.square_sum()
-        device.clip_to(1.0, square_sum.sqrt().float())
-        device.launch(self._plan, torch.full_like(square_sum, torch.nan))
-        self._plan.done()
-        self._weights.gather.start(self._plan)
-        device.skipped -= 1
-        device.clip.copy_(clip)
+        if self._plan.problem is not None:
+            self._refuse("the capture of a step", masters=False)
+        try:
+            with self._plan.validity.transaction("the capture of a step", masters=False):
+                square_sum = device.square_sum()
+                device.clip_to(1.0, square_sum.sqrt().float())
+                device.launch(self._plan, torch.full_like(square_sum, torch.nan))
+                self._plan.done()
+                self._weights.gather.start(self._plan)
+        finally:
+            torch._foreach_copy_([device.skipped, device.clip], before)
         self._weights.driver.ready()
+
+    def _refuse(self, what: str, *, masters: bool) -> NoReturn:
+        """Raise the problem of this rank after the collectives of a step that other ranks take.
+
+        `what` and `masters` describe the step, as in `CastDriver.join_collectives`.
+        """
+        before_cast, after_cast = self._device.step_collectives
+
+        def norm_and_gradients() -> None:
+            self._device.square_sum()
+            before_cast()
+
+        collectives = StepCollectives(norm_and_gradients, after_cast)
+        self._weights.driver.join_collectives(what, collectives, masters=masters)

@@ -359,7 +359,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def _prepare_captured(self, max_norm: float | None) -> None:
         """Prepare a captured step. A graph that clips overwrites the factor of an earlier clip."""
         self._prepare("" if max_norm is None else f", clipped to {max_norm:.6g}")
-        self._plan.check_ready()
         if max_norm is not None:
             self._apply_clip()
 
