@@ -56,7 +56,7 @@ def redirect() -> Iterator[None]:
     if not any("master_weights" in patch.name for patch in patches):
         raise RuntimeError(
             f"{' and '.join(_MODULES)} have no quantize_master_weights and no cast_master_weights_to_fp8: this "
-            "this TransformerEngine has an API that zerocast does not support"
+            "TransformerEngine has an API that zerocast does not support"
         )
     with Patches() as replaced:
         replaced.apply(patches)

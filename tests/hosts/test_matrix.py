@@ -236,6 +236,7 @@ FROZEN = ("frozen quantized", "frozen plain")
 EVENTS = {
     "a step": Event(lambda run, kind: run.step(3), lambda run, kind: run.step(3)),
     "a master is written": Event(write_master, write_master_and_cast, TRAINED),
+    "a master is written and cast": Event(write_master_and_cast, write_master_and_cast, ("quantized",)),
     "the bytes of a weight are written": Event(write_live, kinds=("quantized",)),
     "a parameter is written": Event(write_parameter, write_master_and_cast, ("plain",)),
     "a frozen parameter is written": Event(write_frozen, write_frozen, FROZEN),
@@ -362,6 +363,7 @@ event                                  |kind            |ZeroAdamW|FSDP2   |Mega
 a step                                 |all             |.R...... |.R......|.R......     |.R......|.R......|.R...R..
 a master is written                    |quantized       |..DDDR.. |.R......|..DDDR.D     |..DDDR..|..DDDR.D|..DDDR.D
 a master is written                    |plain           |..DDDR.. |.n......|..DDDR.D     |........|.R......|.R...R..
+a master is written and cast           |quantized       |.R...... |.R......|.R......     |.R......|.n......|.n...R..
 the bytes of a weight are written      |quantized       |.nnnnRRR |.nnn....|.nnnnR.n     |.nnnnR..|.nnnnR.n|.nnnnR.n
 a parameter is written                 |plain           |.R...RRR |.n......|.....Rnn     |.Rnnn.nn|.R......|.R...R..
 a frozen parameter is written          |frozen quantized|.R...... |.RR.....|.R......     |.R......|.R......|.R...R..
@@ -446,6 +448,11 @@ def in_words(answer: str) -> str:
     "the bytes of a quantized weight are written by hand, or get other values by `.data =`",
     where="CastPlan",
     answer="they are read until the next cast; `zerocast.verify(plan)` names the weight",
+)
+@pytest.mark.notices(
+    "a master is written and cast by `plan.cast()` between a forward pass and its backward pass",
+    where="CastPlan",
+    answer="it reads the new values; after `attach` a step there makes it raise",
 )
 @pytest.mark.notices(
     "a plain parameter that no optimizer has is unfrozen",

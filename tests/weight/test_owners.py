@@ -754,6 +754,51 @@ def test_masters_that_no_optimizer_steps_over(caplog: pytest.LogCaptureFixture) 
     ]
 
 
+@pytest.mark.notices(
+    "a parameter of an attached optimizer is replaced, so that it updates another tensor than the master",
+    where="CastPlan",
+    answer="logs the weights whose masters no optimizer updates, at its next step",
+)
+def test_a_master_whose_parameter_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    plan, (optimizer, other) = two_optimizers()
+    optimizer.add_param_group({"params": other.param_groups[0]["params"]})
+    plan.attach(optimizer)
+    with caplog.at_level(logging.WARNING):
+        optimizer.step()
+        (master,) = optimizer.param_groups[1]["params"]
+        optimizer.param_groups[1]["params"] = [nn.Parameter(master.detach().clone())]
+        assert not caplog.records
+        for _ in range(2):
+            optimizer.step()
+    assert [r.getMessage() for r in caplog.records] == [
+        "no attached optimizer updates the masters of weights [1]: they stay as they are"
+    ]
+
+
+def test_weights_that_swap_tensors_exchanges() -> None:
+    """The next cast writes what the weight has got, in place of what it had."""
+    plan, _ = two_optimizers()
+    first, second = plan.weights
+    masters = [shard.master for shard in plan._partition.shards]
+    for others in ((first, copy.deepcopy(first)), (first, second)):
+        torch.utils.swap_tensors(*others)
+        for master in masters:
+            master.data.mul_(2.0)
+        plan.cast()
+        plan.post_all_gather()
+        assert zerocast.verify(plan).ok
+
+
+def test_a_weight_that_swap_tensors_exchanges_with_that_of_another_optimizer() -> None:
+    models = network(), network()
+    optimizers = [ZeroAdamW(model.named_parameters(), group=ONE_PROCESS) for model in models]
+    torch.utils.swap_tensors(
+        *(next(p for p in model.parameters() if isinstance(p, QuantizedWeight)) for model in models)
+    )
+    with pytest.raises(RuntimeError, match="swap_tensors has exchanged them"):
+        steps(models[0], optimizers[0])
+
+
 # A ZeroAdamW that was taken over
 
 

@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import functools
+import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,10 @@ from zerocast.formats.layout import Span
 from zerocast.verification.master_views import MasterView, MasterViews
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.owners import Claim, pop_deferred_error, train
+from zerocast.weight.state import WeightState
 from zerocast.weight.validity import InvalidWeights, Use, Validity
+
+_state_of: Callable[[QuantizedWeight], WeightState] = operator.attrgetter("state")
 
 # The number of plans that were built in each process group, keyed by its name.
 _built: Counter[str] = Counter()
@@ -611,6 +615,9 @@ class CastPlan(Plan):
         """
         for w in self.weights if self.validity.before_read else ():
             w.wait()
+        if not all(map(operator.is_, map(_state_of, self.weights), self._states)):
+            # `torch.utils.swap_tensors` has exchanged the storage of weights, and records nothing.
+            self.validity.moved()
         if self._places != self.validity.places or any(table.has_moved() for table in self._tables.owned):
             self._partition.check_again()
             if any(w.state.validity is not self.validity for w in self.weights):
@@ -629,7 +636,7 @@ class CastPlan(Plan):
         self._take_weights()
         self._tables = CastTables.of(self._partition, self._cast, self.amaxes, self._param_groups)
         self.delayed.bind(self._delayed_buffers())
-        self._places = self.validity.places
+        self._places, self._states = self.validity.places, list(map(_state_of, self.weights))
 
 
 @dataclass(frozen=True)

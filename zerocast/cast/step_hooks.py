@@ -1,10 +1,12 @@
 """StepHooks: the optimizers after whose steps a plan casts, and the plan's claim on its weights.
 
 An optimizer that updates none of a plan's masters would silently leave its weights as they are. So
-`attach` raises, and the first step logs the masters that no attached optimizer updates.
+`attach` raises, and the first step, and one with other parameters than the step before, logs the
+masters that no attached optimizer updates.
 """
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -118,12 +120,14 @@ class _CastAfterStep:
 
     def __init__(self, hooks: StepHooks, cast: Callable[[], None], claim: Claim, stepped: set[int | None]) -> None:
         self.hooks, self.cast, self.claim, self.stepped = hooks, cast, claim, stepped
-        self._is_first = True
+        # The parameters of the optimizer at its last step. Others may take their place.
+        self._parameters: list[Tensor] = []
 
-    def __call__(self, *_: Any) -> None:
-        if self._is_first:
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        before, self._parameters = self._parameters, [p for group in optimizer.param_groups for p in group["params"]]
+        if len(before) != len(self._parameters) or not all(map(operator.is_, before, self._parameters)):
+            self.stepped = _stepped(optimizer)
             self.hooks.report_masters_without_step()
-        self._is_first = False
         self.cast()
 
 

@@ -50,6 +50,11 @@ USED_UP = (
     "and before step(), and call zero_grad() after each step"
 )
 
+EXCHANGED = (
+    "this parameter is another one than its optimizer has masters of: torch.utils.swap_tensors has exchanged them. Exchange them "
+    "before the optimizer is built, or build a new one"
+)
+
 ROUND = "reduces the gradients of a backward pass"
 
 
@@ -258,6 +263,8 @@ class GradientReducer:
             # The next backward pass raises too, until `zero_grad`.
             self._launched, self._end = 0, None
             raise RuntimeError(self.refusal)
+        if id(parameter) not in self._place:
+            raise RuntimeError(EXCHANGED)
         index, part = self._place[id(parameter)]
         self.gradients.collect(part, self._reduced)
         if not self.synchronise:
