@@ -304,7 +304,7 @@ REFUSED: dict[Callable[[Run], None], tuple[type[Exception], str, bool]] = {
     empty: (RefitError, "changes came to a receiver without a complete refit", True),
     unread: (RefitError, "not to be read, there was no refit yet", True),
     of_another_format: (RefitError, "they store weights in different formats", True),
-    with_less: (RefitError, "the sender has no more: it stores other weights than this receiver", True),
+    with_less: (RefitError, "the sender has no more: its weights are not this receiver's", True),
     not_contiguous: (ValueError, r"weight is not contiguous, strides \(1, 4\)", True),
 }
 

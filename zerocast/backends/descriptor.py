@@ -25,17 +25,17 @@ class Column(enum.IntEnum):
     Offsets count elements of the base's dtype, except data offsets, which count bytes.
     """
 
-    ROWS = 0  # of the weight as a matrix
+    ROWS = 0  # the rows of the weight as a matrix
     COLUMNS = 1
     START = 2  # first owned element, row-major
     NUMEL = 3  # owned elements; 0 when this rank owns nothing
     MASTER_BASE = 4  # index into the list of masters
-    MASTER_OFFSET = 5  # of element START
-    ROW_AMAX = 6  # of the first rowwise amax in the packed buffer; the grid is not padded
-    COLUMN_AMAX = 7  # of the first amax of an own columnwise grid
-    SHARED_AMAX = 7  # two-level scales, which have no such grid: of a tensor amax that several weights share
+    MASTER_OFFSET = 5  # the offset of element START
+    ROW_AMAX = 6  # the offset of the first rowwise amax in the packed buffer; the grid is not padded
+    COLUMN_AMAX = 7  # the offset of the first amax of a separate columnwise grid
+    SHARED_AMAX = 7  # two-level scales, without such a grid: the offset of a tensor amax that several weights share
     ROW_DATA_BASE = 8
-    ROW_DATA_OFFSET = 9  # of element 0 of the weight; negative if only a later shard is stored
+    ROW_DATA_OFFSET = 9  # the offset of element 0 of the weight; negative if only a later shard is stored
     COLUMN_DATA_BASE = 10
     COLUMN_DATA_OFFSET = 11
     ROW_SCALE_BASE = 12
@@ -48,7 +48,7 @@ class Column(enum.IntEnum):
     SCALE_OFFSET = 19
     HISTORY_BASE = 20  # delayed scaling: f32[amax_history_len]
     HISTORY_OFFSET = 21
-    NOT_FINITE = 22  # of the number in the packed buffer that becomes 1 if an owned master is NaN or Inf
+    NOT_FINITE = 22  # the offset of the number in the packed buffer that becomes 1 if an owned master is NaN or Inf
 
 
 class Piece(enum.IntEnum):
@@ -57,16 +57,16 @@ class Piece(enum.IntEnum):
     """
 
     BASE = 0  # index into the lists of masters, gradients, moments and scales
-    OFFSET = 1  # of the first element in the flat tensors
-    NUMEL = 2  # more than 0
+    OFFSET = 1  # the offset of the first element in the flat tensors
+    NUMEL = 2  # the number of elements, more than 0
     SCALARS = 3  # row of Adam's scalars
     START = 4  # the first element's index in the full weight, row-major
-    COLUMNS = 5  # of the weight; each of its rows begins a new group of 128
+    COLUMNS = 5  # the columns of the weight; each of its rows begins a new group of 128
     SCALE = 6  # index of the first group's scale of the first moment
-    SECOND_SCALE = 7  # of the second moment
+    SECOND_SCALE = 7  # index of the first group's scale of the second moment
     CUT_FIRST = 8  # index of the first group among shared groups; -1 if this rank has all of it
     CUT_LAST = 9  # index of the last group among shared groups, which may be the first one
-    KEY = 10  # of the weight's random numbers, less than 2**32
+    KEY = 10  # the key of the weight's random numbers, less than 2**32
 
 
 WIDTH = len(Column)

@@ -43,7 +43,7 @@ def changes_of(header: Header, payload: Tensor, nbytes: int) -> tuple[Tensor, Te
     """Decode the changes to a bucket of `nbytes` bytes.
 
     Returns (positions in the bucket, int64 and ascending, the new bytes at these positions). Raises
-    RefitError for changes of a bucket of another size.
+    RefitError for changes of a bucket of a different size.
     """
     segments = header["segments"]
     # A transport may deliver bytes in any dtype and shape.

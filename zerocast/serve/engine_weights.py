@@ -97,7 +97,7 @@ def check_filled(tensors: Mapping[str, ModelTensor], regions: Iterable[Region]) 
         if empty or repeated:
             raise RefitError(
                 f"{times.numel() - empty} of the {times.numel()} elements of {name} are filled, {repeated} of them more than once: "
-                "the sender has other weights than this engine, or stores them otherwise"
+                "the sender has weights that differ from this engine's, or stores them differently"
             )
 
 
@@ -124,7 +124,7 @@ class EngineWeights(Protocol):
         """Return the engine's bytes in model layout, contiguous. Written to, they change; then
         `written` says so. Valid after `load`.
 
-        Where products read another layout these may be the bytes from which it was made.
+        Where products read a different layout these may be the bytes from which it was made.
         """
         ...
 
@@ -133,7 +133,7 @@ class EngineWeights(Protocol):
         ...
 
     def check(self) -> None:
-        """Compare what products read with what was made of `tensors`, where that is another layout.
-        Raises ValueError, naming a tensor, if they differ.
+        """Compare what products read with what was made of `tensors`, where that is a different
+        layout. Raises ValueError, naming a tensor, if they differ.
         """
         ...

@@ -224,7 +224,7 @@ class Receiver:
         received = {name for names in self._buckets for name in names}
         missing = sorted(set(self._tensors) - received)
         if missing and self._is_given:
-            raise RefitError(f"the sender has no {', '.join(missing[:4])}: it stores other weights than this receiver")
+            raise RefitError(f"the sender has no {', '.join(missing[:4])}: its weights are not this receiver's")
         for name in missing:
             del self._tensors[name]
         self._complete = header["run"], header["refit"]

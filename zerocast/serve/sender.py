@@ -133,7 +133,7 @@ class Sender:
         """Return a refit of the bytes that changed since refit `since`, which must be the last one.
 
         Raises RefitError, with nothing sent, for any other refit, after one that was not read to
-        its end, and if tensors have other shapes or dtypes than then: send `named_tensors()`.
+        its end, and if shapes or dtypes of tensors have changed since: send `named_tensors()`.
         """
         self._check_since(since)
         return self._deltas(since)
@@ -199,7 +199,7 @@ class Sender:
 
     def _changed_parts(self) -> Iterator[tuple[str, Tensor, ChangedBytes | None]]:
         """Yield the layout of each bucket, this rank's part of it, and what changed in the part
-        since the last refit; None if that had another layout.
+        since the last refit; None if that had a different layout.
         """
         for index, bucket in enumerate(self._live.buckets()):
             layout, part = layout_digest(_layout(bucket)), self._part(bucket)

@@ -204,7 +204,7 @@ def _agreed(
 
 
 def _check_same(group: Group, batch: Batch) -> None:
-    """Raise ValueError on all ranks for a tensor that they have with other values, of which an
+    """Raise ValueError on all ranks for a tensor whose values differ between ranks, of which an
     export would have one rank's. Collective.
     """
     if group.size == 1 or not batch:
@@ -215,7 +215,7 @@ def _check_same(group: Group, batch: Batch) -> None:
     for (name, _), low, high in zip(batch, smallest, largest, strict=True):
         if low != high:
             raise ValueError(
-                f"{name} has other values on other ranks, and an export stores those of one: make them equal first, by a broadcast "
+                f"{name} differs between ranks, and an export stores those of one: make them equal first, by a broadcast "
                 "for instance"
             )
 
