@@ -15,7 +15,7 @@ from tests.megatron import training
 from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import MIXED, Case, MegatronModule, Run, build
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroAdamW
 from zerocast.cast import host as cast_host
 from zerocast.distributed.group import ONE_PROCESS
@@ -46,8 +46,11 @@ def twice() -> str:
         return error_of(lambda: _attach(run))
 
 
-def owned_twice() -> tuple[str, str]:
-    """A ZeroAdamW over attached weights; then an attachment over those of a plan that is attached to something else."""
+@on_ranks(2)
+@pytest.mark.notices(
+    "two owners of the same weights: an attachment and a ZeroAdamW or a plan", where="Megatron", answer="raises"
+)
+def test_weights_have_one_owner() -> None:
     with host():
         run = _built(Case())
         attached = _attach(run)
@@ -61,7 +64,8 @@ def owned_twice() -> tuple[str, str]:
         again = error_of(lambda: _attach(run))
         handle.remove()
         _attach(run)
-        return zero, again
+        assert "an attachment to Megatron-Core writes weights that a ZeroAdamW is built over" in zero
+        assert "a CastPlan that is attached to SGD writes weights of this CastPlan" in again
 
 
 def after_a_step(only_on: int | None = None) -> str:
@@ -91,13 +95,15 @@ def layer_wise() -> str:
         return error_of(lambda: _attach(run))
 
 
-def of_another_shape() -> tuple[str, str]:
+@on_ranks(2)
+def test_an_optimizer_or_a_chunk_of_another_shape_is_named() -> None:
     with host():
         run = _built(Case())
         del _own(run).model_float16_groups
         optimizer = error_of(lambda: _attach(run))
         chunk = error_of(lambda: integration.attach(_built(Case()).optimizer, nn.Linear(2, 2)))
-        return optimizer, chunk
+        assert "DistributedOptimizer, has no model_float16_groups" in optimizer
+        assert "Linear, has no bucket_groups" in chunk
 
 
 def not_distributed() -> str:
@@ -135,14 +141,15 @@ def with_grouped_experts() -> str:
         return error_of(lambda: _attach(_built(Case("experts"))))
 
 
-def without_four_bits() -> str:
-    """An nvfp4 weight in a megatron-core that has FP8 buffers only, or as if this one had."""
+@on_ranks(2)
+def test_a_host_without_buffers_of_four_bits_is_named() -> None:
     with host(), mock.patch.object(megatron_names, "has_four_bit_buffers", return_value=False):
-        return error_of(lambda: _built(Case("nvfp4")))
+        said = error_of(lambda: _built(Case("nvfp4")))
+        assert "its buffers cannot hold two elements per byte; those of 0.19 can" in said
 
 
-def left_behind() -> list[str]:
-    """What differs after attaching, training and detaching from before: methods of the host, and what stands in their place."""
+@on_ranks(2)
+def test_detach_gives_the_host_back() -> None:
     with host():
         run = _built(Case(MIXED, overlap=True))
         owners = [_own(run), *run.ddp.bucket_groups, *run.ddp.expert_parallel_bucket_groups]
@@ -156,7 +163,7 @@ def left_behind() -> list[str]:
         ]
         if hooks != [len(module._load_state_dict_pre_hooks) for module in run.ddp.modules()]:
             changed.append("hooks")
-        return changed + [error for error in (error_of(lambda: _attach(run)),) if error]
+        assert changed + [error for error in (error_of(lambda: _attach(run)),) if error] == []
 
 
 def _methods(owner: Any) -> set[tuple[str, Any]]:
@@ -273,11 +280,6 @@ def test_a_host_with_a_part_of_a_seam_is_named(monkeypatch: pytest.MonkeyPatch, 
     assert not _changed(before)
 
 
-def test_a_host_without_buffers_of_four_bits_is_named(ranks: Ranks) -> None:
-    for said in ranks(2)(without_four_bits):
-        assert "its buffers cannot hold two elements per byte; those of 0.19 can" in said
-
-
 def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_names, "FP4", "megatron.core.fp2_utils")
     with pytest.raises(RuntimeError, match=r"looked for megatron.core.fp2_utils"), quantized_params():
@@ -307,25 +309,6 @@ def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch) -> No
 def test_refused_with_the_reason(ranks: Ranks, case: Any, arguments: tuple[Any, ...], message: str) -> None:
     for said in ranks(2)(case, *arguments):
         assert re.match(message, said), said
-
-
-@pytest.mark.notices(
-    "two owners of the same weights: an attachment and a ZeroAdamW or a plan", where="Megatron", answer="raises"
-)
-def test_weights_have_one_owner(ranks: Ranks) -> None:
-    for zero, again in ranks(2)(owned_twice):
-        assert "an attachment to Megatron-Core writes weights that a ZeroAdamW is built over" in zero
-        assert "a CastPlan that is attached to SGD writes weights of this CastPlan" in again
-
-
-def test_an_optimizer_or_a_chunk_of_another_shape_is_named(ranks: Ranks) -> None:
-    for optimizer, chunk in ranks(2)(of_another_shape):
-        assert "DistributedOptimizer, has no model_float16_groups" in optimizer
-        assert "Linear, has no bucket_groups" in chunk
-
-
-def test_detach_gives_the_host_back(ranks: Ranks) -> None:
-    assert ranks(2)(left_behind) == [[], []]
 
 
 def test_an_attachment_that_fails_half_way_leaves_nothing(ranks: Ranks) -> None:

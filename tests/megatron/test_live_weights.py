@@ -8,13 +8,16 @@ from tests.megatron.host_on_cpu import needs_four_bits, needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import NARROW, Case
 from tests.serve.test_live import collected
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast.serve import dequantized
 
 pytestmark = needs_megatron
 
 
-def under_given_names(overlap: bool) -> None:
+@on_ranks(2)
+@needs_four_bits  # of blocks of 16 rows, which `q` and `k` cut
+@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_under_given_names(overlap: bool) -> None:
     """From the attachment and from the model, with gathers that the next forward pass would begin."""
     with host():
         attached = Attached(Case(NARROW, overlap=overlap))
@@ -35,9 +38,3 @@ def under_given_names(overlap: bool) -> None:
         assert torch.equal(found["module.layers.0.bias"], whole["layers.0.bias"])
         weight = run.weights["layers.0.weight"]
         assert torch.equal(dict(dequantized(whole))["layers.0.weight"], weight.dequantize())
-
-
-@needs_four_bits  # of blocks of 16 rows, which `q` and `k` cut
-@pytest.mark.parametrize("overlap", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_under_given_names(ranks: Ranks, overlap: bool) -> None:
-    ranks(2)(under_given_names, overlap)

@@ -14,7 +14,7 @@ from tests.megatron import muon
 from tests.megatron.host_on_cpu import needs_megatron
 from tests.megatron.ranks_host import host
 from tests.megatron.training import FORMATS, MIXED, NARROW, Case, build_attached
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import QuantizedWeight, verify
 from zerocast.integrations import megatron as integration
 
@@ -61,8 +61,8 @@ def _refusal(weight: QuantizedWeight) -> str:
     return str(caught.value)
 
 
-def stale_reads() -> dict[str, str]:
-    """What debug mode says of reads that come too early."""
+@on_ranks(2)
+def test_debug_mode() -> None:
     zerocast.set_debug(True)
     said = {}
     try:
@@ -93,7 +93,10 @@ def stale_reads() -> dict[str, str]:
             weight.dequantize()
     finally:
         zerocast.set_debug(False)
-    return said
+    assert "an optimizer has updated its masters since its last cast" in said["between step and cast"]
+    assert "holds this rank's part of the last cast only" in said["before the gather"]
+    assert "its masters have been written since its last cast" in said["by hand"]
+    assert all("call attachment.refresh()" in text and "force_sync=True" in text for text in said.values())
 
 
 def offloaded_between_steps(whole_matrices: bool) -> tuple[bool, dict[str, int], bool]:
@@ -136,14 +139,6 @@ def test_verify_every(ranks: Ranks, every: int, overlap: bool) -> None:
     assert [bool(text) for text in first] == [False, True, every == 1, True]
     fmt = zerocast.Recipe(FORMATS[MIXED]).format_of("layers.1.weight")
     assert f"layers.1.weight ({fmt}) on rank 1: rowwise_data differs in 1 of " in first[1]
-
-
-def test_debug_mode(ranks: Ranks) -> None:
-    for said in ranks(2)(stale_reads):
-        assert "an optimizer has updated its masters since its last cast" in said["between step and cast"]
-        assert "holds this rank's part of the last cast only" in said["before the gather"]
-        assert "its masters have been written since its last cast" in said["by hand"]
-        assert all("call attachment.refresh()" in text and "force_sync=True" in text for text in said.values())
 
 
 @pytest.mark.parametrize("whole_matrices", [False, True], ids=["slices", "whole matrices"])

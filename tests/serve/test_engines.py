@@ -271,35 +271,18 @@ def test_a_rank_that_lags() -> None:
     on_engine(2, run)
 
 
-def test_a_sender_that_dies() -> None:
-    """Half of a refit changes nothing; another sender begins with a full refit, and the first one is refused from then on."""
-    trainer, other = Trainer(), Trainer()
-    first, before, second, third = trainer.full(), trainer.weights(), trainer.delta(), trainer.delta()
-    taken_over, wanted = other.full(), other.weights()
-
-    def run(rank: Rank) -> None:
-        assert rank.accept(first) == ""
-        assert rank.accept(second[:-1]) == ""
-        rank.check(before)
-        assert rank.is_servable()
-        assert rank.accept(taken_over) == ""
-        rank.check(wanted)
-        assert "of a run that is over on this rank arrived" in rank.accept(third)
-        rank.check(wanted)
-
-    on_engine(2, run)
-
-
 @pytest.mark.parametrize("messages", [1, 2])
 def test_a_stray_message_ends_no_run(messages: int) -> None:
     """Another run's first message stops a refit that is under way; the run goes on with its next one, until another is applied."""
     trainer, other = Trainer(), Trainer()
-    first, strays, second = trainer.full(), other.full(), trainer.delta()
+    first, before, strays, second = trainer.full(), trainer.weights(), other.full(), trainer.delta()
     third, wanted, taken_over = trainer.full(), trainer.weights(), other.full()
 
     def run(rank: Rank) -> None:
         assert rank.accept(first) == ""
         assert rank.accept(strays[:messages]) == ""
+        rank.check(before)
+        assert rank.is_servable()
         assert rank.accept(second[:1]) == ""
         assert rank.accept(strays[:1]) != "" and rank.receiver.refit == 1
         assert "and none of it before" in rank.accept(second[1:])

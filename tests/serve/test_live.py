@@ -13,6 +13,7 @@ from tests.fsdp2 import models as sharded_models
 from tests.fsdp2.models import Net
 from tests.serve.models import quantized
 from tests.serve.test_export import CASES, model, read
+from tests.workers import on_ranks
 from zerocast import CastPlan, Recipe
 from zerocast.export import export_hf, export_safetensors
 from zerocast.serve import dequantized, named_tensors
@@ -163,7 +164,8 @@ def step(source: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def from_an_optimizer() -> None:
+@on_ranks(2)
+def test_under_zero_adamw() -> None:
     """Of the model and of the optimizer, with a gather in flight; any rank, alone."""
     source, optimizer = trained(overlap_all_gather=True)
     if torch.distributed.get_rank() == 1:
@@ -185,11 +187,8 @@ def from_an_optimizer() -> None:
         next(buckets)
 
 
-def test_under_zero_adamw(ranks: Any) -> None:
-    ranks(2)(from_an_optimizer)
-
-
-def from_shards() -> None:
+@on_ranks(2)
+def test_under_fsdp2() -> None:
     """Group by group, also of what a forward pass without gradients left gathered; all ranks have all of it."""
     net = Net(("nvfp4", "fp8_block"), 64, 96)
     sharded = sharded_models.sharded(net)
@@ -214,11 +213,8 @@ def from_shards() -> None:
         named_tensors(optimizer, "modelopt")
 
 
-def test_under_fsdp2(ranks: Any) -> None:
-    ranks(2)(from_shards)
-
-
-def from_a_plan() -> None:
+@on_ranks(2)
+def test_under_a_plan() -> None:
     source = zerocast.quantize_(nn.Sequential(nn.Linear(64, 96, bias=False)).bfloat16(), {"*": "nvfp4"})
     weight: Any = source[0].weight
     half = weight.numel() // 2
@@ -252,10 +248,6 @@ def from_a_plan() -> None:
         master.add_(1.0)
     with pytest.raises(RuntimeError, match="its masters have been written since its last cast"):
         collected(source, "modelopt")
-
-
-def test_under_a_plan(ranks: Any) -> None:
-    ranks(2)(from_a_plan)
 
 
 def _partial() -> Any:

@@ -21,6 +21,7 @@ from tests.optim.traffic import recorded
 from tests.serve.models import greedy, in_bf16, logits, made, quantized
 from tests.serve.test_export import model
 from tests.serve.test_live import assert_same, collected, step
+from tests.workers import on_ranks
 from zerocast import gemm
 from zerocast.serve import Message, Receiver, RefitError, Sender, dequantized
 from zerocast.serve.refit_message import BITMAP, BLOCKS_8, BLOCKS_16, WHOLE, ChangedBytes, digest
@@ -136,22 +137,19 @@ def test_ranks_share_the_work(ranks: Any) -> None:
     assert first == second
 
 
-def objects_of_a_delta() -> int:
-    """How often ranks exchange pickled objects for a delta of several buckets."""
+@on_ranks(2)
+def test_a_delta_exchanges_no_objects() -> None:
     run = Run()
     run.full()
     run.step()
     with recorded() as log:
         run.delta()
     run.check()
-    return Counter(kind for kind, _ in log)["objects"]
+    assert Counter(kind for kind, _ in log)["objects"] == 0
 
 
-def test_a_delta_exchanges_no_objects(ranks: Any) -> None:
-    assert ranks(2)(objects_of_a_delta) == [0, 0]
-
-
-def under_fsdp2() -> None:
+@on_ranks(2)
+def test_deltas_under_fsdp2() -> None:
     net = Net(("nvfp4", "fp8_block"), 64, 96)
     sharded = sharded_models.sharded(net)
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-4)
@@ -163,10 +161,6 @@ def under_fsdp2() -> None:
         optimizer.zero_grad()
         assert deliver(sender.named_deltas(receiver.refit), receiver) > 0
         assert_same(dict(receiver.tensors), collected(sharded, "modelopt"))
-
-
-def test_deltas_under_fsdp2(ranks: Any) -> None:
-    ranks(2)(under_fsdp2)
 
 
 # Beside views they launch nothing on a GPU.
@@ -352,15 +346,12 @@ def test_what_changed_is_named() -> None:
     run.check()
 
 
-def other_arguments() -> str:
+@on_ranks(2)
+def test_ranks_that_disagree() -> None:
     naming = ("modelopt", "bf16")[dist.get_rank()]
     with pytest.raises(ValueError, match=r"naming is .modelopt. on rank 0 and .bf16. on rank 1"):
         Sender(model("nvfp4"), naming, group=dist.group.WORLD)
     return naming
-
-
-def test_ranks_that_disagree(ranks: Any) -> None:
-    ranks(2)(other_arguments)
 
 
 def plain_product(module: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
