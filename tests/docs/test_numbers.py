@@ -15,7 +15,7 @@ REPORTS = ROOT / "tests/benchmarks/reports"
 FIRST_PAGE = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "docs/performance.md").read_text()
 GIB = 2**30
-STEP_REPORT = (REPORTS / "2026-11-27-nvidia-h200-step.md").read_text()
+STEP_REPORT = (REPORTS / "2026-11-28-nvidia-h200-step.md").read_text()
 # Rows of the page's table of training steps, and those of the report.
 STEPS = {
     "FSDP2, bf16, torch's AdamW": "FSDP2 bf16",
