@@ -1,8 +1,11 @@
-"""What a piece of code logs, and code in debug mode, on any rank."""
+"""What a piece of code logs, code in debug mode, and what is the same on all ranks."""
 
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
 
 import zerocast
 
@@ -15,6 +18,14 @@ def debug_mode() -> Iterator[None]:
         yield
     finally:
         zerocast.set_debug(False)
+
+
+def same_on_all(value: Any) -> Any:
+    """The value, which all ranks have alike."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    assert all(other == value for other in values), values
+    return value
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests import casts
 from tests.matrices import lcg_matrix
+from tests.observed import same_on_all
 from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, get_format, post_all_gather_processing, quantize_master_weights
 
@@ -143,14 +144,6 @@ SPOILT: dict[str, tuple[Callable[[Call], None], type[Exception], str]] = {
 ALONE = [name for name in SPOILT if not name.startswith(("other", "overlap", "fewer weights"))]
 
 
-def said_on_all(text: str) -> str:
-    """A text that is the same on all ranks."""
-    texts: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    assert len(set(texts)) == 1, texts
-    return text
-
-
 @pytest.mark.notices(
     "an argument of a plan is wrong on one rank", where="CastPlan", answer="raises on all ranks, no byte changed"
 )
@@ -168,7 +161,7 @@ def test_one_rank_is_wrong_and_all_say_so(world: int) -> None:
         with pytest.raises(kind, match=message) as caught:
             CastPlan(call.weights, call.masters, call.starts, **call.options)
         assert type(caught.value) is kind, name
-        said = said_on_all(str(caught.value))
+        said = same_on_all(str(caught.value))
         assert world > 1 or not said.startswith("rank"), name
         assert world == 1 or name not in ALONE or said.startswith("rank 1: "), name
         for weight, bytes_ in zip(kept, before, strict=True):
@@ -184,7 +177,7 @@ def test_masters_overlap_by_one_element() -> None:
     with pytest.raises(ValueError, match="may not overlap") as caught:
         CastPlan([weight], [torch.ones((101, 156)[rank])], [(0, 100)[rank]])
     CastPlan([weight], [torch.ones((101, 155)[rank])], [(0, 101)[rank]]).cast()
-    assert "from 100 on" in said_on_all(str(caught.value))
+    assert "from 100 on" in same_on_all(str(caught.value))
 
 
 @on_ranks(2)
@@ -194,7 +187,7 @@ def test_ranks_disagree_about_an_option() -> None:
     weight = QuantizedWeight.empty((16, 16), ("nvfp4", "nvfp4:exact_in_fp8")[rank])
     with pytest.raises(ValueError, match="on rank 0 and nvfp4:exact_in_fp8=True") as caught:
         CastPlan([weight], [torch.ones(128)], [128 * rank])
-    said_on_all(str(caught.value))
+    same_on_all(str(caught.value))
 
 
 @pytest.mark.parametrize("arguments", [(None, [], []), ([], None, []), (5, 5, 5), (iter([]), [], [])])

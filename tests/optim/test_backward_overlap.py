@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import zerocast
+from tests.observed import same_on_all
 from tests.optim.traffic import recorded
 from tests.workers import on_ranks
 from zerocast import ZeroAdamW, ZeroConfig
@@ -26,34 +27,28 @@ def model(fmt: str | None) -> nn.Sequential:
     return layers
 
 
-def events(fmt: str | None, config: ZeroConfig, stage: int) -> list[Any]:
-    """Gradients as autograd has them ready, and collectives, in the order of a backward pass."""
-    layers = model(fmt)
-    optimizer = ZeroAdamW(layers.named_parameters(), stage=stage, config=config)
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("fmt", [None, "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}, {"grad_wire": "fp8_1x128"}], ids=str)
+@on_ranks(2)
+def test_the_first_reduction_starts_before_the_last_gradient_exists(fmt, how, stage):
+    """Gradients as autograd has them ready, and collectives, which are in one order on every rank."""
+    layers, kind = model(fmt), "all-to-all" if how else "reduce-scatter"
+    optimizer = ZeroAdamW(layers.named_parameters(), stage=stage, config=ZeroConfig(bucket_size=64 * 64, **how))
     with recorded() as log:
         for name, parameter in layers.named_parameters():
             parameter.register_hook(lambda _, name=name: log.append((name, 0)))
         layers(torch.randn(2, 64)).sum().backward()  # type: ignore[no-untyped-call]
     del optimizer
-    return [kind for kind, _ in log]
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("fmt", [None, "nvfp4", "mxfp8"])
-@pytest.mark.parametrize("how", [{}, {"deterministic": True}, {"grad_wire": "fp8_1x128"}], ids=str)
-def test_the_first_reduction_starts_before_the_last_gradient_exists(ranks, fmt, how, stage):
-    kind = "all-to-all" if how else "reduce-scatter"
-    config = ZeroConfig(bucket_size=64 * 64, **how)
-    first, second = ranks(2)(events, fmt, config, stage)
-    assert first == second, "collectives in one order on every rank"
-    names = [name for name in first if name != kind]
+    events = same_on_all([event for event, _ in log])
+    names = [name for name in events if name != kind]
     assert len(names) == 2 * LAYERS
     for layer in range(LAYERS - 1):
         last_of_bucket, next_layer = f"{LAYERS - 1 - layer}.weight", f"{LAYERS - 2 - layer}.weight"
-        assert first.index(last_of_bucket) < first.index(next_layer)
-    before_the_last_gradient = first[: max(first.index(name) for name in names)]
+        assert events.index(last_of_bucket) < events.index(next_layer)
+    before_the_last_gradient = events[: max(events.index(name) for name in names)]
     assert before_the_last_gradient.count(kind) >= LAYERS - 2
-    assert first.index(kind) < first.index(f"{LAYERS - 3}.weight"), "the first starts once its bucket is full"
+    assert events.index(kind) < events.index(f"{LAYERS - 3}.weight"), "the first starts once its bucket is full"
 
 
 @on_ranks(2)

@@ -31,6 +31,10 @@ def columnwise(probe: Probe) -> Found:
     return {name: values["columnwise_data"] for name, values in weight_bytes(probe).items() if name in QUANTIZED}
 
 
+def scales(probe: Probe) -> Found:
+    return {name: casts.raw(probe.get_parameter(name).rowwise_scale_inv).copy() for name in QUANTIZED}
+
+
 def dequantized(probe: Probe) -> Found:
     return {name: casts.raw(probe.get_parameter(name).dequantize()) for name in QUANTIZED}
 
@@ -97,7 +101,7 @@ def second_optimizer(probe: Probe) -> Found:
 
 
 READS = (
-    *(data, columnwise, dequantized, saved, deep_copy, tied_head, transposed, inference, input_gradient, moved),
+    *(data, columnwise, scales, dequantized, saved, deep_copy, tied_head, transposed, inference, input_gradient, moved),
     *(loaded_over, loaded_from, second_optimizer),
 )
 

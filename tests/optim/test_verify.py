@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 import zerocast
+from tests.observed import same_on_all
 from tests.optim.memory import allocations
 from tests.optim.probe import Spec
 from tests.optim.runs import Run, Trainer
-from tests.workers import error_of
+from tests.workers import error_of, on_ranks
 from zerocast import CastPlan, QuantizedWeight, ZeroConfig, verify
 from zerocast.verification import verify as verification
 
@@ -42,7 +43,9 @@ def test_memory_does_not_grow_with_the_weight(monkeypatch):
     assert peaks[1] < 1.2 * peaks[0], peaks
 
 
-def a_wrong_rank_raises(every: int) -> list[str]:
+@pytest.mark.parametrize("every", [1, 2])
+@on_ranks(2)
+def test_verify_every(every: int) -> None:
     """What each step says when a byte of one rank was changed after the first."""
     trainer = Trainer(Run(config=ZeroConfig(bucket_size=4096, verify_every=every)))
     said = []
@@ -52,7 +55,8 @@ def a_wrong_rank_raises(every: int) -> list[str]:
             _break_the_cast(trainer, step)
         said.append(error_of(trainer.optimizer.step))
         trainer.optimizer.zero_grad()
-    return said
+    assert [bool(text) for text in same_on_all(said)] == [False, True, every == 1, True]
+    assert "nv (nvfp4) on rank 1: rowwise_data differs in 1 of 2,688 bytes, first at 5:" in said[1]
 
 
 def _break_the_cast(trainer: Trainer, step: int) -> None:
@@ -65,14 +69,6 @@ def _break_the_cast(trainer: Trainer, step: int) -> None:
         flip(live(trainer.probe.get_parameter("nv"))["rowwise_data"].data, 5)  # which moves no counter
 
     gathers.start = broken  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_verify_every(ranks, every):
-    by_rank = ranks(2)(a_wrong_rank_raises, every)
-    assert by_rank[0] == by_rank[1]
-    assert [bool(text) for text in by_rank[0]] == [False, True, every == 1, True]
-    assert "nv (nvfp4) on rank 1: rowwise_data differs in 1 of 2,688 bytes, first at 5:" in by_rank[0][1]
 
 
 def test_a_model_with_masters_here_and_elsewhere():

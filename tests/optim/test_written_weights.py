@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.observed import debug_mode
+from tests.observed import debug_mode, same_on_all
 from tests.optim.probe import BF16, MIXED, Probe
 from tests.optim.runs import DETERMINISTIC, OVERLAP, Compared, Run, Trainer
 from tests.optim.slow_gathers import slow_gathers
+from tests.workers import on_ranks
 from zerocast import QuantizedWeight, ZeroAdamW, ZeroConfig
 
 SPECS = tuple(
@@ -146,9 +147,9 @@ def test_every_write_is_noticed(name):
     "name",
     ["an EMA swap", *(pytest.param(name, marks=pytest.mark.slow) for name in ("load_state_dict", "rowwise_data"))],
 )
-def test_every_rank_says_so(ranks, name):
-    first, second = ranks(2)(wrote, name, OVERLAP)
-    assert first == second
+@on_ranks(2)
+def test_every_rank_says_so(name):
+    same_on_all(wrote(name, OVERLAP))
 
 
 @pytest.mark.notices(
