@@ -234,6 +234,12 @@ def complaints(model: nn.Module, what: str) -> list[str]:
     return found
 
 
+def check(model: nn.Module, what: str) -> None:
+    """Gathered bytes are the unsharded cast of the gathered masters."""
+    found = complaints(model, what)
+    assert not found, found
+
+
 def digests(state: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Digests of every whole tensor."""
     found = {}

@@ -80,12 +80,14 @@ def saved(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
     return contents(model, optimizer)
 
 
-def loaded(where: str, path: str, formats: tuple[str, ...]) -> tuple[dict[str, str], list[str]]:
-    """Loaded into a model that had another life; its contents, and complaints about its bytes."""
+def loaded(where: str, path: str, formats: tuple[str, ...]) -> dict[str, str]:
+    """Loaded into a model that had another life; its contents."""
     model, optimizer = build(where, formats)
     models.train(model, optimizer, range(7, 8), WIDTH)
     load(model, optimizer, path)
-    return contents(model, optimizer), [] if where == "tp" else models.complaints(model, where)
+    if where != "tp":
+        models.check(model, where)
+    return contents(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,7 @@ def test_other_ranks_and_meshes(ranks: Ranks, tmp_path: Path, saver: tuple[int, 
     sliced = "tp" in saver + loader
     formats = ("nvfp4",) if sliced else FORMATS
     expected = ranks(saver[0])(saved, saver[1], str(tmp_path), formats)[0]
-    for found, complaints in ranks(loader[0])(loaded, loader[1], str(tmp_path), formats):
-        assert not complaints
+    for found in ranks(loader[0])(loaded, loader[1], str(tmp_path), formats):
         for name, digest in expected.items():
             is_state = name.startswith(("model.", "optim.", "zerocast."))
             # gathered slices are parts of the weight

@@ -15,7 +15,7 @@ import zerocast
 from tests import casts
 from tests.fsdp2 import models, test_tensor_parallel
 from tests.fsdp2.models import Net
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast import QuantizedWeight, gemm
 
 WIDTH, HIDDEN = 64, 96
@@ -33,9 +33,9 @@ def build(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> An
     return torch.compile(model, backend=backend) if how == "whole" else model
 
 
-def losses(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> tuple[list[float], dict[str, str]]:
+def losses(how: str, backend: str, reshard: bool) -> tuple[list[float], dict[str, str]]:
     """Losses of three steps and digests of the masters after them."""
-    model = build(how, backend, formats, reshard)
+    model = build(how, backend, ("nvfp4", "mxfp8"), reshard)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     found = []
     for step in range(3):
@@ -50,21 +50,18 @@ def losses(how: str, backend: str, formats: tuple[str, ...], reshard: bool) -> t
 @pytest.mark.parametrize(
     ("how", "reshard"), [("blocks", True), ("whole", False), models.slow("blocks", False), models.slow("whole", True)]
 )
-def test_compiled_equals_eager(ranks: Ranks, how: str, reshard: bool) -> None:
-    formats = ("nvfp4", "mxfp8")
-    eager = ranks(2)(losses, "eager", "", formats, reshard)
-    assert ranks(2)(losses, how, "aot_eager", formats, reshard) == eager
+@on_ranks(2)
+def test_compiled_equals_eager(how: str, reshard: bool) -> None:
+    assert losses(how, "aot_eager", reshard) == losses("eager", "", reshard)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["blocks", "whole"])
-def test_inductor(ranks: Ranks, how: str) -> None:
+@on_ranks(2, timeout=600.0)
+def test_inductor(how: str) -> None:
     """Inductor rounds otherwise between fused bf16 operators: close to eager, not equal."""
-    case = ("nvfp4", "mxfp8"), True
-    eager = ranks(2)(losses, "eager", "", *case)
-    compiled = ranks(2)(losses, how, "inductor", *case, timeout=600.0)
-    for (found, _), (expected, _) in zip(compiled, eager, strict=True):
-        assert found == pytest.approx(expected, rel=0.05)
+    (expected, _), (found, _) = losses("eager", "", True), losses(how, "inductor", True)
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 class Layer(nn.Linear):
@@ -96,14 +93,14 @@ def test_a_graph_of_several_layers(fmt: str, backend: str) -> None:
                 y = model(models.batch(step, WIDTH))
                 y.float().square().mean().backward()
         passes.append([y, *(parameter.grad.full_tensor() for parameter in model.parameters())])
-    assert (list(map(torch.equal, *passes)), counters["stats"]["unique_graphs"]) == ([True] * 4, 2)
+    assert all(map(torch.equal, *passes))
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.slow
 @on_ranks(2, timeout=300.0)
 def test_inductor_of_slices() -> None:
     """A DTensor over a quantized weight, whose format torch's own key of a graph does not tell."""
-    found = []
     with fresh_inductor_cache():
         for fmt in ("mxfp8", "nvfp4", "fp8_current"):
             torch._dynamo.reset()
@@ -113,14 +110,13 @@ def test_inductor_of_slices() -> None:
                 y = (torch.compile(model) if compiled else model)(models.batch(0, test_tensor_parallel.WIDTH, rank=0))
                 y.float().square().mean().backward()
                 passes.append([y, *(parameter.grad.full_tensor() for parameter in models.held(model))])  # type: ignore[union-attr]
-            found += [fmt] if not all(map(torch.equal, *passes)) else []
-    assert found == []
+            assert all(map(torch.equal, *passes)), fmt
 
 
-def kept(how: str) -> tuple[list[str], int]:
-    """Tensors kept for the backward pass that have the size of a weight and are not codes, and
-    how many codes are kept.
-    """
+@pytest.mark.parametrize("how", ["eager", "blocks", models.slow("whole")])
+@on_ranks(2)
+def test_no_dequantized_weight_is_kept(how: str) -> None:
+    """What is kept for the backward pass and has the size of a weight is codes."""
     model = build(how, "aot_eager", ("nvfp4", "fp8_current", "mxfp8"), True)
     found, codes = [], 0
 
@@ -128,16 +124,10 @@ def kept(how: str) -> tuple[list[str], int]:
         nonlocal codes
         codes += isinstance(tensor, QuantizedWeight) or tensor.dtype == torch.uint8
         if not isinstance(tensor, QuantizedWeight) and tensor.is_floating_point() and tensor.numel() >= WIDTH * HIDDEN:
-            found.append(f"{how}: {tensor.dtype} {tuple(tensor.shape)}")
+            found.append((tensor.dtype, tensor.shape))
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(models.batch(0, WIDTH)).float().square().mean().backward()
-    return found, codes
-
-
-@pytest.mark.parametrize("how", ["eager", "blocks", models.slow("whole")])
-def test_no_dequantized_weight_is_kept(ranks: Ranks, how: str) -> None:
-    for found, codes in ranks(2)(kept, how):
-        assert not found
-        assert codes >= 6
+    assert not found
+    assert codes >= 6

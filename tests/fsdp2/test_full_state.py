@@ -59,15 +59,12 @@ def test_full_states_are_plain(tmp_path: Path, width: int, hidden: int, shape: t
     states["of state_dict"] = {name: value.full_tensor() for name, value in model.state_dict().items()}
     whole = [Replicate()] * a_mesh(shape).ndim
     states["redistribute"] = {n: p.redistribute(placements=whole).to_local().detach() for n, p in held.items()}
-    found = []
     for what, state in states.items():
-        found += [f"{what}: {name} is a {type(value)}" for name, value in state.items() if type(value) is not Tensor]
+        assert all(type(value) is Tensor for value in state.values()), what
         file = Path(folder) / f"{dist.get_rank()}.safetensors"
         save_file({name: value.contiguous() for name, value in state.items()}, file)
         for name, value in load_file(file).items():
-            if not np.array_equal(value.numpy(), state[name].cpu().numpy()):
-                found.append(f"{what}: {name} was saved otherwise")
-    assert found == []
+            assert np.array_equal(value.numpy(), state[name].cpu().numpy()), (what, name)
 
 
 @on_ranks(1)
@@ -82,12 +79,9 @@ def test_a_full_tensor_is_a_copy() -> None:
     with torch.no_grad():
         full.zero_()
     torchs = DTensor.redistribute.__wrapped__(parameter, placements=[Replicate()])
-    is_shard = isinstance(torchs._local_tensor, MasterParameter)
-    assert [torch.equal(parameter.detach().to_local().clone(), before), torch.equal(grad, 2 * before), is_shard] == [
-        True,
-        True,
-        True,
-    ]
+    assert torch.equal(parameter.detach().to_local().clone(), before)
+    assert torch.equal(grad, 2 * before)
+    assert isinstance(torchs._local_tensor, MasterParameter)
 
 
 def test_what_is_not_sharded_yet_is_saved_plain(tmp_path: Path) -> None:

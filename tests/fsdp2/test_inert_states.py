@@ -85,7 +85,6 @@ def broadcast(text: str) -> str:
 @on_ranks(1)
 def test_never_stepped_between_optimizers() -> None:
     """A state of FSDP2 that was never stepped loads into a ZeroAdamW, whose moments it clears, and the other way about."""
-    complaints = []
     for first, second in (("FusedAdamW", "ZeroAdamW"), ("ZeroAdamW", "FusedAdamW"), ("ZeroAdamW", "AdamW")):
         folder = tempfile.mkdtemp()
         saved, loaded = Training(first), Training(second)
@@ -95,9 +94,7 @@ def test_never_stepped_between_optimizers() -> None:
         Checkpoints(folder).load(loaded.state)
         for name, moments in loaded.state.state_dict()["optim"]["state"].items():
             whole = [one.full_tensor() if isinstance(one, DTensor) else one for one in moments.values()]
-            if any(bool(one.count_nonzero()) for one in whole if one.dtype != torch.bool):
-                complaints.append(f"{first} to {second}: {name} keeps moments")
-    assert complaints == []
+            assert not any(one.any() for one in whole if one.dtype != torch.bool), (first, second, name)
 
 
 Change = Callable[[Any], object]
@@ -166,9 +163,8 @@ BREAK_ZERO: dict[str, Change] = {  # which FSDP2's optimizers take
 )
 @on_ranks()
 def test_states_that_do_not_fit(kind: str, world: int) -> None:
-    """The broken states that are not refused on all ranks with nothing changed."""
-    culprit = world - 1
-    training, complaints = Training(kind), []
+    """They are refused on all ranks with nothing changed."""
+    culprit, training = world - 1, Training(kind)
     training.step(0)
     before = training.contents()
     for name, change in (BREAK | BREAK_ZERO if kind == "ZeroAdamW" else BREAK).items():
@@ -179,17 +175,11 @@ def test_states_that_do_not_fit(kind: str, world: int) -> None:
         if dist.get_rank() == culprit:
             change(state)
         error = error_of(lambda state=state: training.state.load_state_dict(state))
-        if not error.startswith("ValueError: "):
-            complaints.append(f"{name}: {error or 'taken'}")
-        if dist.get_world_size() > 1 and f"rank {culprit}" not in error:
-            complaints.append(f"{name}: names no rank: {error}")
-        if name.startswith("lr ") and "alone" not in name and "lr is out of range" not in error:
-            complaints.append(f"{name}: says {error}")
-        after = training.contents()
-        if after != before:
-            complaints.append(f"{name} changed {[key for key in before if after.get(key) != before[key]][:3]}")
+        assert error.startswith("ValueError: "), name
+        assert world == 1 or f"rank {culprit}" in error, name
+        assert name not in ("lr NaN", "lr -1") or "lr is out of range" in error, name
+        assert training.contents() == before, name
     training.step(1)
-    assert complaints == []
 
 
 FILES = (
@@ -201,8 +191,7 @@ FILES = (
 @pytest.mark.parametrize("kind", ["ZeroAdamW", "FusedAdamW", models.slow("8-bit moments"), "AdamW"])
 @on_ranks(1)
 def test_files_that_do_not_fit(kind: str) -> None:
-    """The broken files that are not refused with nothing changed."""
-    complaints = []
+    """They are refused with nothing changed."""
     for name in FILES:
         broken, training = Training(kind), Training(kind)
         broken.step(0)
@@ -212,12 +201,9 @@ def test_files_that_do_not_fit(kind: str) -> None:
         training.step(3)
         before = training.contents()
         error = error_of(lambda folder=folder, training=training: zerocast.optim.load(training.state, folder))
-        if not error.startswith("ValueError: "):
-            complaints.append(f"{name}: {error or 'taken'}")
-        if training.contents() != before:
-            complaints.append(f"{name} changed something")
+        assert error.startswith("ValueError: "), name
+        assert training.contents() == before, name
         training.step(4)
-    assert complaints == []
 
 
 def given(state: Any, target: Training) -> Any:
@@ -285,8 +271,8 @@ def equal_gradients(training: Training) -> None:
     training.optimizer.zero_grad()
 
 
-def round_trip(first: str, second: str, route: Callable[[Training, Training], None], dtype: torch.dtype) -> list[str]:
-    """What is wrong with a state that goes from one optimizer to another under a default dtype."""
+def round_trip(first: str, second: str, route: Callable[[Training, Training], None], dtype: torch.dtype) -> None:
+    """A state goes from one optimizer to another under a default dtype."""
     source, target = Training(first), Training(second)
     torch.set_default_dtype(dtype)
     try:
@@ -295,24 +281,19 @@ def round_trip(first: str, second: str, route: Callable[[Training, Training], No
         target.net.load_state_dict(source.net.state_dict())
         wanted = numbers(source)
         route(source, target)
-        complaints = [] if numbers(target) == wanted else ["another state"]
+        assert numbers(target) == wanted
         equal_gradients(target)
         kept = target.optimizer.state.values()
-        if {float(one["step"]) for one in source.optimizer.state.values()} != {3.0}:
-            complaints.append("the step counts of both are shared")
-        if len({one["step"].untyped_storage().data_ptr() for one in kept}) < len(kept):
-            complaints.append("parameters share their step counts")
-        if {float(one["step"]) for one in kept} != {4.0}:
-            complaints.append(f"counts {[float(one['step']) for one in kept]}")
+        assert {float(one["step"]) for one in source.optimizer.state.values()} == {3.0}, "both share step counts"
+        assert len({one["step"].untyped_storage().data_ptr() for one in kept}) == len(kept), "parameters share them"
+        assert {float(one["step"]) for one in kept} == {4.0}
         equal_gradients(source)
         ours, theirs = ([p.full_tensor() for p in models.held(one.net)] for one in (target, source))
-        if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(ours, theirs, strict=True)):
-            complaints.append("the next step is another one")
+        assert all(torch.allclose(a, b, rtol=1e-6, atol=1e-7) for a, b in zip(ours, theirs, strict=True))
     finally:
         torch.set_default_dtype(torch.float32)
-    if (target.optimizer.param_groups[0]["lr"], target.optimizer.param_groups[0]["betas"]) != (1e-2, (0.9, 0.999)):
-        complaints.append("other hyper-parameters")
-    return [f"{first} to {second}, {route.__name__}: {complaint}" for complaint in complaints]
+    assert target.optimizer.param_groups[0]["lr"] == 1e-2
+    assert target.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -328,8 +309,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 )
 @on_ranks()
 def test_round_trips_with_torchs_adamw(dtype: torch.dtype) -> None:
-    """The complaints of all routes in both directions. A state of torch's shares its step counts with what loads it."""
+    """By all routes in both directions. A state of torch's shares its step counts with what loads it."""
     kinds = [("FusedAdamW", "FusedAdamW"), ("FusedAdamW", "AdamW"), ("AdamW", "FusedAdamW")]
     # Moments that were FP32 are rounded: tests/fsdp2/test_moments_8bit.py.
     kinds += [("8-bit moments", "8-bit moments"), ("8-bit moments", "AdamW")]
-    assert [c for kind, route in itertools.product(kinds, ROUTES) for c in round_trip(*kind, route, dtype)] == []
+    for kind, route in itertools.product(kinds, ROUTES):
+        round_trip(*kind, route, dtype)

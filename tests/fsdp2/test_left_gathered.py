@@ -11,7 +11,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.test_freshness import ONE_RANK
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast.fsdp2.gather_status import GatherStatus
 
 FORMATS = "nvfp4", "fp8_block"  # whose products a refresh does not change
@@ -26,43 +26,38 @@ def passed(forward: nn.Module) -> tuple[str, torch.Tensor | None]:
             return str(error), None
 
 
-def changed(name: str, ranks: tuple[int, ...]) -> list[str]:
-    """What is said once these ranks changed masters whose weights are left gathered: by forward
-    passes of a module and twice of the model; then complaints, after `refresh` too.
-    """
-    model = models.sharded(models.Net(FORMATS, 64, 96), reshard_after_forward=False)
-    passed(model)
-    if dist.get_rank() in ranks:
-        ONE_RANK[name](model)
-    said, outputs = zip(*(passed(forward) for forward in (model.blocks[0], model, model)), strict=True)
-    zerocast.fsdp2.refresh(model)
-    _, fresh = passed(model)
-    assert fresh is not None
-    stale = ["stale" for output in outputs[1:] if output is not None and not torch.equal(output, fresh)]
-    return [*said, *stale, *models.complaints(model, name)]
-
-
 @pytest.mark.parametrize(
-    "name", ["write_data", *(models.slow(name) for name in ("copy_data", "swap_average", "write_local"))]
+    ("name", "world", "writers"),
+    [
+        ("write_data", 3, (1,)),
+        *(models.slow(name, 3, (1,)) for name in ("copy_data", "swap_average", "write_local")),
+        ("write_data", 2, (0, 1)),
+    ],
 )
-def test_a_change_on_one_rank_of_what_is_left_gathered(ranks: Ranks, name: str) -> None:
+@on_ranks()
+def test_a_change_of_what_is_left_gathered(name: str, writers: tuple[int, ...]) -> None:
     """No gather comes that could tell; a module's forward pass alone is refused where bytes are
     old.
 
     A load is not among these: `state_dict` frees what FSDP2 left gathered, with or without
     zerocast, on the rank that calls it.
     """
-    for rank, (module, model, again, *complaints) in enumerate(ranks(3)(changed, name, (1,))):
-        assert ("after the forward pass that left it gathered" in module) == (rank == 1), module
-        assert "was changed on ranks [1] of its shard group and not on ranks" in model
-        assert again == model
-        assert not complaints
-
-
-def test_a_change_on_all_ranks_of_what_is_left_gathered(ranks: Ranks) -> None:
-    for module, *others in ranks(2)(changed, "write_data", (0, 1)):
-        assert "after the forward pass that left it gathered" in module
-        assert others == ["nothing", "nothing"]
+    model = models.sharded(models.Net(FORMATS, 64, 96), reshard_after_forward=False)
+    passed(model)
+    if dist.get_rank() in writers:
+        ONE_RANK[name](model)
+    said, outputs = zip(*(passed(forward) for forward in (model.blocks[0], model, model)), strict=True)
+    zerocast.fsdp2.refresh(model)
+    _, fresh = passed(model)
+    assert fresh is not None
+    assert all(output is None or torch.equal(output, fresh) for output in outputs[1:])
+    models.check(model, name)
+    assert ("after the forward pass that left it gathered" in said[0]) == (dist.get_rank() in writers)
+    assert said[1] == said[2]
+    if writers == (1,):
+        assert "was changed on ranks [1] of its shard group and not on ranks" in said[1]
+    else:
+        assert said[1] == "nothing"
 
 
 class Rooted(nn.Module):

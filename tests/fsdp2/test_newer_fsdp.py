@@ -33,7 +33,7 @@ def test_gathered_memory_that_is_kept_is_filled_again() -> None:
     addresses = []
     for step in range(3):
         models.train(model, optimizer, range(step, step + 1), 64)
-        assert models.complaints(model, f"step {step}") == []
+        models.check(model, f"step {step}")
         addresses.append([weight.rowwise_data.data_ptr() for _, weight in models.unsharded(model)])
     assert addresses == [addresses[0]] * 3
 
@@ -47,7 +47,7 @@ def test_a_switch_takes_other_memory() -> None:
     models.train(model, optimizer, range(1), 64)
     zerocast.switch(model, zerocast.Recipe({"blocks.*.weight": "mxfp8"}))
     models.train(model, optimizer, range(1, 2), 64)
-    assert models.complaints(model, "switched") == []
+    models.check(model, "switched")
 
 
 @of_fsdp("set_manual_backward_finalization")
@@ -64,7 +64,7 @@ def test_backward_passes_that_end_by_hand() -> None:
                 model.finalize_backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert models.complaints(model, "finalized") == []
+        models.check(model, "finalized")
         masters.append([parameter.full_tensor().cpu() for parameter in models.held(model)])
     assert all(map(torch.equal, *masters))
 
@@ -95,5 +95,5 @@ def test_a_weight_that_keeps_its_dtype() -> None:
     torch.distributed.fsdp.fully_shard(model, mesh=models.mesh(), mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     models.train(model, optimizer, range(2), 64)
-    assert models.complaints(model, "overridden") == []
+    models.check(model, "overridden")
     assert [weight.dtype for _, weight in models.unsharded(model)] == [torch.bfloat16, torch.float32]

@@ -181,7 +181,7 @@ def test_what_is_no_product_passes() -> None:
     models.sharded(model, prepare=False)
     with torch.no_grad():
         model(models.batch(0, 64))
-    assert models.complaints(model, "used before") == []
+    models.check(model, "used before")
 
 
 def test_shapes_are_probed_on_the_meta_device() -> None:
@@ -232,4 +232,4 @@ def test_an_optimizer_of_other_parameters(early: bool) -> None:
     new = torch.optim.AdamW(model.parameters(), lr=1e-3)
     models.train(model, new, range(2, 3), 64)
     assert error_of(new.step) == ""
-    assert models.complaints(model, "with a new optimizer") == []
+    models.check(model, "with a new optimizer")

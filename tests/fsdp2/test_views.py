@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zerocast
 from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, Net, slow
-from tests.workers import Ranks, error_of, on_ranks
+from tests.workers import error_of, on_ranks
 from zerocast.fsdp2 import FusedAdamW
 from zerocast.fsdp2.manager import CastManager
 from zerocast.fsdp2.parameter import MasterParameter
@@ -268,32 +268,33 @@ def forward(model: nn.Module) -> str:
         return error_of(lambda: model(models.batch(0, 64)))
 
 
-def found_after(model: nn.Module, what: str) -> list[str]:
-    """What a forward pass raises, and complaints after it."""
-    return [text for text in (forward(model), *models.complaints(model, what)) if text]
+def check_after(model: nn.Module, what: str) -> None:
+    """A forward pass casts what was written."""
+    assert forward(model) == "", what
+    models.check(model, what)
 
 
-def written_everywhere(reshard: bool, inference: bool, *forms: str) -> list[str]:
-    """Complaints after all ranks wrote through views, by one form after another."""
+def written_everywhere(reshard: bool) -> None:
+    """All ranks write through views, by one form after another."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96), reshard_after_forward=reshard)
-    found = [forward(model)] if forward(model) else []
-    for form in forms:
+    assert forward(model) == ""
+    for form, write in FORMS.items():
         before = a_weight(model).full_tensor()
-        with torch.inference_mode() if inference else torch.no_grad():
-            FORMS[form](a_weight(model))
+        with torch.no_grad():
+            write(a_weight(model))
         assert not torch.equal(before, a_weight(model).full_tensor()), form
-        found += found_after(model, form)
+        check_after(model, form)
         forward(model)  # leaves weights gathered where nothing reshards them
-    return found
 
 
 @pytest.mark.parametrize("reshard", [slow(True), False])
-def test_views_written_on_all_ranks_are_cast(ranks: Ranks, reshard: bool) -> None:
-    assert ranks(2)(written_everywhere, reshard, False, *FORMS) == [[], []]
+@on_ranks(2)
+def test_views_written_on_all_ranks_are_cast(reshard: bool) -> None:
+    written_everywhere(reshard)
 
 
-def written_later() -> list[str]:
-    """Complaints after writes through views that were taken at other times."""
+def written_later() -> None:
+    """Writes through views that were taken at other times."""
     model = Net(FEW, 64, 96)
     of_the_whole = model.blocks[0][1].weight.detach()[0]
     zerocast.fsdp2.prepare(model, zerocast.Recipe(model.recipe))
@@ -305,20 +306,18 @@ def written_later() -> list[str]:
     models.train(model, optimizer, range(1), 64)
     kept += [parameter.detach().to_local().view(-1), parameter.data.to_local()[:, :2]]
     models.train(model, optimizer, range(1), 64)
-    found = []
     for view in kept:
         before = parameter.full_tensor()
         with torch.no_grad():
             view.mul_(-3)
-        found += found_after(model, "kept")
+        check_after(model, "kept")
         assert not torch.equal(before, parameter.full_tensor())
     generation = models.manager(model).plan.generation
     if dist.get_rank() == 0:  # other memory by now: nothing is noticed, nor need it be
         of_the_whole.zero_()
         before_sharding.zero_()
-    found += found_after(model, "memory of before")
+    check_after(model, "memory of before")
     assert models.manager(model).plan.generation == generation
-    return found
 
 
 def double(tensor: Tensor) -> None:
@@ -335,11 +334,10 @@ COMPILED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def compiled_writes(fused: bool) -> list[str]:
-    """Complaints after a compiled function wrote to masters, also behind a step that measured amaxes."""
+def compiled_writes(fused: bool) -> None:
+    """A compiled function writes to masters, also behind a step that measured amaxes."""
     model = models.sharded(Net(("nvfp4", "fp8_current"), 64, 96))
     optimizer = FusedAdamW(model.parameters(), lr=1e-2)
-    found = []
     for form, of in COMPILED.items():
         torch.compiler.reset()
         write = torch.compile(double, backend="aot_eager")
@@ -349,8 +347,7 @@ def compiled_writes(fused: bool) -> list[str]:
             before = a_weight(model).full_tensor()
             write(of(a_weight(model)))
             assert not torch.equal(before, a_weight(model).full_tensor())
-            found += found_after(model, form)
-    return found
+            check_after(model, form)
 
 
 @pytest.mark.notices(
@@ -359,8 +356,9 @@ def compiled_writes(fused: bool) -> list[str]:
     answer="the next gather casts again; raises on all ranks if only some wrote",
 )
 @pytest.mark.parametrize("fused", [False, slow(True)])
-def test_writes_of_compiled_functions_are_cast(ranks: Ranks, fused: bool) -> None:
-    assert ranks(2)(compiled_writes, fused) == [[], []]
+@on_ranks(2)
+def test_writes_of_compiled_functions_are_cast(fused: bool) -> None:
+    compiled_writes(fused)
 
 
 @on_ranks(2)
@@ -369,6 +367,6 @@ def test_other_memory_in_place_is_refused() -> None:
     assert not forward(model)
     local = a_weight(model).detach().to_local()
     changes = lambda: local.set_(torch.ones(local.shape)), lambda: local.resize_(1), lambda: local.t_()
-    found = [*map(error_of, changes), *found_after(model, "refused")]
-    assert len(found) == 3
-    assert all("blocks.0.1.weight" in text and "changes shape or memory" in text for text in found)
+    said = list(map(error_of, changes))
+    assert all("blocks.0.1.weight" in text and "changes shape or memory" in text for text in said)
+    check_after(model, "refused")

@@ -86,7 +86,7 @@ def test_nothing_waits_for_its_own_step(optimizer: str, parts: int, reshard: boo
         assert traffic.found == [] or optimizer == "AdamW"  # whose step numbers lie on the CPU
         assert {waited for _, waited in waits} == {1, 2, 3, 4}
         assert all(waited - recorded in (1, 2) for recorded, waited in waits)
-        assert models.complaints(model, "trained") == []
+        models.check(model, "trained")
 
 
 def step(model: Any, optimizer: Any, number: int) -> None:
@@ -126,7 +126,7 @@ def test_a_disagreement_reaches_all_ranks_a_step_later(reader: str) -> None:
         during, after, *loaded = map(error_of, calls)
         assert "was changed on ranks [1] of its shard group and not on ranks [0, 2]" in after
         assert [during, *loaded] == ["", "", ""]
-        assert models.complaints(model, "loaded") == []
+        models.check(model, "loaded")
 
 
 def unfit_checkpoint(model: Any, optimizer: Any, folder: str) -> None:

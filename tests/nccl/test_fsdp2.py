@@ -32,7 +32,7 @@ from tests.observed import logged
 pytestmark = gpus(2)
 SECONDS = 120.0  # the first case compiles Triton's kernels
 LARGEST = {"shard_placement_fn": models.largest}
-CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
+CLEAN: dict[str, tuple[Any, ...]] = {  # cases that assert, or return complaints
     "every format": (test_bits.trained, FORMATS, 64, 96, {}),
     "boundaries on blocks": (test_bits.trained, FORMATS, 64, 64, {}),
     "empty shards": (test_bits.trained, SMALL, 130, 1, {}),
@@ -41,15 +41,13 @@ CLEAN: dict[str, tuple[Any, ...]] = {  # cases that return complaints
     "left gathered": (test_bits.trained, FORMATS, 64, 96, {"reshard_after_forward": False}),
     "replicas": (test_bits.on_mesh, (2, 1)),
     "meta": (test_bits.from_meta,),
-    "optimizers": (test_optimizers.all_differences, "default", "foreach", "fused", "capturable", "capturable foreach"),
-    **{
-        f"{name} on all ranks": (test_freshness.changed, name, 64, 96, FORMATS, True) for name in test_freshness.CHANGES
-    },
-    "views": (test_views.written_everywhere, True, False, *test_views.FORMS),
-    "views, left gathered": (test_views.written_everywhere, False, False, *test_views.FORMS),
+    "optimizers": (test_optimizers.compare_all, "default", "foreach", "fused", "capturable", "capturable foreach"),
+    **{f"{name} on all ranks": (test_freshness.changed, name, FORMATS, True) for name in test_freshness.CHANGES},
+    "views": (test_views.written_everywhere, True),
+    "views, left gathered": (test_views.written_everywhere, False),
     "views taken earlier": (test_views.written_later,),
     "compiled writes": (test_views.compiled_writes, True),
-    "compiled optimizer": (test_optimizers.differences, "AdamW", ("default",), "aot_eager"),
+    "compiled optimizer": (test_optimizers.compare, "AdamW", ("default",), "aot_eager"),
     "refresh after one rank": (test_freshness.refreshed_after_one_rank,),
     "fused step": (test_fused_adamw.stepped, False),
     "fused step, codes kept": (test_fused_adamw.stepped, True),
@@ -76,7 +74,7 @@ def formats_of(case: tuple[Any, ...]) -> tuple[str, ...]:
 )
 @pytest.mark.parametrize("case", CLEAN.values(), ids=CLEAN)
 def test_bytes_are_the_unsharded_cast(gpu_ranks, case):
-    assert gpu_ranks(2)(*case, timeout=SECONDS) == [[], []]
+    assert not any(gpu_ranks(2)(*case, timeout=SECONDS))
 
 
 def passes_after_a_change_on_one(grad: bool) -> tuple[int, str]:
@@ -149,7 +147,7 @@ def test_the_host_does_not_wait_within_a_step(gpu_ranks, host, optimizer):
 @pytest.mark.shows(host="FSDP2", parallel="tensor", formats=lambda fmt: [fmt], ranks=2)
 @pytest.mark.parametrize(("fmt", "hidden"), test_tensor_parallel.SLICED)
 def test_slices(gpu_ranks, fmt, hidden):
-    assert [found for found, _ in gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)] == [[], []]
+    gpu_ranks(2)(test_tensor_parallel.slices, fmt, hidden, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("event", test_replicas.EVENTS)
@@ -159,8 +157,7 @@ def test_all_replicas_raise(gpu_ranks, event):
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_accumulation(gpu_ranks, reshard):
-    found = gpu_ranks(2)(test_bits.gradients, test_bits.Checkpointed, reshard, 3, timeout=SECONDS)
-    assert [complaints for complaints, _ in found] == [[], []]
+    gpu_ranks(2)(test_bits.gradients, test_bits.Checkpointed, reshard, 3, timeout=SECONDS)
 
 
 @pytest.mark.parametrize("fmt", test_wire.PER_ELEMENT)
