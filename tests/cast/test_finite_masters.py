@@ -88,10 +88,10 @@ def all_gathered(value: int) -> list[int]:
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @on_ranks(2)
 def test_plain_parameters_too(kind):
-    """The parameters and values that a step, or a state, does not tell of on this rank."""
+    """A step, or a state, tells of each parameter and value on all ranks."""
     net: Any = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32, bias=False)).bfloat16()
     zerocast.quantize_(net, {"0.weight": "nvfp4"})
-    optimizer, complaints = OPTIMIZERS[kind](net), []
+    optimizer = OPTIMIZERS[kind](net)
 
     def step() -> None:
         net(torch.ones(4, 32).bfloat16()).float().square().mean().backward()
@@ -110,6 +110,4 @@ def test_plain_parameters_too(kind):
         optimizer.zero_grad()
         optimizer.load_state_dict(optimizer.state_dict())  # weights are finite again
         step()
-        if f"1 of 3 weights were NaN or Inf in the last cast: {name}." not in said:
-            complaints.append(f"{name} {value}: {said}")
-    assert complaints == []
+        assert f"1 of 3 weights were NaN or Inf in the last cast: {name}." in said

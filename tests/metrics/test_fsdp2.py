@@ -15,7 +15,7 @@ from tests.fsdp2 import models
 from tests.fsdp2.models import FEW, FORMATS, Net
 from tests.metrics import numpy_counts
 from tests.metrics.test_cast_meter import agrees
-from tests.workers import Ranks, on_ranks
+from tests.workers import on_ranks
 from zerocast.metrics import Meter, Sample
 
 Found = dict[str, numpy_counts.Buffers]
@@ -32,53 +32,13 @@ def buffers(model: Any) -> tuple[dict[str, Any], Found]:
     return masters, found
 
 
-def complaints(model: Any, sample: Sample, before: Found) -> list[str]:
-    """Counts that differ from those of plain numpy."""
+def check(model: Any, sample: Sample, before: Found) -> None:
+    """Counts are those of plain numpy."""
     masters, now = buffers(model)
-    found = [] if set(sample.weights) == set(masters) else [f"weights {set(sample.weights)}"]
+    assert set(sample.weights) == set(masters)
     for name, (_, owner) in models.masters(model).items():
-        try:
-            expected = numpy_counts.counts(str(owner.format), masters[name], before[name], now[name])
-            agrees(sample.weights[name], expected, name)
-        except AssertionError as error:
-            found.append(str(error))
-    return found
-
-
-def measured(formats: tuple[str, ...], hidden: int, reshard: bool, fused: bool, by_model: bool) -> list[str]:
-    """Every second of four steps is measured; complaints."""
-    model = models.sharded(Net(formats, 64, hidden), reshard_after_forward=reshard)
-    make: Any = zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW
-    optimizer = make(model.parameters(), lr=1e-2)
-    meter = Meter(model if by_model else optimizer, every=2)
-    _, before = buffers(model)
-    found = []
-    for step in range(4):
-        with meter.step() as metered:
-            with metered.phase("forward"):
-                loss = model(models.batch(step, 64)).float().square().mean()
-            with metered.phase("backward"):
-                loss.backward()
-            with metered.phase("step"):
-                optimizer.step()
-        optimizer.zero_grad()
-        if metered.sample:
-            found += complaints(model, metered.sample, before)
-            found += models.complaints(model, f"step {step}")
-            _, before = buffers(model)
-            found += stages(metered.sample, fused)
-        elif step % 2:
-            found.append(f"step {step} was not measured")
-    return found
-
-
-def stages(sample: Sample, fused: bool) -> list[str]:
-    """What is wrong with the times and the bytes of a measured step, whose forward pass casts the step before."""
-    wanted = {"forward/all_reduce", "forward/scales_and_cast", *(["step/adam"] if fused else ["forward/amax"])}
-    found = {name for name in sample.milliseconds if "/" in name}
-    wrong = [] if wanted <= found and not any("all_gather" in name for name in found) else [f"stages {found}"]
-    sent = sample.nbytes
-    return wrong if {"weight_gather", "allreduce_", "_reduce_scatter_base_"} <= set(sent) else [*wrong, f"bytes {sent}"]
+        expected = numpy_counts.counts(str(owner.format), masters[name], before[name], now[name])
+        agrees(sample.weights[name], expected, name)
 
 
 @pytest.mark.parametrize(
@@ -89,13 +49,45 @@ def stages(sample: Sample, fused: bool) -> list[str]:
         models.slow(3, FORMATS, 64, True, False, True),
     ],
 )
+@on_ranks()
 def test_counts_are_those_of_the_unsharded_masters(
-    ranks: Ranks, world: int, formats: tuple[str, ...], hidden: int, reshard: bool, fused: bool, by_model: bool
+    formats: tuple[str, ...], hidden: int, reshard: bool, fused: bool, by_model: bool
 ) -> None:
-    assert ranks(world)(measured, formats, hidden, reshard, fused, by_model) == [[]] * world
+    """Every second of four steps is measured."""
+    model = models.sharded(Net(formats, 64, hidden), reshard_after_forward=reshard)
+    make: Any = zerocast.fsdp2.FusedAdamW if fused else torch.optim.AdamW
+    optimizer = make(model.parameters(), lr=1e-2)
+    meter = Meter(model if by_model else optimizer, every=2)
+    _, before = buffers(model)
+    for step in range(4):
+        with meter.step() as metered:
+            with metered.phase("forward"):
+                loss = model(models.batch(step, 64)).float().square().mean()
+            with metered.phase("backward"):
+                loss.backward()
+            with metered.phase("step"):
+                optimizer.step()
+        optimizer.zero_grad()
+        if metered.sample:
+            check(model, metered.sample, before)
+            models.check(model, f"step {step}")
+            _, before = buffers(model)
+            check_stages(metered.sample, fused)
+        assert metered.sample or step % 2 == 0
 
 
-def slices() -> list[str]:
+def check_stages(sample: Sample, fused: bool) -> None:
+    """The times and the bytes of a measured step, whose forward pass casts the step before."""
+    wanted = {"forward/all_reduce", "forward/scales_and_cast", *(["step/adam"] if fused else ["forward/amax"])}
+    found = {name for name in sample.milliseconds if "/" in name}
+    assert wanted <= found
+    assert not any("all_gather" in name for name in found)
+    assert {"weight_gather", "allreduce_", "_reduce_scatter_base_"} <= set(sample.nbytes)
+
+
+@pytest.mark.slow
+@on_ranks(4)
+def test_slices_add_up() -> None:
     """Under tensor parallelism: counts of all slices together, after a step on each of 2x2 ranks."""
     mesh = models.mesh((2, 2), ("shard", "tp"))
     model: Any = Net(("nvfp4", "fp8_current"), 64, 128)
@@ -109,12 +101,7 @@ def slices() -> list[str]:
     with meter.step() as metered:
         models.train(model, optimizer, range(1), 64, rank=0)
     assert metered.sample and all(isinstance(p, DTensor) for p, _ in models.masters(model).values())
-    return complaints(model, metered.sample, before)
-
-
-@pytest.mark.slow
-def test_slices_add_up(ranks: Ranks) -> None:
-    assert ranks(4)(slices) == [[]] * 4
+    check(model, metered.sample, before)
 
 
 @on_ranks(2)
