@@ -1,6 +1,7 @@
 """TransformerEngine's names, arguments, defaults and habits; on its own tensor classes."""
 
 import inspect
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -90,6 +91,29 @@ def test_one_all_reduce_a_call(ranks: Ranks, offset: int) -> None:
         assert all("gather" in name for name in first)
         assert later == [{"c10d.allreduce_": 1}] * 2
         assert processing == {}
+
+
+@pytest.mark.usefixtures("te")
+def test_raw_data_of_tiles_moves_for_both_directions() -> None:
+    (case,) = cases(1, formats=(TILES,))
+    here = Casting((case,))
+    (weight,) = here.tensors
+    here.cast()
+    before, old = bytes_of(weight), buffers(weight)["rowwise_data"]
+    integration().replace_raw_data(weight, torch.zeros_like(old))
+    casts.assert_same_bytes(bytes_of(weight), before)
+    assert weight._columnwise_data is weight._rowwise_data is not old
+
+
+@pytest.mark.usefixtures("te")
+def test_dropped_copies_are_not_kept_alive() -> None:
+    here = Casting(cases(1, formats=("fp8_block", "nvfp4")))
+    here.cast(manual_post_all_gather_processing=True)
+    integration().post_all_gather_processing(here.tensors)
+    copies = [weakref.ref(one._columnwise_data.untyped_storage()) for one in here.tensors]
+    assert all(copy() is not None for copy in copies)
+    here.cast()
+    assert not any(copy() is not None for copy in copies)
 
 
 @pytest.mark.usefixtures("te")
