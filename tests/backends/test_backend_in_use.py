@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests import casts
 from tests.dispatched import Dispatched
 from tests.fsdp2 import models
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast import CastPlan, QuantizedWeight, backends
 from zerocast.backends.descriptor import Column
 from zerocast.distributed.group import ONE_PROCESS
@@ -161,15 +161,12 @@ def test_report_names_what_is_chosen() -> None:
     assert "dequantize to bfloat16" in str(found)
 
 
-def layers_under_fsdp2() -> list[list[str]]:
-    """The formats of the layers that are reported before and while their weights are gathered."""
+@on_ranks(1)
+def test_a_layer_has_a_path_while_its_weight_is_gathered() -> None:
     model = models.sharded(models.Net(("fp8_current", "nvfp4"), 64, 96))
-    found = [[row.format for row in backends.report(model).layers]]
+    assert not backends.report(model).layers
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
-    return [*found, [row.format for row in backends.report(model).layers]]
-
-
-def test_a_layer_has_a_path_while_its_weight_is_gathered(ranks: Ranks) -> None:
-    assert ranks(1)(layers_under_fsdp2) == [[[], ["fp8_current", "fp8_current", "nvfp4", "nvfp4"]]]
+    formats = [row.format for row in backends.report(model).layers]
+    assert formats == ["fp8_current", "fp8_current", "nvfp4", "nvfp4"]

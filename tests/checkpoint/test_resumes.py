@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.workers import Ranks
+from tests.workers import on_ranks
 from zerocast import QuantizedWeight, Recipe, ZeroAdamW, fsdp2, quantize_
 from zerocast.checkpoint.untrained import own_buffers
 from zerocast.fsdp2 import TrainingState
@@ -129,7 +129,10 @@ def test_a_frozen_weight_of_another_format(tmp_path: Path, fmt: str, other_fmt: 
     assert_equal(state(other), before)
 
 
-def under_fsdp2(folder: str, kind: str, fmt: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fsdp2(tmp_path: Path, kind: str, fmt: str) -> None:
     """Masters and moments are FSDP2's, and so are frozen parameters; buffers are each rank's own."""
 
     def make(seed: int) -> tuple[Any, TrainingState, Any]:
@@ -155,16 +158,10 @@ def under_fsdp2(folder: str, kind: str, fmt: str) -> None:
 
     model, whole, optimizer = make(1)
     train(model, optimizer, range(2))
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(whole, 2)
     train(model, optimizer, range(2, 4))
     again, resumed, other = make(2)
-    assert Checkpoints(folder).load(resumed) == 2
+    assert Checkpoints(tmp_path).load(resumed) == 2
     train(again, other, range(2, 4))
     assert_equal(read(again), read(model))
-
-
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_delayed"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_fsdp2(ranks: Ranks, tmp_path: Path, kind: str, fmt: str) -> None:
-    ranks(2)(under_fsdp2, str(tmp_path), kind, fmt)

@@ -18,7 +18,7 @@ import zerocast
 from tests.checkpoint import plain_store
 from tests.checkpoint.plain_store import PlainStore, going_away
 from tests.serve.test_export import read as read_export
-from tests.workers import Ranks, error_of
+from tests.workers import Ranks, error_of, on_ranks
 from zerocast import ZeroAdamW, ZeroMuon, optim
 from zerocast.checkpoint.lineage import Runs
 from zerocast.cli import main
@@ -292,14 +292,11 @@ def test_a_folder_without_a_manifest_is_refused(plain: Path) -> None:
         optim.load(run.optimizer, "plain://nothing")
 
 
-def saved_in_memory() -> str:
-    return error_of(lambda: optim.save(Training().optimizer, "memory://run"))
-
-
-def test_a_store_that_each_rank_has_for_itself(ranks: Ranks) -> None:
-    for said in ranks(2)(saved_in_memory):
-        assert "__1_0.distcp has no bytes as rank 0 sees it" in said
-        assert "all ranks must write into one shared folder" in said
+@on_ranks(2)
+def test_a_store_that_each_rank_has_for_itself() -> None:
+    said = error_of(lambda: optim.save(Training().optimizer, "memory://run"))
+    assert "__1_0.distcp has no bytes as rank 0 sees it" in said
+    assert "all ranks must write into one shared folder" in said
 
 
 def test_local_urls_are_paths(tmp_path: Path) -> None:
