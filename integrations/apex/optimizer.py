@@ -126,7 +126,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         validate_across_ranks(Group.of(self.process_group), [], problem, what="loads a state")
         if self._plan.validity.partial:
             self.zero_grad()
-        with self._plan.transaction("loading a state"):
+        with self._plan.validity.transaction("loading a state"):
             super().load_state_dict(state_dict)
             checkpoint.load_delayed(state_dict["state"], self._plan.delayed, self._keys(state_dict))
             self._driver.refresh()
@@ -186,7 +186,7 @@ class DistributedFusedAdam(_Host):  # type: ignore[misc]
         Apex would gather after this method. Here it happens inside, so that one transaction covers
         all of it, and the later `param_sync` does nothing.
         """
-        with self._plan.transaction("an optimizer step"):
+        with self._plan.validity.transaction("an optimizer step"):
             super()._local_step(bucket_ids)
             super().param_sync()
             self._quantized.finish(self._plan)

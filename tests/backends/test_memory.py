@@ -61,7 +61,15 @@ def run(stage: str, fmt: FormatSpec, told: dict[str, Any]) -> None:
 def told_of(stage: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments as the extension takes them."""
     kinds = {argument.name: argument.kind for argument in ops.arguments_of(stage)}
-    return {name: cpu._PLAIN[kinds[name]](value) for name, value in arguments.items() if kinds[name] != "skip"}
+    told: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if kinds[name] in cpu.LISTS:
+            (told[name],) = extension.memory_of_lists((value,))
+        elif kinds[name] in cpu.TENSORS:
+            told[name] = extension.memory(value)
+        elif kinds[name] != "skip":
+            told[name] = cpu._PLAIN[kinds[name]](value)
+    return told
 
 
 def touched(stage: str, fmt: FormatSpec, told: dict[str, Any]) -> list[str]:

@@ -10,13 +10,15 @@ import torch
 
 import zerocast
 from tests.benchmarks import plan_build
-from tests.fsdp2.test_host_work import calls_of
+from tests.fsdp2.test_host_work import calls_of, calls_of_zerocast
 from zerocast import CastPlan, QuantizedWeight
 from zerocast.cast.flat_buffer import into_flat_buffer
 from zerocast.formats.layout import BUFFERS
 
 EXPERTS = 44_544  # weights of a model with 671 B parameters
 SHAPE = (32, 32)
+# Calls of functions of zerocast in a cast, and the files that they are in. With every gain these bounds come down.
+MOST_CALLS, MOST_FILES = 51, 12
 
 
 def plan_of(count: int, fmt: str) -> CastPlan:
@@ -36,6 +38,14 @@ def test_a_cast_calls_as_often_for_many_weights(fmt: str, many: int) -> None:
         plan.cast()
     few, found = (calls_of(plan.cast) for plan in plans)
     assert few == found < 400
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_block", "fp8_current"])
+def test_a_cast_makes_few_calls(fmt: str) -> None:
+    plan = plan_of(8, fmt)
+    plan.cast()
+    by_file = calls_of_zerocast(plan.cast)
+    assert by_file.total() <= MOST_CALLS and len(by_file) <= MOST_FILES, by_file
 
 
 @pytest.mark.parametrize("prepare", [zerocast.quantize_, zerocast.fsdp2.prepare])

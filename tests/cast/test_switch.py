@@ -144,7 +144,7 @@ def _with_gap() -> CastPlan:
 
 def _partial() -> CastPlan:
     plan = CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [masters(0)], [0], ONE_PROCESS)
-    with pytest.raises(ZeroDivisionError), plan.transaction("a step"):
+    with pytest.raises(ZeroDivisionError), plan.validity.transaction("a step"):
         _ = 1 / 0
     return plan
 
@@ -180,7 +180,7 @@ def test_storage_of_the_caller_stays_with_a_weight_that_does_not_change():
 
 def test_not_within_a_transaction():
     plan = CastPlan([QuantizedWeight.empty(SHAPE, "fp8_current")], [masters(0)], [0], ONE_PROCESS)
-    with plan.transaction("a step"), pytest.raises(RuntimeError, match="between two steps"):
+    with plan.validity.transaction("a step"), pytest.raises(RuntimeError, match="between two steps"):
         zerocast.switch(plan, Recipe({}, default="nvfp4"))
 
 

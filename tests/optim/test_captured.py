@@ -18,7 +18,7 @@ from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
 from zerocast.cast import captured_step
-from zerocast.optim.foreign_writes import ForeignWrites
+from zerocast.optim.bucket_bytes import ForeignWrites
 
 KEPT = dataclasses.replace(DETERMINISTIC, keep_columnwise=True)
 CASES = {

@@ -252,7 +252,7 @@ def test_under_a_plan() -> None:
 
 def _partial() -> Any:
     source, optimizer = trained()
-    with pytest.raises(ZeroDivisionError), optimizer._plan.transaction("a step"):
+    with pytest.raises(ZeroDivisionError), optimizer._plan.validity.transaction("a step"):
         raise ZeroDivisionError
     return source
 

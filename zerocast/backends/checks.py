@@ -59,7 +59,11 @@ def knows(table: Tensor, names: Iterable[str], bases: Iterable[Sequence[Tensor]]
     if known is None:
         return False
     known_ids, _ = known
-    return [list(map(id, tensors)) for tensors in bases] == list(map(known_ids.get, names))
+    # A loop, since every stage of a step comes here.
+    for name, tensors in zip(names, bases, strict=True):  # noqa: SIM110
+        if list(map(id, tensors)) != known_ids.get(name):
+            return False
+    return True
 
 
 def check_whole_blocks(fmt: FormatSpec, table: Tensor) -> None:

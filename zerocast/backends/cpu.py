@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerocast.backends import extension, ops
-from zerocast.backends.extension import DTYPES, memories, memory, nbytes
+from zerocast.backends.extension import DTYPES, memory, nbytes
 from zerocast.formats import FormatSpec
 
 DEVICES = ("cpu",)
@@ -21,12 +21,12 @@ PREFERENCE = 1
 _C = extension.load()
 format_of = extension.format_maker(_C)
 
-# How each kind of argument is passed to the extension. `clip` is read here: on a CPU it is no wait.
-_PLAIN: dict[str, Callable[[Any], Any]] = dict.fromkeys(
-    ("typed", "flat", "data", "optional", "messages", "table", "pieces", "groups", "scalars"), memory
-)
-_PLAIN |= dict.fromkeys(("bases", "typed_bases"), memories)
-_PLAIN |= {"format": format_of, "dtype": DTYPES.__getitem__, "clip": float, "int": int, "bool": bool}
+# How each kind of argument is passed to the extension: tensors and lists of tensors by their
+# memory, the others by these functions. `clip` is read here: on a CPU it is no wait.
+TENSORS = ("typed", "flat", "data", "optional", "messages", "table", "pieces", "groups", "scalars")
+LISTS = ("bases", "typed_bases")
+_PLAIN: dict[str, Callable[[Any], Any]] = {"format": format_of, "dtype": DTYPES.__getitem__}
+_PLAIN |= {"clip": float, "int": int, "bool": bool}
 
 
 def _stage(name: str) -> Callable[..., None]:
@@ -36,15 +36,30 @@ def _stage(name: str) -> Callable[..., None]:
     last argument of some stages, holds True.
     """
     arguments_of = ops.arguments_of(name)
-    converters = {argument.name: _PLAIN[argument.kind] for argument in arguments_of if argument.kind != "skip"}
-    takes_skip = len(converters) < len(arguments_of)
-    entry = extension.stage(_C.cpu, name, (*converters, "threads"))
+    passed = [argument for argument in arguments_of if argument.kind != "skip"]
+    takes_skip = len(passed) < len(arguments_of)
+    entry = extension.stage(_C.cpu, name, (*(argument.name for argument in passed), "threads"))
+    tensor_places = [place for place, argument in enumerate(passed) if argument.kind in TENSORS]
+    list_places = [place for place, argument in enumerate(passed) if argument.kind in LISTS]
+    converters = [(place, _PLAIN[argument.kind]) for place, argument in enumerate(passed) if argument.kind in _PLAIN]
 
     def run(*arguments: Any) -> None:
         if takes_skip and arguments[-1] is not None and bool(arguments[-1]):
             return
-        # `skip`, which comes last, has no converter and is dropped here.
-        values = [convert(value) for convert, value in zip(converters.values(), arguments, strict=False)]
+        # `skip`, which comes last, is dropped here.
+        values: list[Any] = [*arguments[: len(passed)]]
+        lists = extension.memory_of_lists(map(values.__getitem__, list_places))
+        for place, described in zip(list_places, lists, strict=True):
+            values[place] = described
+        for place in tensor_places:
+            tensor = values[place]
+            if tensor is not None and tensor.is_contiguous():
+                # As `memory` returns it, without a call.
+                values[place] = tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
+            else:
+                values[place] = memory(tensor)
+        for place, convert in converters:
+            values[place] = convert(values[place])
         entry(*values, torch.get_num_threads())
 
     return run
@@ -69,13 +84,11 @@ def bind_transpose(fmt: FormatSpec, table: Tensor) -> ops.Transposer:
         # Codes may have an FP8 dtype. Their contiguity was checked.
         row_codes = list(map(Tensor.data_ptr, row_data)), "uint8", list(map(nbytes, row_data))
         codes = list(map(Tensor.data_ptr, data)), "uint8", list(map(nbytes, data))
-        all_scales = (memories(row_scales), memories(scales)) if scales else (_NOTHING, _NOTHING)
-        _C.cpu.transpose(plain, plain_table, row_codes, all_scales[0], codes, all_scales[1], torch.get_num_threads())
+        row_memory, memory_of_scales = extension.memory_of_lists((row_scales if scales else (), scales))
+        _C.cpu.transpose(plain, plain_table, row_codes, row_memory, codes, memory_of_scales, torch.get_num_threads())
 
     return run
 
-
-_NOTHING: extension.Memories = [], "", []
 
 dequantize = _stage("dequantize")
 upcast = _stage("upcast")
@@ -85,8 +98,8 @@ _upcast_together = extension.stage(_C.cpu, "upcast_together", (*extension.UPCAST
 def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
     """Run the stage `upcast` for several weights in one call (`ops.upcast_together`)."""
     scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
-    sources = memories(data), memories(scale_inv), memories(amaxes)
-    targets = memories(codes), memories(group_scale_inv)
+    sources = extension.memory_of_lists((data, scale_inv, amaxes))
+    targets = extension.memory_of_lists((codes, group_scale_inv))
     _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, torch.get_num_threads())
 
 

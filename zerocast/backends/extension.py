@@ -6,7 +6,7 @@ import functools
 import importlib
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -97,8 +97,8 @@ def format_maker(module: ModuleType) -> Callable[[FormatSpec], Any]:
     made: dict[str, Any] = {}
 
     def format_of(fmt: FormatSpec) -> Any:
-        # The text is faster to hash than the fields of the format.
-        key = str(fmt)
+        # The text, as `str` returns it, is faster to hash than the fields of the format.
+        key = fmt.key or fmt.name
         if key not in made:
             made[key] = _plain(module, fmt)
         return made[key]
@@ -136,16 +136,23 @@ def memory(tensor: Tensor | None) -> Memory:
     return tensor.data_ptr(), DTYPES[tensor.dtype], tensor.nbytes
 
 
-def memories(tensors: Sequence[Tensor]) -> Memories:
-    """Return the addresses, the dtype and the bytes of contiguous tensors of one dtype."""
-    if not tensors:
-        return [], "", []
-    if not all(map(Tensor.is_contiguous, tensors)):
-        raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
-    dtype, *others = set(map(_dtype, tensors))
-    if others:
-        raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
-    return list(map(Tensor.data_ptr, tensors)), DTYPES[dtype], list(map(nbytes, tensors))
+def memory_of_lists(lists: Iterable[Sequence[Tensor]]) -> list[Memories]:
+    """Return the addresses, the dtype and the bytes of each of several lists of contiguous tensors
+    of one dtype. A stage has up to nine lists, and several stages run in a step, so one call
+    describes all.
+    """
+    described: list[Memories] = []
+    for tensors in lists:
+        if not tensors:
+            described.append(([], "", []))
+            continue
+        if not all(map(Tensor.is_contiguous, tensors)):
+            raise _has_gaps(next(tensor for tensor in tensors if not tensor.is_contiguous()))
+        dtype, *others = set(map(_dtype, tensors))
+        if others:
+            raise ValueError(f"the tensors of one role have one dtype, got {' and '.join(map(str, (dtype, *others)))}")
+        described.append((list(map(Tensor.data_ptr, tensors)), DTYPES[dtype], list(map(nbytes, tensors))))
+    return described
 
 
 nbytes: Callable[[Tensor], int] = operator.attrgetter("nbytes")

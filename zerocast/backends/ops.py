@@ -171,7 +171,7 @@ def _run(stage: str) -> Callable[..., None]:
     base_indices = [names.index(name) for name in base_names]
 
     def run(backend: str, fmt: str, *arguments: Any) -> None:
-        if not checks.knows(arguments[table_index], base_names, [arguments[i] for i in base_indices]):
+        if not checks.knows(arguments[table_index], base_names, map(arguments.__getitem__, base_indices)):
             checks.check_stage(stage, backend, get_format(fmt), dict(zip(names, arguments, strict=True)))
         _implementation(stage, backend, fmt)(*arguments)
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zerocast.backends import checks
 from zerocast.distributed.late_copy import LateCopies
 
 # Options of torch.optim.AdamW that this update has with one value only.
@@ -81,17 +82,21 @@ class AdamUpdate:
     clip: Tensor
     groups: MomentGroups | None = None
 
+    def check(self, end: int, group_count: int, device: torch.device) -> None:
+        """Raise ValueError or TypeError unless the tensors are on `device` and have `end` elements,
+        and the scalars rows of `group_count` groups.
+        """
+        first, second = (checks.ADAM_FLOATS,) * 2 if self.groups is None else ((torch.int8,), (torch.uint8,))
+        for name, dtypes in (("grad", checks.ADAM_FLOATS), ("exp_avg", first), ("exp_avg_sq", second)):
+            checks.check_plain(f"the {name} of an AdamUpdate", getattr(self, name), dtypes, end, device)
+        if self.groups is None:
+            checks.check_moments(self.exp_avg, self.exp_avg_sq)
+        checks.check_scalars(self.scalars, self.clip, group_count, device)
+
     @cached_property
     def inputs(self) -> AdamInputs:
         """The same as lists of one tensor."""
         return AdamInputs([self.grad], [self.exp_avg], [self.exp_avg_sq], self.scalars, self.clip, self.groups)
-
-    def reduce(self) -> None:
-        """Reduce the groups of moments that several ranks have parts of. Collective for moments in
-        8 bits.
-        """
-        if self.groups is not None:
-            self.groups.reduce()
 
 
 def check_options(param_groups: Sequence[dict[str, Any]]) -> None:
@@ -128,7 +133,7 @@ class Hyperparameters:
         last step.
         """
         check_options(param_groups)
-        for last_values in self._late.pop():
+        for last_values in self._late.pop() if self._late.unread else ():
             _check_range(last_values.tolist())
         changed, has_tensors = not self.description, False
         for row, group in enumerate(param_groups):

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 
 from zerocast.cast.flat_buffer import into_flat_buffer
-from zerocast.cast.tables import WeightTable, WeightTables
+from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables
 from zerocast.formats import Columnwise
 from zerocast.weight import QuantizedWeight
 from zerocast.weight.validity import Validity
@@ -34,16 +34,20 @@ class ColumnwiseCopies:
         # The validities of the weights, with their `places` when the tables were made.
         self._places: list[tuple[Validity, int]] | None = None
         self._tables: list[WeightTable] = []
+        # Of the weights in `_tables`, when these were made.
+        self._memory = StorageSnapshot(())
 
-    def make(self) -> None:
-        """Make the copies of the last cast, whose bytes have been gathered, and mark all weights as
-        gathered. Waits for gathers in flight.
+    def make(self, marks: bool = True) -> None:
+        """Make the copies of the last cast, whose bytes have been gathered. Waits for gathers in
+        flight. `marks` is True to mark all weights as gathered, False if the caller does.
         """
         tables = self.tables()
         for weight in self._weights:
             weight.wait()
         for table in tables:
             table.transpose()
+        if not marks:
+            return
         if self._validity is not None:
             self._validity.copied()
             return
@@ -52,8 +56,10 @@ class ColumnwiseCopies:
 
     def tables(self) -> list[WeightTable]:
         """Return the tables for the current memory."""
-        is_bound = self._places is not None and all(validity.places == places for validity, places in self._places)
-        if not is_bound or any(table.has_moved() for table in self._tables):
+        must_bind = self._places is None
+        for validity, places in self._places or ():
+            must_bind = must_bind or validity.places != places
+        if must_bind or (self._tables and self._memory.has_moved()):
             self._bind()
         return self._tables
 
@@ -69,5 +75,6 @@ class ColumnwiseCopies:
                 for matrix in w.matrices():
                     tables.of(w).add(matrix)
             self._tables = tables.freeze()
+        self._memory = StorageSnapshot.joined(table.snapshot for table in self._tables)
         validities = {id(w.state.validity): w.state.validity for w in self._transposed}
         self._places = [(validity, validity.places) for validity in validities.values()]

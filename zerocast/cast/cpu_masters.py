@@ -115,12 +115,9 @@ class CpuTable(WeightTable):
             piece.stage_in(staging[number % 2])
         # For each staging buffer, an event behind the last copy out of it.
         self._copied: list[Any] = [None, None]
-        self._stored = StorageSnapshot(tensor for each in self._shards for tensor in each.shard.stored)
+        stored = StorageSnapshot(tensor for each in self._shards for tensor in each.shard.stored)
+        self.snapshot = StorageSnapshot.joined((self.snapshot, self._masters_table.snapshot, stored))
         return self
-
-    def has_moved(self) -> bool:
-        """Return True if a weight, a master or the caller's storage was replaced since `freeze`."""
-        return super().has_moved() or self._masters_table.has_moved() or self._stored.has_moved()
 
     def measure(self, packed: Tensor, update: AdamUpdate | None = None, skip: Tensor | None = None) -> None:
         """Measure the masters on the CPU, and copy their amaxes to the device."""

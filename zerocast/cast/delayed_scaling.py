@@ -199,7 +199,7 @@ def _as_one(run: Sequence[Tensor]) -> Tensor:
 
 def _read(tensors: Sequence[Tensor]) -> Tensor:
     """Return a copy of their values, flat."""
-    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors])
+    return torch.cat(list(map(torch.flatten, tensors)))
 
 
 def _write(tensors: Sequence[Tensor], values: Tensor) -> None:

@@ -199,28 +199,6 @@ class Driver(Generic[AnyPlan]):
         self.finish_cast(repeat)
 
 
-class StepCollectives(NamedTuple):
-    """The collectives of a step before and after its cast, for a rank that cannot step.
-
-    It must take part in each of them, or the other ranks would wait for it. Gradients and their
-    norm are reduced by then, on all ranks. The order (`CastDriver.join_collectives`):
-
-    1. `before_cast`: the collectives before it. ZeroMuon sends gradients to the ranks that own
-        whole matrices.
-    2. The packed amaxes, with the report that this rank cannot cast (`CastPlan.join_collectives`).
-        On a CPU all ranks raise here.
-    3. `after_cast`: the reductions after it. Moments in 8 bits have the largest elements of groups
-        that a boundary between ranks splits.
-    4. The gather of the bytes (`Gather.start`).
-    5. The comparison of the ranks' reports, which the others make before their next cast.
-
-    A refresh or a swap has no more than the cast and the gather.
-    """
-
-    before_cast: Callable[[], None] = lambda: None
-    after_cast: Callable[[], None] = lambda: None
-
-
 class CastDriver(Driver[CastPlan]):
     """The casts of one Host.
 
@@ -278,7 +256,7 @@ class CastDriver(Driver[CastPlan]):
         """
         self._cast_and_gather(self._reclaim, repeat=True)
 
-    def step(self, launch: Callable[[], None], step_collectives: StepCollectives) -> None:
+    def step(self, launch: Callable[[], None], step_collectives: "StepCollectives") -> None:
         """Run `launch`, which steps and casts on the device (`plan.launch`), then gather.
 
         `step_collectives` are the other collectives of `launch`, for a rank that cannot run it.
@@ -292,9 +270,9 @@ class CastDriver(Driver[CastPlan]):
             with self.plan.delayed.rollback():
                 launch()
                 self.plan.done()
-            self._gather()
+            self.gather.start(self.plan)
 
-    def join_collectives(self, what: str, step_collectives: StepCollectives, *, masters: bool = False) -> NoReturn:
+    def join_collectives(self, what: str, step_collectives: "StepCollectives", *, masters: bool = False) -> NoReturn:
         """Make all collectives of a write that this rank is not ready for, and raise its problem.
 
         `what` names the write in errors. `masters` is True if it leaves masters partly written, not
@@ -381,7 +359,10 @@ class CastDriver(Driver[CastPlan]):
 
         If a host sets `master.data`, a flat view of the master still has the old memory.
         """
-        if any(view.data_ptr() != master.data_ptr() for master, view in self._views):
+        has_moved = False
+        for master, view in self._views:
+            has_moved = has_moved or view.data_ptr() != master.data_ptr()
+        if has_moved:
             flat = [_flat(master) for master in self.host.masters]
             self.plan.move_masters(flat)
             self._note_flat(flat)
@@ -400,6 +381,28 @@ class CastDriver(Driver[CastPlan]):
         """Let debug mode notice writes to masters of plain parameters, too: a cast rounds them."""
         of_plain = [master for _, master in (*self._plain, *self._plain_on_cpu)]
         self.plan.validity.watch([*self._flat, *of_plain], sharded=self.plan.group.size > 1)
+
+
+class StepCollectives(NamedTuple):
+    """The collectives of a step before and after its cast, for a rank that cannot step.
+
+    It must take part in each of them, or the other ranks would wait for it. Gradients and their
+    norm are reduced by then, on all ranks. The order (`CastDriver.join_collectives`):
+
+    1. `before_cast`: the collectives before it. ZeroMuon sends gradients to the ranks that own
+        whole matrices.
+    2. The packed amaxes, with the report that this rank cannot cast (`CastPlan.join_collectives`).
+        On a CPU all ranks raise here.
+    3. `after_cast`: the reductions after it. Moments in 8 bits have the largest elements of groups
+        that a boundary between ranks splits.
+    4. The gather of the bytes (`Gather.start`).
+    5. The comparison of the ranks' reports, which the others make before their next cast.
+
+    A refresh or a swap has no more than the cast and the gather.
+    """
+
+    before_cast: Callable[[], None] = lambda: None
+    after_cast: Callable[[], None] = lambda: None
 
 
 def _flat(master: Tensor | None) -> Tensor | None:

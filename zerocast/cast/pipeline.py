@@ -50,8 +50,8 @@ def cast(
         for table in tables if to_measure is None else to_measure:
             table.measure(amaxes.buffer, update, skip)
         amaxes.reduce()
-        if update is not None:
-            update.reduce()
+        if update is not None and update.groups is not None:
+            update.groups.reduce()
 
         if delayed.unseeded and skip is None:
             for table in tables:
@@ -61,7 +61,8 @@ def cast(
                 # never set.
                 table.compute_scales(amaxes.buffer, None)
             delayed.seed(lambda: _roll(tables, None))
-        if not repeat:
+        has_delayed = bool(delayed)
+        if has_delayed and not repeat:
             delayed.advance(skip)
         with delayed.replay() if repeat else NOTHING:
             for table in tables:
@@ -70,7 +71,7 @@ def cast(
                 table.cast_rest(amaxes.buffer, update, skip)
             for table in boundary:
                 table.partial_cast(amaxes.buffer, skip)
-        if delayed and not repeat:
+        if has_delayed and not repeat:
             _roll(tables, skip)
 
 

@@ -24,7 +24,7 @@ from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
 from zerocast.cast.switch import SwitchPart
 from zerocast.cast.switched_bytes import SwitchedBytes, share_cast_bytes
-from zerocast.cast.tables import WeightTable, WeightTables, place_of_matrix
+from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables, place_of_matrix
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.layout import Span
@@ -217,7 +217,8 @@ class CastPlan(Plan):
         # After a switch of formats, until a gather has given all ranks the same new bytes. None
         # otherwise.
         self._switched: SwitchedBytes | None = None
-        self._step_of_caller = " {}" if given.caller else ""
+        # True if casts belong to the steps of a caller, which ranks compare.
+        self._compares_steps = given.caller is not None
         self.weights: list[QuantizedWeight] = [shard.weight for shard in self._partition.shards]
         # The indices of the weights that have a master on any rank, for as long as the plan lives.
         # A weight without a master on any rank is frozen.
@@ -266,7 +267,7 @@ class CastPlan(Plan):
         raises it now and the others in their next cast. If that rank continues, it must first take
         part in the gather of the others.
         """
-        self.ready(find=functools.partial(self._check_cpu_masters, update))
+        self.ready(find=functools.partial(self._check_cpu_masters, update) if self._tables.on_cpu else None)
         self.run(skip=skip, update=update, repeat=repeat)
         # With the first cast that writes, masters replace the values that the weights were
         # quantized from. The CPU waits for `skip` until then, unless it captures.
@@ -280,12 +281,6 @@ class CastPlan(Plan):
         the device.
         """
         return self._partition.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def transaction(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Write masters and weights inside this context. After an exception in it the weights
-        cannot be read until a later write has completed.
-        """
-        return self.validity.transaction(what)
 
     @property
     def tables(self) -> list[WeightTable]:
@@ -306,7 +301,8 @@ class CastPlan(Plan):
         if self._switched and self._switched.check():
             self._switched = None
         if self.amaxes.reports.compares_calls:
-            self.amaxes.reports.announce(self._call.format(self.group.caller) + detail)
+            step = f" {self.group.caller}" if self._compares_steps else ""
+            self.amaxes.reports.announce(f"casts by plan {self._number} of its group{step}{detail}")
 
     @contextlib.contextmanager
     def _writing(self, masters: bool) -> Iterator[None]:
@@ -357,7 +353,10 @@ class CastPlan(Plan):
         A CUDA graph can hold it: it neither waits for the device nor changes anything in Python.
         """
         tables = self._tables
-        self._check_cpu_masters(update)
+        if tables.on_cpu:
+            self._check_cpu_masters(update)
+        if update is not None:
+            tables.check_update(update)
         cast(
             tables.owned,
             self.amaxes,
@@ -369,9 +368,9 @@ class CastPlan(Plan):
         )
 
     def _check_cpu_masters(self, update: AdamUpdate | None) -> None:
-        """Raise RuntimeError if this cast is not supported with masters in CPU memory."""
-        if not self._tables.on_cpu:
-            return
+        """Raise RuntimeError if this cast is not supported with masters in CPU memory, which this
+        plan has.
+        """
         if update is not None:
             raise RuntimeError(
                 "an AdamUpdate is not supported with masters in CPU memory: step these masters, then call cast()"
@@ -419,7 +418,7 @@ class CastPlan(Plan):
 
         The next cast finds them again.
         """
-        self._tables = CastTables([], [])
+        self._tables = CastTables([], [], on_cpu=False, stepped=[], snapshot=StorageSnapshot(()))
         # No count of moves, so the next cast makes the tables again.
         self._places = -1
 
@@ -595,11 +594,10 @@ class CastPlan(Plan):
         """Derive from the partition all that a cast needs: the blocks that ranks share, the layout
         of all amaxes, and the tables of the memory that weights and masters are in now.
         """
-        # The text that ranks compare, into which each cast fills the caller's step. All ranks build
-        # the plans of a group together, so their numbers agree.
+        # All ranks build the plans of a group together, so their numbers agree.
         group_name = "" if self.group.handle is None else self.group.handle.group_name
         _built[group_name] += 1
-        self._call = f"casts by plan {_built[group_name]} of its group{self._step_of_caller}"
+        self._number = _built[group_name]
         shards, is_alone = self._partition.shards, self.group.size == 1
         cut = SplitBlocks.of(self._partition, self._cast)
         layout = layout_of_plan(shards, self._cast, cut, self._is_stepped, compares_calls=not is_alone)
@@ -618,7 +616,7 @@ class CastPlan(Plan):
         if not all(map(operator.is_, map(_state_of, self.weights), self._states)):
             # `torch.utils.swap_tensors` has exchanged the storage of weights, and records nothing.
             self.validity.moved()
-        if self._places != self.validity.places or any(table.has_moved() for table in self._tables.owned):
+        if self._places != self.validity.places or self._tables.snapshot.has_moved():
             self._partition.check_again()
             if any(w.state.validity is not self.validity for w in self.weights):
                 self._step_hooks.check_unclaimed()
@@ -648,11 +646,28 @@ class CastTables:
         boundary: the elements of other ranks that this rank writes, since they share a byte with an
             own element.
         on_cpu: True if any masters are in CPU memory, and the weights on another device.
+        stepped: those of `owned` whose masters an AdamUpdate steps.
+        snapshot: the memory of the weights and masters of `owned`.
     """
 
     owned: list[WeightTable]
     boundary: list[WeightTable]
-    on_cpu: bool = False
+    on_cpu: bool
+    stepped: list[WeightTable]
+    snapshot: StorageSnapshot
+
+    def check_update(self, update: AdamUpdate) -> None:
+        """Raise ValueError or TypeError unless all masters that the update steps are views of one
+        tensor, and its tensors reach as far as these masters do.
+        """
+        end = group_count = 0
+        for table in self.stepped:
+            masters = table.masters.tensors
+            if len(masters) != 1 or table.key.master is not torch.float32:
+                raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
+            end, group_count = max(end, table.end), max(group_count, table.group_count)
+        if self.stepped:
+            update.check(end, group_count, self.stepped[0].masters.tensors[0].device)
 
     @staticmethod
     def of(
@@ -684,4 +699,7 @@ class CastTables:
                 table = boundary.of(shard.weight)
                 row = table.add(matrix.weight, place_of_matrix(fmt, shape, amaxes.offsets[index], number))
                 table.set_span(row, matrix, Span(position, position + 1), elements.received[slot : slot + 1])
-        return CastTables([*of_device.freeze(), *of_cpu.freeze()], boundary.freeze(), on_cpu)
+        owned = [*of_device.freeze(), *of_cpu.freeze()]
+        stepped = [table for table in owned if table.key.takes_updates and table.masters.tensors]
+        snapshot = StorageSnapshot.joined(table.snapshot for table in owned)
+        return CastTables(owned, boundary.freeze(), on_cpu, stepped, snapshot)

@@ -46,13 +46,19 @@ class StorageSnapshot:
     memory (`.data =`), or its storage a different size (`untyped_storage().resize_`).
     """
 
-    def __init__(self, tensors: Iterable[Tensor], storages: Iterable[Tensor] = ()) -> None:
-        self._tensors = list(tensors)
-        by_address = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in (*self._tensors, *storages)
-        }
+    def __init__(self, tensors: Iterable[Tensor], bases: Iterable[Tensor] = ()) -> None:
+        self._tensors, self._bases = list(tensors), list(bases)
+        storages = (tensor.untyped_storage() for tensor in (*self._tensors, *self._bases))
+        by_address = {storage._cdata: storage for storage in storages}
         self._storages = list(by_address.values())
         self._noted = self._look()
+
+    @staticmethod
+    def joined(snapshots: Iterable["StorageSnapshot"]) -> "StorageSnapshot":
+        """Return one snapshot of the tensors of several."""
+        parts = list(snapshots)
+        tensors = itertools.chain.from_iterable(part._tensors for part in parts)
+        return StorageSnapshot(tensors, itertools.chain.from_iterable(part._bases for part in parts))
 
     def has_moved(self) -> bool:
         """Return True if the memory of any tensor differs from when this was made."""
@@ -140,9 +146,15 @@ class WeightTable:
         masters: the storages of their masters.
         buffers: the storages of their buffers, keyed by the name of the buffer.
         table: i64 `[rows, WIDTH]` on the device, from `freeze` on.
+        snapshot: the memory of the weights and masters when the table was frozen.
+        end: the least number of elements that the tensors of an AdamUpdate must have.
+        group_count: the least number of rows that its scalars must have.
     """
 
     table: Tensor
+    snapshot: StorageSnapshot
+    end: int
+    group_count: int
 
     def __init__(self, key: TableKey, device: torch.device, of_whole_weights: bool = False) -> None:
         self.key, self.device = key, device
@@ -155,6 +167,7 @@ class WeightTable:
         # of the table. None before the first such update.
         self._pieces_of: tuple[Sequence[list[int]], Tensor] | None = None
         self._has_amaxes = key.fmt.amax_policy is not AmaxPolicy.NONE
+        self._casts_in_one_pass = key.fmt.casts_in_one_pass
         dtypes = {name: torch.float32 for name in ("amax", "scale", "amax_history")}
         dtypes |= {name: key.fmt.scale_dtype for name in ("rowwise_scale_inv", "columnwise_scale_inv")}
         dtypes |= {name: torch.uint8 for name in ("rowwise_data", "columnwise_data")}
@@ -304,20 +317,15 @@ class WeightTable:
         self.table = torch.tensor(self._rows, dtype=torch.int64).view(-1, WIDTH).to(self.device)
         self._group_rows = torch.tensor(self._groups, dtype=torch.int64).to(self.device)
         owned = [(row, group) for row, group in zip(self._rows, self._groups, strict=True) if row[Column.NUMEL]]
-        # The least number of elements, and of rows of scalars, that an AdamUpdate must have.
-        self._end = max((row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row, _ in owned), default=0)
-        self._group_count = 1 + max((group for _, group in owned), default=-1)
+        self.end = max((row[Column.MASTER_OFFSET] + row[Column.NUMEL] for row, _ in owned), default=0)
+        self.group_count = 1 + max((group for _, group in owned), default=-1)
         followed = itertools.chain.from_iterable(storages.followed for storages in self._storages())
         bases = itertools.chain.from_iterable(storages.tensors for storages in self._storages())
-        self._places = StorageSnapshot(followed, bases)
+        self.snapshot = StorageSnapshot(followed, bases)
         by_argument = {argument: buffers[name] for argument, name in checks.BUFFER_ARGUMENTS.items()}
         checks.know(self.table, {"masters": masters, **by_argument})
         self._bind_stages()
         return self
-
-    def has_moved(self) -> bool:
-        """Return True if a storage was replaced or resized since the table was frozen."""
-        return self._places.has_moved()
 
     def has_same_memory(self, other: "WeightTable") -> bool:
         """Return True if both tables describe the same weights in the same memory."""
@@ -385,8 +393,7 @@ class WeightTable:
             if self._has_amaxes or update is not None:
                 self._partial_amax(packed=packed)
             return
-        self._check_update(update)
-        self.adam_each(update.inputs, packed, skip, casts=self.key.fmt.casts_in_one_pass)
+        self.adam_each(update.inputs, packed, skip, casts=self._casts_in_one_pass)
 
     def compute_scales(self, packed: Tensor, skip: Tensor | None) -> None:
         """Compute scale buffers and tensor amaxes, the same on every rank."""
@@ -399,13 +406,12 @@ class WeightTable:
         """
         casts = False
         if update is not None and self.key.takes_updates:
-            casts = self.key.fmt.casts_in_one_pass
+            casts = self._casts_in_one_pass
             if update.groups is not None:
                 self.finish_moments(update.inputs, packed, skip)
-        if not casts:
-            self.partial_cast(packed, skip)
-        elif self.rest_of_rows:
-            self.rest_of_rows.partial_cast(packed, skip)
+        rest = self.rest_of_rows if casts else self
+        if rest and rest.masters.tensors:
+            rest._partial_cast(packed=packed, skip=skip)
 
     def partial_cast(self, packed: Tensor, skip: Tensor | None) -> None:
         """Write the codes of the owned elements."""
@@ -481,21 +487,6 @@ class WeightTable:
             checks.know(pieces, {**bases, "row_data": self.buffers["rowwise_data"].tensors})
             self._pieces_of = groups.pieces, pieces
         return self._pieces_of[1]
-
-    def _check_update(self, update: AdamUpdate) -> None:
-        """Raise ValueError or TypeError unless all masters are views of one tensor, and the tensors
-        of the update reach as far as the masters in it do.
-        """
-        if len(self.masters.tensors) != 1 or self.key.master is not torch.float32:
-            raise ValueError("an AdamUpdate is of masters that are views of one flat float32 tensor")
-        (master,) = self.masters.tensors
-        first, second = (checks.ADAM_FLOATS,) * 2 if update.groups is None else ((torch.int8,), (torch.uint8,))
-        for name, dtypes in (("grad", checks.ADAM_FLOATS), ("exp_avg", first), ("exp_avg_sq", second)):
-            tensor: Tensor = getattr(update, name)
-            checks.check_plain(f"the {name} of an AdamUpdate", tensor, dtypes, self._end, master.device)
-        if update.groups is None:
-            checks.check_moments(update.exp_avg, update.exp_avg_sq)
-        checks.check_scalars(update.scalars, update.clip, self._group_count, master.device)
 
     def _bind_stages(self) -> None:
         measured_as = self.key.fmt if self._has_amaxes else MEASURED_AS

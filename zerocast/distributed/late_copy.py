@@ -50,40 +50,38 @@ class LateCopies:
         numbers: at a fixed address.
 
     Attributes:
-        is_late: True on a GPU, where a copy arrives after the call that sends it.
+        unread: the copies that were sent and not taken, the oldest first, each with its index in
+            the memory that takes copies.
     """
 
     def __init__(self, numbers: Tensor) -> None:
         self._numbers = numbers
-        self.is_late = numbers.is_cuda
         self._memory = [cpu_memory(numbers) for _ in range(2)]
-        # The copies that were sent and not taken, the oldest first, each with its index in
-        # `_memory`.
-        self._unread: list[tuple[int, LateCopy]] = []
+        self.unread: list[tuple[int, LateCopy]] = []
 
     def send(self) -> None:
         """Start a copy. Of those that were sent before and not taken, only the last one is kept."""
-        last = self._unread[-1:]
+        last = self.unread[-1:]
         place = 1 - last[0][0] if last else 0
-        self._unread = [*last, (place, LateCopy(self._numbers, self._memory[place]))]
+        self.unread = [*last, (place, LateCopy(self._numbers, self._memory[place]))]
 
     def pop(self, in_flight: int = 0) -> list[Tensor]:
         """Return the copies that were sent and not taken, the oldest first, without the last
         `in_flight`. Waits for the device to complete them.
         """
-        end = max(0, len(self._unread) - in_flight)
-        taken, self._unread = self._unread[:end], self._unread[end:]
+        end = max(0, len(self.unread) - in_flight)
+        taken, self.unread = self.unread[:end], self.unread[end:]
         return [copy.read() for _, copy in taken]
 
     def peek(self) -> list[Tensor]:
         """Return the copies that `pop()` would return, without removing them. Waits for the
         device.
         """
-        return [copy.read() for _, copy in self._unread]
+        return [copy.read() for _, copy in self.unread]
 
     def forget(self) -> None:
         """Drop the copies that were sent and not taken."""
-        self._unread = []
+        self.unread = []
 
 
 def cpu_memory(numbers: Tensor) -> Tensor:

@@ -103,17 +103,15 @@ class Averages:
                 f"{use.value} within `with average.swapped()`, where masters and weights hold an average: leave the context first"
             )
 
-    @property
-    def description(self) -> str:
-        """The descriptions of all averages, as one text that ranks compare."""
-        return "".join(sorted(f", averaged {average.description}" for average in self._all))
-
-    def before_step(self) -> None:
-        """Call `before_step` of all averages. Raises RuntimeError, with nothing changed, if a step
-        would be wrong.
+    def before_step(self) -> str:
+        """Call `before_step` of all averages. Returns their descriptions, as one text that ranks
+        compare. Raises RuntimeError, with nothing changed, if a step would be wrong.
         """
+        descriptions = []
         for average in self._all:
             average.before_step()
+            descriptions.append(f", averaged {average.description}")
+        return "".join(sorted(descriptions))
 
     def after_step(self) -> None:
         """Call `after_step` of all averages."""

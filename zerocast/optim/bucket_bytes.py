@@ -1,19 +1,36 @@
 """BucketBytes: the flat buffers of one bucket, which are gathered and of which its weights are
-views.
+views. ForeignWrites: detects that other code has written or moved the parameters of a bucket.
+
+A cast overwrites the weights with the values of the masters, so the next step would undo writes of
+other code into the weights. The version counters of flat buffers and plain parameters show a write
+at the cost of a comparison. A parameter whose storage was replaced (`.data =`, `Module.to`) is
+compared with the bytes in the flat buffer. Writes that advance no counter (by `.data`, numpy or
+kernels of other packages) are detected in debug mode only, with a copy.
 """
 
+import operator
 import threading
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from zerocast.cast.host import identity_weight
 from zerocast.distributed.bucket import Bucket, Slot
 from zerocast.distributed.group import Flight, Group
 from zerocast.formats import layout
 from zerocast.formats.dtypes import torch_dtype
-from zerocast.optim.foreign_writes import ForeignWrites, PlainView, QuantizedViews
 from zerocast.weight import QuantizedWeight
+from zerocast.weight.state import WeightState, same_bytes
+from zerocast.weight.validity import Validity, debugging
+
+SHOWN = 4
+LOST = (
+    "the next step would overwrite these values by a cast of the FP32 masters. To change the masters, call "
+    "zerocast.optim.load_masters(optimizer, high_precision_state), or optimizer.load_state_dict(state) after "
+    "model.load_state_dict(...); for averages use zerocast.optim.EMA"
+)
 
 
 class BucketBytes:
@@ -22,6 +39,7 @@ class BucketBytes:
     Attributes:
         flats: the flat buffers, in the order of `bucket.storage.gathered`.
         weights: the weight of each of `bucket.slots`; an identity weight for a plain parameter.
+        is_plain: True for a bucket of ordinary parameters.
         lock: held by the thread that completes the gather.
         landing: True while that thread does so.
         foreign_writes: detects writes to the weights by other code.
@@ -36,6 +54,7 @@ class BucketBytes:
         self._plain: list[PlainView] = []
         self._quantized: list[QuantizedViews] = []
         self.weights = [self._place(slot) for slot in bucket.slots]
+        self.is_plain = bool(self._plain)
         self.lock = threading.RLock()
         self.landing = False
         # The gather in flight, one operation for each flat buffer.
@@ -70,17 +89,11 @@ class BucketBytes:
         """Return True if the weights' buffers of this name are in a flat buffer."""
         return any(flat.name == name for flat in self.bucket.storage.gathered)
 
-    @property
-    def is_plain(self) -> bool:
-        """True for a bucket of ordinary parameters."""
-        return bool(self._plain)
-
     def start(self, group: Group, what: str = "weight bytes") -> None:
         """Begin to gather the bytes of all ranks, in place. Errors name the bytes as `what`."""
-        if group.size > 1:
-            parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
-            pairs = zip(self.flats, parts, strict=True)
-            self._works = [group.all_gather_into(*pair, async_op=True, what=what) for pair in pairs]
+        parts = [flat.view(group.size, -1)[group.rank] for flat in self.flats]
+        pairs = zip(self.flats, parts, strict=True)
+        self._works = [group.all_gather_into(*pair, async_op=True, what=what) for pair in pairs]
 
     def wait(self) -> None:
         """Wait for the gather that `start` began."""
@@ -88,3 +101,189 @@ class BucketBytes:
             if work is not None:
                 work.wait()
         self._works = []
+
+
+@dataclass(frozen=True)
+class PlainView:
+    """An ordinary parameter and its view of the flat buffer.
+
+    Attributes:
+        view: the view of the flat buffer in the shape of the parameter.
+        address: the address of that view.
+    """
+
+    slot: Slot
+    view: Tensor
+    address: int
+
+    @property
+    def is_in_buffer(self) -> bool:
+        """True if the parameter is stored in its view."""
+        return self.slot.parameter.data_ptr() == self.address
+
+
+@dataclass(frozen=True)
+class QuantizedViews:
+    """A QuantizedWeight and the views of the flat buffers for its buffers.
+
+    Attributes:
+        state: the state of the weight when it was placed. `Module.to` may replace the state of the
+            weight.
+        views: views of the flat buffers by the name of the weight's buffer.
+    """
+
+    slot: Slot
+    weight: QuantizedWeight
+    state: WeightState
+    views: dict[str, Tensor]
+
+    def moved(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (current buffer, its view) of the buffers that are not stored in their views."""
+        for name, view in self.views.items():
+            tensor = self.state.buffers[name]
+            if tensor is None or tensor.data_ptr() != view.data_ptr():
+                yield view if tensor is None else tensor, view
+
+    def move_to_buffers(self) -> None:
+        """Move the weight into its views, with its current bytes."""
+        self.weight.wait()
+        self.state.move_to(self.views)
+
+    def differs(self) -> bool:
+        """Return True if the current bytes of the weight differ from the bytes in its views."""
+        if self.weight.state is not self.state:
+            _check_fits(self.weight.rowwise_data, self.state.rowwise_data)
+            return self.weight.state.differs(self.state)
+        return not all(same_bytes(*pair) for pair in self.moved())
+
+
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+_state: Callable[[QuantizedWeight], WeightState] = operator.attrgetter("state")
+
+
+class ForeignWrites:
+    """Compares the parameters of a bucket with their contents at the last call of `record`.
+
+    `plain` and `quantized` are the views of all parameters in `flats`, the flat buffers.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        flats: Sequence[Tensor],
+        plain: Sequence[PlainView],
+        quantized: Sequence[QuantizedViews],
+    ) -> None:
+        self._bucket = bucket
+        self._flats = flats
+        self._plain = plain
+        self._quantized = quantized
+        # The result of `_location` when all weights were last seen in the flat buffers.
+        self._seen_in_buffers: tuple[Validity, int] | None = None
+        self._parameters = [p.slot.parameter for p in plain]
+        self._addresses = [p.address for p in plain]
+        self._weights = [q.weight for q in quantized]
+        self._states = [q.state for q in quantized]
+        # The tensors whose version counters are compared.
+        self._watched = [*flats, *self._parameters]
+        self.record()
+
+    def record(self) -> None:
+        """Record the current contents of the parameters, with which later checks compare."""
+        self._versions = list(map(_version, self._watched))
+        recording = self._flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        self._copies = [flat.clone() for flat in self._flats] if debugging() and not recording else []
+
+    def check(self) -> bool:
+        """Return True if parameters are stored outside of their views. Raises RuntimeError if they
+        have different values there, or if parameters in their views were written since `record`.
+        """
+        # Every step comes here, nearly always with nothing written and nothing moved.
+        unchanged = not self._copies and list(map(_version, self._watched)) == self._versions
+        in_buffers = list(map(Tensor.data_ptr, self._parameters)) == self._addresses
+        same_states = all(map(operator.is_, map(_state, self._weights), self._states))
+        if unchanged and in_buffers and same_states and self._seen_in_buffers == self._location():
+            return False
+        self._check_unwritten()
+        return self._check_moved()
+
+    def _check_unwritten(self) -> None:
+        copies = self._copies if debugging() else []
+        unchanged = list(map(_version, self._watched)) == self._versions
+        if unchanged and all(same_bytes(*pair) for pair in zip(self._flats, copies, strict=False)):
+            return
+        noted = dict(zip(map(id, self._watched), self._versions, strict=True))
+        names = [
+            p.slot.name
+            for p in self._plain
+            if p.is_in_buffer and p.slot.parameter._version != noted[id(p.slot.parameter)]
+        ]
+        if copies:
+            for slot in self._bucket.slots:
+                views = zip(self._bucket.views(slot, self._flats), self._bucket.views(slot, copies), strict=True)
+                if not all(same_bytes(*pair) for pair in views):
+                    names.append(slot.name)
+        elif any(flat._version != noted[id(flat)] for flat in self._flats):
+            # A flat buffer has one counter, so any of its parameters may have been written.
+            names += [slot.name for slot in self._bucket.slots]
+        if names:
+            raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
+
+    def _check_moved(self) -> bool:
+        plain = [p for p in self._plain if not p.is_in_buffer]
+        quantized = [q for q in self._quantized if q.weight.state is not q.state]
+        location = self._location()
+        if self._seen_in_buffers != location:
+            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
+        if not plain and not quantized:
+            self._seen_in_buffers = location
+            return False
+        for p in plain:
+            _check_fits(p.slot.parameter, p.view)
+        names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.view)]
+        names += [q.slot.name for q in quantized if q.differs()]
+        if names:
+            raise RuntimeError(
+                f"parameters have a different storage and different values since the last step, {_some(names)}: {LOST}"
+            )
+        # `reclaim` moves them back.
+        return True
+
+    def _location(self) -> tuple[Validity, int] | None:
+        """Return a value that compares equal as long as no weight has moved. All weights of a
+        bucket have the validity of one plan, which counts moves.
+        """
+        if not self._quantized:
+            return None
+        validity = self._quantized[0].state.validity
+        return validity, validity.places
+
+    def reclaim(self) -> None:
+        """Move parameters back into their views, where the gather writes."""
+        for p in self._plain:
+            if not p.is_in_buffer:
+                _check_fits(p.slot.parameter, p.view)
+                p.slot.parameter.data = p.view
+        for q in self._quantized:
+            if q.weight.state is not q.state:
+                # Module.to, `.data =` and the like replace the state of a weight.
+                _check_fits(q.weight.rowwise_data, q.state.rowwise_data)
+                q.weight.restate(q.state)
+            if any(q.moved()):
+                q.move_to_buffers()
+        self._seen_in_buffers = self._location()
+        self.record()
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"
+
+
+def _check_fits(tensor: Tensor, view: Tensor) -> None:
+    """Raise RuntimeError unless a tensor fits into a view."""
+    if (tensor.shape, tensor.dtype, tensor.device) != (view.shape, view.dtype, view.device):
+        raise RuntimeError(
+            f"a parameter was {view.dtype} {tuple(view.shape)} on {view.device} when its optimizer was built and is "
+            f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device} now: move and convert the model first"
+        )

@@ -38,13 +38,14 @@ class DeviceStep:
         hyperparameters: of all parameter groups, on the device.
         order: the order of summation of a deterministic norm; None for the library's order.
         group: the ranks that share the masters.
-        muon: the update of the matrices that this rank owns.
+        muon: the update of the matrices that this rank owns. None if Muon updates no parameter.
         counts: the steps taken, by parameter group.
         skipped: i64[1], the steps skipped.
 
     Attributes:
         clip: f32[1], the factor of the coming step's gradients; 1 again after the step.
         clipped: True if `clip_grad_norm_` has set that factor, outside of a graph.
+        step_collectives: the collectives of `launch` around its cast, for a rank that cannot step.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class DeviceStep:
         hyperparameters: Hyperparameters,
         order: LogicalOrder | None,
         group: Group,
-        muon: MuonStep,
+        muon: MuonStep | None,
         counts: StepCounts,
         skipped: Tensor,
     ) -> None:
@@ -63,6 +64,13 @@ class DeviceStep:
         self.counts, self.skipped = counts, skipped
         self.clip = torch.ones(1, dtype=torch.float32, device=gradients.flat.device)
         self.clipped = False
+        self.step_collectives = StepCollectives()
+        if muon is not None:
+            before_cast = functools.partial(muon.join_collectives, gradients)
+            self.step_collectives = self.step_collectives._replace(before_cast=before_cast)
+        if masters.eight_bit is not None:
+            after_cast = masters.eight_bit.cut_groups.join_collectives
+            self.step_collectives = self.step_collectives._replace(after_cast=after_cast)
 
     def square_sum(self) -> Tensor:
         """Return the sum of squares of the averaged gradient, f64[], the same on every rank."""
@@ -85,15 +93,6 @@ class DeviceStep:
             self.clip.fill_(1.0)
         return clipped
 
-    @property
-    def step_collectives(self) -> StepCollectives:
-        """The collectives of `launch` around its cast, for a rank that cannot step."""
-        eight_bit = self._masters.eight_bit
-        before_cast = functools.partial(self._muon.join_collectives, self.gradients.flat)
-        if eight_bit is None:
-            return StepCollectives(before_cast)
-        return StepCollectives(before_cast, eight_bit.cut_groups.join_collectives)
-
     def launch(self, plan: CastPlan, square_sum: Tensor) -> None:
         """Step and cast with gradients of this sum of squares, f64[], after `plan.ready`.
 
@@ -103,7 +102,8 @@ class DeviceStep:
         self.counts.count(~found_inf)
         self.skipped += found_inf
         grad = self.gradients.flat
-        self._muon(grad, self.clip, found_inf)
+        if self._muon is not None:
+            self._muon(grad, self.clip, found_inf)
         scalars = self._hyperparameters.scalars(self.counts.of_groups)
         update = self._masters.update(grad, scalars, self.clip, self.counts.of_groups)
         plan.launch(update=update, skip=found_inf)
@@ -179,7 +179,7 @@ class CapturableZeroStep(CapturableStep):
     @contextlib.contextmanager
     def launch_context(self) -> Iterator[None]:
         """Count the cast, and gather the weights if the graph does not."""
-        with self._plan.transaction("a captured step"):
+        with self._plan.validity.transaction("a captured step"):
             yield
             self._plan.done()
             if self._weights.overlap:

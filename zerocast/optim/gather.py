@@ -81,21 +81,17 @@ class WeightGather(Gather):
         for buffer in list(self._flying.values()):
             self._finish(buffer)
 
-    def check_unwritten(self) -> None:
-        """Raise RuntimeError if anything else has written parameters since the last cast.
+    def check(self) -> bool:
+        """Return True if parameters are stored outside of the flat buffers. Raises RuntimeError if
+        anything else has written parameters since the last cast.
 
         A bucket whose gather is in flight is not checked: it cannot have been written yet.
         """
+        has_moved = False
         for buffer in self._buffers:
             if id(buffer) not in self._flying:
-                buffer.foreign_writes.check_unwritten()
-
-    def check_moved(self) -> bool:
-        """Return True if parameters are stored outside of the flat buffers. Raises RuntimeError if
-        they have different values there. All parameters are checked before anything changes.
-        """
-        moved = [b.foreign_writes.check_moved() for b in self._buffers if id(b) not in self._flying]
-        return any(moved)
+                has_moved = buffer.foreign_writes.check() or has_moved
+        return has_moved
 
     def prepare(self) -> None:
         """Complete the gathers in flight, and move every weight back into the buffers that the
@@ -103,9 +99,10 @@ class WeightGather(Gather):
 
         Raises RuntimeError if anything else has written parameters.
         """
-        self.land()
-        self.check_unwritten()
-        if self.check_moved():
+        if self._flying:
+            self.land()
+        # All parameters are checked before anything changes.
+        if self.check():
             self.reclaim()
 
     def reclaim(self) -> None:
@@ -139,11 +136,14 @@ class WeightGather(Gather):
             if self._overlap:
                 self._validity.before_read = self._finish_for
             for number, buffer in enumerate(self._buffers, 1):
-                buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
+                if self._group.size > 1:
+                    buffer.start(self._group, f"weight bytes {number} of {len(self._buffers)}")
                 self._flying[id(buffer)] = buffer
         for buffer in self._buffers:
             if buffer.is_plain or not self._overlap:
                 self._finish(buffer)
+        if not self._overlap:
+            self._validity.copied()
 
     def _finish_for(self, weight: QuantizedWeight) -> None:
         buffer = self._home[id(weight.state)]
@@ -165,8 +165,10 @@ class WeightGather(Gather):
             # Making the copies asks the weights for their bytes, in this thread.
             buffer.landing = True
             try:
-                buffer.wait()
-                self._columnwise[id(buffer)].make()
+                if self._group.size > 1:
+                    buffer.wait()
+                # Without overlap all gathers end in `start`, which marks all weights together.
+                self._columnwise[id(buffer)].make(marks=self._overlap)
             finally:
                 buffer.landing = False
             buffer.foreign_writes.record()
@@ -174,7 +176,8 @@ class WeightGather(Gather):
             if ready is not None:
                 self._ready_events[id(buffer)] = ready
             del self._flying[id(buffer)]
-            self._forget()
+            if not self._flying:
+                self._forget()
 
     def _forget(self) -> None:
         """Remove the hook of reads once all bytes have arrived for all threads and streams."""

@@ -98,8 +98,9 @@ class GradientReducer:
         self.gradients = GradientShard(buckets, group, norms, device, dtype, self)
         self._buckets, self._group, self._config = list(buckets), group, config
         self._stage = stage
-        # 2 if rounds add to the sum. With stage 1 it becomes 2 if gradients change, until `reset`.
-        self._adds_from = stage
+        # True if rounds add to the sum, False if they reduce the total of all backward passes
+        # again. With stage 1 it becomes True if gradients change, until `reset`.
+        self._adds = stage == 2
         parts = iter(self.gradients.parts)
         self._parts = [[next(parts) for _ in bucket.slots] for bucket in buckets]
         self._place = {
@@ -176,15 +177,8 @@ class GradientReducer:
         self._reduced = self._unreduced = False
         self.gradients.changes = 0
         self._filling.clear()
-        self._launched, self._adds_from = None, self._stage
+        self._launched, self._adds = None, self._stage == 2
         self._update_keeps_local()
-
-    @property
-    def _adds(self) -> bool:
-        """True if rounds add to the sum, False if they reduce the total of all backward passes
-        again.
-        """
-        return self._adds_from == 2
 
     def _update_keeps_local(self) -> None:
         self.gradients.keeps_local = not (self.synchronise and self._adds)
@@ -194,7 +188,7 @@ class GradientReducer:
         the change, so later rounds add to them.
         """
         if not self._adds:
-            self._adds_from = 2
+            self._adds = True
             self.gradients.drop_local()
             self._update_keeps_local()
 
@@ -244,7 +238,8 @@ class GradientReducer:
             self.end_round()
             if without_any and self._idle.found == found:
                 self._idle.warn_no_gradients()
-        self._land(wait=True)
+        if self._flying:
+            self._land(wait=True)
 
     def _begin(self) -> None:
         """Begin a round. Its gradients are added to those that were clipped before."""

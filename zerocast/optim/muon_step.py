@@ -22,6 +22,7 @@ from zerocast.distributed.group import Group
 from zerocast.distributed.owned_matrices import owned_matrices
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gradient_exchange import GradientExchange
+from zerocast.optim.gradient_shard import GradientShard
 
 ARGUMENTS = ("weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 STATE = "momentum_buffer"
@@ -110,9 +111,9 @@ class MuonStep:
         self._exchange.deliver(gradients, lambda gradient: self._step(next(matrices), gradient, clip, skip))
         assert next(matrices, None) is None
 
-    def join_collectives(self, gradients: Tensor) -> None:
+    def join_collectives(self, gradients: GradientShard) -> None:
         """Send this rank's shard of the gradients to the ranks that step, and step nothing."""
-        self._exchange.deliver(gradients, lambda gradient: None)
+        self._exchange.deliver(gradients.flat, lambda gradient: None)
 
     def _step(self, matrix: SteppedMatrix, gradient: Tensor, clip: Tensor, skip: Tensor) -> None:
         master = matrix.master.detach()

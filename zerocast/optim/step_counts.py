@@ -1,13 +1,22 @@
 """StepCounts: the number of steps taken by an optimizer, and by each of its parameter groups.
+SkippedSteps: a warning if all steps of a run are skipped.
 
 A group that is added between two steps begins at zero, as in torch, where each parameter has a step
 count. Adam corrects the bias of moments by the count of the parameter's group.
 """
 
+import logging
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+
+from zerocast.distributed.group import Group
+from zerocast.distributed.late_copy import LateCopies
+
+logger = logging.getLogger(__name__)
+# The numbers of steps skipped in a row at which a warning is logged.
+WARNED_AT = (20, 200)
 
 
 class StepCounts:
@@ -50,3 +59,57 @@ class StepCounts:
         counts = [by_group.get(index, taken) for index in range(len(self.before))]
         self.before = [taken - count for count in counts]
         self._all.copy_(torch.tensor([taken, *counts], dtype=torch.int64))
+
+
+class SkippedSteps:
+    """Counts the steps that are skipped in a row, and warns on rank 0 if there are many. Such a run
+    no longer trains, but its loss may look as if it did.
+
+    The CPU learns of skipped steps from the count of steps taken, which a skipped step does not
+    increase. On a GPU it reads a late copy.
+
+    Args:
+        count: int64[1], the number of steps taken, on the device.
+
+    Attributes:
+        in_a_row: the number of steps that were skipped in a row, as far as the CPU knows.
+    """
+
+    def __init__(self, count: Tensor, group: Group) -> None:
+        self._group, self._count = group, count
+        self._late = LateCopies(count)
+        # The last count that the CPU knows.
+        self._taken = 0
+        self.in_a_row = 0
+
+    def before_step(self) -> None:
+        """On a GPU, learn now whether the last step was skipped."""
+        if self._late.unread:
+            self._note(self._late.pop()[-1])
+
+    def after_step(self) -> None:
+        """On a GPU, start the copy of the count to the CPU. On a CPU, learn whether this step was
+        skipped.
+        """
+        if self._count.is_cuda:
+            self._late.send()
+        else:
+            self._note(self._count)
+
+    def _note(self, count: Tensor) -> None:
+        (taken,) = count.tolist()
+        skipped = taken == self._taken
+        self._taken = taken
+        self.in_a_row = self.in_a_row + 1 if skipped else 0
+        if skipped and self.in_a_row in WARNED_AT and self._group.rank == 0:
+            logger.warning(
+                "the last %d steps were all skipped, since gradients are not finite: nothing is trained. zerocast.verify shows "
+                "whether masters are not finite; load an older checkpoint, lower the learning rate or the loss scale",
+                self.in_a_row,
+            )
+
+    def restart(self, taken: int) -> None:
+        """Start again after a state with this many steps taken was loaded."""
+        self._late.forget()
+        self._taken = taken
+        self.in_a_row = 0

@@ -84,7 +84,10 @@ class FrozenParameters:
         Gradients are not inspected, since only some ranks may have one. So all ranks raise
         together.
         """
-        unfrozen = [name for name, p in self._plain.items() if p.requires_grad and not is_trained(p)]
+        unfrozen = []
+        for name, p in self._plain.items():
+            if p.requires_grad and not is_trained(p):
+                unfrozen.append(name)
         if unfrozen:
             raise RuntimeError(
                 f"{len(unfrozen)} parameters were frozen when this {self._optimizer} was built and require gradients now, among "

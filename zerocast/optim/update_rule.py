@@ -35,17 +35,18 @@ class UpdateRule:
         """Raise ValueError or TypeError for hyper-parameters that are out of range. Without `wait`,
         tensors on a device are not checked, since a step does not wait for the device.
         """
-        names = (*self.numbers, *self.others)
-        values = {name: group[name] if wait else _without_device_tensors(group[name]) for name in names}
         for name in self.numbers:
-            if not isinstance(values[name], (Real, Tensor)):
-                raise TypeError(f"{name} is a number, got {values[name]!r}")
-        for name in self.numbers:
-            if not 0.0 <= values[name] < math.inf:
-                raise ValueError(f"{name} is out of range: {values[name]}")
+            value = group[name]
+            is_number = isinstance(value, (Real, Tensor))
+            if not is_number:
+                raise TypeError(f"{name} is a number, got {value!r}")
+            is_read = wait or not isinstance(value, Tensor) or value.device.type == "cpu"
+            if is_read and not 0.0 <= value < math.inf:
+                raise ValueError(f"{name} is out of range: {value}")
         for name, is_valid in self.others.items():
-            if not is_valid(values[name]):
-                raise ValueError(f"{name} is out of range: {values[name]}")
+            value = group[name] if wait else _without_device_tensors(group[name])
+            if not is_valid(value):
+                raise ValueError(f"{name} is out of range: {value}")
 
     def compared(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Return the hyper-parameters that ranks compare, keyed by name."""
@@ -54,15 +55,23 @@ class UpdateRule:
 
 def _without_device_tensors(value: Any) -> Any:
     """Return the value, with tensors on a device replaced by 0.0, which is in every range."""
-    if isinstance(value, (tuple, list)):
-        return tuple(map(_without_device_tensors, value))
-    return 0.0 if isinstance(value, Tensor) and value.device.type != "cpu" else value
+    # A loop, since every step comes here.
+    known = []
+    for item in value if isinstance(value, (tuple, list)) else (value,):
+        is_on_device = isinstance(item, Tensor) and item.device.type != "cpu"
+        known.append(0.0 if is_on_device else item)
+    return tuple(known) if isinstance(value, (tuple, list)) else known[0]
 
 
 def _is_betas(betas: Any) -> bool:
-    if not isinstance(betas, Sequence) or not all(isinstance(beta, (Real, Tensor)) for beta in betas):
-        raise TypeError(f"betas are two numbers, got {betas!r}")
-    return len(betas) == 2 and all(0.0 <= beta < 1.0 for beta in betas)
+    numbers: Sequence[Any] = betas if isinstance(betas, Sequence) else (None,)
+    in_range = len(numbers) == 2
+    for beta in numbers:
+        is_number = isinstance(beta, (Real, Tensor))
+        if not is_number:
+            raise TypeError(f"betas are two numbers, got {betas!r}")
+        in_range = in_range and bool(0.0 <= beta < 1.0)
+    return in_range
 
 
 def _is_step_count(value: Any) -> bool:

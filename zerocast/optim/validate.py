@@ -51,15 +51,9 @@ def check_owners(named: Sequence[Named], who: str) -> None:
         )
 
 
-def check_owns(claim: Claim) -> None:
-    """Raise RuntimeError if a newer optimizer has taken a parameter over."""
-    if claim.ended:
-        raise RuntimeError(TAKEN_OVER)
-
-
-def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[tuple[list[int], str]]:
-    """Return the ids of each group's parameters, and the name of its update rule."""
-    return [(list(map(id, group["params"])), rule_of(group).name) for group in param_groups]
+def listed_parameters(param_groups: Sequence[dict[str, Any]]) -> list[tuple[list[int], bool]]:
+    """Return the ids of each group's parameters, and whether Muon updates them."""
+    return [(list(map(id, group["params"])), bool(group.get("use_muon"))) for group in param_groups]
 
 
 def take_over(named: Sequence[Named], who: str) -> Claim:

@@ -41,16 +41,15 @@ from zerocast.optim.norm import LogicalOrder, ParameterNorms
 from zerocast.optim.reduced_gradient import take_off
 from zerocast.optim.reduction_group import groups_free_on_all, is_shared_with_others, separate_group
 from zerocast.optim.sharded_weights import ShardedWeights
-from zerocast.optim.skipped_steps import SkippedSteps
 from zerocast.optim.state import StateByName, ZeroState
-from zerocast.optim.step_counts import StepCounts
+from zerocast.optim.step_counts import SkippedSteps, StepCounts
 from zerocast.optim.untrained_checks import FrozenParameters, UntrainedTensors, frozen, listed
 from zerocast.optim.update_rule import rule_of
 from zerocast.optim.validate import (
     OTHER_GROUPS,
+    TAKEN_OVER,
     Named,
     check_owners,
-    check_owns,
     describe,
     hyperparameters,
     hyperparameters_by_name,
@@ -201,7 +200,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._plan.check_before_collective,
         )
         self._hyperparameters = Hyperparameters(len(self.param_groups), device)
-        muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
+        muon = None
+        if any(bucket.storage.single_owner for bucket in layout.buckets):
+            muon = MuonStep(layout, self._masters, self.param_groups, group, config.bucket_size)
         shard = self._reducer.gradients
         self._device = DeviceStep(
             shard, self._masters, self._hyperparameters, order, group, muon, self._counts, self._skipped_count
@@ -283,7 +284,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._prepare()
         square_sum = self._reduced_square_sum()
-        self._driver.step(lambda: self._device.launch(self._plan, square_sum), self._device.step_collectives)
+        launch = functools.partial(self._device.launch, self._plan, square_sum)
+        self._driver.step(launch, self._device.step_collectives)
         self._finish()
         return loss
 
@@ -322,23 +324,24 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._skipped.before_step()
         self._untrained.after_steps(self._steps)
         self._reducer.finish()
-        problem: Exception | None = None
+        averaged, problem = "", None
         try:
             self._check_parameters_are_listed()
-            self.averages.before_step()
+            averaged = self.averages.before_step()
             self._hyperparameters.refresh(self._adam_groups())
         except (RuntimeError, TypeError, ValueError) as error:
             problem = error
         changes = self._reducer.gradients.changes
         changed = f", after {changes} changes of gradients," if changes else ""
-        same = f"{problem or self._hyperparameters.description}{self._described()}{self.averages.description}"
+        same = f"{problem or self._hyperparameters.description}{self._described()}{averaged}"
         self._driver.ready(f"{clipped or self._clipped}{changed} with {same}", problem)
         if debugging():
             self._reducer.check_same_call(f"steps with {[hyperparameters(group) for group in self.param_groups]}")
 
     def _check_parameters_are_ours(self, use: Use) -> None:
         """Raise RuntimeError if a newer optimizer has taken a parameter over."""
-        check_owns(self._claim)
+        if self._claim.ended:
+            raise RuntimeError(TAKEN_OVER)
 
     def _check_parameters_are_listed(self) -> None:
         """Raise RuntimeError, on this rank only, for parameters with gradients that would not be
@@ -353,8 +356,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Raise RuntimeError for parameters that other code has written: masters do not have these
         values. A step checks this separately.
         """
-        self._weights.gather.check_unwritten()
-        self._weights.gather.check_moved()
+        self._weights.gather.check()
 
     def _prepare_captured(self, max_norm: float | None) -> None:
         """Prepare a captured step. A graph that clips overwrites the factor of an earlier clip."""
@@ -367,7 +369,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         bytes after every `verify_every` steps.
         """
         # Averages are updated on the device. If that raises, the step is only partly done.
-        with self._plan.transaction("an optimizer step"):
+        with self._plan.validity.transaction("an optimizer step"):
             self.averages.after_step()
             self._skipped.after_step()
         self._validity.changed()
@@ -547,7 +549,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self.zero_grad()
         if not nested:
             self._plan.forget_call()
-        with self._plan.transaction("loading a checkpoint"):
+        with self._plan.validity.transaction("loading a checkpoint"):
             yield
         self._validity.changed()
         if not nested:

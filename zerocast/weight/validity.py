@@ -91,10 +91,6 @@ class InvalidWeights(RuntimeError):
         wrong = ", ".join(part for part in (self.what, self.since) if part)
         return f"{wrong}: {self.remedy}" if self.remedy else wrong
 
-    def again(self) -> "InvalidWeights":
-        """Return the same error without a traceback, for another reader."""
-        return InvalidWeights(self.what, self.since, self.remedy)
-
 
 @dataclass(eq=False)
 class _Writing:
@@ -102,13 +98,13 @@ class _Writing:
     failed partway. All weights that are written together share one record.
 
     Attributes:
-        broke_off: the error of a write that failed partway, until another write completes.
+        broke_off: the name of a write that failed partway, until another write completes.
         broke_off_masters: True if that one wrote masters.
         thread: the thread that is writing; None between writes.
         what: the name of the last write, for errors.
     """
 
-    broke_off: InvalidWeights | None = None
+    broke_off: str | None = None
     broke_off_masters: bool = False
     thread: int | None = None
     what: str = ""
@@ -198,8 +194,9 @@ class Validity:
                 # The other thread may be at the end of a gather.
                 weight.wait()
             self._check_idle()
-            if self.partial and use is not Use.LOAD:
-                raise self.partial.again()
+            partial = self.partial
+            if partial is not None and use is not Use.LOAD:
+                raise partial
         if weight is not None:
             if not weight.state.ever_cast:
                 raise InvalidWeights(
@@ -331,14 +328,17 @@ class Validity:
         A transaction inside another one is a part of it. One that writes no `masters` does not
         complete partial ones.
         """
-        writing = self._writing
-        if writing.is_here():
+        # Every step and every cast come here, so this calls nothing.
+        writing, thread = self._writing, threading.get_ident()
+        if writing.thread == thread:
             yield
             return
-        self._check_idle()
-        if masters or not self.has_partial_masters:
-            self.broke_off(what, masters=masters)
-        writing.thread, writing.what = threading.get_ident(), what
+        if writing.thread is not None:
+            self._check_idle()
+        if masters or not writing.broke_off_masters:
+            writing.broke_off = what
+            writing.broke_off_masters = masters
+        writing.thread, writing.what = thread, what
         try:
             yield
             if masters or not writing.broke_off_masters:
@@ -362,10 +362,7 @@ class Validity:
 
     def broke_off(self, what: str, *, masters: bool = True) -> None:
         """Record that `what` raised while it wrote weights, and masters if `masters`."""
-        remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
-        if not masters and self._recast_remedy is not None:
-            remedy = self._recast_remedy
-        self._writing.broke_off = InvalidWeights("", f"{what} failed partway", remedy)
+        self._writing.broke_off = what
         self._writing.broke_off_masters = masters
 
     @property
@@ -383,8 +380,13 @@ class Validity:
         """The error of a write that failed partway, until another one completes; None inside a
         transaction of this thread.
         """
-        broke_off = self._writing.broke_off
-        return None if broke_off is None or self._writing.is_here() else broke_off
+        writing = self._writing
+        if writing.broke_off is None or writing.is_here():
+            return None
+        remedy = CAST_AGAIN if self._load is None else RELOAD.format(load=self._load)
+        if not writing.broke_off_masters and self._recast_remedy is not None:
+            remedy = self._recast_remedy
+        return InvalidWeights("", f"{writing.broke_off} failed partway", remedy)
 
     @property
     def has_partial_masters(self) -> bool:

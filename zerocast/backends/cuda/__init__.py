@@ -24,7 +24,7 @@ from zerocast.backends.cuda.launch import (
     stream_of,
     work,
 )
-from zerocast.backends.extension import DTYPES, memories, memory, why_no_kernels
+from zerocast.backends.extension import DTYPES, memory, memory_of_lists, why_no_kernels
 from zerocast.formats import FormatSpec, ScaleRule
 
 DEVICES = ("cuda",)
@@ -41,7 +41,8 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _typed_bases(tensors: Sequence[Tensor]) -> tuple[int, str]:
-    return addresses(tensors), memories(tensors)[1] or "float32"
+    ((_, dtype, _),) = memory_of_lists((tensors,))
+    return addresses(tensors), dtype or "float32"
 
 
 # How each kind of argument is passed to the extension.
@@ -119,8 +120,8 @@ _upcast_together = extension.stage(kernels, "upcast_together", (*extension.UPCAS
 def upcast_together(fmt: FormatSpec, data: Sequence[Tensor], *rest: Any) -> None:
     """Run the stage `upcast` for several weights in one launch (`ops.upcast_together`)."""
     scale_inv, amaxes, shapes, transposed, codes, group_scale_inv = rest
-    sources = memories(data), memories(scale_inv), memories(amaxes)
-    targets = memories(codes), memories(group_scale_inv)
+    sources = memory_of_lists((data, scale_inv, amaxes))
+    targets = memory_of_lists((codes, group_scale_inv))
     _upcast_together(format_of(fmt), *sources, shapes, transposed, *targets, stream_of(data[0]))
 
 
@@ -136,4 +137,5 @@ def lay_out(gradients: Sequence[Tensor], ranks: int, out: Tensor) -> None:
     """Write to row i of `out`, (ranks, elements for a rank), the concatenated parts of all
     gradients that rank i reduces. Gradients are bf16 or f32, `out` is f32 or of their dtype.
     """
-    kernels.lay_out(memories(gradients), ranks, memory(out), stream_of(out))
+    (memory_of_gradients,) = memory_of_lists((gradients,))
+    kernels.lay_out(memory_of_gradients, ranks, memory(out), stream_of(out))

@@ -1,0 +1,34 @@
+"""A step calls few functions, in few files: what a step does is read in this order too."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import zerocast
+from tests.fsdp2.test_host_work import calls_of_zerocast
+
+# Calls of functions of zerocast in a step of one bucket of weights and one of biases, and the files that they are in. With
+# every gain these bounds come down.
+MOST_CALLS, MOST_FILES = 150, 31
+
+
+def step_of(fmt: str) -> partial[object]:
+    """A step after others, with gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    zerocast.quantize_(model, {"*.weight": fmt})
+    optimizer = zerocast.ZeroAdamW(model.named_parameters(), lr=1e-3)
+    for step in range(3):
+        if step:
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+    return partial(optimizer.step)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
+def test_a_step_makes_few_calls(fmt: str) -> None:
+    by_file = calls_of_zerocast(step_of(fmt))
+    assert by_file.total() <= MOST_CALLS and len(by_file) <= MOST_FILES, by_file
