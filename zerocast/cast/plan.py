@@ -22,8 +22,7 @@ from zerocast.cast.delayed_scaling import DelayedScaling
 from zerocast.cast.partition import Partition, ShardData, partition
 from zerocast.cast.pipeline import cast
 from zerocast.cast.step_hooks import StepHooks
-from zerocast.cast.switch import SwitchPart
-from zerocast.cast.switched_bytes import SwitchedBytes, share_cast_bytes
+from zerocast.cast.switch import SwitchedBytes, SwitchPart, share_cast_bytes
 from zerocast.cast.tables import StorageSnapshot, WeightTable, WeightTables, place_of_matrix
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec

@@ -1,31 +1,44 @@
 """EMA: an exponential moving average of the FP32 masters, which is cast into the weights for
-evaluation.
+evaluation. Averages: all averages of one optimizer's masters, and the swap of one into the weights.
 
 torch.optim.swa_utils averages parameters. Here parameters are low-precision copies, and an average
 of them would not move, since the change of a step is smaller than the resolution of the format. So
 each rank averages its shard of the masters, and the average is cast into the live weights in the
 way that masters are.
+
+While an average is swapped in, masters and average are exchanged bit by bit, without further
+memory. Casts, checks and `zerocast.verify` then use the average in place of the masters. Calls that
+would train from it, or save it as masters, raise while it is swapped in.
 """
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from zerocast.optim.averages import Average, Averages
-from zerocast.optim.zero_optimizer import ZeroOptimizer
+from zerocast.cast.host import CastDriver, StepCollectives
+from zerocast.optim.gradients import GradientReducer
+from zerocast.optim.state import ZeroState
 from zerocast.weight.validity import Use
 
+if TYPE_CHECKING:
+    from zerocast.optim.zero_optimizer import ZeroOptimizer
+
+BACKWARD = (
+    "a backward pass within `with average.swapped()`, where the weights are cast from an average: evaluate under "
+    "torch.no_grad(), and call zero_grad() of the optimizer"
+)
 OUTDATED = (
     "the optimizer has loaded other masters since this average was last loaded, so the average does not belong to them: call "
     "average.load_state_dict(...), or average.reset() to start from the current masters"
 )
 
 
-class EMA(Average):
+class EMA:
     """An exponential moving average of all masters of an optimizer. It starts at the masters, and
     after every step `average = decay * average + (1 - decay) * master`.
 
@@ -40,7 +53,7 @@ class EMA(Average):
     is not finite does not change the average. Raises ValueError for a decay out of range.
     """
 
-    def __init__(self, optimizer: ZeroOptimizer, decay: float = 0.999) -> None:
+    def __init__(self, optimizer: "ZeroOptimizer", decay: float = 0.999) -> None:
         self.decay = decay
         self._averages = optimizer.averages
         # This rank's part of the average, flat f32 like the masters.
@@ -72,27 +85,30 @@ class EMA(Average):
         return f"by {self._decay:.9g} since reset {self._resets}"
 
     def before_step(self) -> None:
-        """Called by the optimizer. Raises RuntimeError if the average does not belong to the
-        masters of this step.
+        """Called before a step. Raises RuntimeError if the average does not belong to the masters
+        of this step.
         """
         self._check_current()
         self._loaded = False
         self._count.copy_(self._averages.count)
 
     def after_step(self) -> None:
-        """Called by the optimizer. Only the device knows if the step was skipped."""
+        """Called after a step. Only the device knows if it was skipped."""
         taken = self._averages.count != self._count
         self._average.lerp_(self._averages.masters, taken.float().mul_(1 - self._decay).view(()))
 
     def masters_loaded(self) -> None:
-        """Called by the optimizer. An average that was loaded just before belongs to the masters
-        that are loaded now.
+        """Called after masters were loaded. An average that was loaded just before belongs to
+        these.
         """
         self._outdated = self._outdated or not self._loaded
         self._loaded = False
 
-    def masters_added(self, averages: Averages, complete: Callable[[Tensor], Tensor]) -> None:
-        """Called by the optimizer. The average of added parameters starts at their masters."""
+    def masters_added(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
+        """Called after parameters were added to the optimizer, whose averages `averages` then are.
+        The average of added parameters starts at their masters: `complete` converts a flat tensor
+        from the previous layout of the masters to the current one, and fills these in.
+        """
         self._averages = averages
         self._average = complete(self._average)
 
@@ -163,3 +179,103 @@ class EMA(Average):
         average.bitwise_xor_(masters)
         masters.bitwise_xor_(average)
         self._outdated = outdated
+
+
+class Averages:
+    """The averages of one optimizer's masters. It does not keep them alive.
+
+    Attributes:
+        masters: the flat f32 masters of this rank.
+        count: int64[1], the steps taken.
+        state: maps parameter names to parts of a flat tensor.
+    """
+
+    def __init__(
+        self,
+        masters: Tensor,
+        count: Tensor,
+        state: ZeroState,
+        driver: CastDriver,
+        reducer: GradientReducer,
+    ) -> None:
+        self.masters = masters
+        self.count = count
+        self.state = state
+        self._driver = driver
+        self._reducer = reducer
+        self._all: weakref.WeakSet[EMA] = weakref.WeakSet()
+        # True while one of them is swapped in.
+        self._swapped = False
+
+    def add(self, average: EMA) -> None:
+        """Register an average, so that the optimizer calls its methods."""
+        self.check_not_swapped(Use.SWAP)
+        self._all.add(average)
+
+    def move_to(self, averages: "Averages", complete: Callable[[Tensor], Tensor]) -> None:
+        """Move all averages to `averages`, which replaces this object after parameters were added
+        to the optimizer.
+        """
+        for average in self._all:
+            average.masters_added(averages, complete)
+            averages.add(average)
+
+    def check_not_swapped(self, use: Use) -> None:
+        """Raise RuntimeError while an average is swapped in."""
+        if self._swapped:
+            raise RuntimeError(
+                f"{use.value} within `with average.swapped()`, where masters and weights hold an average: leave the context first"
+            )
+
+    def before_step(self) -> str:
+        """Call `before_step` of all averages. Returns their descriptions, as one text that ranks
+        compare. Raises RuntimeError, with nothing changed, if a step would be wrong.
+        """
+        descriptions = []
+        for average in self._all:
+            average.before_step()
+            descriptions.append(f", averaged {average.description}")
+        return "".join(sorted(descriptions))
+
+    def after_step(self) -> None:
+        """Call `after_step` of all averages."""
+        for average in self._all:
+            average.after_step()
+
+    def masters_loaded(self) -> None:
+        """Call `masters_loaded` of all averages."""
+        for average in self._all:
+            average.masters_loaded()
+
+    @contextlib.contextmanager
+    def swapped(self, exchange: Callable[[], None]) -> Iterator[None]:
+        """A context in which the weights are cast from exchanged masters. `exchange` replaces the
+        masters, and is called again at the end to restore them.
+        """
+        validity = self._driver.plan.validity
+        validity.check(Use.SWAP)
+        self._reducer.check_same_call("swaps an average in")
+        self._driver.ready()
+        if self._driver.plan.problem is not None:
+            self._driver.join_collectives("swapping an average in", StepCollectives())
+        version = validity.version
+        with torch.no_grad(), validity.transaction("swapping an average in"):
+            exchange()
+            try:
+                self._driver.refresh()
+            except BaseException:
+                exchange()
+                raise
+        validity.changed()
+        self._swapped = True
+        self._reducer.refusal = BACKWARD
+        try:
+            yield
+        finally:
+            self._swapped = False
+            self._reducer.refusal = ""
+            self._reducer.check_same_call("swaps an average out")
+            with torch.no_grad(), validity.transaction("swapping an average out"):
+                exchange()
+                self._driver.refresh()
+            validity.version = version

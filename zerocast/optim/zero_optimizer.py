@@ -29,10 +29,10 @@ from zerocast.distributed.bucket import Bucket, Layout, lay_out
 from zerocast.distributed.group import Caller, Group, GroupLike
 from zerocast.formats import FormatSpec
 from zerocast.formats.shared_amax import SharedAmax
-from zerocast.optim.averages import Averages
 from zerocast.optim.bucket_bytes import BucketBytes
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.device_step import CapturableZeroStep, DeviceStep
+from zerocast.optim.ema import Averages
 from zerocast.optim.flat_masters import FlatMasters
 from zerocast.optim.gradient_shard import shard_dtype
 from zerocast.optim.gradients import GradientReducer
