@@ -105,11 +105,11 @@ class QuantizedBuckets(dict[int, QuantizedBucket], Gather):
     def prepare(self) -> None:
         """Move weights that were given a different storage back into their bucket."""
         for bucket in self.values():
-            bucket.bytes.foreign_writes.reclaim()
+            bucket.bytes.reclaim()
 
     def start(self, plan: CastPlan) -> None:
         """All-gather the bytes of the last cast outside Apex's step. Make columnwise copies."""
-        for bucket in self.values():
+        for bucket in self.values() if self._group.size > 1 else ():
             bucket.bytes.start(self._group)
             bucket.bytes.wait()
         plan.post_all_gather()

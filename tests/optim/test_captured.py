@@ -18,7 +18,7 @@ from tests.selection import worlds
 from tests.workers import error_of, on_ranks
 from zerocast import QuantizedWeight, ZeroConfig, backends, set_debug
 from zerocast.cast import captured_step
-from zerocast.optim.bucket_bytes import ForeignWrites
+from zerocast.optim.bucket_bytes import BucketBytes
 
 KEPT = dataclasses.replace(DETERMINISTIC, keep_columnwise=True)
 CASES = {
@@ -286,7 +286,7 @@ def graph(work: captured_step.Work) -> captured_step.Work:
     """What `run_again` plays, without the host's part: a replayed graph notes nothing of what the optimizer left in its weights."""
 
     def replay() -> None:
-        with mock.patch.object(ForeignWrites, "record"):
+        with mock.patch.object(BucketBytes, "record"):
             work()
 
     return replay

@@ -11,7 +11,8 @@ from tests.fsdp2.test_host_work import calls_of_zerocast
 
 # Calls of functions of zerocast in a step of one bucket of weights and one of biases, and the files that they are in. With
 # every gain these bounds come down.
-MOST_CALLS, MOST_FILES = 150, 31
+MOST_CALLS = {"fp8_current": 150, "fp8_block": 144, "nvfp4": 150, "fp8_delayed": 164}
+MOST_FILES = 31
 
 
 def step_of(fmt: str) -> partial[object]:
@@ -28,7 +29,7 @@ def step_of(fmt: str) -> partial[object]:
     return partial(optimizer.step)
 
 
-@pytest.mark.parametrize("fmt", ["fp8_current", "fp8_block", "nvfp4"])
+@pytest.mark.parametrize("fmt", MOST_CALLS)
 def test_a_step_makes_few_calls(fmt: str) -> None:
     by_file = calls_of_zerocast(step_of(fmt))
-    assert by_file.total() <= MOST_CALLS and len(by_file) <= MOST_FILES, by_file
+    assert by_file.total() <= MOST_CALLS[fmt] and len(by_file) <= MOST_FILES, by_file

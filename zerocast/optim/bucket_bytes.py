@@ -1,11 +1,12 @@
 """BucketBytes: the flat buffers of one bucket, which are gathered and of which its weights are
-views. ForeignWrites: detects that other code has written or moved the parameters of a bucket.
+views.
 
-A cast overwrites the weights with the values of the masters, so the next step would undo writes of
-other code into the weights. The version counters of flat buffers and plain parameters show a write
-at the cost of a comparison. A parameter whose storage was replaced (`.data =`, `Module.to`) is
-compared with the bytes in the flat buffer. Writes that advance no counter (by `.data`, numpy or
-kernels of other packages) are detected in debug mode only, with a copy.
+It also detects that other code has written or moved the parameters. A cast overwrites the weights
+with the values of the masters, so the next step would undo writes of other code into the weights.
+The version counters of flat buffers and plain parameters show a write at the cost of a comparison.
+A parameter whose storage was replaced (`.data =`, `Module.to`) is compared with the bytes in the
+flat buffer. Writes that advance no counter (by `.data`, numpy or kernels of other packages) are
+detected in debug mode only, with a copy.
 """
 
 import operator
@@ -32,6 +33,9 @@ LOST = (
     "model.load_state_dict(...); for averages use zerocast.optim.EMA"
 )
 
+_version: Callable[[Tensor], int] = operator.attrgetter("_version")
+_state: Callable[[QuantizedWeight], WeightState] = operator.attrgetter("state")
+
 
 class BucketBytes:
     """The flat buffers of one bucket and the weights in them.
@@ -42,7 +46,6 @@ class BucketBytes:
         is_plain: True for a bucket of ordinary parameters.
         lock: held by the thread that completes the gather.
         landing: True while that thread does so.
-        foreign_writes: detects writes to the weights by other code.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
@@ -59,7 +62,15 @@ class BucketBytes:
         self.landing = False
         # The gather in flight, one operation for each flat buffer.
         self._works: list[Flight | None] = []
-        self.foreign_writes = ForeignWrites(bucket, self.flats, self._plain, self._quantized)
+        self._parameters = [p.slot.parameter for p in self._plain]
+        self._addresses = [p.address for p in self._plain]
+        self._weights = [q.weight for q in self._quantized]
+        self._states = [q.state for q in self._quantized]
+        # The result of `_location` when all weights were last seen in the flat buffers.
+        self._seen_in_buffers: tuple[Validity, int] | None = None
+        # The tensors whose version counters are compared.
+        self._watched = [*self.flats, *self._parameters]
+        self.record()
 
     def _place(self, slot: Slot) -> QuantizedWeight:
         """Move a parameter into the flat buffers."""
@@ -101,6 +112,92 @@ class BucketBytes:
             if work is not None:
                 work.wait()
         self._works = []
+
+    def record(self) -> None:
+        """Record the current contents of the parameters, with which later checks compare."""
+        self._versions = list(map(_version, self._watched))
+        recording = self.flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        self._copies = [flat.clone() for flat in self.flats] if debugging() and not recording else []
+
+    def check(self) -> bool:
+        """Return True if parameters are stored outside of their views. Raises RuntimeError if they
+        have different values there, or if parameters in their views were written since `record`.
+        """
+        # Every step comes here, nearly always with nothing written and nothing moved.
+        unchanged = not self._copies and list(map(_version, self._watched)) == self._versions
+        in_buffers = list(map(Tensor.data_ptr, self._parameters)) == self._addresses
+        same_states = all(map(operator.is_, map(_state, self._weights), self._states))
+        if unchanged and in_buffers and same_states and self._seen_in_buffers == self._location():
+            return False
+        self._check_unwritten()
+        return self._check_moved()
+
+    def _check_unwritten(self) -> None:
+        copies = self._copies if debugging() else []
+        unchanged = list(map(_version, self._watched)) == self._versions
+        if unchanged and all(same_bytes(*pair) for pair in zip(self.flats, copies, strict=False)):
+            return
+        noted = dict(zip(map(id, self._watched), self._versions, strict=True))
+        names = [
+            p.slot.name
+            for p in self._plain
+            if p.is_in_buffer and p.slot.parameter._version != noted[id(p.slot.parameter)]
+        ]
+        if copies:
+            for slot in self.bucket.slots:
+                views = zip(self.bucket.views(slot, self.flats), self.bucket.views(slot, copies), strict=True)
+                if not all(same_bytes(*pair) for pair in views):
+                    names.append(slot.name)
+        elif any(flat._version != noted[id(flat)] for flat in self.flats):
+            # A flat buffer has one counter, so any of its parameters may have been written.
+            names += [slot.name for slot in self.bucket.slots]
+        if names:
+            raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
+
+    def _check_moved(self) -> bool:
+        plain = [p for p in self._plain if not p.is_in_buffer]
+        quantized = [q for q in self._quantized if q.weight.state is not q.state]
+        location = self._location()
+        if self._seen_in_buffers != location:
+            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
+        if not plain and not quantized:
+            self._seen_in_buffers = location
+            return False
+        for p in plain:
+            _check_fits(p.slot.parameter, p.view)
+        names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.view)]
+        names += [q.slot.name for q in quantized if q.differs()]
+        if names:
+            raise RuntimeError(
+                f"parameters have a different storage and different values since the last step, {_some(names)}: {LOST}"
+            )
+        # `reclaim` moves them back.
+        return True
+
+    def _location(self) -> tuple[Validity, int] | None:
+        """Return a value that compares equal as long as no weight has moved. All weights of a
+        bucket have the validity of one plan, which counts moves.
+        """
+        if not self._quantized:
+            return None
+        validity = self._quantized[0].state.validity
+        return validity, validity.places
+
+    def reclaim(self) -> None:
+        """Move parameters back into their views, where the gather writes."""
+        for p in self._plain:
+            if not p.is_in_buffer:
+                _check_fits(p.slot.parameter, p.view)
+                p.slot.parameter.data = p.view
+        for q in self._quantized:
+            if q.weight.state is not q.state:
+                # Module.to, `.data =` and the like replace the state of a weight.
+                _check_fits(q.weight.rowwise_data, q.state.rowwise_data)
+                q.weight.restate(q.state)
+            if any(q.moved()):
+                q.move_to_buffers()
+        self._seen_in_buffers = self._location()
+        self.record()
 
 
 @dataclass(frozen=True)
@@ -155,124 +252,6 @@ class QuantizedViews:
             _check_fits(self.weight.rowwise_data, self.state.rowwise_data)
             return self.weight.state.differs(self.state)
         return not all(same_bytes(*pair) for pair in self.moved())
-
-
-_version: Callable[[Tensor], int] = operator.attrgetter("_version")
-_state: Callable[[QuantizedWeight], WeightState] = operator.attrgetter("state")
-
-
-class ForeignWrites:
-    """Compares the parameters of a bucket with their contents at the last call of `record`.
-
-    `plain` and `quantized` are the views of all parameters in `flats`, the flat buffers.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        flats: Sequence[Tensor],
-        plain: Sequence[PlainView],
-        quantized: Sequence[QuantizedViews],
-    ) -> None:
-        self._bucket = bucket
-        self._flats = flats
-        self._plain = plain
-        self._quantized = quantized
-        # The result of `_location` when all weights were last seen in the flat buffers.
-        self._seen_in_buffers: tuple[Validity, int] | None = None
-        self._parameters = [p.slot.parameter for p in plain]
-        self._addresses = [p.address for p in plain]
-        self._weights = [q.weight for q in quantized]
-        self._states = [q.state for q in quantized]
-        # The tensors whose version counters are compared.
-        self._watched = [*flats, *self._parameters]
-        self.record()
-
-    def record(self) -> None:
-        """Record the current contents of the parameters, with which later checks compare."""
-        self._versions = list(map(_version, self._watched))
-        recording = self._flats[0].is_cuda and torch.cuda.is_current_stream_capturing()
-        self._copies = [flat.clone() for flat in self._flats] if debugging() and not recording else []
-
-    def check(self) -> bool:
-        """Return True if parameters are stored outside of their views. Raises RuntimeError if they
-        have different values there, or if parameters in their views were written since `record`.
-        """
-        # Every step comes here, nearly always with nothing written and nothing moved.
-        unchanged = not self._copies and list(map(_version, self._watched)) == self._versions
-        in_buffers = list(map(Tensor.data_ptr, self._parameters)) == self._addresses
-        same_states = all(map(operator.is_, map(_state, self._weights), self._states))
-        if unchanged and in_buffers and same_states and self._seen_in_buffers == self._location():
-            return False
-        self._check_unwritten()
-        return self._check_moved()
-
-    def _check_unwritten(self) -> None:
-        copies = self._copies if debugging() else []
-        unchanged = list(map(_version, self._watched)) == self._versions
-        if unchanged and all(same_bytes(*pair) for pair in zip(self._flats, copies, strict=False)):
-            return
-        noted = dict(zip(map(id, self._watched), self._versions, strict=True))
-        names = [
-            p.slot.name
-            for p in self._plain
-            if p.is_in_buffer and p.slot.parameter._version != noted[id(p.slot.parameter)]
-        ]
-        if copies:
-            for slot in self._bucket.slots:
-                views = zip(self._bucket.views(slot, self._flats), self._bucket.views(slot, copies), strict=True)
-                if not all(same_bytes(*pair) for pair in views):
-                    names.append(slot.name)
-        elif any(flat._version != noted[id(flat)] for flat in self._flats):
-            # A flat buffer has one counter, so any of its parameters may have been written.
-            names += [slot.name for slot in self._bucket.slots]
-        if names:
-            raise RuntimeError(f"parameters were written since the last step, among {_some(names)}: {LOST}")
-
-    def _check_moved(self) -> bool:
-        plain = [p for p in self._plain if not p.is_in_buffer]
-        quantized = [q for q in self._quantized if q.weight.state is not q.state]
-        location = self._location()
-        if self._seen_in_buffers != location:
-            quantized = [q for q in self._quantized if q.weight.state is not q.state or any(q.moved())]
-        if not plain and not quantized:
-            self._seen_in_buffers = location
-            return False
-        for p in plain:
-            _check_fits(p.slot.parameter, p.view)
-        names = [p.slot.name for p in plain if not same_bytes(p.slot.parameter, p.view)]
-        names += [q.slot.name for q in quantized if q.differs()]
-        if names:
-            raise RuntimeError(
-                f"parameters have a different storage and different values since the last step, {_some(names)}: {LOST}"
-            )
-        # `reclaim` moves them back.
-        return True
-
-    def _location(self) -> tuple[Validity, int] | None:
-        """Return a value that compares equal as long as no weight has moved. All weights of a
-        bucket have the validity of one plan, which counts moves.
-        """
-        if not self._quantized:
-            return None
-        validity = self._quantized[0].state.validity
-        return validity, validity.places
-
-    def reclaim(self) -> None:
-        """Move parameters back into their views, where the gather writes."""
-        for p in self._plain:
-            if not p.is_in_buffer:
-                _check_fits(p.slot.parameter, p.view)
-                p.slot.parameter.data = p.view
-        for q in self._quantized:
-            if q.weight.state is not q.state:
-                # Module.to, `.data =` and the like replace the state of a weight.
-                _check_fits(q.weight.rowwise_data, q.state.rowwise_data)
-                q.weight.restate(q.state)
-            if any(q.moved()):
-                q.move_to_buffers()
-        self._seen_in_buffers = self._location()
-        self.record()
 
 
 def _some(names: Sequence[str]) -> str:

@@ -90,7 +90,7 @@ class WeightGather(Gather):
         has_moved = False
         for buffer in self._buffers:
             if id(buffer) not in self._flying:
-                has_moved = buffer.foreign_writes.check() or has_moved
+                has_moved = buffer.check() or has_moved
         return has_moved
 
     def prepare(self) -> None:
@@ -111,7 +111,7 @@ class WeightGather(Gather):
         """
         self.land()
         for buffer in self._buffers:
-            buffer.foreign_writes.reclaim()
+            buffer.reclaim()
 
     def tables(self) -> list[WeightTable]:
         """Return the tables of the columnwise copies."""
@@ -122,7 +122,7 @@ class WeightGather(Gather):
         self._validity.copied()
         # The replay has run no Python, so it has recorded nothing.
         for buffer in self._buffers if debugging() else ():
-            buffer.foreign_writes.record()
+            buffer.record()
 
     def start(self, plan: CastPlan) -> None:
         """Gather the bytes of the last cast and make columnwise copies.
@@ -171,7 +171,7 @@ class WeightGather(Gather):
                 self._columnwise[id(buffer)].make(marks=self._overlap)
             finally:
                 buffer.landing = False
-            buffer.foreign_writes.record()
+            buffer.record()
             ready = None if buffer.is_plain or not self._overlap else ReadyEvent.now(buffer.flats[0].device)
             if ready is not None:
                 self._ready_events[id(buffer)] = ready
