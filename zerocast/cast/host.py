@@ -11,6 +11,7 @@ parameters itself, so its Driver has a different plan (`zerocast.fsdp2.plan`).
 
 import abc
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -281,7 +282,7 @@ class CastDriver(Driver[CastPlan]):
 
         def gather() -> None:
             step_collectives.after_cast()
-            self._gather()
+            self.gather.start(self.plan)
 
         step_collectives.before_cast()
         self.plan.join_collectives(gather, what, masters)
@@ -326,13 +327,10 @@ class CastDriver(Driver[CastPlan]):
         self.gather.reclaim()
         self.follow_masters()
 
-    def _gather(self) -> None:
-        self.gather.start(self.plan)
-
     def _cast_and_gather(self, find: Callable[[], None], repeat: bool) -> None:
         with self.plan.validity.transaction("a cast", masters=False):
-            self._cast(find, repeat, self._gather)
-            self._gather()
+            self._cast(find, repeat, functools.partial(self.gather.start, self.plan))
+            self.gather.start(self.plan)
 
     def finish_cast(self, repeat: bool) -> None:
         """Notify autograd of the changed weights, and round the masters of plain parameters."""

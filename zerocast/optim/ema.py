@@ -79,18 +79,15 @@ class EMA:
             raise ValueError(f"the decay of an average must be in [0, 1], got {decay}")
         self._decay = decay
 
-    @property
-    def description(self) -> str:
-        """A text that ranks compare, since they average elements of the same weights."""
-        return f"by {self._decay:.9g} since reset {self._resets}"
-
-    def before_step(self) -> None:
-        """Called before a step. Raises RuntimeError if the average does not belong to the masters
-        of this step.
+    def before_step(self) -> str:
+        """Called before a step. Returns a text that ranks compare, since they average elements of
+        the same weights. Raises RuntimeError if the average does not belong to the masters of this
+        step.
         """
         self._check_current()
         self._loaded = False
         self._count.copy_(self._averages.count)
+        return f", averaged by {self._decay:.9g} since reset {self._resets}"
 
     def after_step(self) -> None:
         """Called after a step. Only the device knows if it was skipped."""
@@ -228,14 +225,10 @@ class Averages:
             )
 
     def before_step(self) -> str:
-        """Call `before_step` of all averages. Returns their descriptions, as one text that ranks
-        compare. Raises RuntimeError, with nothing changed, if a step would be wrong.
+        """Call `before_step` of all averages, and return their texts as one. Raises RuntimeError,
+        with nothing changed, if a step would be wrong.
         """
-        descriptions = []
-        for average in self._all:
-            average.before_step()
-            descriptions.append(f", averaged {average.description}")
-        return "".join(sorted(descriptions))
+        return "".join(sorted(map(EMA.before_step, self._all)))
 
     def after_step(self) -> None:
         """Call `after_step` of all averages."""
