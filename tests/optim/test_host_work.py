@@ -1,10 +1,12 @@
 """A step calls few functions, in few files: what a step does is read in this order too."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 import zerocast
 from tests.fsdp2.test_host_work import calls_of_zerocast
@@ -31,5 +33,11 @@ def step_of(fmt: str) -> partial[object]:
 
 @pytest.mark.parametrize("fmt", MOST_CALLS)
 def test_a_step_makes_few_calls(fmt: str) -> None:
-    by_file = calls_of_zerocast(step_of(fmt))
+    step = step_of(fmt)
+    # Other tests of the process may have registered hooks on all optimizers, which count too.
+    with (
+        mock.patch.dict(_global_optimizer_pre_hooks, clear=True),
+        mock.patch.dict(_global_optimizer_post_hooks, clear=True),
+    ):
+        by_file = calls_of_zerocast(step)
     assert by_file.total() <= MOST_CALLS[fmt] and len(by_file) <= MOST_FILES, by_file
