@@ -192,10 +192,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("fmt", "weight_gradients", "backend"),
     [
         ("fp8_block", "nominal", "graphs"),
-        ("fp8_block", "fp8_groups", "graphs"),
+        pytest.param("fp8_block", "fp8_groups", "graphs", marks=pytest.mark.slow),
         ("mxfp4", "fp8", "graphs"),
-        ("nvfp4:exact_in_fp8", "fp8", "graphs"),
-        ("fp8_block", "nominal", "inductor"),
+        pytest.param("nvfp4:exact_in_fp8", "fp8", "graphs", marks=pytest.mark.slow),
+        pytest.param("fp8_block", "nominal", "inductor", marks=pytest.mark.slow),
         ("mxfp4", "fp8", "inductor"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.megatron.offloading import offloaded
 from tests.megatron.training import MIXED, Case
 from tests.workers import Ranks, error_of
 from zerocast.integrations.megatron.host import distributed_optimizers
-from zerocast.integrations.megatron.ownership import shares
+from zerocast.integrations.megatron.optimizer_kinds import shares
 
 pytestmark = needs_megatron
 CULPRIT, SECONDS = 1, 8.0
