@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("zerocast")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of this suite."""
+    """Add the options of this suite to pytest's."""
     record.pytest_addoption(parser)
     parser.addoption("--expect-skips", metavar="REGEX", help="fail if a test is skipped for a reason without a match")
 

@@ -304,7 +304,7 @@ def _serve(rank: int, world: int, backend: str, store: str, connection: Connecti
             torch.manual_seed(0)  # no case depends on those before it
             owners.forget_all()
             answer = pickle.dumps((True, function(*args)))
-        except BaseException as error:  # a rank must answer whatever happens to it
+        except BaseException as error:  # a rank must answer each call
             answer = pickle.dumps((False, _told(error)))
             if coverage:  # the process is about to be replaced
                 coverage.save()

@@ -71,7 +71,7 @@ def twice() -> tuple[str, str]:
         zero = ZeroAdamW(other.named_parameters())
         after_zero = error_of(lambda: build(other))
         assert held is not None and zero is not None
-        del held  # what nobody holds owns nothing
+        del held  # an optimizer that is freed owns nothing
         assert build(one) is not None
         return again, after_zero
 

@@ -123,7 +123,7 @@ class Run:
         self._plan.post_all_gather()
 
     def full(self) -> tuple[int, float]:
-        """A full refit."""
+        """A refit of all weights: (bytes, seconds)."""
         return refit(self._receiver, self._sender.named_tensors())
 
     def delta(self, lr: float) -> tuple[int, float]:

@@ -42,14 +42,8 @@ class Layers(nn.Module):
         self.blocks = nn.ModuleList(nn.Sequential(*layers[first::4]) for first in range(4))
 
 
-def calls_of(work: Callable[[], object]) -> int:
-    """Calls of Python and of C functions, those of a garbage collection apart."""
-    count = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
+def profiled(work: Callable[[], object], note: Callable[[Any, str, Any], None]) -> None:
+    """Do the work and call `note` as `sys.setprofile` does, without the calls of a garbage collection."""
     gc.collect()
     gc.disable()
     sys.setprofile(note)
@@ -58,6 +52,17 @@ def calls_of(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
         gc.enable()
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """The number of calls of Python and of C functions."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    profiled(work, note)
     return count
 
 
@@ -71,14 +76,7 @@ def calls_of_zerocast(work: Callable[[], object]) -> Counter[str]:
         if event == "call" and frame.f_code.co_filename.startswith(package):
             by_file[frame.f_code.co_filename.removeprefix(package)] += 1
 
-    gc.collect()
-    gc.disable()
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    profiled(work, note)
     return by_file
 
 

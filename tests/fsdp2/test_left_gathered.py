@@ -79,7 +79,7 @@ class Rooted(nn.Module):
 
 @on_ranks(2)
 def test_nobody_asks_while_it_trains() -> None:
-    """What was gathered anew is not left from an earlier pass."""
+    """Weights that are gathered again are not left from an earlier pass."""
     model = models.sharded(Rooted(), {"*weight": "nvfp4"})
     register_fsdp_forward_method(model, "loss")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

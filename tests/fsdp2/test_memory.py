@@ -79,7 +79,7 @@ def test_gathered_bytes_are_freed() -> None:
 
 @on_ranks(2)
 def test_peak_of_a_backward_pass() -> None:
-    """One block, however many there are: what FSDP2 prefetches on a CPU lies in the collective's
+    """One block, however many there are: what FSDP2 prefetches on a CPU is in the collective's
     buffer until it is needed.
     """
     blocks = 5

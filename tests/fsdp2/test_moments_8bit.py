@@ -106,7 +106,7 @@ def plain_model(**options: Any) -> Any:
 
 
 def trained_on_the_host() -> None:
-    """Nothing differs after some steps where masters lie in host memory."""
+    """Nothing differs after some steps where masters are in CPU memory."""
     states = []
     for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
         model = plain_model(**options)

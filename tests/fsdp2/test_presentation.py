@@ -21,7 +21,7 @@ class Presenting(Presentation):
         self.calls: list[Any] = []
 
     def check(self, fmt: FormatSpec) -> None:
-        """Takes FP8 alone."""
+        """Raise for formats that are not FP8."""
         if fmt.bits != 8:
             raise ValueError(f"no {fmt} here")
 

@@ -83,7 +83,7 @@ def test_nothing_waits_for_its_own_step(optimizer: str, parts: int, reshard: boo
                     model(x).float().square().mean().backward()
                 steps.step()
                 steps.zero_grad()
-        assert traffic.found == [] or optimizer == "AdamW"  # whose step numbers lie on the CPU
+        assert traffic.found == [] or optimizer == "AdamW"  # whose step numbers are on the CPU
         assert {waited for _, waited in waits} == {1, 2, 3, 4}
         assert all(waited - recorded in (1, 2) for recorded, waited in waits)
         models.check(model, "trained")

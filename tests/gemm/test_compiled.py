@@ -171,7 +171,7 @@ def test_a_graph_has_the_bits_of_eager_and_keeps_what_that_of_bf16_keeps(
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Products of path block_128 on a CPU, by the emulation, which asserts how codes and scales lie."""
+    """Products of path block_128 on a CPU, by the emulation, which asserts the strides of codes and scales."""
 
     def by_function(a: Tensor, a_scale: Any, b: Tensor, b_scale: Any, *rest: Any) -> Tensor:
         a_scaling, b_scaling, bias, dtype, _ = rest

@@ -113,7 +113,7 @@ CASES: dict[str, tuple[Case, Callable[[Attached], None], Callable[[Attached, Any
 
 
 def told(name: str) -> tuple[str, str]:
-    """What a call says."""
+    """The class and text of the error of a case's call on this rank, and what a later call says."""
     case, change, call = CASES[name]
     with case.host():
         attached = Attached(case)

@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class LM(nn.Module):
-    """Next-byte model."""
+    """A small model of the next byte of a text."""
 
     def __init__(self) -> None:
         super().__init__()

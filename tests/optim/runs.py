@@ -205,7 +205,7 @@ class Compared(Trainer):
         self.reference.step(gradients, self.run.options_at(step), self.run.max_norm)
 
     def check(self, what: str) -> None:
-        """Both hold the same."""
+        """The run and its reference hold the same state."""
         assert_equals(self, self.reference, f"rank {self.rank}, {what}")
 
     def go_on(self, *steps: int) -> None:

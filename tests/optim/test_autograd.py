@@ -118,7 +118,7 @@ def die(trainer: Trainer, step: int) -> None:
 )
 @on_ranks(0, 2)
 def test_recovery_from_a_pass_that_died(run, forget, accumulated):
-    """It is refused to go on from half a gradient; zero_grad clears it away, in whatever state buckets were."""
+    """It is refused to go on from half a gradient; zero_grad clears it away, in any state of the buckets."""
     trainer, messages = Compared(run), []
     for step in range(4):
         if step in (1, 2):

@@ -71,7 +71,7 @@ def test_stage_2_holds_buckets_in_flight_and_what_has_arrived_of_the_next(fmt, b
 
 @on_ranks(2)
 def test_a_discarded_optimizer_takes_no_buckets():
-    """The reducer of one that nobody holds, before the garbage collector has seen it: beside a living one, neither waits for
+    """The reducer of one without references, before the garbage collector has seen it: beside a living one, neither waits for
     its reductions, and more buckets are on their way.
     """
     gc.disable()

@@ -98,7 +98,7 @@ def directions(cases: tuple[Weight, ...]) -> list[str]:
         shards = [case.shard(rank) for case in cases]
         integration().quantize_master_weights(weights, [m for m, _ in shards], [start for _, start in shards], None)
         codes = [weights[0]._rowwise_storage._data, weights[1]._columnwise_storage._transpose]
-        for case, held in zip(cases, codes, strict=True):  # whoever does not own an element holds poison there
+        for case, held in zip(cases, codes, strict=True):  # a rank holds poison in elements that it does not own
             start, stop = case.spans[rank]
             owned = torch.zeros(case.shape, dtype=torch.bool)
             owned.view(-1)[start:stop] = True

@@ -204,14 +204,14 @@ class NoLease:
     """
 
     def poll(self) -> bool:
-        """Return True."""
+        """Return True: nothing takes this right away."""
         return True
 
     def check(self) -> None:
-        """Do nothing."""
+        """Raise nothing: no other writer can take this right."""
 
     def release(self) -> None:
-        """Do nothing."""
+        """Leave the store as it is: there is no lease to remove."""
 
 
 @dataclass(frozen=True)

@@ -74,8 +74,7 @@ def multiply(
     rows, k]` with None.
     """
     codes, scale_inv = operands
-    read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
-    data, weight_scale_inv = read(columnwise)
+    data, weight_scale_inv = weight.operand(columnwise)
     experts, rows, columns = weight.shape
     matrices = data.view(E4M3.dtype)
     # A columnwise copy `[columns, E * rows]` has the rows of consecutive experts next to each

@@ -92,8 +92,7 @@ def multiply(
     product uses fast accumulation.
     """
     assert not transposed
-    read = weight.upcast if weight.format.is_exact_in_fp8 else weight.direction
-    return multiply_codes(operands, read(columnwise), weight.format, columnwise, bias, dtype)
+    return multiply_codes(operands, weight.operand(columnwise), weight.format, columnwise, bias, dtype)
 
 
 def multiply_codes(

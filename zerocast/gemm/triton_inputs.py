@@ -38,7 +38,7 @@ def _magnitude(x):
 
 @triton.jit
 def _load(x, at, mask):
-    """Load values as f32."""
+    """Load the values at the offsets `at` as f32, 0 where masked."""
     # bf16 comes as int16, since Triton's interpreter converts bf16 subnormals wrongly.
     value = tl.load(x + at, mask=mask, other=0)
     if x.dtype.element_ty == tl.int16:

@@ -37,7 +37,7 @@ class EngineClient(Protocol):
         ...
 
     def start_weight_update(self) -> None:
-        """Begin a refit."""
+        """Begin a refit on every rank of the engine."""
         ...
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class EngineSender:
         return self._sender.refit
 
     def close(self) -> None:
-        """Remove the folder. Collective."""
+        """Remove the folder of refits. Collective."""
         self._together(self._remove_folder, "the end of a connection")
 
     def _send(self, messages: Iterable[Message]) -> None:

@@ -235,7 +235,7 @@ def _check_casts(before: Casts, look: Callable[[], Casts]) -> None:
     if look() != before:
         raise RuntimeError(
             "weights were cast or changed between two buckets, so those that were read are of two steps: read all buckets "
-            "between two steps, and begin anew"
+            "between two steps, and begin again"
         )
 
 

@@ -98,7 +98,7 @@ class SafetensorsFile:
         self._stream.write((ctypes.c_ubyte * on_host.nbytes).from_address(on_host.data_ptr()))
 
     def close(self) -> None:
-        """Persist the file."""
+        """Write what is buffered and flush the file to the disk."""
         if isinstance(self._path, StorePath):
             assert isinstance(self._stream, io.BytesIO)
             self._path.write_bytes(self._stream.getvalue())

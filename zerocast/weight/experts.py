@@ -246,7 +246,7 @@ def index(weight: Any, where: Any) -> Any:
 
 
 def unbind(input: Any, dim: int = 0) -> tuple[Any, ...]:
-    """torch.unbind into experts."""
+    """torch.unbind of a weight into its experts, one per index of `dim`."""
     return tuple(select(input, dim, number) for number in range(input.shape[dim]))
 
 

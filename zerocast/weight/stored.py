@@ -112,6 +112,12 @@ class WeightReader:
         key, backend = str(self.format), backends.choose(data.device)
         return self._upcast(backend, key, data, scale_inv, self.amax, *shape, columnwise and not from_copy)
 
+    def operand(self, columnwise: bool) -> tuple[Tensor, Tensor | None]:
+        """Return (codes, scale_inv) of one direction as products of codes read them: `upcast` for
+        formats that are exact in FP8, else `direction`.
+        """
+        return self.upcast(columnwise) if self.format.is_exact_in_fp8 else self.direction(columnwise)
+
 
 class StoredWeight(WeightReader):
     """A weight made from the arguments of an op (`QuantizedWeight.as_arguments`), which lives while
