@@ -109,7 +109,9 @@ def test_update_amax_and_codes(any_backend: str) -> None:
 
 @pytest.mark.long_interpreted
 @pytest.mark.long_at_every_level
-@pytest.mark.parametrize("fmt", ["fp8_block", pytest.param("mxfp8:block=32x32", marks=pytest.mark.slow), "mxfp4"])
+@pytest.mark.parametrize(
+    "fmt", ["fp8_block", *(pytest.param(fmt, marks=pytest.mark.slow) for fmt in ("mxfp8:block=32x32", "mxfp4"))]
+)
 def test_large_weights(variant: str, fmt: str, seed: int) -> None:
     """Larger than the pieces that a backend cuts its work into; the second one is owned from its second row of blocks on."""
     columns = 416 if strategies.is_interpreted(variant) else 32 * 520
