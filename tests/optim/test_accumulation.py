@@ -68,21 +68,42 @@ def synchronised_then_not(trainer: Trainer) -> None:
         trainer.probe.backward(1, trainer.rank)
 
 
-# In each of the two passes one rank has no gradient at all; it takes part in every collective all the same.
+def synchronised_around(trainer: Trainer) -> None:
+    """The pass in the middle is under no_sync: the last pass reduces it, with itself."""
+    synchronised_then_not(trainer)
+    trainer.probe.backward(2, trainer.rank)
+
+
+# In each pass one rank has no gradient at all; it takes part in every collective all the same.
 BY_TURNS = Run((Spec("w", (32, 64), "nvfp4", used="by turns"), Spec("b", (9,), used="by turns")), options=(ADAM,))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(
     ("passes", "run"),
-    [(nested, Run()), (never_synchronised, Run()), (synchronised_then_not, Run()), (nested, BY_TURNS)],
-    ids=["nested", "never synchronised", "synchronised, then not", "nested by turns"],
+    [
+        (nested, Run()),
+        (never_synchronised, Run()),
+        (synchronised_then_not, Run()),
+        (nested, BY_TURNS),
+        (synchronised_then_not, BY_TURNS),
+        (synchronised_around, BY_TURNS),
+    ],
+    ids=[
+        "nested",
+        "never synchronised",
+        "synchronised, then not",
+        "nested by turns",
+        "synchronised by turns",
+        "around",
+    ],
 )
 @on_ranks(0, 2)
 def test_no_sync(passes, stage, run):
-    """Two passes and a step, beside the reference fed both in one round or two."""
-    two_rounds = passes is synchronised_then_not
-    compared = Compared(dataclasses.replace(run, accumulate=2, stage=stage, no_sync=not two_rounds))
+    """Some passes and a step, beside the reference fed all of them in one round, or each in one."""
+    in_one_round = passes in (nested, never_synchronised)
+    count = 3 if passes is synchronised_around else 2
+    compared = Compared(dataclasses.replace(run, accumulate=count, stage=stage, no_sync=in_one_round))
     passes(compared)
     compared.optimizer.step()
     compared.follow(0)

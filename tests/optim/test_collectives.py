@@ -94,10 +94,12 @@ def test_quantized_gradients_take_a_code_an_element_and_a_scale_for_128(world, g
 @pytest.mark.parametrize(("no_sync", "passes"), [(True, 1), (False, 3)])
 @on_ranks(2)
 def test_one_reduce_scatter_a_bucket_a_backward_pass(no_sync, passes):
+    """After no_sync ranks also ask each other, once, whether gradients are left."""
     trainer = Trainer(Run(MODEL, options=(ADAM,), accumulate=3, no_sync=no_sync, config=ZeroConfig()))
     with recorded() as log:
         trainer.step(0)
-    assert Counter(kind for kind, _ in log)["reduce-scatter"] == 5 * passes
+    counts = Counter(kind for kind, _ in log)
+    assert (counts["reduce-scatter"], counts["all-reduce"]) == (5 * passes, 2 + no_sync)
 
 
 @on_ranks(2)

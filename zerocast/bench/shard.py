@@ -44,7 +44,7 @@ class SimulatedGroup(Group):
         """
         tensor.copy_(whole_sums([math.prod(shape) for shape in self.workload.shapes]))
 
-    def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
+    def all_reduce_max(self, tensor: Tensor, what: str = "", async_op: bool = False) -> None:
         """Do nothing. When a plan is built all ranks have the same values; in a cast the amaxes of
         this rank are used.
         """

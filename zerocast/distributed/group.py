@@ -189,11 +189,12 @@ class Group:
             )
             raise _like(error, text) from error
 
-    def all_reduce_max(self, tensor: Tensor, what: str = "") -> None:
+    def all_reduce_max(self, tensor: Tensor, what: str = "", async_op: bool = False) -> Flight | None:
         """MAX in place. Callers never pass NaN, since results could then differ between ranks."""
-        if self.size > 1:
-            with self.failing("all-reduce", what or _described(tensor)):
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.handle)
+        if self.size == 1:
+            return None
+        what = what or _described(tensor)
+        return self._start("all-reduce", what, dist.all_reduce, tensor, dist.ReduceOp.MAX, async_op=async_op)
 
     def all_reduce_sum(self, tensor: Tensor, what: str = "") -> None:
         """SUM in place; the communication library chooses the order of additions."""

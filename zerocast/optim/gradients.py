@@ -10,6 +10,10 @@ produces all its gradients together, and the next block is computed while they a
 round every parameter has a `ReducedGradient`, even if it had no gradient, so that all ranks see the
 same gradients.
 
+A rank without any gradient in a pass begins no round, and its next round is the one that others
+have begun in that pass. From `no_sync` on it is asked for the rounds that it lacks
+(`_is_left_anywhere`).
+
 The callback at the end of a backward pass does not run if the pass raises. The next pass detects
 this, and raises until `zero_grad` of the optimizer is called.
 """
@@ -23,9 +27,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from zerocast.distributed.agreement import check_same_call
+from zerocast.distributed.agreement import check_same_call, largest_of_ranks
 from zerocast.distributed.bucket import IN_FLIGHT, Bucket
-from zerocast.distributed.group import Group
+from zerocast.distributed.group import Flight, Group
 from zerocast.optim.config import ZeroConfig
 from zerocast.optim.gradient_shard import GradientShard
 from zerocast.optim.norm import ParameterNorms
@@ -56,6 +60,7 @@ EXCHANGED = (
 )
 
 ROUND = "reduces the gradients of a backward pass"
+GRADIENTS_LEFT = "whether gradients are left to be reduced"
 
 
 class _End:
@@ -122,6 +127,10 @@ class GradientReducer:
         # True if no_sync was entered since the last round. Unlike the presence of gradients, it is
         # the same on every rank.
         self._unreduced = False
+        # False from no_sync on, until all ranks have said that they have nothing left to reduce.
+        self._is_settled = True
+        # The message that this rank has begun a further round. Kept until it is complete.
+        self._notice: Flight | None = None
         self._idle = IdleParameters(f"a {group.caller.name}" if group.caller else "an optimizer")
         self._hooks: list[RemovableHandle] = []
         self._taken_over = False
@@ -162,6 +171,7 @@ class GradientReducer:
         """Set whether backward passes are rounds. Return the previous setting."""
         before, self.synchronise = self.synchronise, synchronise
         self._unreduced |= not (synchronise and before)
+        self._is_settled &= synchronise and before
         self._update_keeps_local()
         if synchronise and not before:
             # Gradients are now read as reduced ones, of the same parameters on every rank.
@@ -175,6 +185,7 @@ class GradientReducer:
         if self._stage == 1 or self._unreduced or self._launched is not None:
             self.gradients.drop_local()
         self._reduced = self._unreduced = False
+        self._is_settled = self.synchronise
         self.gradients.changes = 0
         self._filling.clear()
         self._launched, self._adds = None, self._stage == 2
@@ -232,14 +243,32 @@ class GradientReducer:
             raise RuntimeError(RUNNING if running else DIED)
 
     def _reduce(self) -> None:
-        if not self._reduced or self._unreduced:
-            found, without_any = self._idle.found, not (self._reduced or self._unreduced)
+        is_left = self._unreduced
+        if not self._reduced:
+            found, without_any = self._idle.found, not self._unreduced
             self._begin()
             self.end_round()
+            is_left = False
             if without_any and self._idle.found == found:
                 self._idle.warn_no_gradients()
+        # If this rank had no gradients in a backward pass before no_sync, the others have begun a
+        # round more. Its first round then was theirs of that pass.
+        while not self._is_settled and self._is_left_anywhere(is_left):
+            self._begin()
+            self.end_round()
+            is_left = False
+        self._is_settled = self.synchronise
         if self._flying:
             self._land(wait=True)
+        self._notice = None
+
+    def _is_left_anywhere(self, is_left: bool) -> bool:
+        """Return True if a rank has gradients that no round has reduced; `is_left` for this rank.
+        Collective.
+        """
+        if self._group.size == 1:
+            return is_left
+        return bool(largest_of_ranks(self._group, [is_left], GRADIENTS_LEFT)[0])
 
     def _begin(self) -> None:
         """Begin a round. Its gradients are added to those that were clipped before."""
@@ -265,6 +294,10 @@ class GradientReducer:
         if not self.synchronise:
             return
         if self._launched is None:
+            if self._reduced and not self._is_settled:
+                # Without waiting: the other ranks may be in a pass of another optimizer.
+                is_left = torch.ones(1, dtype=torch.int64, device=self._group.device)
+                self._notice = self._group.all_reduce_max(is_left, GRADIENTS_LEFT, async_op=True)
             self._begin()
             end = _End(self)
             self._end, self._thread = weakref.ref(end), threading.get_ident()
