@@ -36,7 +36,8 @@ def ran(config: StepConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("known", variant.VARIANTS, ids=lambda known: known.name)
 def test_a_row_of_our_calls_alone_has_a_line_of_code(known: variant.Variant, mode: str) -> None:
     code = variant.StepRow(known, mode).code
-    ours = known.host in (variant.FSDP2, variant.ZERO_ADAMW) and known.format != variant.BF16 and not known.grad_wire
+    ours = known.host in (variant.FSDP2, variant.ZERO_ADAMW) and known.format != variant.BF16
+    ours = ours and not known.grad_wire and not known.has_8bit_moments
     is_fast = known.fp8_weight_gradients and mode == "compiled"
     is_default = not known.fp8_weight_gradients and mode == "eager"
     if ours and (is_fast or is_default):
@@ -49,7 +50,8 @@ def test_variants_train_the_same_model(ranks: Ranks) -> None:
     chosen = (
         *("fsdp2:bf16", "fsdp2:fp8_current+fp8_wgrad", "fsdp2:fp8_delayed", "fsdp2:nvfp4"),
         *("zero_adamw:bf16", "zero_adamw:fp8_block+*", "zero_adamw:mxfp8", "fsdp2_fused_adamw:bf16"),
-        *("fsdp2:bf16+fp8_wire", "zero_adamw:bf16+fp8_wire"),
+        *("fsdp2:bf16+fp8_wire", "fsdp2:fp8_current+fp8_wgrad+8bit"),
+        *("zero_adamw:bf16+fp8_wire", "zero_adamw:fp8_current+fp8_wgrad+8bit"),
     )
     report, other = ranks(2)(ran, replace(TINY, variants=chosen), timeout=120.0)
     assert report["failures"] == [] and report["ranks"] == 2 and report["tokens"] == 2 * 32
@@ -68,6 +70,16 @@ def test_variants_train_the_same_model(ranks: Ranks) -> None:
     assert [row["step_ms"] for row in other["rows"]] == [
         row["step_ms"] for row in report["rows"]
     ]  # of the slowest rank
+
+
+@pytest.mark.parametrize("host", ["fsdp2", "zero_adamw"])
+def test_moments_in_8_bits_are_rounded(ranks: Ranks, host: str) -> None:
+    """Rounding shows in the losses once a step has been taken from moments of two gradients."""
+    chosen = (f"{host}:fp8_current+fp8_wgrad", f"{host}:fp8_current+fp8_wgrad+8bit")
+    exact, rounded = ranks(1)(ran, replace(TINY, variants=chosen, warm_up=5, lr=0.1))[0]["rows"]
+    assert rounded["losses"][0] == exact["losses"][0]
+    assert rounded["losses"][-1] != exact["losses"][-1]
+    assert rounded["losses"] == pytest.approx(exact["losses"], abs=0.05)
 
 
 @pytest.mark.parametrize(("host", "gathers"), [("fsdp2", 2), ("zero_adamw", 1)])
@@ -298,7 +310,7 @@ def test_rows_are_chosen_with_or_without_their_mode() -> None:
     chosen = variant.select(("fsdp2:bf16", "zero_adamw:fp8_* compiled", "fsdp2:nvfp4 eager"), ("compiled", "eager"))
     names = [row.name for row in chosen]
     assert names[0] == "fsdp2:bf16 compiled" and names[-2:] == ["fsdp2:bf16 eager", "fsdp2:nvfp4 eager"]
-    assert len(names) == 10 and all(name.endswith(" compiled") for name in names[:8])
+    assert len(names) == 11 and all(name.endswith(" compiled") for name in names[:9])
 
 
 def test_names_are_unique_and_shapes_are_those_of_llama() -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -97,20 +97,28 @@ class Host:
 @dataclass(frozen=True)
 class Variant:
     """A row of the table, called `host:format`. The name has `+fp8_wgrad` if weight gradients are
-    computed in FP8 instead of the dtype of the gradients, and `+fp8_wire` if gradients are sent as
-    FP8.
+    computed in FP8 instead of the dtype of the gradients, `+fp8_wire` if gradients are sent as FP8,
+    and `+8bit` if the moments of AdamW are kept in 8 bits.
     """
 
     host: Host
     format: str
     fp8_weight_gradients: bool = False
     grad_wire: str | None = None
+    has_8bit_moments: bool = False
 
     @property
     def name(self) -> str:
         """The name in options, tables and stored reports."""
         wgrad = "+fp8_wgrad" if self.fp8_weight_gradients else ""
-        return f"{self.host.name}:{self.format}{wgrad}" + ("+fp8_wire" if self.grad_wire else "")
+        wire = "+fp8_wire" if self.grad_wire else ""
+        moments = "+8bit" if self.has_8bit_moments else ""
+        return f"{self.host.name}:{self.format}{wgrad}{wire}{moments}"
+
+    @property
+    def moment_dtype(self) -> torch.dtype | Literal["8bit"]:
+        """The dtype of AdamW's moments, as zerocast's optimizers take it."""
+        return "8bit" if self.has_8bit_moments else torch.float32
 
     @property
     def is_installed(self) -> bool:
@@ -148,7 +156,7 @@ class StepRow:
         call = {"fsdp2": "zerocast.fsdp2.prepare", "zero_adamw": "zerocast.quantize_"}.get(self.variant.host.name)
         # Formats of other libraries are not recipes.
         recipe = self.recipe if call else None
-        if recipe is None or self.variant.grad_wire:
+        if recipe is None or self.variant.grad_wire or self.variant.has_8bit_moments:
             return None
         if not recipe.fast and (self.mode == "compiled" or self.variant.fp8_weight_gradients):
             return None
@@ -174,7 +182,8 @@ def _zero_adamw(model: Llama, row: StepRow, lr: float, compile_block: Compile) -
         quantize_(model, row.recipe)
     for block in model.blocks:
         compile_block(block)
-    optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=ZeroConfig(grad_wire=row.variant.grad_wire))
+    config = ZeroConfig(grad_wire=row.variant.grad_wire, moment_dtype=row.variant.moment_dtype)
+    optimizer = ZeroAdamW(model.named_parameters(), lr=lr, config=config)
     # The optimizer has made its masters from bf16 weights. The other variants start from FP32.
     load_masters(optimizer, initial)
     return Training(model, optimizer, lambda: optimizer.clip_grad_norm_(MAX_NORM), optimizer.no_sync)
@@ -183,7 +192,8 @@ def _zero_adamw(model: Llama, row: StepRow, lr: float, compile_block: Compile) -
 def _fsdp2(model: Llama, row: StepRow, lr: float, compile_block: Compile) -> Training:
     if row.recipe:
         fsdp2.prepare(model, row.recipe)
-    training = _sharded(model, lr, compile_block, optimizer=fsdp2.FusedAdamW if row.recipe else None)
+    fused_adamw = functools.partial(fsdp2.FusedAdamW, moment_dtype=row.variant.moment_dtype)
+    training = _sharded(model, lr, compile_block, optimizer=fused_adamw if row.recipe else None)
     if row.variant.grad_wire:
         fsdp2.set_grad_wire(model, row.variant.grad_wire)
     return training
@@ -257,7 +267,9 @@ def _sharded(
     fully_shard([model.norm, model.head], mp_policy=policy, reshard_after_forward=False)
     fully_shard(model, mp_policy=policy)
     parameters = list(model.parameters())
-    stepper = optimizer(parameters, lr=lr) if optimizer else torch.optim.AdamW(parameters, lr=lr, fused=True)
+    stepper = (
+        optimizer(model.named_parameters(), lr=lr) if optimizer else torch.optim.AdamW(parameters, lr=lr, fused=True)
+    )
     no_sync = functools.partial(_no_sync, model)
     return Training(model, stepper, lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM), no_sync)
 
@@ -307,6 +319,7 @@ def _all_variants() -> Iterator[Variant]:
     for host in (FSDP2, ZERO_ADAMW):
         for fmt in (BF16, "fp8_current", "nvfp4"):
             yield Variant(host, fmt, fmt in FP8_FORMATS, "fp8_1x128")
+        yield Variant(host, "fp8_current", fp8_weight_gradients=True, has_8bit_moments=True)
     for recipe in ("tensorwise", "rowwise"):
         yield Variant(TORCHAO, recipe)
     for recipe in TRANSFORMER_ENGINE_RECIPES:
