@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_layer, restore_layer_on_meta
 from vllm.model_executor.model_loader.reload.utils import get_layer_params_buffers, get_layer_tensors
 
-from zerocast.integrations.vllm.loader_map import SHAPE
+from zerocast.integrations.vllm.loader_map import DROPPED, SHAPE, not_loaded
 from zerocast.serve.flat_bytes import as_bytes, digest
 
 KERNELS = "vllm.model_executor.kernels.linear"
@@ -168,7 +168,8 @@ class _Layer:
         self._reads_in_place = _reads_in_place(name, module, self._method)
         registered = get_layerwise_info(module).restore_metadata[0]
         kept = [key for key, parameter in module._parameters.items() if parameter is not None and key == "bias"]
-        self.keys = [key for key in (*registered, *(key for key in kept if key not in registered)) if key != SHAPE]
+        names = (*registered, *(key for key in kept if key not in registered))
+        self.keys = [key for key in names if key not in not_loaded(module)]
         # The view of each tensor in the kernel's, or else a copy of it, by key. Filled by `load`.
         self._views: dict[str, _View] = {}
         self._copies: dict[str, Tensor] = {}
@@ -195,6 +196,8 @@ class _Layer:
         try:
             restore_layer_on_meta(layer, info)
             materialize_layer(layer, info)
+            if DROPPED in not_loaded(layer):
+                layer._parameters.pop(DROPPED, None)
             given = {key: getattr(layer, key) for key in values}
             for key, value in values.items():
                 given[key].data.copy_(value)

@@ -29,6 +29,8 @@ SHARED_SCALES = ("weight_global_scale", "weight_scale_2")
 # Rows and columns of a stored int4 weight. vLLM keeps those of the last one that it fuses, and no
 # kernel reads them.
 SHAPE = "weight_shape"
+# Of 4-bit weights alone, vLLM makes it for checkpoints of an older ModelOpt, and then drops it.
+DROPPED = "input_scale"
 
 
 class LoaderMap:
@@ -97,13 +99,19 @@ class LoaderMap:
                     if parameter is not None:
                         name = f"{prefix}.{key}" if prefix else key
                         names.setdefault(_storage(parameter), name)
-                        if key != SHAPE:
+                        if key not in not_loaded(layer):
                             self.model_tensors.setdefault(name, _described(name, key, parameter))
             yield names
         finally:
             for layer, info in restored:
                 _place_kernel_tensors(layer, info)
                 info.reset()
+
+
+def not_loaded(layer: nn.Module) -> set[str]:
+    """Return the names of parameters of which no kernel reads what a checkpoint has."""
+    scheme = getattr(getattr(layer, "quant_method", None), "fmt", None)
+    return {SHAPE, DROPPED} if type(scheme).__name__ == "_DropInputScale" else {SHAPE}
 
 
 class _NotCopied(ValueError):

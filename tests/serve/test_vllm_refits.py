@@ -29,13 +29,6 @@ from zerocast.serve import EngineSender, RefitError, Sender
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "examples/rollout/vllm_site"
-NAMINGS = {
-    "fp8_block": "deepseek",
-    "fp8_current": "compressed-tensors",
-    "nvfp4": "compressed-tensors",
-    "mxfp8": "modelopt",
-    "int4": "compressed-tensors",
-}
 
 NEEDS_AMX = pytest.mark.skipif(
     "amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="vLLM has no such product on this CPU"
@@ -112,8 +105,8 @@ def running(
 class Run:
     """A Llama that a ZeroAdamW trains, and an engine of its format."""
 
-    def __init__(self, fmt: str, tmp_path: Path, name: str = "llama") -> None:
-        self.naming = NAMINGS[fmt]
+    def __init__(self, fmt: str, tmp_path: Path, name: str = "llama", naming: str = "") -> None:
+        self.naming = naming or ("deepseek" if fmt == "fp8_block" else "compressed-tensors")
         self.model: Any = quantized(name, fmt, "llama")
         self.optimizer = zerocast.ZeroAdamW(self.model.named_parameters(), lr=1e-3)
         self.folder = tmp_path / "exported"
@@ -158,21 +151,30 @@ def cut(name: str, value: Tensor, rank: int, ranks: int, heads: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "ranks", "stand_in"),
+    ("fmt", "naming", "ranks", "stand_in"),
     [
-        ("fp8_block", 1, "packed"),
-        ("fp8_block", 2, "in place"),
-        ("fp8_current", 1, "in place"),
-        ("nvfp4", 2, "packed"),
-        ("nvfp4", 1, "in place"),
-        ("mxfp8", 1, "in place"),
-        ("int4", 1, "in place"),
-        ("int4", 2, "packed"),
+        ("fp8_block", "deepseek", 1, "packed"),
+        ("fp8_block", "deepseek", 2, "in place"),
+        ("fp8_block", "modelopt", 1, "in place"),
+        ("fp8_current", "compressed-tensors", 1, "in place"),
+        ("fp8_current", "compressed-tensors", 2, "packed"),
+        ("fp8_current", "modelopt", 1, "packed"),
+        ("nvfp4", "compressed-tensors", 1, "in place"),
+        ("nvfp4", "compressed-tensors", 2, "packed"),
+        ("nvfp4", "modelopt", 1, "packed"),
+        ("nvfp4", "modelopt", 2, "in place"),
+        ("mxfp4", "compressed-tensors", 1, "in place"),
+        ("mxfp4", "compressed-tensors", 2, "packed"),
+        ("mxfp8", "compressed-tensors", 1, "in place"),
+        ("mxfp8", "modelopt", 1, "in place"),
+        ("mxfp8", "modelopt", 2, "packed"),
+        ("int4", "compressed-tensors", 1, "in place"),
+        ("int4", "compressed-tensors", 2, "packed"),
     ],
 )
-def test_refits(fmt: str, ranks: int, stand_in: str, tmp_path: Path) -> None:
+def test_refits(fmt: str, naming: str, ranks: int, stand_in: str, tmp_path: Path) -> None:
     """In full into weights that were never loaded, then by changes, at the same addresses."""
-    run = Run(fmt, tmp_path, "llama, four heads" if ranks == 2 else "llama")
+    run = Run(fmt, tmp_path, "llama, four heads" if ranks == 2 else "llama", naming)
     with running(run.folder, tmp_path, ranks, stand_in) as engine:
         addresses = engine.ask("addresses")
         sender = EngineSender(run.sender, engine, tmp_path)
@@ -346,7 +348,7 @@ def test_a_tensor_parallel_size_that_divides_a_block(tmp_path: Path) -> None:
     """It is refused, and the engine, which never had weights, serves nothing."""
     run = Run("fp8_block", tmp_path)  # Two key-value heads of 64 rows.
     with running(run.folder, tmp_path, ranks=2) as engine:
-        with pytest.raises(RefitError, match=r"do not take .* this tensor-parallel size"):
+        with pytest.raises(RefitError, match=r"do not accept .* this tensor-parallel size"):
             EngineSender(run.sender, engine, tmp_path).refit()
         with pytest.raises(RuntimeError, match="this engine has no weights to serve: none came yet"):
             engine.ask("logprobs")
