@@ -54,7 +54,7 @@ IN_DEBUG_MODE: dict[str, tuple[Call, Call]] = {
     "steps with, clips gradients to 0.1": (backward_and_step, clipped),
     "clips gradients to 0.2, clips gradients to 0.1": (lambda t, f: clipped(t, f, 0.2), clipped),
     "'lr': 0.01, 'lr': 0.005": (backward_and_step, scheduled),
-    "reduces the gradients, switches to another recipe": (backward_and_step, switches),
+    "reduces the gradients, switches to a different recipe": (backward_and_step, switches),
 }
 
 
